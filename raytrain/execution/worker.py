@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import ray
 import ray.train
+import torch
 from ray import cloudpickle
 
 from raytrain.autotune.startup.choice import Calibration
@@ -284,6 +285,7 @@ class Worker:
             precision=(session.precision or "") if session else "",
             from_step=self.from_step,
             micro_batch=session.loader.micro_batch if session and session.precision else None,
+            device=session.device if session and session.device.type == "cuda" else None,
         )
         write_fault(self.run_folder, fault)
 
@@ -301,8 +303,14 @@ def fault_of(
     precision: str,
     from_step: int,
     micro_batch: int | None = None,
+    device: torch.device | None = None,
 ) -> Fault:
-    """The record of the exception being handled. raytrain's own errors are `final`: a restart would repeat them."""
+    """The record of the exception being handled. raytrain's own errors are `final`: a restart would repeat them.
+
+    Args:
+        device: the GPU whose free memory says whether a library's error means that memory ran out; None elsewhere, as
+            a CPU's error that ends an attempt was judged where it was caught.
+    """
     return Fault(
         attempt=attempt,
         rank=rank,
@@ -315,6 +323,6 @@ def fault_of(
         final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory | CollectiveFailed | StateLost),
         from_step=from_step,
         time=time.time(),
-        out_of_memory=is_out_of_memory(error, device=None),
+        out_of_memory=is_out_of_memory(error, device=device),
         micro_batch=micro_batch,
     )

@@ -64,7 +64,7 @@ def _fits(step: TrainingStep, micro: MicroBatch, device: torch.device, room: int
         meter = PeakMeter(device)
         try:
             _one_pass(step, micro, device)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error, device=device, budget=room):
                 raise
             let_go(error, device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import socket
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch
 
 from cluster.devices.limits import ROOT, memory_bytes
 from cluster.telemetry.process import process_memory, reset_peak
-from raytrain.errors import OutOfMemory
+from raytrain.errors import CollectiveFailed, OutOfMemory
 from raytrain.train.memory.allocator import freed_at_once, give_back_free_pages
 
 if TYPE_CHECKING:
@@ -27,6 +28,25 @@ if TYPE_CHECKING:
 #: On a CPU torch raises a plain RuntimeError when memory runs out. It counts as out of memory if at least this fraction
 #: of the limit was in use: the failed allocation is unknown, but hardly larger than all memory already in use.
 PRESSED = 0.5
+
+#: `cudaErrorMemoryAllocation` and `hipErrorOutOfMemory`: what a `torch.AcceleratorError` carries as its `error_code`.
+ALLOCATION_FAILED = 2
+
+#: Libraries that allocate on the GPU themselves report a failed allocation with the same few statuses as other internal
+#: failures, and torch raises a plain RuntimeError (for NCCL a `DistBackendError`) with the status in its text. Statuses
+#: that an allocation cannot cause, such as an unsupported shape, a wrong argument or a lost peer, are not listed.
+LIBRARY_FAILED = re.compile(
+    r"(?:CU|HIP)(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)"
+    r"|miopenStatus(?:AllocFailed|NotInitialized|InternalError|UnknownError)"
+    r"|unable to find an engine to execute this computation"  # cuDNN: no engine whose workspace fits
+    r"|unhandled (?:cuda|hip) error"  # NCCL and RCCL
+    r"|Triton Error \[(?:CUDA|HIP)\]: out of memory"
+)
+
+#: Little memory is free on a GPU below this many bytes, or below this fraction of it: what the libraries allocate at a
+#: time (handles, workspaces, kernels; NCCL a few hundred MiB for a communicator) is not more.
+LITTLE_FREE_BYTES = 512 * 2**20
+LITTLE_FREE_FRACTION = 0.02
 
 
 class PeakMeter:
@@ -80,7 +100,7 @@ def process_budget(device: torch.device, *, fraction: float, limit: int | None, 
         processes: number of processes of this kind that share the device, or on a CPU the node's memory.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free, _ = device_memory(device)
         room = fraction * (free / processes + torch.cuda.memory_reserved(device))
     else:
         _, free = memory_bytes()
@@ -108,18 +128,52 @@ def limit_device_memory(
 
 
 def is_out_of_memory(error: BaseException, *, device: torch.device | None, budget: int | None = None) -> bool:
-    """Whether an error means that memory ran out, judged by its type and by memory use, never by its message.
+    """Whether an error means that memory ran out. The only function that decides this.
 
-    torch's device allocators and Python have exception types for it. torch's CPU allocator raises a plain RuntimeError,
-    as do many other errors. Such an error counts if the process was close to a limit at which allocations fail
-    (RLIMIT_AS, RLIMIT_DATA), or to `budget` resident bytes. (At the limit of a cgroup or the machine, the process is
-    killed.) If the device is unknown (None), only the type decides.
+    torch's device allocators and Python have exception types for it, and torch's error of the CUDA runtime has a code.
+    All other errors are judged by memory use, never by their message alone:
+
+    - On a CPU, torch's allocator raises a plain RuntimeError, as do many other errors. Such an error counts if the
+      process was close to a limit at which allocations fail (RLIMIT_AS, RLIMIT_DATA), or to `budget` resident bytes.
+      (At the limit of a cgroup or the machine, the process is killed.)
+    - On a GPU, an error of a library that allocates by itself (`LIBRARY_FAILED`) counts if little memory is free.
+
+    A `CollectiveFailed` is judged by its cause. If the device is unknown (None), only type and code decide.
     """
+    if isinstance(error, CollectiveFailed) and error.__cause__ is not None:
+        return is_out_of_memory(error.__cause__, device=device, budget=budget)
     if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
         return True
-    if device is None or device.type != "cpu" or type(error) is not RuntimeError:
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) == ALLOCATION_FAILED
+    if device is None or not isinstance(error, RuntimeError):
         return False
-    return any(used >= PRESSED * allowed for used, allowed in _use_and_limits(budget))
+    if device.type == "cuda":
+        return LIBRARY_FAILED.search(str(error)) is not None and _little_is_free(device)
+    return type(error) is RuntimeError and any(used >= PRESSED * allowed for used, allowed in _use_and_limits(budget))
+
+
+def _little_is_free(device: torch.device) -> bool:
+    """Whether a library's next allocation on this GPU would probably fail."""
+    try:
+        free, total = device_memory(device)
+    except RuntimeError:  # the error has broken the CUDA context: it was no failed allocation
+        return False
+    return free < max(LITTLE_FREE_BYTES, LITTLE_FREE_FRACTION * total)
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes of a GPU. On one that shares the machine's memory (Jetson, GB10), CUDA counts only unused
+    pages as free, although the kernel would give it those of its page cache too: there, the machine's figure counts.
+
+    Raises:
+        RuntimeError: CUDA fails.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+        _, available = memory_bytes()
+        free = max(free, min(available or 0, total))
+    return free, total
 
 
 def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[int, int]]:

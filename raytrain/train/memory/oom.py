@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from raytrain.errors import OutOfMemory
-from raytrain.train.memory.device import is_out_of_memory
+from raytrain.train.memory.device import device_memory, is_out_of_memory
 
 if TYPE_CHECKING:
     from raytrain.train.parallel.collectives import Workers
@@ -82,7 +82,7 @@ def shortage_of(error: BaseException, *, device: torch.device, who: str) -> Shor
     message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if device.type != "cuda":
         return Shortage(who, message)
-    free, _ = torch.cuda.mem_get_info(device)
+    free, _ = device_memory(device)
     return Shortage(who, message, torch.cuda.memory_allocated(device), free)
 
 

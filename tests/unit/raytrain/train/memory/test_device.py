@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from cluster.telemetry.process import process_memory
-from raytrain.errors import OutOfMemory, RunError
+from raytrain.errors import CollectiveFailed, OutOfMemory, RunError
+from raytrain.execution.worker import fault_of
 from raytrain.train.memory.device import (
+    device_memory,
     is_out_of_memory,
     limit_device_memory,
     process_budget,
     processes_sharing,
 )
+from raytrain.train.memory.oom import Shortage, run_or_shortage
 from raytrain.train.parallel.collectives import Workers
 
 CPU = torch.device("cpu")
@@ -36,7 +40,98 @@ def test_a_plain_error_is_judged_by_numbers_and_never_by_its_message() -> None:
     for text in ("out of memory", "mat1 and mat2 shapes cannot be multiplied"):
         assert is_out_of_memory(RuntimeError(text), device=CPU, budget=used)
         assert not is_out_of_memory(RuntimeError(text), device=CPU, budget=100 * used)
-    assert not is_out_of_memory(RuntimeError("out of memory"), device=torch.device("cuda"), budget=used)
+
+
+GPU = torch.device("cuda", 0)
+GIB = 1 << 30
+BLAS = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+LIBRARIES = {
+    "cublas": RuntimeError(BLAS),
+    "cublas_alloc": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "hipblas": RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    "cudnn_engine": RuntimeError("GET was unable to find an engine to execute this computation"),
+    "miopen": RuntimeError("miopenStatusUnknownError"),
+    "nccl": torch.distributed.DistBackendError("NCCL error in: ... unhandled cuda error\nCuda failure 2"),
+    "triton": RuntimeError("Triton Error [CUDA]: out of memory"),
+}
+OTHERS = {
+    "shapes": RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
+    "allocator's words": RuntimeError("out of memory"),
+    "cublas argument": RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm(...)`"),
+    "cudnn shape": RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."),
+    "a lost peer": torch.distributed.DistBackendError("NCCL error in: ... ncclRemoteError: a peer has closed"),
+    "shared memory": ValueError("Triton Error [CUDA]: out of memory"),
+}
+
+
+def gpu_with(monkeypatch: pytest.MonkeyPatch, free: int, *, total: int = 80 * GIB, integrated: bool = False) -> None:
+    """Make CUDA report this free memory."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, total))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(is_integrated=int(integrated))
+    )
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_librarys_error_counts_where_little_memory_is_free_and_only_there(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    gpu_with(monkeypatch, 100 * MIB)
+    assert is_out_of_memory(LIBRARIES[name], device=GPU)
+    assert isinstance(run_or_shortage(partial(raising, LIBRARIES[name]), device=GPU, who="rank 0"), Shortage)
+    gpu_with(monkeypatch, 10 * GIB)
+    assert not is_out_of_memory(LIBRARIES[name], device=GPU)
+    assert not is_out_of_memory(LIBRARIES[name], device=None)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_error_does_not_count_however_little_memory_is_free(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    gpu_with(monkeypatch, 0)
+    assert not is_out_of_memory(OTHERS[name], device=GPU)
+
+
+def raising(error: BaseException) -> None:
+    raise error
+
+
+def accelerator_error(code: int) -> torch.AcceleratorError:
+    """As torch raises it: the code of the CUDA runtime is an attribute."""
+    error = torch.AcceleratorError("CUDA error")
+    error.error_code = code  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+def test_an_error_of_the_cuda_runtime_is_judged_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_device: torch.device) -> None:
+        raise accelerator_error(700)
+
+    for device in (None, GPU):
+        assert is_out_of_memory(accelerator_error(2), device=device)
+        assert not is_out_of_memory(accelerator_error(700), device=device)
+    assert not is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"), device=None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)  # as after an illegal memory access
+    assert not is_out_of_memory(RuntimeError(BLAS), device=GPU)
+
+
+def test_a_failed_collective_is_judged_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_with(monkeypatch, 100 * MIB)
+    for cause, expected in ((LIBRARIES["nccl"], True), (OTHERS["a lost peer"], False)):
+        failed = CollectiveFailed("a collective over 2 workers failed")
+        failed.__cause__ = cause
+        assert is_out_of_memory(failed, device=GPU) is expected
+        fault = fault_of(failed, attempt=1, rank=0, step=3, precision="bf16", from_step=0, device=GPU)
+        assert fault.out_of_memory is expected
+
+
+def test_a_gpu_that_shares_the_machines_memory_has_what_the_kernel_can_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA counts the pages of the page cache as used there."""
+    monkeypatch.setattr("raytrain.train.memory.device.memory_bytes", lambda: (120 * GIB, 90 * GIB))
+    gpu_with(monkeypatch, 100 * MIB, total=119 * GIB, integrated=True)
+    assert device_memory(GPU) == (90 * GIB, 119 * GIB)
+    assert not is_out_of_memory(RuntimeError(BLAS), device=GPU)
+    gpu_with(monkeypatch, 100 * MIB, total=119 * GIB)
+    assert device_memory(GPU) == (100 * MIB, 119 * GIB)
 
 
 METER = """
@@ -92,7 +187,7 @@ def test_workers_with_one_gpu_between_them_share_its_memory(
     monkeypatch: pytest.MonkeyPatch, other: bytes, sharing: int
 ) -> None:
     gpu, set_to = torch.device("cuda", 0), []
-    about = SimpleNamespace(uuid="GPU-1", total_memory=1000 * MIB)
+    about = SimpleNamespace(uuid="GPU-1", total_memory=1000 * MIB, is_integrated=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: about)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (800 * MIB, 1000 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 100 * MIB)
