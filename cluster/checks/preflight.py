@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.devices.inventory import Inventory
 from cluster.devices.limits import ROOT
-from cluster.devices.nvidia import select_visible, visible_devices
+from cluster.devices.nvidia import visible_devices
 
 DISK_SLACK = 64 << 20
 """Disk space for metrics, logs and the report, in addition to the checkpoints."""
@@ -157,13 +157,12 @@ def check_shared_memory(*, root: Path = ROOT, usage: Callable[[Path], Any] = shu
     return CheckResult("shared_memory", "ok", f"{_mib(free)} free in /dev/shm", expected)
 
 
-def check_visible_devices(*, environ: Mapping[str, str] | None = None, uuids: list[str] | None = None) -> CheckResult:
+def check_visible_devices(*, environ: Mapping[str, str] | None = None, nvml: Any = None) -> CheckResult:
     """Checks that the variables that hide devices agree with each other and with the existing devices.
 
     Args:
         environ: the environment, by default that of this process.
-        uuids: UUIDs of the NVIDIA devices of this machine in the driver's order, including hidden ones; None if
-            unknown, and then only the variables are checked.
+        nvml: the pynvml module or a substitute; by default it is imported if installed.
     """
     environ = os.environ if environ is None else environ
     text = environ.get("CUDA_VISIBLE_DEVICES")
@@ -174,9 +173,10 @@ def check_visible_devices(*, environ: Mapping[str, str] | None = None, uuids: li
     problems = []
     if text is not None and any(environ[name] != text for name in hip):
         problems.append(f"CUDA_VISIBLE_DEVICES differs from {' and '.join(hip)}")
-    if text is not None and uuids:
-        _, problem = select_visible(text, uuids)
-        problems += [problem] if problem else []
+    if text is not None:
+        about = f"CUDA_VISIBLE_DEVICES={text!r}: "
+        unusable = visible_devices(environ, nvml=nvml).unusable
+        problems += [line.removeprefix(about) for line in unusable if line.startswith(about)]
     if problems:
         return CheckResult(
             "visible_devices", "warn", f"{seen}: {'; '.join(problems)}", expected,
@@ -195,13 +195,12 @@ def run_preflight(
     on_gpu: bool,
 ) -> list[CheckResult]:
     """Runs all checks, in the order in which they are shown; `to_json` of each goes into preflight.json."""
-    every_gpu, _ = visible_devices({})
     return [
         check_storage(save_dir),
         check_disk(save_dir, checkpoint_bytes),
         check_memory(worker_bytes, inventory=inventory, local_workers=local_workers, on_gpu=on_gpu),
         check_shared_memory(),
-        check_visible_devices(uuids=[device.uuid or "" for device in every_gpu]),
+        check_visible_devices(),
     ]
 
 

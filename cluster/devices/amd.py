@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.devices.nvidia import Device, select_visible
+from cluster.devices.nvidia import Device, FoundDevices, select_visible
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -18,8 +18,8 @@ VIDEO_MEMORY = (1, 2)
 """Heap types of device memory: visible to the host, and not visible to it."""
 
 
-def amd_devices(environ: Mapping[str, str], *, root: Path) -> list[Device]:
-    """The devices that HIP shows to a process with this environment; [] without the driver.
+def amd_devices(environ: Mapping[str, str], *, root: Path) -> FoundDevices:
+    """The devices that HIP shows to a process with this environment; none without the driver.
 
     Args:
         root: the directory to use as ``/``.
@@ -36,11 +36,13 @@ def amd_devices(environ: Mapping[str, str], *, root: Path) -> list[Device]:
         unique = facts.get("unique_id", 0)
         uuid = f"GPU-{unique:016x}" if unique else None
         found.append(Device("cuda", name, size, capability=None, uuid=uuid, index=len(found)))
+    problems: list[str] = []
     for variable in ("ROCR_VISIBLE_DEVICES", next((name for name in VISIBLE if name in environ), "")):
-        if variable in environ:
-            chosen, _ = select_visible(environ[variable], [device.uuid or "" for device in found])
+        if variable in environ and found:
+            chosen, problem = select_visible(environ[variable], [device.uuid or "" for device in found])
+            problems += [f"{variable}={environ[variable]!r}: {problem}"] if problem else []
             found = [replace(found[index], index=place) for place, index in enumerate(chosen)]
-    return found
+    return FoundDevices(found, list(problems), problems)
 
 
 def _facts(path: Path) -> dict[str, int]:

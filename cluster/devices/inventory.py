@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cluster.devices.amd import amd_devices
 from cluster.devices.limits import ROOT, cpu_description, memory_bytes, usable_cores
-from cluster.devices.nvidia import Device, visible_devices
+from cluster.devices.nvidia import Device, cuda_of_driver, visible_devices
+from cluster.devices.torch_build import TorchBuild, installed_torch
 
 __all__ = ["Device", "Inventory", "Node", "inventory_from_ray", "local_inventory"]
 
@@ -20,6 +21,7 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
     "K80": (3, 7), "P100": (6, 0), "P4": (6, 1), "V100": (7, 0), "T4": (7, 5), "A10G": (8, 6), "A10": (8, 6),
     "A40": (8, 6), "A100": (8, 0), "L4": (8, 9), "L40": (8, 9), "L40S": (8, 9), "H100": (9, 0),
     "H200": (9, 0), "H20": (9, 0), "GH200": (9, 0), "B200": (10, 0), "GB200": (10, 0), "B300": (10, 3),
+    "GB300": (10, 3), "RTX-PRO-6000": (12, 0), "GB10": (12, 1),
 }
 # fmt: on
 """Compute capability by Ray's accelerator type, the only information that Ray has about a GPU of another node."""
@@ -33,6 +35,7 @@ class Node:
         cpus: the usable cores.
         gpu_slots: the number of GPUs that Ray counts, whether they exist or not.
         accelerator: Ray's name for the kind of its devices, which tasks can require; "" if Ray has none.
+        more_accelerators: further such names, which whoever starts a node can give it (A100-80G besides A100).
     """
 
     host: str
@@ -43,17 +46,30 @@ class Node:
     free_bytes: int | None = None
     gpu_slots: int | None = None
     accelerator: str = ""
+    more_accelerators: tuple[str, ...] = ()
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        """All names of the kind of its devices that Ray tasks can require."""
+        return (self.accelerator, *self.more_accelerators) if self.accelerator else ()
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The machines that a job may use. `source` says where the information is from; `notes` are remarks for users."""
+    """The machines that a job may use.
+
+    Attributes:
+        source: where the information is from.
+        notes: remarks for users.
+        unusable: accelerators that exist and cannot be used although nothing asked for that, each with the reason.
+    """
 
     nodes: tuple[Node, ...]
     source: str
     cpu_model: str
     cpu_flags: Mapping[str, bool]
     notes: tuple[str, ...] = ()
+    unusable: tuple[str, ...] = ()
 
     @property
     def cpus(self) -> int:
@@ -76,7 +92,9 @@ class Inventory:
     def to_json(self) -> dict[str, Any]:
         """A plain mapping for plan.json and environment.json."""
         record = asdict(self)
+        record["unusable"] = list(self.unusable)
         for node in record["nodes"]:
+            node["more_accelerators"] = list(node["more_accelerators"])
             node["devices"] = [dict(row, capability=_listed(row["capability"])) for row in node["devices"]]
         return dict(record, nodes=list(record["nodes"]), notes=list(self.notes), summary=self.describe())
 
@@ -85,26 +103,42 @@ def _listed(capability: tuple[int, int] | None) -> list[int] | None:
     return list(capability) if capability is not None else None
 
 
-def local_inventory(*, environ: Mapping[str, str] | None = None, root: Path = ROOT, nvml: Any = None) -> Inventory:
+def local_inventory(
+    *, environ: Mapping[str, str] | None = None, root: Path = ROOT, nvml: Any = None, torch: TorchBuild | None = None
+) -> Inventory:
     """The resources of this machine that this process may use.
 
     `CUDA_VISIBLE_DEVICES` (on ROCm also `HIP_VISIBLE_DEVICES`) is applied as CUDA does, so that index n is ``cuda:n``
     in torch. Without an NVIDIA library or driver, and without AMD's driver, there is no device, and a note says what is
-    missing.
+    missing. GPUs that the installed torch cannot use are no devices either.
 
     Args:
         environ: the environment to read, by default that of this process.
         root: the directory to use as ``/``.
         nvml: the pynvml module or a substitute; by default it is imported if installed.
+        torch: what torch is built for; by default the installed one.
     """
     settings = os.environ if environ is None else environ
-    devices, notes = visible_devices(settings, nvml=nvml)
-    devices = devices or amd_devices(settings, root=root)
+    found = visible_devices(settings, nvml=nvml)
+    devices, notes, unusable, needs = found.devices, [*found.notes], [*found.unusable], "cuda"
+    if not devices:
+        amd = amd_devices(settings, root=root)
+        devices, notes, unusable, needs = amd.devices, [*notes, *amd.notes], [*unusable, *amd.unusable], "hip"
+    if devices:
+        driver = cuda_of_driver(nvml=nvml) if needs == "cuda" else None
+        problem = (torch or installed_torch()).problem(needs, driver=driver)
+        if problem:
+            unusable.append(f"{', '.join(sorted({device.name for device in devices}))}: {problem}")
+            notes.append(f"no GPU can be used: {problem}")
+            devices = []
     cores, why = usable_cores(root=root)
     total, free = memory_bytes(root=root)
+    devices = [replace(one, memory_bytes=total, free_bytes=free) if one.unified else one for one in devices]
     model, flags = cpu_description(root=root)
     node = Node(host=socket.gethostname(), cpus=cores, memory_bytes=total, devices=tuple(devices), free_bytes=free)
-    return Inventory((node,), source="this machine", cpu_model=model, cpu_flags=flags, notes=(why, *notes))
+    return Inventory(
+        (node,), source="this machine", cpu_model=model, cpu_flags=flags, notes=(why, *notes), unusable=tuple(unusable)
+    )
 
 
 def inventory_from_ray(*, local: Inventory | None = None) -> Inventory:
@@ -129,7 +163,7 @@ def inventory_from_ray(*, local: Inventory | None = None) -> Inventory:
 def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, source: str) -> Inventory:
     """An Inventory of the live nodes in the result of `ray.nodes()`; see `inventory_from_ray`."""
     here = local.nodes[0]
-    notes: list[str] = list(local.notes)
+    notes, unusable = list(local.notes), list(local.unusable)
     nodes = []
     for row in (row for row in rows if row.get("Alive")):
         resources = row.get("Resources", {})
@@ -138,11 +172,13 @@ def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, sour
         host = str(row.get("NodeName") or row.get("NodeManagerHostname") or row.get("NodeManagerAddress"))
         if is_here and slots and not here.devices:
             notes.append(f"Ray lists {slots} GPU slots on {host}, but its driver shows no device")
+            unusable.append(notes[-1])
             devices: tuple[Device, ...] = ()
         elif is_here:
             devices = here.devices[:slots]
         else:
             devices = _remote_devices(resources, row.get("Labels", {}), count=slots)
+        kinds = _accelerators(resources)
         nodes.append(
             Node(
                 host=host,
@@ -151,19 +187,20 @@ def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, sour
                 devices=devices,
                 labels={str(key): str(value) for key, value in row.get("Labels", {}).items()},
                 gpu_slots=slots,
-                accelerator=_accelerator(resources),
+                accelerator=kinds[0] if kinds else "",
+                more_accelerators=kinds[1:],
             )
         )
-    return Inventory(tuple(nodes), source, local.cpu_model, local.cpu_flags, tuple(notes))
+    return Inventory(tuple(nodes), source, local.cpu_model, local.cpu_flags, tuple(notes), tuple(unusable))
 
 
-def _accelerator(resources: Mapping[str, float]) -> str:
-    return next((key.partition(":")[2] for key in resources if key.startswith("accelerator_type:")), "")
+def _accelerators(resources: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(key.partition(":")[2] for key in resources if key.startswith("accelerator_type:"))
 
 
 def _remote_devices(resources: Mapping[str, float], labels: Mapping[str, str], *, count: int) -> tuple[Device, ...]:
     """GPUs of another node, as far as Ray describes them."""
-    name = _accelerator(resources) or labels.get("ray.io/accelerator-type", "GPU")
+    name = next(iter(_accelerators(resources)), "") or labels.get("ray.io/accelerator-type", "GPU")
     capability = CAPABILITIES.get(name) or CAPABILITIES.get(name.partition("-")[0])
     return tuple(
         Device(kind="cuda", name=name, memory_bytes=0, capability=capability, uuid=None, index=index)

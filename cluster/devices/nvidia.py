@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+MIG = "MIG-"
+"""What the UUID of a MIG device begins with: a part of a GPU that CUDA shows as a device."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. `index` counts the visible devices of its machine, as torch does; 0 bytes = unknown."""
+    """One accelerator. `index` counts the visible devices of its machine, as torch does; 0 bytes = unknown.
+
+    Attributes:
+        unified: it has no memory of its own and uses the machine's (Jetson, GB10).
+    """
 
     kind: str  # "cuda", "rocm" or "cpu"
     name: str
@@ -18,36 +25,104 @@ class Device:
     uuid: str | None
     index: int
     free_bytes: int | None = None
+    unified: bool = False
 
 
-def visible_devices(environ: Mapping[str, str], *, nvml: Any = None) -> tuple[list[Device], list[str]]:
-    """The devices that CUDA shows, in its order, and notes about missing or hidden devices.
+@dataclass(frozen=True)
+class FoundDevices:
+    """The devices that a process can use, and what it should know of the others.
+
+    Attributes:
+        notes: remarks about missing or hidden devices.
+        unusable: GPUs that exist and cannot be used although nothing asked for that, each with the reason.
+    """
+
+    devices: list[Device]
+    notes: list[str] = field(default_factory=list)
+    unusable: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """A physical GPU: as a device, or its MIG devices where MIG is on (`partitions` is a list then)."""
+
+    device: Device
+    partitions: list[Device] | None = None
+    old_names: Mapping[str, str] = field(default_factory=dict)
+    """Names of MIG devices before driver R470, MIG-GPU-UUID/gi/ci, with the UUID of each."""
+
+
+def visible_devices(environ: Mapping[str, str], *, nvml: Any = None) -> FoundDevices:
+    """The devices that CUDA shows, in its order.
+
+    A GPU that cannot be read does not hide the others. Of GPUs that are divided by MIG, CUDA shows a process one MIG
+    device, the first of those that are visible, and no other device.
 
     Args:
-        environ: the environment with `CUDA_VISIBLE_DEVICES`: indices, UUIDs or UUID prefixes; empty hides all.
+        environ: the environment with `CUDA_VISIBLE_DEVICES`: indices, UUIDs or UUID prefixes of GPUs and MIG devices;
+            empty hides all.
         nvml: the pynvml module or a substitute; imported if None.
     """
-    devices, notes = _all_devices(nvml)
+    gpus, found = _all_gpus(nvml)
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None or not devices:
-        return devices, notes
-    chosen, problem = select_visible(wanted, [device.uuid or "" for device in devices])
-    if problem:
-        notes.append(f"CUDA_VISIBLE_DEVICES={wanted!r}: {problem}")
-    if len(chosen) < len(devices):
-        notes.append(f"CUDA_VISIBLE_DEVICES={wanted!r} shows {len(chosen)} of {len(devices)} GPUs")
-    return [replace(devices[index], index=place) for place, index in enumerate(chosen)], notes
+    chosen: list[_Gpu | Device] = [gpu for gpu in gpus if gpu is not None]
+    if wanted is not None and gpus:
+        partitions = [one for gpu in gpus if gpu is not None for one in gpu.partitions or ()]
+        names = ["" if gpu is None else gpu.device.uuid or "" for gpu in gpus]
+        old = {name: uuid for gpu in gpus if gpu is not None for name, uuid in gpu.old_names.items()}
+        tokens = ",".join(old.get(token.strip(), token) for token in wanted.split(","))
+        places, problem = select_visible(tokens, [*names, *(one.uuid or "" for one in partitions)], gpus=len(gpus))
+        named = [(*gpus, *partitions)[place] for place in places]
+        chosen = [one for one in named if one is not None]
+        if problem:
+            found.unusable.append(f"CUDA_VISIBLE_DEVICES={wanted!r}: {problem}")
+            found.notes.append(found.unusable[-1])
+        if len(named) < len(gpus):
+            found.notes.append(f"CUDA_VISIBLE_DEVICES={wanted!r} shows {len(named)} of {len(gpus)} GPUs")
+    devices = _enumerated(chosen, found)
+    return replace(found, devices=[replace(device, index=place) for place, device in enumerate(devices)])
 
 
-def select_visible(text: str, uuids: list[str]) -> tuple[list[int], str]:
-    """(physical indices in visible order, the problem with `text` or ""), following CUDA's rules.
+def _enumerated(chosen: Sequence[_Gpu | Device], found: FoundDevices) -> list[Device]:
+    """What CUDA makes of the visible GPUs and MIG devices; remarks are added to `found`."""
+    whole, parts = list[Device](), list[Device]()
+    for one in chosen:
+        if isinstance(one, Device):
+            parts.append(one)
+        elif one.partitions is None:
+            whole.append(one.device)
+        elif one.partitions:
+            parts += one.partitions
+        else:
+            found.unusable.append(f"{_title(one.device)}: MIG is on, and it has no MIG devices")
+    if not parts:
+        return whole
+    hidden = [one.uuid or one.name for one in parts[1:]] + [_title(one) for one in whole]
+    if hidden:
+        found.notes.append(
+            f"CUDA shows a process one MIG device and no other GPU: {parts[0].name} ({parts[0].uuid}) is used, not"
+            f" {', '.join(hidden)}; CUDA_VISIBLE_DEVICES=MIG-UUID picks another"
+        )
+    return parts[:1]
+
+
+def _title(device: Device) -> str:
+    return f"GPU {device.index} ({device.name})"
+
+
+def select_visible(text: str, uuids: list[str], *, gpus: int | None = None) -> tuple[list[int], str]:
+    """(indices into `uuids` in visible order, the problem with `text` or ""), following CUDA's rules.
 
     CUDA ends the list at the first unknown entry, and shows no device if an entry occurs twice.
+
+    Args:
+        gpus: how many of the first `uuids` are of GPUs, which numbers can name too; None: all.
     """
+    numbered = len(uuids) if gpus is None else gpus
     chosen: list[int] = []
     for token in (part.strip() for part in text.split(",")):
         if token.lstrip("+").isdigit():
-            matches = [int(token)] if int(token) < len(uuids) else []
+            matches = [int(token)] if int(token) < numbered else []
         else:
             matches = [place for place, uuid in enumerate(uuids) if token and uuid.startswith(token)]
         if len(matches) != 1:
@@ -59,16 +134,21 @@ def select_visible(text: str, uuids: list[str]) -> tuple[list[int], str]:
     return chosen, ""
 
 
-def narrow_visible(environ: Mapping[str, str], indices: list[int]) -> str:
-    """The value of CUDA_VISIBLE_DEVICES that leaves only these of the currently visible devices.
+def narrow_visible(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
+    """The value of CUDA_VISIBLE_DEVICES that leaves only these of the currently visible devices, in this order.
 
     Args:
-        environ: the environment that `indices` refer to.
-        indices: torch's device indices in that environment, in the wanted order.
+        environ: the environment that the devices were found in.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     names = [] if text is None else [part.strip() for part in text.split(",")]
-    return ",".join(str(index) if text is None else names[index] for index in indices)
+
+    def name(device: Device) -> str:
+        if device.uuid is not None and device.uuid.startswith(MIG):
+            return device.uuid
+        return str(device.index) if text is None else names[device.index]
+
+    return ",".join(map(name, devices))
 
 
 def driver_version(*, nvml: Any = None) -> str | None:
@@ -86,35 +166,104 @@ def driver_version(*, nvml: Any = None) -> str | None:
         nvml.nvmlShutdown()
 
 
-def _all_devices(nvml: Any) -> tuple[list[Device], list[str]]:
+def cuda_of_driver(*, nvml: Any = None) -> tuple[int, int] | None:
+    """(major, minor) of the newest CUDA that the driver supports; None without a driver."""
     nvml = nvml or _import_nvml()
     if nvml is None:
-        return [], ["no GPU can be detected: the package nvidia-ml-py is not installed"]
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    version = _or_none(nvml, lambda: int(nvml.nvmlSystemGetCudaDriverVersion_v2()))
+    nvml.nvmlShutdown()
+    return None if version is None else (version // 1000, version % 1000 // 10)
+
+
+def _all_gpus(nvml: Any) -> tuple[list[_Gpu | None], FoundDevices]:
+    """The GPUs by NVML's index, None for one that cannot be read, and remarks."""
+    found = FoundDevices([])
+    nvml = nvml or _import_nvml()
+    if nvml is None:
+        found.notes.append("no GPU can be detected: the package nvidia-ml-py is not installed")
+        return [], found
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return [], [f"no NVIDIA GPU: {error}"]
+        found.notes.append(f"no NVIDIA GPU: {error}")
+        if not isinstance(error, _errors(nvml, "LibraryNotFound", "DriverNotLoaded")):
+            found.unusable.append(f"NVML cannot be used, although it is installed: {error}")
+        return [], found
+    gpus = list[_Gpu | None]()
     try:
-        return [_read(nvml, index) for index in range(nvml.nvmlDeviceGetCount())], []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                gpus.append(_read(nvml, index))
+            except nvml.NVMLError as error:
+                gpus.append(None)
+                found.unusable.append(f"GPU {index} cannot be read: {error}")
+                found.notes.append(found.unusable[-1])
     except nvml.NVMLError as error:
-        return [], [f"NVML is available, but its devices cannot be read: {error}"]
+        found.unusable.append(f"NVML is available, but its devices cannot be counted: {error}")
+        found.notes.append(found.unusable[-1])
     finally:
         nvml.nvmlShutdown()
+    return gpus, found
 
 
-def _read(nvml: Any, index: int) -> Device:
+def _read(nvml: Any, index: int) -> _Gpu:
+    """A GPU and its MIG devices. What NVML does not know of it is unknown, and hides nothing."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    capability = _or_none(nvml, lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    shown = None if capability is None else (int(capability[0]), int(capability[1]))
+    device = _device(nvml, handle, index, shown)
+    mode = _or_none(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle))
+    if mode is None or not mode[0]:
+        return _Gpu(device)
+    partitions, old_names = list[Device](), dict[str, str]()
+    for place in range(int(_or_none(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0)):
+        part = _or_none(nvml, lambda at=place: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, at))
+        if part is None:  # no MIG device in this place
+            continue
+        partitions.append(_device(nvml, part, index, shown))
+        ids = [_or_none(nvml, lambda of=of, part=part: getattr(nvml, of)(part))
+               for of in ("nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")]  # fmt: skip
+        old_names[f"{MIG}{device.uuid}/{ids[0]}/{ids[1]}"] = partitions[-1].uuid or ""
+    return _Gpu(device, partitions, old_names)
+
+
+def _device(nvml: Any, handle: Any, index: int, capability: tuple[int, int] | None) -> Device:
+    unified, memory = False, None
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError as error:
+        unified = isinstance(error, _errors(nvml, "NotSupported"))  # a GPU without memory of its own, such as GB10
+    name, uuid = (_or_none(nvml, lambda of=of: _text(getattr(nvml, of)(handle)))
+                  for of in ("nvmlDeviceGetName", "nvmlDeviceGetUUID"))  # fmt: skip
     return Device(
         kind="cuda",
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(memory.total),
-        capability=(int(major), int(minor)),
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=name or "NVIDIA GPU",
+        memory_bytes=0 if memory is None else int(memory.total),
+        capability=capability,
+        uuid=uuid,
         index=index,
-        free_bytes=int(memory.free),
+        free_bytes=None if memory is None else int(memory.free),
+        unified=unified,
     )
+
+
+def _or_none(nvml: Any, read: Callable[[], Any]) -> Any:
+    """What NVML says; None where it does not know, or where these bindings lack the function."""
+    try:
+        return read()
+    except (nvml.NVMLError, AttributeError):
+        return None
+
+
+def _errors(nvml: Any, *names: str) -> tuple[type[Exception], ...]:
+    """NVML's exception types of these names, as far as the bindings have them."""
+    found = (getattr(nvml, f"NVMLError_{name}", None) for name in names)
+    return tuple(one for one in found if one is not None)
 
 
 def _text(value: str | bytes) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.devices.calibration import CalibrationFile, MachineRates
 from cluster.devices.inventory import Inventory, local_inventory
-from cluster.devices.nvidia import narrow_visible
+from cluster.devices.nvidia import MIG, narrow_visible
 from experts.plan.bytes import check_room, idle_keys, shared_out
 from jobs.job.facts import configured_hosts, facts_of_data, facts_of_model, shapes_of_data, uses_hosts
 from jobs.job.named_devices import warn_of_named_devices
@@ -142,11 +142,14 @@ def _explained_for_own_builder(hosts: Resolved, spec: JobSpec, *, seen: bool) ->
 def show_only_picked(accelerator: str, inventory: Inventory) -> None:
     """Restrict Ray and torch to the GPUs that `scale.accelerator` selects; call before a local cluster starts.
 
+    Of GPUs that MIG divides, Ray and its workers get the MIG device that this process sees.
+
     Args:
         accelerator: the resolved choice.
     """
-    if accelerator not in ("cpu", "cuda"):
-        picked = [device.index for device in pick_devices(accelerator, inventory)]
+    divided = any((device.uuid or "").startswith(MIG) for device in inventory.devices())
+    if accelerator not in ("cpu", "cuda") or (accelerator == "cuda" and divided):
+        picked = pick_devices(accelerator, inventory)
         os.environ["CUDA_VISIBLE_DEVICES"] = narrow_visible(os.environ, picked)
 
 

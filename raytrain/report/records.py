@@ -50,6 +50,7 @@ class RunRecords:
     job_text: str | None = None
     plan: list[PlanRow] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    unusable: list[str] = field(default_factory=list)
     config: list[ConfigRow] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     preflight: list[Row] = field(default_factory=list)
@@ -93,6 +94,7 @@ def read_records(run: RunFolder) -> RunRecords:
         job_text=job_text,
         plan=_settled(lines, _mapping(run, run.memory_probe, unreadable), events),
         warnings=[str(line) for line in listed(plan.get("warnings"))],
+        unusable=_unusable(plan),
         config=_config_lines(plan),
         environment=_mapping(run, run.environment, unreadable),
         preflight=[row for row in listed(checks) if isinstance(row, Mapping)],
@@ -106,6 +108,12 @@ def read_records(run: RunFolder) -> RunRecords:
         alive=_alive(run, unreadable),
         unreadable=unreadable,
     )
+
+
+def _unusable(plan: Row) -> list[str]:
+    """The GPUs that the machines of the plan have and that could not be used, with the reasons."""
+    inventory = plan.get("inventory")
+    return [str(line) for line in listed(inventory.get("unusable"))] if isinstance(inventory, Mapping) else []
 
 
 def number(value: Any) -> float | None:

@@ -53,6 +53,7 @@ def choose_devices(scale: ScaleConfig, inventory: Inventory, warnings: list[str]
     _refuse_contradiction(scale, text)
     count = sum(len(devices) for _, devices in pool)
     mode = _mode(scale, count, inventory, forced_cpu=text == "cpu", warnings=warnings)
+    _warn_of_unusable(scale, text, inventory, mode, warnings)
     if mode.value == "cpu":
         pool = ()
         device = accelerator = Resolved("cpu", "mode cpu")
@@ -159,6 +160,20 @@ def _mode(scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bo
 def _fell_back(value: str, reason: str, warnings: list[str]) -> Resolved:
     warnings.append(f"{reason}: fell back to {value}")
     return Resolved(value, f"fell back: {reason}")
+
+
+def _warn_of_unusable(scale: ScaleConfig, text: str, inventory: Inventory, mode: Resolved, warnings: list[str]) -> None:
+    """Adds a warning about GPUs that exist and cannot be used, unless the job asks for CPUs."""
+    if not inventory.unusable or "cpu" in (scale.mode, text):
+        return
+    why = "; ".join(inventory.unusable)
+    if mode.value != "cpu":
+        warnings.append(f"GPUs that cannot be used: {why}")
+        return
+    warnings.append(
+        f"THIS RUN IS ON THE CPU, although there is a GPU that cannot be used: {why}; scale.mode cpu asks for that"
+        " without this warning"
+    )
 
 
 def _why_no_gpu(inventory: Inventory) -> str:

@@ -91,3 +91,14 @@ def fall_backs(records: RunRecords) -> list[Finding]:
     ]
     found = [Finding("warning", "Fell back during the run", cause_of(row) or str(row.get("kind"))) for row in rows]
     return found + [Finding("info", "Noted in the plan", line) for line in records.warnings]
+
+
+def unusable_devices(records: RunRecords) -> list[Finding]:
+    """GPUs that existed and could not be used, unless the job asked for CPUs."""
+    lines = records.unusable
+    if not lines or "cpu" in (records.configured("scale.mode"), records.configured("scale.accelerator")):
+        return []
+    if records.planned("device") != "cpu":
+        return [Finding("warning", "Some GPUs were not used", "; ".join(lines))]
+    remedy = "Repair what is named, and see with `raytrain plan` that the device is cuda; scale.mode cpu is for CPUs."
+    return [Finding("warning", "Trained on the CPU although there is a GPU", "; ".join(lines), remedy)]

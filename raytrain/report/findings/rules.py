@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raytrain.report.findings.experts import experts
-from raytrain.report.findings.failures import failure, fall_backs, restarts
+from raytrain.report.findings.failures import failure, fall_backs, restarts, unusable_devices
 from raytrain.report.findings.finding import SEVERITIES, Finding
 from raytrain.report.findings.memory import shortages
 from raytrain.report.findings.speed import graph_breaks, limiting_part, step_times
@@ -24,6 +24,7 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     non_finite,
     restarts,
     fall_backs,
+    unusable_devices,
     shortages,
     limiting_part,
     clipping,

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+from hardware import Nvml
+
 from cluster.checks.preflight import (
     check_disk,
     check_memory,
@@ -16,8 +18,6 @@ from cluster.checks.preflight import (
     run_preflight,
 )
 from cluster.devices.inventory import Inventory, Node
-
-UUIDS = ["GPU-a", "GPU-b"]
 
 
 def machine(free: int) -> Inventory:
@@ -90,8 +90,8 @@ def test_small_shared_memory_is_a_warning(tmp_path: Path) -> None:
 
 def test_variables_that_clash_or_name_nothing_are_a_warning() -> None:
     assert check_visible_devices(environ={}).status == "ok"
-    assert check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "1"}, uuids=UUIDS).status == "ok"
-    unknown = check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "0,7"}, uuids=UUIDS)
+    assert check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "1"}, nvml=Nvml("T4", "T4")).status == "ok"
+    unknown = check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "0,7"}, nvml=Nvml("T4", "T4"))
     assert unknown.status == "warn" and "'7'" in unknown.seen
     clash = check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"})
     assert clash.status == "warn" and "HIP_VISIBLE_DEVICES" in clash.seen

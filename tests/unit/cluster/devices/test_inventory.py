@@ -10,6 +10,7 @@ import pytest
 
 from cluster.devices.inventory import Device, Inventory, Node, inventory_from_rows, local_inventory
 from cluster.devices.nvidia import driver_version, select_visible, visible_devices
+from cluster.devices.torch_build import TorchBuild
 
 UUIDS = ["GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"]
 
@@ -55,12 +56,12 @@ class FakeNvml:
 
 def test_every_device_is_found_with_its_facts() -> None:
     nvml = FakeNvml(2)
-    devices, notes = visible_devices({}, nvml=nvml)
-    assert devices == [
+    found = visible_devices({}, nvml=nvml)
+    assert found.devices == [
         Device("cuda", "NVIDIA X0", 1000, (8, 0), "GPU-aa11", 0, free_bytes=900),
         Device("cuda", "NVIDIA X1", 2000, (8, 1), "GPU-aa22", 1, free_bytes=1800),
     ]
-    assert notes == []
+    assert found.notes == []
     assert nvml.open == 0
 
 
@@ -91,9 +92,9 @@ def test_an_invalid_variable_is_reported(text: str, chosen: list[int], problem: 
 
 
 def test_hidden_devices_are_renumbered_as_torch_counts_them() -> None:
-    devices, notes = visible_devices({"CUDA_VISIBLE_DEVICES": "3,1"}, nvml=FakeNvml())
-    assert [(d.index, d.uuid) for d in devices] == [(0, "GPU-cc44"), (1, "GPU-aa22")]
-    assert notes == ["CUDA_VISIBLE_DEVICES='3,1' shows 2 of 4 GPUs"]
+    found = visible_devices({"CUDA_VISIBLE_DEVICES": "3,1"}, nvml=FakeNvml())
+    assert [(d.index, d.uuid) for d in found.devices] == [(0, "GPU-cc44"), (1, "GPU-aa22")]
+    assert found.notes == ["CUDA_VISIBLE_DEVICES='3,1' shows 2 of 4 GPUs"]
 
 
 @pytest.mark.parametrize("text", ["", "-1"])
@@ -112,7 +113,7 @@ def test_a_missing_driver_means_no_device_with_its_reason() -> None:
 
 
 def test_the_local_inventory_describes_this_machine() -> None:
-    inventory = local_inventory(environ={}, nvml=FakeNvml(1))
+    inventory = local_inventory(environ={}, nvml=FakeNvml(1), torch=TorchBuild())
     (node,) = inventory.nodes
     assert node.cpus >= 1
     assert node.memory_bytes >= (node.free_bytes or 0) > 0
@@ -156,7 +157,7 @@ def test_slots_without_a_device_are_reported_and_not_planned() -> None:
 
 
 def test_the_memory_of_this_machines_gpus_is_the_drivers() -> None:
-    devices, _ = visible_devices({}, nvml=FakeNvml(2))
+    devices = visible_devices({}, nvml=FakeNvml(2)).devices
     here = Inventory((Node("head", 4, 1000, tuple(devices)),), source="", cpu_model="c", cpu_flags={})
     inventory = inventory_from_rows([ray_row("head", gpus=1)], local=here, source="Ray")
     assert [d.memory_bytes for d in inventory.devices()] == [1000]

@@ -153,6 +153,16 @@ def test_the_reason_for_no_gpu_is_the_inventorys() -> None:
     assert note in reason(plan(inventory), "mode")
 
 
+def test_a_gpu_that_exists_and_cannot_be_used_is_a_loud_warning_unless_cpus_are_asked_for() -> None:
+    lost = "GPU 0 cannot be read: GPU is lost"
+    none = replace(CPU, unusable=(lost,))
+    (warning,) = plan(none).warnings
+    assert warning.startswith("THIS RUN IS ON THE CPU") and lost in warning and "scale.mode cpu" in warning
+    assert plan(none, scale={"mode": "cpu"}).warnings == plan(none, scale={"accelerator": "cpu"}).warnings == []
+    assert plan(CPU).warnings == [], "a machine without GPUs is no surprise"
+    assert plan(replace(ONE_GPU, unusable=(lost,))).warnings == [f"GPUs that cannot be used: {lost}"]
+
+
 @pytest.mark.covers("DEV-03")
 @pytest.mark.parametrize(
     ("text", "inventory", "device", "workers"),

@@ -32,6 +32,16 @@ def titles(run: RunRecords) -> dict[str, str]:
     return {finding.title: finding.severity for finding in diagnose(run)}
 
 
+def test_a_gpu_that_could_not_be_used_is_a_warning_unless_cpus_were_asked_for() -> None:
+    lost, on_cpu = ["GPU 0 cannot be read"], [PlanRow("device", "cpu", "")]
+    title = "Trained on the CPU although there is a GPU"
+    assert titles(records(unusable=lost, plan=on_cpu)).get(title) == "warning"
+    asked = [ConfigRow("scale.mode", "cpu", "file")]
+    assert title not in titles(records(unusable=lost, plan=on_cpu, config=asked)) | titles(records(plan=on_cpu))
+    on_gpu = [PlanRow("device", "cuda", "")]
+    assert titles(records(unusable=lost, plan=on_gpu)).get("Some GPUs were not used") == "warning"
+
+
 FALLING = [3.0 - 0.05 * n for n in range(40)]
 
 

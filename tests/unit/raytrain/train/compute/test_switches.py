@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cluster.devices.inventory import local_inventory
+from cluster.devices.torch_build import TorchBuild
 from raytrain.train.compute.cudnn import SHAPES_AT_MOST, CudnnBenchmark
 from raytrain.train.compute.toolchain import missing_for_compile
 from raytrain.train.device import platform
@@ -111,14 +112,17 @@ def test_both_makers_are_found_without_a_vendors_tool(tmp_path: Path, monkeypatc
     rdna = {"simd_count": 96, "gfx_target_version": 110000, "unique_id": 0xABC, "bytes": 24 << 30}
     kfd(tmp_path, {"simd_count": 0, "cpu_cores_count": 16}, strix, rdna)
     monkeypatch.setenv("PATH", "")
-    both = local_inventory(environ={}, root=tmp_path, nvml=NoDriver).devices()
+    both = local_inventory(environ={}, root=tmp_path, nvml=NoDriver, torch=TorchBuild()).devices()
     assert [(d.kind, d.name, d.memory_bytes >> 30, d.index) for d in both] == [
         ("cuda", "AMD gfx1151", 96, 0), ("cuda", "AMD gfx1100", 24, 1),
     ]  # fmt: skip
     for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        (one,) = local_inventory(environ={variable: "1"}, root=tmp_path, nvml=NoDriver).devices()
+        (one,) = local_inventory(environ={variable: "1"}, root=tmp_path, nvml=NoDriver, torch=TorchBuild()).devices()
         assert (one.name, one.index) == ("AMD gfx1100", 0)
-    assert local_inventory(environ={"HIP_VISIBLE_DEVICES": ""}, root=tmp_path, nvml=NoDriver).devices() == []
+    assert (
+        local_inventory(environ={"HIP_VISIBLE_DEVICES": ""}, root=tmp_path, nvml=NoDriver, torch=TorchBuild()).devices()
+        == []
+    )
     for fake, name in ((SimpleNamespace(hip="6.4", cuda=None), "rocm"), (SimpleNamespace(hip=None, cuda="13"), "cuda")):
         assert platform(fake).name == name
 
