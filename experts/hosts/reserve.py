@@ -161,7 +161,8 @@ def _request(plan: Plan, run: RunFolder) -> Request:
     if kind is not None:
         worker[f"accelerator_type:{kind}"] = TYPE_SHARE
     return Request(
-        hosts=[_bundle(kind, gpu=on_gpu, threads=threads) for kind in kinds_of_hosts(_value(plan.hosts))],
+        # a host without a type of its own is on the GPUs that scale.accelerator names, as the workers are
+        hosts=[_bundle(own or kind, gpu=on_gpu, threads=threads) for own in kinds_of_hosts(_value(plan.hosts))],
         workers=[dict(worker) for _ in range(int(_value(plan.workers)))],
         strategy=_value(plan.placement),
         name=f"the run {run.path}",

@@ -109,6 +109,9 @@ def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smalle
     assert "best of each: H100 16, T4 4" in " ".join(line.strip(" #") for line in text.splitlines())
     probed = json.loads((Path(answer["run"]) / "memory_probe.json").read_text())["found"]
     assert "the search was for something else" not in probed["reason"]
+    each, ready, there, refused = answer["required"]  # of scale.accelerator a100, where Ray has an A100
+    assert each["accelerator_type:A100"] == 0.001 and each["GPU"] == 1 and ready and there
+    assert "got b200" in refused and "A100" in refused
 
 
 @pytest.mark.timeout(260)

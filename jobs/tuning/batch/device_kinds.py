@@ -27,6 +27,7 @@ class Kind:
         cores: CPU cores that a measurement on CPUs reserves: those of its node, so that no other one runs there.
         budget_bytes: memory budget of one process; None if unknown.
         device, device_bytes: name and memory of the device, for the cache key.
+        required: Ray's accelerator type where `scale.accelerator` names one of several in the cluster; else "".
     """
 
     name: str
@@ -36,11 +37,13 @@ class Kind:
     budget_bytes: int | None
     device: str
     device_bytes: int
+    required: str = ""
 
     def resources(self, *, on_gpu: bool, local: bool) -> dict[str, float]:
         """What Ray reserves for one trial."""
         own: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1 if local else self.cores}
-        return own | ({f"accelerator_type:{self.name}": SLIVER} if self.name else {})
+        kind = self.name or self.required
+        return own | ({f"accelerator_type:{kind}": SLIVER} if kind else {})
 
 
 def find_kinds(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: bool) -> tuple[Kind, ...]:
@@ -81,6 +84,7 @@ def _kind(name: str, spec: JobSpec, inventory: Inventory, nodes: Sequence[Node],
     machines = choose_devices(spec.scale, inventory, [])
     _refuse_unlike(machines)
     memory = min(((gpu.name, gpu.memory_bytes) for gpu in machines.gpus), key=lambda one: one[1], default=("", 0))
+    asked = machines.accelerator.value
     device, size = memory if on_gpu else (" ".join(filter(None, (inventory.cpu_model, name))), 0)
     return Kind(
         name=name,
@@ -90,6 +94,7 @@ def _kind(name: str, spec: JobSpec, inventory: Inventory, nodes: Sequence[Node],
         budget_bytes=allowed_bytes(spec.cluster, machines, inventory, workers=workers),
         device=device,
         device_bytes=size,
+        required=asked if on_gpu and any(asked in node.accelerators for node in nodes) else "",
     )
 
 

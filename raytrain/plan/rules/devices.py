@@ -14,6 +14,7 @@ from cluster.devices.inventory import Device, Inventory, Node
 from raytrain.config.sections import PrecisionConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
+from raytrain.plan.rules.accelerators import of_ray, of_type, ray_type
 
 BF16_CAPABILITY = (8, 0)
 FP16_CAPABILITY = (7, 0)
@@ -50,6 +51,8 @@ def choose_devices(scale: ScaleConfig, inventory: Inventory, warnings: list[str]
     """
     text = (scale.accelerator or "auto").strip()
     pool = _pool(text, inventory)
+    required = _required(text, pool, inventory)
+    pool = tuple((node, own) for node, own in pool if required in (None, text) or required in node.accelerators)
     _refuse_contradiction(scale, text)
     count = sum(len(devices) for _, devices in pool)
     mode = _mode(scale, count, inventory, forced_cpu=text == "cpu", warnings=warnings)
@@ -60,9 +63,20 @@ def choose_devices(scale: ScaleConfig, inventory: Inventory, warnings: list[str]
     else:
         names = sorted({device.name for _, devices in pool for device in devices})
         device = Resolved("cuda", f"{count} usable: {', '.join(names)}")
-        chosen = "cuda" if text == "auto" else text
-        accelerator = Resolved(chosen, "every GPU found" if text == "auto" else "scale.accelerator")
+        why = "every GPU found" if text == "auto" else "scale.accelerator"
+        if text != "auto" and required != text:
+            why += f" {text}" + (", as Ray names it" if required else "; every GPU of the cluster is one")
+        accelerator = Resolved(required or "cuda", why)
     return DevicePool(mode, device, accelerator, pool)
+
+
+def _required(text: str, pool: Sequence[tuple[Node, tuple[Device, ...]]], inventory: Inventory) -> str | None:
+    """What the devices must be asked for by: "cuda", "cuda:0", or a type as Ray spells it; None for any GPU."""
+    if text in ("auto", "cpu"):
+        return None
+    if text.partition(":")[0] == "cuda":
+        return text
+    return ray_type(text, [node for node, _ in pool], inventory, key="scale.accelerator")
 
 
 def warn_of_mixed_gpus(machines: DevicePool, warnings: list[str]) -> None:
@@ -80,20 +94,23 @@ def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ..
     if text == "cpu":
         return ()
     numbered = re.fullmatch(r"cuda:(\d+)", text)
-    if numbered and len(inventory.nodes) > 1:
+    several = f"there are {len(inventory.nodes)} machines" if len(inventory.nodes) > 1 else ""
+    if of_ray(inventory) and len(inventory.devices()) > 1:
+        several = several or "Ray assigns the GPUs of a cluster"
+    if numbered and several:
         raise InputError(
-            "scale.accelerator", seen=text, expected=f"a device type, since there are {len(inventory.nodes)} machines",
+            "scale.accelerator", seen=text, expected=f"a device type, since {several}",
             remedy=f"available: {inventory.describe()}",
         )  # fmt: skip
 
-    def wanted(device: Device) -> bool:
+    def wanted(node: Node, device: Device) -> bool:
         if device.kind != "cuda":
             return False
         if numbered:
             return device.index == int(numbered.group(1))
-        return text in ("auto", "cuda") or is_named(device, text)
+        return text in ("auto", "cuda") or of_type(node, device, text)
 
-    pairs = ((node, tuple(device for device in node.devices if wanted(device))) for node in inventory.nodes)
+    pairs = ((node, tuple(device for device in node.devices if wanted(node, device))) for node in inventory.nodes)
     pool = tuple((node, devices) for node, devices in pairs if devices)
     if not pool and text != "auto":
         raise InputError(
@@ -110,13 +127,6 @@ def pick_devices(text: str, inventory: Inventory) -> list[Device]:
         InputError: there is none.
     """
     return [device for _, devices in _pool(text, inventory) for device in devices]
-
-
-def is_named(device: Device, text: str) -> bool:
-    """Whether `text` is the device's full name or one word of it: H100 matches 'NVIDIA H100 80GB HBM3'."""
-    wanted = text.casefold()
-    words = re.split(r"[^0-9a-z]+", device.name.casefold())
-    return wanted == device.name.casefold() or wanted in words
 
 
 def _refuse_contradiction(scale: ScaleConfig, text: str) -> None:

@@ -13,7 +13,8 @@ from cluster.devices.inventory import Device, Inventory
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
-from raytrain.plan.rules.devices import DevicePool, is_named
+from raytrain.plan.rules.accelerators import of_type, ray_type
+from raytrain.plan.rules.devices import DevicePool
 from raytrain.plan.rules.fsdp import hosts_under_fsdp
 from raytrain.plan.rules.workers import CPU_OVERLOAD, cores_of, where_text
 from raytrain.plan.text import host_kinds_text
@@ -46,7 +47,7 @@ def choose_hosts(
             remedy="scale.strategy expert_parallel distributes the experts",
         )  # fmt: skip
     if isinstance(requested, dict):
-        _check_kinds(requested, machines, inventory)
+        requested = _checked_kinds(requested, machines, inventory)
     elif not machines.on_gpu and isinstance(requested, int):
         _check_cores(requested, inventory)
     if machines.on_gpu and number_of_hosts(requested):
@@ -84,7 +85,7 @@ def gpus_of_hosts(requested: Any, machines: DevicePool, inventory: Inventory) ->
                 (node.host, gpu)
                 for node, devices in nodes
                 for gpu in devices
-                if (kind is None or is_named(gpu, kind)) and gpu not in assigned.get(node.host, ())
+                if (kind is None or of_type(node, gpu, kind)) and gpu not in assigned.get(node.host, ())
             ]
             if not free:
                 break
@@ -223,15 +224,17 @@ def _check_cores(requested: int, inventory: Inventory) -> None:
         raise InputError("experts.hosts", seen=str(requested), expected=expected, remedy=remedy)
 
 
-def _check_kinds(requested: dict[str, int], machines: DevicePool, inventory: Inventory) -> None:
+def _checked_kinds(requested: dict[str, int], machines: DevicePool, inventory: Inventory) -> dict[str, int]:
+    """The mapping with each accelerator type as Ray spells it."""
     there = f"available: {inventory.describe()}"
     if not machines.on_gpu:
         raise InputError(
             "experts.hosts", seen=host_kinds_text(requested), expected="a number, as this run is on CPUs", remedy=there
         )
+    spelled: Counter[str] = Counter()
     for kind, number in requested.items():
-        mine = [node for node in inventory.nodes if any(is_named(device, kind) for device in node.devices)]
-        have = sum(is_named(device, kind) for node in mine for device in node.devices)
+        mine = [node for node in inventory.nodes if any(of_type(node, device, kind) for device in node.devices)]
+        have = sum(of_type(node, device, kind) for node in mine for device in node.devices)
         if have < number:
             expected = f"at most {have}" if have else "an accelerator type of these machines"
             raise InputError("experts.hosts", seen=f"{number} {kind}", expected=expected, remedy=there)
@@ -241,6 +244,13 @@ def _check_kinds(requested: dict[str, int], machines: DevicePool, inventory: Inv
                 "experts.hosts", seen=f"{number} {kind} with {mixed[0]}, which has GPUs of several kinds",
                 expected="a number", remedy="Ray knows one accelerator type per machine",
             )  # fmt: skip
+        name = ray_type(kind, mine, inventory, key="experts.hosts")
+        if name is None:
+            raise InputError(
+                "experts.hosts", seen=f"{number} {kind}", expected="a number", remedy="Ray names no type on its nodes"
+            )
+        spelled[name] += number
+    return dict(spelled)
 
 
 def _check_left(

@@ -15,7 +15,8 @@ from cluster.devices.inventory import Inventory
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.plan.choice import Choice, Resolved
 from raytrain.plan.facts import ModelFacts
-from raytrain.plan.rules.devices import DevicePool, is_named
+from raytrain.plan.rules.accelerators import is_named, of_type
+from raytrain.plan.rules.devices import DevicePool
 from raytrain.plan.rules.hosts import number_of_hosts
 from raytrain.plan.rules.rates import GPU_FLOPS, ProcessRates, peak_flops, rates_of
 from raytrain.plan.rules.step_time import (
@@ -163,7 +164,8 @@ def pools(machines: DevicePool, hosts: Any) -> tuple[DevicePool, DevicePool | No
     if not isinstance(hosts, dict):
         return machines, None
     taken = {
-        node.host: [gpu for gpu in gpus if any(is_named(gpu, kind) for kind in hosts)] for node, gpus in machines.pool
+        node.host: [gpu for gpu in gpus if any(of_type(node, gpu, kind) for kind in hosts)]
+        for node, gpus in machines.pool
     }
     left = {node.host: [gpu for gpu in gpus if gpu not in taken[node.host]] for node, gpus in machines.pool}
     return machines.without(taken), machines.without(left)

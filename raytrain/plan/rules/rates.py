@@ -128,7 +128,7 @@ def gpu_flops(machines: DevicePool, dtype: str, *, unequal: bool) -> float | Non
 def peak_flops(name: str, dtype: str) -> float | None:
     """A GPU's data-sheet peak; None if it is not in the table."""
     peaks: Mapping[str, tuple[float, float]] = GPU_FLOPS
-    found = next((pair for known, pair in peaks.items() if known in name.replace("-", " ").split()), None)
+    found = next((pair for known, pair in peaks.items() if known in name.upper().replace("-", " ").split()), None)
     return None if found is None else found[dtype in ("bf16", "fp16")]
 
 

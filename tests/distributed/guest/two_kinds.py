@@ -20,11 +20,17 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray.train import ScalingConfig
 from rich.console import Console
 
+from cluster.devices.inventory import Inventory, Node, inventory_from_ray
+from jobs.driver.plan import plan_job
+from jobs.job.spec import load_spec
 from jobs.train import train
 from jobs.tune import run_tune
 from raytrain.config.yaml12 import load_yaml
+from raytrain.errors import InputError
+from raytrain.execution.trainer import accelerator_type, worker_resources
 from raytrain.models.mlp import mlp
 from raytrain.trainable import Trainable
 
@@ -48,6 +54,33 @@ def build(*, hidden: list[int], num_features: int, num_classes: int, notes: str)
 
     made.loss = loss
     return made
+
+
+def required(cluster: Cluster, job: dict[str, Any]) -> list[Any]:
+    """A GPU node joins. What the plan of `scale.accelerator: a100` makes Ray require, where that is, and the refusal of
+    a type that no node has."""
+    node = cluster.add_node(num_cpus=1, num_gpus=1, node_ip_address="127.0.0.3", resources={"accelerator_type:A100": 1})
+    elsewhere = Inventory((Node("the driver's machine", 1, 0),), source="this machine", cpu_model="", cpu_flags={})
+    inventory = inventory_from_ray(local=elsewhere)
+
+    def planned(accelerator: str) -> Any:
+        return plan_job(load_spec(mapping={**job, "scale": {"accelerator": accelerator}}), inventory=inventory)
+
+    plan = planned("a100")
+    scaling = ScalingConfig(
+        num_workers=1, use_gpu=True, resources_per_worker=worker_resources(plan, local=False),
+        accelerator_type=accelerator_type(plan, local=False),
+    )  # fmt: skip
+    each = scaling._resources_per_worker_not_none
+    group = ray.util.placement_group([each])
+    ready = group.wait(60)
+    places = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
+    try:
+        planned("b200")
+        refused = ""
+    except InputError as error:
+        refused = str(error)
+    return [each, ready, places == {node.node_id}, refused]
 
 
 def main() -> None:
@@ -79,6 +112,7 @@ def main() -> None:
     seen = {kind: sorted({int(line) for line in (notes / kind).read_text().split()}) for kind in ("H100", "T4")}
     result = train(load_yaml(Path(sweep.best or "").read_text(), origin="best.yaml"), quiet=True)
     answer = {"sweep": sweep.folder, "seen": seen, "status": result.status, "run": result.run}
+    answer["required"] = required(cluster, job)
     print("ANSWER", json.dumps(answer), flush=True)
     ray.shutdown()
     cluster.shutdown()

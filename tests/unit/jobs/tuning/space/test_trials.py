@@ -232,6 +232,9 @@ def test_kinds_of_devices_are_those_that_ray_distinguishes() -> None:
     big, small = node("a", "H100", gib=80, gpus=4), node("b", "T4", gib=16, gpus=2)
     assert kinds_of(big, small) == [("H100", 4, 80), ("T4", 2, 16)]
     assert kinds_of(big, small, accelerator="T4") == [("", 2, 16)]
+    (small_only,) = found_kinds(big, small, accelerator="t4")
+    asked = small_only.resources(on_gpu=True, local=False)
+    assert asked == {"CPU": 1, "GPU": 1, "accelerator_type:T4": 0.001}, "a trial must not run on an H100"
     assert kinds_of(big, small, workers=4) == [("H100", 4, 80)], "the run does without the others"
     assert kinds_of(big, node("c", "H100", gib=80, gpus=1)) == [("", 5, 80)]
     assert kinds_of(big, node("c", "", gib=16, gpus=1)) == [("", 5, 16)], "a trial cannot be kept on what has no name"
