@@ -202,7 +202,8 @@ class LoopConfig(Section):
         default=10, description="steps between train rows; the first and the last step always have one"
     )
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
-        default="off", description="torch.compile mode"
+        default="off",
+        description="torch.compile mode; on GPUs reduce-overhead compiles the full model only, as CUDA graphs need",
     )
     compile_parts: Literal["auto", "all", "blocks"] | list[Text] = Field(
         default="auto",

@@ -18,12 +18,14 @@ def choose_speed(
     """The choices of this module by name; arguments and errors as `choose_compile`."""
     return {
         "optimizer_impl": choose_optimizer_kernels(optim, machines, strategy),
-        "compile": choose_compile(loop, strategy, missing=missing, warnings=warnings),
+        "compile": choose_compile(loop, strategy, on_gpu=machines.on_gpu, missing=missing, warnings=warnings),
         "cudnn_benchmark": choose_cudnn_benchmark(loop, machines),
     }
 
 
-def choose_compile(loop: LoopConfig, strategy: Choice, *, missing: str | None, warnings: list[str]) -> Resolved | None:
+def choose_compile(
+    loop: LoopConfig, strategy: Choice, *, missing: str | None, warnings: list[str], on_gpu: bool = False
+) -> Resolved | None:
     """The mode of torch.compile; "off" with a warning if these machines cannot compile; None if it is not configured.
 
     Args:
@@ -39,6 +41,8 @@ def choose_compile(loop: LoopConfig, strategy: Choice, *, missing: str | None, w
             "loop.compile", seen="max-autotune with loop.deterministic true", expected="default or reduce-overhead",
             remedy="max-autotune picks the fastest kernels by timing them, so the choice can differ between starts",
         )  # fmt: skip
+    if loop.compile == "reduce-overhead" and on_gpu:
+        _refuse_graphs_of_parts(loop, strategy)
     if loop.compile_parts == "all":
         sharded = strategy.value_or(None) == "fsdp"
         other = "scale.strategy fsdp" if sharded else "loop.activation_checkpointing"
@@ -57,7 +61,38 @@ def choose_compile(loop: LoopConfig, strategy: Choice, *, missing: str | None, w
         )
     parts = loop.compile_parts if isinstance(loop.compile_parts, str) else ", ".join(loop.compile_parts)
     which = "the blocks if the model repeats some, otherwise the full model" if parts == "auto" else parts
+    if loop.compile == "reduce-overhead" and on_gpu:
+        which = "the full model, as CUDA graphs need"
     return Resolved(loop.compile, f"loop.compile; parts: {which}")
+
+
+def _refuse_graphs_of_parts(loop: LoopConfig, strategy: Choice) -> None:
+    """Refuses CUDA graphs of parts of a model.
+
+    Each part is a graph of its own, and the inputs of the second are the outputs of the first, which torch regards as
+    those of an earlier run and refuses ("accessing tensor output of CUDAGraphs that has been overwritten",
+    pytorch #152887), at the latest in the first evaluation.
+
+    Raises:
+        InputError: naming the key that divides the model.
+    """
+    divided = {
+        "loop.compile_parts": loop.compile_parts not in ("auto", "all"),
+        "loop.activation_checkpointing": bool(loop.activation_checkpointing),
+        "scale.strategy": strategy.value_or(None) in ("fsdp", "expert_parallel"),
+    }
+    seen = {
+        "loop.compile_parts": str(loop.compile_parts), "loop.activation_checkpointing": "true",
+        "scale.strategy": str(strategy.value_or(None)),
+    }  # fmt: skip
+    for key, is_divided in divided.items():
+        if is_divided:
+            raise InputError(
+                "loop.compile", seen=f"reduce-overhead on a GPU with {key} {seen[key]}",
+                expected="default or max-autotune with it",
+                remedy="its CUDA graphs work for the full model only (loop.compile_parts all): torch refuses to pass"
+                " the output of one graph to another (pytorch #152887)",
+            )  # fmt: skip
 
 
 def choose_cudnn_benchmark(loop: LoopConfig, machines: DevicePool) -> Resolved | None:

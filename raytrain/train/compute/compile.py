@@ -30,6 +30,9 @@ Lower = Callable[[Any, list[Any]], Callable[..., Any]]
 #: The precisions compared at the start, training and evaluation, and batches of one row each compile their own variant;
 #: torch's default limit of 8 would silently fall back to eager.
 VARIANTS_AT_MOST = 64
+#: torch's max-autotune makes CUDA graphs too, which fail where parts are compiled one by one (pytorch #152887); it is
+#: chosen for its kernels.
+MODES = {"max-autotune": "max-autotune-no-cudagraphs"}
 #: Maximum reasons of each kind in a record.
 LISTED_AT_MOST = 5
 
@@ -207,7 +210,7 @@ def _backend(mode: str, lower: Lower | None) -> Callable[[Any, list[Any]], Calla
     from torch._dynamo.exc import RestartAnalysis
     from torch._functorch import config as autograd_config
 
-    chosen: Any = lower or torch._TorchCompileInductorWrapper(mode, None, True)
+    chosen: Any = lower or torch._TorchCompileInductorWrapper(MODES.get(mode, mode), None, True)
 
     def backend(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Compile forward and backward now, so that either one fails before anything has run."""

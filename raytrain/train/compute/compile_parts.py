@@ -15,18 +15,24 @@ from raytrain.trainable import Trainable
 KEY = "loop.compile_parts"
 
 
-def parts_to_compile(trainable: Trainable, loop: LoopConfig) -> list[Block]:
+def parts_to_compile(trainable: Trainable, loop: LoopConfig, *, on_gpu: bool = False) -> list[Block]:
     """The parts to compile, outermost first; ("", module) is the full model.
 
     `auto` selects the blocks if the model names them, if it repeats blocks with several layers (they share compiled
     code, so the compile time does not grow with their number), or if backward recomputes them. A name selects every
     module whose dotted name ends with it: `router` selects the routers of all blocks.
 
+    Args:
+        on_gpu: there, reduce-overhead makes CUDA graphs, which work for the full model only: `auto` is `all`.
+
     Raises:
         InputError: the model has no module of that name, or no blocks although they are requested, or a part contains
             blocks that are recomputed in backward.
     """
     module, asked = trainable.module, loop.compile_parts
+    graphs = on_gpu and loop.compile == "reduce-overhead"
+    if asked == "auto" and graphs:
+        asked = "all"
     if asked == "auto":
         several = any(next(block.children(), None) is not None for _, block in repeated(module))
         by_blocks = trainable.blocks is not None or several or loop.activation_checkpointing
@@ -37,6 +43,11 @@ def parts_to_compile(trainable: Trainable, loop: LoopConfig) -> list[Block]:
         parts = blocks_of(trainable, key=KEY)
     else:
         parts = _named(module, asked)
+    if graphs and len(parts) > 1:
+        raise InputError(
+            KEY, seen=f"{len(parts)} parts with loop.compile reduce-overhead on a GPU", expected="all, or loop.compile"
+            " default", remedy="torch refuses to pass the output of one CUDA graph to another (pytorch #152887)",
+        )  # fmt: skip
     if loop.activation_checkpointing:
         again = {id(block): name for name, block in blocks_of(trainable, key="loop.activation_checkpointing")}
         for name, part in parts:

@@ -50,7 +50,8 @@ class Switches:
             refused = {"requested": job.loop.compile, "achieved": "off", "reasons": [why], "seconds": 0.0, "parts": []}
             self._notices.append(("compile", refused))
             return
-        self.compiled = CompiledParts(parts_to_compile(trainable, job.loop), mode=job.loop.compile)
+        parts = parts_to_compile(trainable, job.loop, on_gpu=device.type == "cuda")
+        self.compiled = CompiledParts(parts, mode=job.loop.compile)
 
     def observe(self, batch: dict[str, Any]) -> None:
         """Register a batch before the training step uses it."""

@@ -15,9 +15,11 @@ from raytrain.plan.rules.speed import choose_compile, choose_cudnn_benchmark, ch
 PARALLEL = Resolved("data_parallel", "one GPU each")
 
 
-def compiled(missing: str | None = None, strategy: str = "data_parallel", **loop: Any) -> tuple[Any, list[str]]:
+def compiled(
+    missing: str | None = None, strategy: str = "data_parallel", on_gpu: bool = False, **loop: Any
+) -> tuple[Any, list[str]]:
     warnings: list[str] = []
-    made = choose_compile(LoopConfig(**loop), Resolved(strategy, ""), missing=missing, warnings=warnings)
+    made = choose_compile(LoopConfig(**loop), Resolved(strategy, ""), missing=missing, warnings=warnings, on_gpu=on_gpu)
     return made, warnings
 
 
@@ -55,6 +57,31 @@ def test_incompatible_keys_are_refused_by_name(key: str, loop: dict[str, Any], s
     with pytest.raises(InputError) as caught:
         compiled(strategy=strategy, **loop)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("loop", "strategy", "named"),
+    [
+        ({"compile_parts": "blocks"}, "data_parallel", "loop.compile_parts blocks"),
+        ({"compile_parts": ["router"]}, "data_parallel", "router"),
+        ({"activation_checkpointing": True}, "data_parallel", "loop.activation_checkpointing true"),
+        ({}, "fsdp", "scale.strategy fsdp"),
+        ({}, "expert_parallel", "scale.strategy expert_parallel"),
+    ],
+)
+def test_cuda_graphs_of_parts_are_refused_before_the_start(loop: dict[str, Any], strategy: str, named: str) -> None:
+    """torch fails when the output of one graph is the input of another (pytorch #152887), in the first evaluation."""
+    with pytest.raises(InputError, match=r"loop\.compile: got reduce-overhead on a GPU") as caught:
+        compiled(strategy=strategy, on_gpu=True, compile="reduce-overhead", **loop)
+    assert named in str(caught.value) and "152887" in str(caught.value)
+    for allowed in ({"on_gpu": False, "compile": "reduce-overhead"}, {"on_gpu": True, "compile": "max-autotune"}):
+        assert compiled(strategy=strategy, **loop, **allowed)[0] is not None
+
+
+def test_cuda_graphs_of_the_full_model_are_planned() -> None:
+    for parts in ("auto", "all"):
+        made, _ = compiled(on_gpu=True, compile="reduce-overhead", compile_parts=parts)
+        assert made.value == "reduce-overhead" and "the full model" in made.reason
 
 
 def test_cudnn_benchmark_is_on_with_a_gpu_unless_forbidden() -> None:

@@ -16,6 +16,7 @@ from raytrain.config.sections import LoopConfig
 from raytrain.errors import InputError
 from raytrain.models.gpt import gpt
 from raytrain.models.mlp import mlp
+from raytrain.train.compute import compile as compile_module
 from raytrain.train.compute.compile import CompiledParts
 from raytrain.train.compute.compile_parts import parts_to_compile
 from raytrain.trainable import Trainable
@@ -203,6 +204,22 @@ def named(trainable: Any, asked: Any, **loop: Any) -> list[str]:
 def test_parts_by_name(asked: Any, names: list[str]) -> None:
     trainable = gpt(layers=2, heads=1, width=8, context=4, vocab_size=5)
     assert named(trainable, asked) == names
+
+
+def test_cuda_graphs_are_made_of_the_full_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of blocks fail on a GPU as soon as one's output is another's input (pytorch #152887)."""
+    trainable = gpt(layers=2, heads=1, width=8, context=4, vocab_size=5)
+    graphs = LoopConfig(compile="reduce-overhead")
+    assert [name for name, _ in parts_to_compile(trainable, graphs, on_gpu=True)] == [""]
+    assert len(parts_to_compile(trainable, graphs)) == 2, "a CPU has no graphs"
+    with pytest.raises(InputError, match=r"loop.compile_parts: got 2 parts with loop.compile reduce-overhead"):
+        parts_to_compile(trainable, LoopConfig(compile="reduce-overhead", compile_parts="blocks"), on_gpu=True)
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", lambda mode, _options, _dynamic: asked.append(mode))
+    for mode in ("default", "reduce-overhead", "max-autotune"):
+        compile_module._backend.__wrapped__(mode, None)
+    options = [torch._inductor.list_mode_options(mode).get("triton.cudagraphs", False) for mode in asked]
+    assert options == [False, True, False]
 
 
 def test_a_model_without_repeated_blocks_is_compiled_as_one_part() -> None:
