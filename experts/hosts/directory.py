@@ -172,9 +172,10 @@ class ExpertDirectory:
                         "(retry.host_silence_s)"
                     )
             try:
-                ray.get(asked)
+                said: Any = ray.get(asked)
             except ray.exceptions.RayError:  # it died, which `_await_death` notices
                 return
+            self._lines += [f"{who}: {line}" for line in said or ()]
             if reported:
                 self._lines.append(f"{who} responds again, after {time.monotonic() - since:.0f} s")
             time.sleep(PING_EVERY_S)

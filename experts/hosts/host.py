@@ -19,9 +19,11 @@ from experts.hosts.generation import GenerationSpec, open_group
 from experts.member.speed import kind_of, measure_speed
 from experts.placement.starting import MEMORY_SHARE
 from experts.placement.values import HostSpec
+from experts.routing.grouped_check import take_fallbacks
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from raytrain.errors import StateLost
+from raytrain.execution.driver_channel import FELL_BACK
 from raytrain.train.memory.allocator import keep_freed_memory
 
 
@@ -76,8 +78,9 @@ class ExpertHost:
         about = {"node": os.uname().nodename, "pid": os.getpid(), "kind": kind}
         return {"device": device, "name": name, "memory_bytes": memory, **about}
 
-    def ping(self) -> None:
-        """Return at once: the directory asks whether this process responds."""
+    def ping(self) -> list[str]:
+        """Return at once, with lines to print: the directory asks whether this process responds."""
+        return [f"{FELL_BACK}{line}" for line in take_fallbacks()]
 
     def measure(self, shapes: list[LayerShape], dtype: str) -> float:
         """See `experts.member.speed.measure_speed`; called before the first generation."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experts.routing.grouped_check import take_fallbacks, use_grouped
 from experts.shapes import Activation, weight_shapes
 
 INIT_STD = 0.02
@@ -39,6 +40,12 @@ class GroupedExperts(nn.Module):
     stacked_matrices = ("w1", "w2", "w3")
     stacked_vectors = ("b1", "b2", "b3")
     """Parameters that stack one matrix, or one vector, per expert; optimizers and parameter groups read these."""
+
+    never_compiled = ("_compare_grouped",)
+    """Runs once; torch's compiler would trace it as a part of the experts."""
+    grouped_is_right = False
+    grouped_on: tuple[torch.device, torch.dtype] | None = None
+    """The device and format of the comparison that `grouped_is_right` is the result of."""
 
     def __init__(
         self,
@@ -86,9 +93,23 @@ class GroupedExperts(nn.Module):
             (R, D), in the dtype of the products (autocast's if it is on).
         """
         dtype = compute_dtype(x_RD)
-        if _can_group(x_RD, dtype, self.hidden_E[0]):
+        if _can_group(x_RD, dtype, self.hidden_E[0]) and self._grouped_is_right(x_RD.device, dtype):
             return self._grouped(x_RD.to(dtype), counts_E, dtype)
         return self._looped(x_RD, counts_E.tolist() if splits is None else splits)
+
+    def _grouped_is_right(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the grouped product equals the loop here; compared once, at the first rows."""
+        if self.grouped_on != (device, dtype):
+            self.grouped_is_right = self._compare_grouped(device, dtype)
+            self.grouped_on = (device, dtype)
+        return self.grouped_is_right
+
+    def _compare_grouped(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return use_grouped(device, dtype, width=self.width, hidden=self.hidden_E[0])
+
+    def take_fallbacks(self) -> list[str]:
+        """What fell back to the loop in this process since the last call."""
+        return take_fallbacks()
 
     def _looped(self, x_RD: Tensor, splits: list[int]) -> Tensor:
         # without any row the first expert runs on an empty one, so that every weight still gets a zero gradient

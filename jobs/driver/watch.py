@@ -24,7 +24,7 @@ from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
 from raytrain.errors import ClusterLost, ResourcesTaken
 from raytrain.execution import driver_channel, trainer
-from raytrain.execution.driver_channel import RESTARTING, STARTING, AttemptResult
+from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult
 from raytrain.execution.ray_private import dead_daemons
 from raytrain.runs.records import event
 from raytrain.runs.storage import join
@@ -154,6 +154,8 @@ class _Fit:
             self._hosts.workers_started()
         for line in self._hosts.changes():
             display.print_lines(line)
+            if FELL_BACK in line:
+                self._run_folder.append_event(event("fallback", what="kernels", reason=line))
         for node, address in lost.items():
             ranks = [rank for rank, place in self.progress.get("nodes", {}).items() if place == node]
             found = LostNode(address, ranks, self._hosts.on_node(node))

@@ -15,6 +15,9 @@ from typing import Any, Literal
 #: Phases of a run in which no worker can report: before the workers are connected, and after one failed.
 STARTING, SETTING_UP, RESTARTING = "starting workers", "setting up the workers", "restarting the workers"
 
+#: Begins what an expert host says of computing in another way than planned: a printed line, and an event `fallback`.
+FELL_BACK = "fell back: "
+
 
 @dataclass(frozen=True)
 class AttemptResult:

@@ -35,6 +35,8 @@ class Switches:
         self.masks = [cache for cache in held if isinstance(cache, MaskCache)]
         for cache in self.masks:
             cache.budget = int(loop.mask_cache_mb * MEGABYTE)
+        parts = trainable.module.modules()
+        self._falling_back = [part.take_fallbacks for part in parts if hasattr(type(part), "take_fallbacks")]
         self.compiled: CompiledParts | None = None
         if loop.compile != "off":
             self._compile(job, trainable, device=device, workers=workers)
@@ -66,6 +68,8 @@ class Switches:
     def notices(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events (kind, fields) since the last call."""
         notices, self._notices = self._notices, []
+        for take in self._falling_back:
+            notices += [("fallback", {"what": "kernels", "reason": line}) for line in take()]
         compiled = None if self.compiled is None else self.compiled.changed_status()
         return notices if compiled is None else [*notices, ("compile", compiled)]
 

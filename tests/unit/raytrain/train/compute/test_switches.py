@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from lab import MOE, make_session, token_rows, train
 
 from cluster.devices.inventory import local_inventory
 from cluster.devices.torch_build import TorchBuild
+from experts.routing import grouped, grouped_check
 from raytrain.train.compute.cudnn import SHAPES_AT_MOST, CudnnBenchmark
 from raytrain.train.compute.toolchain import missing_for_compile
 from raytrain.train.device import platform
@@ -136,3 +138,17 @@ class NoDriver:
     @staticmethod
     def nvmlInit() -> None:
         raise NoDriver.NVMLError("no driver")
+
+
+def test_a_kernel_that_is_wrong_on_this_device_is_an_event_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the rows were on a GPU whose grouped product is wrong: the experts compute in a loop, with equal losses."""
+    data, experts = {"train": token_rows(32), "eval_fraction": 0.0}, {"num_experts": 4, "top_k": 2}
+    expected, _ = train(make_session(MOE, data, loop={"max_steps": 2}, experts=experts))
+    monkeypatch.setattr(grouped, "_can_group", lambda _x, _dtype, _hidden: True)
+    monkeypatch.setattr(grouped_check, "_VERDICTS", {})
+    right = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda *given, **named: 2 * right(*given, **named))
+    rows, _ = train(make_session(MOE, data, loop={"max_steps": 2}, experts=experts))
+    found = [row for row in rows.events if row["kind"] == "fallback"]
+    assert len(found) == 2 and "in a loop instead of as a grouped product" in found[0]["reason"]
+    assert rows.losses == expected.losses and len(rows.losses) > 0

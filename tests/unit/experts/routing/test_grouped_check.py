@@ -1,0 +1,154 @@
+"""A grouped product that is wrong on a device is found by comparison, and the experts compute in a loop instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experts.hosts.host import ExpertHost
+from experts.routing import grouped, grouped_check
+from experts.routing.grouped import GroupedExperts
+from experts.routing.grouped_check import Shape, take_fallbacks, why_not
+from raytrain.execution.driver_channel import FELL_BACK
+from raytrain.report.findings.failures import fall_backs
+from raytrain.report.records import RunRecords
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SHAPE = Shape(CPU, torch.bfloat16, 16, 32)
+right = F.grouped_mm
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The rows count as bf16 rows on a GPU, and nothing has been compared in this process."""
+    monkeypatch.setattr(grouped, "_can_group", lambda _x, _dtype, _hidden: True)
+    monkeypatch.setattr(grouped_check, "_VERDICTS", {})
+    yield
+    take_fallbacks()
+
+
+class Wrong(torch.autograd.Function):
+    """A grouped product with an error in one of its three results, for experts without rows or for all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.kind = kind
+        y = right(x, weight, offs=ends)
+        return y * 1.2 if kind == "forward" else y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, ends = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = (x.detach().requires_grad_(), weight.detach().requires_grad_())
+            found = torch.autograd.grad(right(*inputs, offs=ends), inputs, gradient)
+        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        rows, weights = found[0].clone(), found[1].clone()
+        if ctx.kind == "rows":
+            rows *= 0.5
+        elif ctx.kind == "tiny garbage of empty experts":
+            weights[empty] = 1e-6
+        elif ctx.kind == "garbage of empty experts":
+            weights[empty] = float("nan")
+        elif ctx.kind == "all weights":
+            weights = weights.roll(1, 0)
+        return rows, weights, None, None
+
+
+def wrong(kind: str) -> Callable[..., Tensor]:
+    return lambda x, weight, offs: Wrong.apply(x, weight, offs, kind)
+
+
+KINDS = {
+    "forward": "the result differs", "rows": "the gradient of the rows differs",
+    "all weights": "the gradient of the weights differs", "garbage of empty experts": "the gradient of the weights",
+    "tiny garbage of empty experts": "the gradient of an expert without rows is not zero",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (256, 64)])
+def test_a_right_product_is_used(sizes: tuple[int, int]) -> None:
+    before = torch.get_rng_state()
+    assert why_not(Shape(CPU, torch.bfloat16, *sizes)) == ""
+    assert torch.equal(torch.get_rng_state(), before), "the run draws the same numbers"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(F, "grouped_mm", wrong(kind))
+    assert KINDS[kind] in why_not(SHAPE)
+
+
+def test_a_kernel_that_is_missing_is_a_reason_and_memory_that_runs_out_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_inputs: Any, **_named: Any) -> Tensor:
+        raise RuntimeError("grouped gemm is not supported on this GPU\nmore")
+
+    monkeypatch.setattr(F, "grouped_mm", missing)
+    assert why_not(SHAPE) == "grouped gemm is not supported on this GPU"
+
+    def short(*_inputs: Any, **_named: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(F, "grouped_mm", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        grouped_check.use_grouped(CPU, torch.bfloat16, width=16, hidden=32)
+    assert grouped_check._VERDICTS == {}
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "refused"), [((7, 5), None, True), ((8, 0), None, False), ((9, 4), "7", False)]
+)
+def test_gpus_below_8_0_are_not_asked(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(grouped_check, "_difference", lambda _shape: "compared")
+    assert ("needs 8.0" in why_not(Shape(GPU, torch.bfloat16, 16, 32))) == refused
+
+
+def test_experts_compute_in_a_loop_where_the_product_is_wrong_and_the_run_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    experts = GroupedExperts(4, 16, 32).bfloat16()
+    x, counts = torch.randn(16, 16).bfloat16(), torch.tensor([5, 0, 11, 0])
+    expected = torch.autograd.grad(experts._looped(x, counts.tolist()).square().sum(), list(experts.parameters()))
+    monkeypatch.setattr(F, "grouped_mm", wrong("garbage of empty experts"))
+    found = torch.autograd.grad(experts(x, counts).square().sum(), list(experts.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert experts.grouped_on == (CPU, torch.bfloat16) and not experts.grouped_is_right
+    lines = take_fallbacks()
+    assert len(lines) == 2 and "16 to 32 in bfloat16" in lines[0] and take_fallbacks() == []
+    events = [{"kind": "fallback", "what": "kernels", "reason": line} for line in lines]
+    findings = fall_backs(RunRecords(name="run", path="run", events=events))
+    assert [one.severity for one in findings] == ["warning"] * 2 and lines[0] in findings[0].evidence
+
+
+def test_a_right_product_is_compared_once_and_then_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        called.append(len(weight))
+        return right(x, weight, offs=offs)
+
+    monkeypatch.setattr(F, "grouped_mm", counted)
+    x, counts = torch.randn(16, 16).bfloat16(), torch.tensor([5, 0, 11, 0])
+    for _ in range(2):  # two layers
+        GroupedExperts(4, 16, 32).bfloat16()(x, counts)
+    compared = len(grouped_check.ROWS)
+    assert called == [compared, compared, 4, 4, 4, 4] and take_fallbacks() == []
+
+
+def test_a_host_tells_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "grouped_mm", wrong("forward"))
+    experts, host = GroupedExperts(2, 16, 32).bfloat16(), ExpertHost.__new__(ExpertHost)
+    experts(torch.randn(8, 16).bfloat16(), torch.tensor([8, 0]))
+    said = host.ping()
+    assert len(said) == 2 and all(line.startswith(FELL_BACK) for line in said) and host.ping() == []
