@@ -62,12 +62,17 @@ def micro_batch_under_fsdp(loop: LoopConfig, batches: Mapping[str, Resolved]) ->
     return {**batches, "micro_batch_size": replace(micro, reason=reason)}
 
 
-def gathered_bytes(facts: ModelFacts, *, dtype: str) -> int | None:
+def gathered_bytes(facts: ModelFacts, *, dtype: str, overlap: bool = False) -> int | None:
     """Bytes that are unsharded on each worker at its peak: weights and gradients of one block and of everything outside
-    the blocks, and the block's gradient once more while it is reduced. None where the blocks are unknown."""
+    the blocks, and the block's gradient once more while it is reduced. None where the blocks are unknown.
+
+    Args:
+        overlap: the next block is gathered meanwhile (on GPUs): its weights count too.
+    """
     if not facts.blocks:
         return None
     master = 8 if dtype == "fp64" else 4
     half = 2 if dtype in ("bf16", "fp16") else master
     outside = facts.parameters - sum(facts.blocks)
-    return max(facts.blocks) * (2 * half + master) + outside * 2 * master
+    ahead = max(facts.blocks) * half if overlap and len(facts.blocks) > 1 else 0
+    return max(facts.blocks) * (2 * half + master) + ahead + outside * 2 * master

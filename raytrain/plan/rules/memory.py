@@ -128,7 +128,11 @@ def estimate_bytes(
     rows = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * micro
     kept = 0 if facts is None else _scaled(rows * facts.kept_bytes_per_row, dtype, recomputed=recomputed)
     activations = activation_bytes(model_facts, rows=micro, dtype=dtype, recomputed=recomputed) or 0
-    parts = named(here, dtype) if not sharded else _sharded(model_facts, here, dtype, workers=workers)
+    parts = (
+        named(here, dtype)
+        if not sharded
+        else _sharded(model_facts, here, dtype, workers=workers, overlap=on_gpu and workers > 1)
+    )
     if held and place == "colocated":
         parts["its experts"] = fullest.kept + fullest.cast
     elif held:
@@ -174,11 +178,12 @@ def _scaled(size: int, dtype: str, *, recomputed: bool) -> int:
     return size // 2 if dtype in HALF else 2 * size if dtype == "fp64" else size
 
 
-def _sharded(facts: ModelFacts, whole: StateBytes, dtype: str, *, workers: int) -> dict[str, int]:
-    """Bytes of one of `workers` workers, each with its rows of every tensor."""
+def _sharded(facts: ModelFacts, whole: StateBytes, dtype: str, *, workers: int, overlap: bool) -> dict[str, int]:
+    """Bytes of one of `workers` workers, each with its rows of every tensor; `overlap` as in `gathered_bytes`."""
     kept = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
     shares = {f"{name} / {workers}": -(-size // workers) for name, size in kept.items()}
-    return {**shares, "a gathered block": gathered_bytes(facts, dtype=dtype) or 0}
+    title = "a gathered block and the next one" if overlap else "a gathered block"
+    return {**shares, title: gathered_bytes(facts, dtype=dtype, overlap=overlap) or 0}
 
 
 def _unknown(place: Any) -> dict[str, Choice]:

@@ -21,7 +21,8 @@ class TimedCollective:
     """Interface of a custom FSDP2 collective (`torch.distributed.fsdp`, `set_custom_all_gather`).
 
     Adds the seconds of each call to `Workers.wait_s`. On a CPU the collective has finished when the call returns; FSDP2
-    would wait for it immediately anyway, since nothing is prefetched. On a GPU the device waits, not the host.
+    would wait for it immediately anyway, since nothing is prefetched. On a GPU the stream of the collective waits, and
+    neither the host nor the stream of the computation.
     """
 
     def __init__(self, workers: Workers) -> None:

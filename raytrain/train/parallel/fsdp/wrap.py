@@ -85,7 +85,7 @@ def shard(
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=master)
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=master if id(block) in kept else half)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=master)
-    _configure(cast(FSDPModule, module), workers)
+    configure(cast(FSDPModule, module), workers, overlap=device.type == "cuda")
     own = sum(local(parameter).nbytes for parameter in module.parameters())
     size = sum(parameter.nbytes for _, parameter in rest)
     return ShardingSizes(len(blocks), whole, own, largest, size, tuple(name for name, _ in rest))
@@ -130,10 +130,17 @@ def check(module: nn.Module, blocks: list[Block]) -> None:
         )  # fmt: skip
 
 
-def _configure(module: FSDPModule, workers: Workers) -> None:
-    """Configure plain sums (the loss is normalised by the step's total weight) and at most one gathered block."""
-    # a separate stream would keep the gathered copy of a block until the next block is gathered
-    module._set_unshard_async_op(True)
+def configure(module: FSDPModule, workers: Workers, *, overlap: bool) -> None:
+    """Configure plain sums (the loss is normalised by the step's total weight), and when blocks are gathered.
+
+    Args:
+        overlap: torch's defaults: while a block computes, the next one is gathered on a stream of its own, which takes
+            the memory of one more block. Else a block is gathered when it is needed, and at most one is: on a CPU a
+            collective computes on the same cores, so that nothing would be gained.
+    """
+    if not overlap:
+        # a separate stream would keep the gathered copy of a block until the next block is gathered
+        module._set_unshard_async_op(True)
     for part in cast(nn.Module, module).modules():
         if isinstance(part, FSDPModule):
             # torch's annotations name private base classes, but any object with their methods works
@@ -143,5 +150,6 @@ def _configure(module: FSDPModule, workers: Workers) -> None:
             part.set_force_sum_reduction_for_comms(True)
             # a parameter may receive a gradient on some workers only
             part.set_reduce_scatter_unused_params(True)
-            # prefetching the block itself is a no-op: the next block is not gathered while this one is
-            part.set_modules_to_backward_prefetch([part])
+            if not overlap:
+                # prefetching the block itself is a no-op: the next block is not gathered while this one is
+                part.set_modules_to_backward_prefetch([part])

@@ -23,6 +23,7 @@ from raytrain.models.sizes import model_facts
 from raytrain.plan.choice import Resolved
 from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.plan import Plan, make_plan
+from raytrain.plan.rules.fsdp import gathered_bytes
 from raytrain.plan.text import seconds_text
 
 GIB = 1 << 30
@@ -81,6 +82,19 @@ def test_each_worker_holds_its_share_and_one_block_together() -> None:
     assert "nothing is saved" in resolved(plan(scale={"workers": 1}), "strategy").reason
     assert "its rows of every block" in resolved(plan(), "strategy").reason
     assert "blocks are unknown" in resolved(plan(known=replace(known, blocks=None)), "memory").reason
+
+
+def test_on_gpus_the_next_block_counts_too_as_it_is_gathered_meanwhile() -> None:
+    known = facts()
+    assert known.blocks is not None
+    for dtype, width in (("fp32", 4), ("bf16", 2), ("fp64", 8)):
+        ahead = gathered_bytes(known, dtype=dtype, overlap=True) or 0
+        assert ahead - (gathered_bytes(known, dtype=dtype) or 0) == width * known.blocks[0]
+    on_gpus = resolved(plan(gpus((8, 0)), known=known), "memory").reason
+    assert "a gathered block and the next one" in on_gpus
+    assert "the next one" not in resolved(plan(known=known), "memory").reason
+    alone = resolved(plan(gpus((8, 0), 1), known=known, scale={"workers": 1}), "memory").reason
+    assert "the next one" not in alone, "one worker gathers nothing"
 
 
 def test_half_precision_brings_less_together() -> None:

@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 from lab import GPT, MLP, class_rows, make_session, token_rows, train
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from raytrain.errors import CheckpointError, CollectiveFailed, InputError, OutOfMemory, RunError
 from raytrain.models.blocks import blocks_of
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.parallel.fsdp import wrap
 from raytrain.train.parallel.fsdp.wrap import check
+from raytrain.train.precision.policy import policy_for
 from raytrain.train.session import Session
 from raytrain.trainable import LossOutput, Trainable
 
@@ -56,6 +60,52 @@ def test_scalars_are_refused_by_name() -> None:
     module = stack()
     module.temperature = nn.Parameter(torch.ones(()))
     assert "temperature" in refused(module, "0")
+
+
+def collectives_of(monkeypatch: pytest.MonkeyPatch, *, overlap: bool) -> tuple[list[str], list[nn.Linear]]:
+    """The order of the collectives and of the computation in one pass of three blocks over two workers, of which this
+    process is one; torch's fake group does not communicate."""
+    workers = Workers()  # before the group, as the fake one has no gloo group beside it
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    module = nn.Sequential(nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    module.forward = lambda x: module[0][2](module[0][1](module[0][0](x)))  # pyright: ignore
+    order: list[str] = []
+    for kind in (wrap.TimedAllGather, wrap.TimedReduceScatter):
+        real = kind.__call__
+
+        def called(self: Any, *given: Any, real: Any = real, name: str = kind.__name__[5:], **named: Any) -> Any:
+            order.append(name)
+            return real(self, *given, **named)
+
+        monkeypatch.setattr(kind, "__call__", called)
+    inner = wrap.configure
+    monkeypatch.setattr(wrap, "configure", lambda part, workers, **_device: inner(part, workers, overlap=overlap))
+    trainable = Trainable(module, lambda *_: LossOutput(torch.zeros(())), blocks="0")
+    policy = policy_for("fp32")
+    wrap.shard(trainable, device=torch.device("cpu"), policy=policy, workers=workers)
+    for _ in range(2):
+        order.clear()
+        module(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    return order, list(module[0])  # pyright: ignore
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_on_a_gpu_the_next_block_is_gathered_before_the_gradients_of_this_one_are_summed(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """On a CPU one block at a time is gathered; a GPU has torch's own order, which overlaps both with the passes."""
+    order, blocks = collectives_of(monkeypatch, overlap=overlap)
+    gather, scatter = "AllGather", "ReduceScatter"
+    backward = order[-6:] if len(order) > 6 else order[3:]
+    one_by_one = [gather, scatter] * 3
+    assert (backward == one_by_one) == (not overlap), order
+    if overlap:
+        assert backward[:2] == [gather, gather], "the second block is on its way when the third computes"
+    for block in blocks:
+        state = block._get_fsdp_state()  # pyright: ignore
+        (group,) = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        assert group.unshard_async_op == (not overlap)
 
 
 def test_a_lost_worker_is_not_a_failure_of_the_pass() -> None:
