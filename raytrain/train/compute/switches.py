@@ -35,7 +35,7 @@ class Switches:
         self.masks = [cache for cache in held if isinstance(cache, MaskCache)]
         for cache in self.masks:
             cache.budget = int(loop.mask_cache_mb * MEGABYTE)
-        parts = trainable.module.modules()
+        parts: list[Any] = list(trainable.module.modules())
         self._falling_back = [part.take_fallbacks for part in parts if hasattr(type(part), "take_fallbacks")]
         self.compiled: CompiledParts | None = None
         if loop.compile != "off":

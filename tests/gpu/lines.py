@@ -1,0 +1,100 @@
+"""The lines of `tests/gpu/run.py`: what a person with GPUs runs, what each line shows, and what must come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table.
+
+    Attributes:
+        name: short and unique.
+        gpus, nodes: how many it needs at least.
+        shows: what it shows.
+        expected: what must come out.
+        test: the tests of this folder that it runs; "" for a training run.
+        job: keys of the training run, over those of `test_runs.JOB`.
+        equals: the line whose losses it must have.
+        kills: the process that is killed in the middle: "ExpertHost", "TrainWorker", or "" for none.
+        minutes: its time limit; a line that takes longer is reported as hung.
+        on_cpu: whether its body runs without GPUs too.
+    """
+
+    name: str
+    gpus: int
+    shows: str
+    expected: str
+    test: str = ""
+    job: dict[str, Any] = field(default_factory=dict)
+    nodes: int = 1
+    equals: str = ""
+    kills: str = ""
+    minutes: float = 4.0
+    on_cpu: bool = True
+
+
+SAME = "the losses of `one`, within 0.1 %"
+
+
+def _layouts(gpus: int, prefix: str, *, nodes: int = 1) -> list[Line]:
+    """The layouts of one job on this many GPUs; half of them hold experts where hosts have GPUs of their own."""
+    half = gpus // 2
+    every = {"gpus": gpus, "nodes": nodes, "equals": "one", "expected": SAME}
+    return [
+        Line(f"{prefix}-ddp", shows="data parallel: NCCL sums the gradients", job={"scale.workers": gpus}, **every),
+        Line(f"{prefix}-fsdp", shows="sharded weights, gathered while a block computes",
+             job={"scale.workers": gpus, "scale.strategy": "fsdp"}, **every),
+        Line(f"{prefix}-colocated", shows="experts spread over the workers, rows exchanged by NCCL",
+             job={"scale.workers": gpus, "experts.hosts": "colocated"}, **every),
+        Line(f"{prefix}-hosts", shows="experts on hosts with GPUs of their own",
+             job={"scale.workers": gpus - half, "experts.hosts": half}, **every),
+    ]  # fmt: skip
+
+
+LINES = [
+    Line("machine", 1, "the driver, torch and raytrain see the same GPUs",
+         "names, memory and capability agree; nothing is unusable", test="test_kernels.py -k machine"),
+    Line("devices", 1, "fp32, bf16 and fp16 train; every tensor is on the device; rows are copied ahead",
+         "all pass on cuda", test="test_devices.py"),
+    Line("memory", 1, "memory that runs out is recognised: the allocator, the CUDA runtime, cuBLAS",
+         "each counts as out of memory, and the process goes on", test="test_kernels.py -k memory"),
+    Line("grouped", 1, "the grouped product of experts equals the loop, experts without rows included",
+         "\"used\"; on a GPU below 8.0, or with a wrong kernel, the reason why not", test="test_kernels.py -k grouped"),
+    Line("compile", 1, "each mode of loop.compile trains and evaluates; CUDA graphs of the full model too",
+         "losses of the eager model, within 1 %; no part is eager", test="test_kernels.py -k compiled", on_cpu=False,
+         minutes=8),
+    Line("fsdp-overlap", 2, "all-gathers of FSDP run while blocks compute",
+         "a part of the gathering time is hidden", test="test_kernels.py -k overlap", on_cpu=False),
+    Line("one", 1, "one process trains a mixture of experts, evaluates and saves", "done; the loss falls"),
+    Line("one-bf16", 1, "bf16 autocast and the grouped product", "the losses of `one`, within 5 %",
+         job={"precision.dtype": "bf16"}, equals="one"),
+    Line("one-auto", 1, "what the start measures: precision, micro-batch, overlap", "done; decisions are in the report",
+         job={"precision.dtype": "auto", "loop.micro_batch_size": "auto"}),
+    Line("one-deterministic", 1, "loop.deterministic: two runs are equal bit by bit", "equal losses, all digits",
+         job={"loop.deterministic": True}, equals="one"),
+    *_layouts(2, "two"),
+    Line("two-host-killed", 2, "a host dies in the middle and is replaced", f"done; {SAME}", equals="one",
+         job={"scale.workers": 1, "experts.hosts": 1}, kills="ExpertHost", minutes=6),
+    Line("two-worker-killed", 2, "a worker dies in the middle; all resume from the last checkpoint", f"done; {SAME}",
+         job={"scale.workers": 2}, equals="one", kills="TrainWorker", minutes=6),
+    *_layouts(8, "eight"),
+    Line("eight-replicas", 8, "copies of busy experts on several hosts, and experts that move", "done; the loss falls",
+         job={"scale.workers": 4, "experts.hosts": 4, "experts.replicas": 2, "experts.rebalance_every": 10}),
+    Line("eight-inflight", 8, "two micro-batches in flight to the hosts", SAME, equals="one",
+         job={"scale.workers": 4, "experts.hosts": 4, "experts.inflight": 2, "loop.micro_batch_size": 1}),
+    Line("eight-host-killed", 8, "one of four hosts dies and is replaced", f"done; {SAME}", equals="one",
+         job={"scale.workers": 4, "experts.hosts": 4}, kills="ExpertHost", minutes=6),
+    *_layouts(2, "nodes", nodes=2),
+    *_layouts(16, "all", nodes=2),
+]  # fmt: skip
+"""In the order in which they run: a line that fails early explains those after it."""
+
+
+def markdown() -> str:
+    """The table of the README."""
+    rows = ["| line | GPUs | nodes | shows | expected |", "|---|---|---|---|---|"]
+    rows += [f"| `{one.name}` | {one.gpus} | {one.nodes} | {one.shows} | {one.expected} |" for one in LINES]
+    return "\n".join(rows) + "\n"

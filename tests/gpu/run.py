@@ -1,0 +1,130 @@
+"""Runs all lines that this machine (or a Ray cluster) has the GPUs for, and prints one table.
+
+    python tests/gpu/run.py                    # this machine
+    python tests/gpu/run.py --address auto     # the Ray cluster that this machine is a node of
+    python tests/gpu/run.py --only one,two-ddp # some lines
+    python tests/gpu/run.py --list             # what the lines are; runs nothing
+
+The exit status is 0 if no line failed or hung. Without a GPU the bodies run on the CPU where they can; the table then
+says "cpu", which shows nothing about GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+from lines import LINES, Line, markdown  # noqa: E402
+
+COUNT = """
+import json, sys
+from cluster.devices.inventory import inventory_from_ray, local_inventory
+address = sys.argv[1]
+if address:
+    import ray
+    ray.init(address=address, log_to_driver=False, logging_level="error")
+    found = inventory_from_ray()
+else:
+    found = local_inventory()
+with_gpus = [node for node in found.nodes if node.devices]
+print(json.dumps([len(found.devices()), len(with_gpus), found.describe(), list(found.notes), list(found.unusable)]))
+"""
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", default="", help="of a running Ray cluster; without it, this machine alone")
+    parser.add_argument("--only", default="", help="names of lines, with commas between them")
+    parser.add_argument("--list", action="store_true", help="print the table of lines as Markdown")
+    parser.add_argument("--folder", default="", help="where the runs and logs stay; by default a temporary folder")
+    given = parser.parse_args()
+    if given.list:
+        print(markdown(), end="")
+        return 0
+    unknown = {name for name in given.only.split(",") if name} - {line.name for line in LINES}
+    if unknown:
+        parser.error(f"no such line: {', '.join(sorted(unknown))}")
+    folder = Path(given.folder or tempfile.mkdtemp(prefix="raytrain-gpu-")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    counted = subprocess.run(
+        [sys.executable, "-c", COUNT, given.address], capture_output=True, text=True, cwd=ROOT, env=_environment(),
+        check=False,
+    )  # fmt: skip
+    if counted.returncode:
+        print(counted.stderr.strip().splitlines()[-1])
+        return 1
+    gpus, nodes, summary, notes, unusable = json.loads(counted.stdout.splitlines()[-1])
+    print(f"{summary}\nlogs and runs: {folder}")
+    print(
+        "".join(f"  note: {line}\n" for line in notes) + "".join(f"  UNUSABLE: {line}\n" for line in unusable), end=""
+    )
+    wanted = given.only.split(",") if given.only else [line.name for line in LINES]
+    failed = 0
+    print(f"\n{'line':20} {'result':8} {'s':>6}  detail", flush=True)
+    for line in LINES:
+        if line.name not in wanted:
+            continue
+        began = time.monotonic()
+        result, detail = _run(line, gpus, nodes, folder, given.address)
+        failed += result in ("FAILED", "HUNG")
+        print(f"{line.name:20} {result:8} {time.monotonic() - began:6.0f}  {detail}", flush=True)
+    print(f"\n{failed} failed" if failed else "\nnothing failed")
+    if not gpus:
+        print("There is no GPU here: nothing above shows anything about GPUs.")
+    return int(failed > 0)
+
+
+def _run(line: Line, gpus: int, nodes: int, folder: Path, address: str) -> tuple[str, str]:
+    """(result, what to look at) of one line: ok, cpu, FAILED, HUNG, or "-" where it did not run."""
+    if gpus and (gpus < line.gpus or nodes < line.nodes):
+        where = f" on {line.nodes} nodes (--address)" if line.nodes > 1 else ""
+        return "-", f"needs {line.gpus} GPUs{where}; there are {gpus} on {nodes}"
+    if line.kills and address:
+        return "-", "kills a process of a Ray that it started itself; run it without --address"
+    if not gpus and (not line.on_cpu or line.nodes > 1 or line.gpus > 2):
+        return "-", "needs GPUs; its body does not run on this CPU"
+    environ = _environment() | {"RAYTRAIN_GPU_FOLDER": str(folder), "RAYTRAIN_GPU_ADDRESS": address}
+    test = line.test or f"test_runs.py -k 'line-{line.name}-end'"
+    name, _, chosen = test.partition(" -k ")
+    command = [sys.executable, "-m", "pytest", str(HERE / name), "-n", "0", "-q", "-rs", "--timeout", "0", "-p",
+               "no:cacheprovider", "--rootdir", str(ROOT), *(["-k", chosen.strip("'")] if chosen else [])]  # fmt: skip
+    log = folder / f"{line.name}.log"
+    with open(log, "w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environ, start_new_session=True
+        )
+        try:
+            code = process.wait(60 * line.minutes)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return "HUNG", f"after {line.minutes:g} minutes; {log}"
+    text = log.read_text(encoding="utf-8").splitlines()
+    if code:
+        errors = [row.removeprefix("E   ").strip() for row in text if row.startswith("E   ")]
+        return "FAILED", f"{errors[0] if errors else 'no test ran'}; {log}"
+    skipped = [row for row in text if row.startswith("SKIPPED")]
+    if skipped and " passed" not in text[-1]:
+        return "-", skipped[0].partition(": ")[2]
+    return ("ok" if gpus else "cpu"), line.expected
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

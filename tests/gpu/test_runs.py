@@ -1,0 +1,157 @@
+"""Training runs of `lines.py` through the command line. Each needs GPUs; `run.py` also runs those that a CPU can.
+
+All train the same model on the same rows in fp32, so that the losses of every layout must be those of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lines import LINES, Line
+
+from cluster.devices.inventory import local_inventory
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 40
+JOB: dict[str, Any] = {
+    "name": "gpu",
+    "model": {"builder": "experts.models:moe_gpt", "layers": 2, "heads": 2, "width": 64, "context": 32},
+    "data": {"source": "stdlib", "max_bytes": 200_000},
+    "optim": {"lr": 2e-3},
+    "precision": {"dtype": "fp32"},
+    "loop": {"max_steps": STEPS, "global_batch_size": 16, "eval_every": 20, "eval_batches": 2, "log_every": 1},
+    "experts": {"num_experts": 4, "top_k": 2, "hosts": 0, "noise": 0.0},
+    "save": {"every": 10},
+    "telemetry": {"tensorboard": False},
+}
+TOLERANCES = {"one-bf16": 0.05, "one-deterministic": 1e-3}
+
+
+def folder() -> Path:
+    """Where the runs stay."""
+    return Path(os.environ["RAYTRAIN_GPU_FOLDER"])
+
+
+def mapping_of(line: Line, *, on_cpu: bool) -> dict[str, Any]:
+    """The job of a line."""
+    made = json.loads(json.dumps(JOB)) | {"name": line.name}
+    keys = {"scale.workers": 1, **line.job, "save.dir": str(folder() / "runs")}
+    if on_cpu:
+        keys |= {"scale.mode": "cpu", "scale.threads": 1}
+    if os.environ.get("RAYTRAIN_GPU_ADDRESS"):
+        keys["cluster.address"] = os.environ["RAYTRAIN_GPU_ADDRESS"]
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        made.setdefault(section, {})[name] = value
+    return made
+
+
+def newest(name: str) -> Path | None:
+    """The newest run folder of a line."""
+    found = sorted((folder() / "runs").glob(f"{name}-[0-9]*"))
+    return found[-1] if found else None
+
+
+def rows(run: Path, file: str, kind: str) -> list[dict[str, Any]]:
+    """The rows of a kind in metrics.jsonl or events.jsonl."""
+    path = run / file
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [row for row in map(json.loads, lines) if row.get("kind") == kind]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The loss of each step; after a restart, that of the last time it was computed."""
+    return {row["step"]: float(row["loss"]) for row in rows(run, "metrics.jsonl", "train")}
+
+
+def train(line: Line, *, on_cpu: bool) -> Path:
+    """Train the job of a line, kill what it says in the middle, and return the run folder."""
+    file = folder() / f"{line.name}.yaml"
+    file.write_text(yaml.safe_dump(mapping_of(line, on_cpu=on_cpu)), encoding="utf-8")
+    command = [sys.executable, "-m", "jobs", "train", str(file)]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if line.kills:
+        kill_one(line, process)
+    text, _ = process.communicate()
+    assert process.returncode == 0, text
+    run = newest(line.name)
+    assert run is not None, text
+    return run
+
+
+def kill_one(line: Line, process: subprocess.Popen[str]) -> None:
+    """Kill one process of the kind that the line names, once a checkpoint was saved."""
+    while process.poll() is None:
+        run = newest(line.name)
+        if run is not None and max(losses(run), default=0) > STEPS // 3:
+            victims = [pid for pid in descendants(process.pid) if line.kills in command_of(pid)]
+            assert victims, f"no process of the run is named {line.kills}: is it on another node?"
+            os.kill(victims[0], signal.SIGKILL)
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"the run ended before a process was killed: {(process.stdout and process.stdout.read())}")
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process; Ray's processes are named after what they run."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below a process."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+    found, left = list[int](), [pid]
+    while left:
+        children = parents.get(left.pop(), [])
+        found += children
+        left += children
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("line", [pytest.param(one, id=f"line-{one.name}-end") for one in LINES if not one.test])
+def test_a_run(line: Line) -> None:
+    if "RAYTRAIN_GPU_FOLDER" not in os.environ:
+        pytest.skip("run by tests/gpu/run.py")
+    on_cpu = not os.environ.get("RAYTRAIN_GPU_ADDRESS") and not local_inventory().devices()
+    run = train(line, on_cpu=on_cpu)
+    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))["choices"]
+    assert plan["device"]["value"] == ("cpu" if on_cpu else "cuda"), plan["device"]
+    assert plan["workers"]["value"] == line.job.get("scale.workers", 1)
+    assert json.loads((run / "result.json").read_text(encoding="utf-8"))["status"] == "done"
+    found = losses(run)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    assert sum(found[step] for step in range(36, 41)) < 0.9 * sum(found[step] for step in range(1, 6)), found
+    if line.kills:
+        deaths = [
+            row for kind in ("member_lost", "attempt_start", "decision") for row in rows(run, "events.jsonl", kind)
+        ]
+        assert deaths, "the death must be in the events"
+    if line.name == "one-deterministic":
+        assert losses(train(line, on_cpu=on_cpu)) == found, "two runs must be equal bit by bit"
+    if line.equals:
+        reference = newest(line.equals)
+        if reference is None:
+            reference = train(next(one for one in LINES if one.name == line.equals), on_cpu=on_cpu)
+        assert found == pytest.approx(losses(reference), rel=TOLERANCES.get(line.name, 1e-3))
+    fallbacks = [row["reason"] for row in rows(run, "events.jsonl", "fallback")]
+    assert not fallbacks, fallbacks
