@@ -219,6 +219,17 @@ def test_a_host_that_does_not_respond_is_reported_then_replaced() -> None:
     assert "retry.host_silence_s" in lines[0] and directory.report()[1] == []
 
 
+def test_what_a_host_has_to_say_is_for_the_driver_to_print() -> None:
+    directory = Directory()
+    directory.joined_by(gang=1)
+    said = iter([["fell back: a loop instead of a grouped product"]])
+    directory.made[0].ping = Call(lambda: next(said, []))
+    lines: list[str] = []
+    while not lines:
+        lines += directory.report()[1]
+    assert lines == ["expert host 0 on n (pid 1): fell back: a loop instead of a grouped product"]
+
+
 def test_a_host_that_responds_again_stays() -> None:
     directory = Directory()
     directory._host_silence_s = LIMIT_S

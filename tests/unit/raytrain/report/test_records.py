@@ -76,6 +76,12 @@ def test_a_decision_of_the_run_replaces_the_plan_and_the_newest_counts(tmp_path:
     ]
 
 
+def test_gpus_that_could_not_be_used_are_read_from_the_plan(tmp_path: Path):
+    run = write(tmp_path, {"plan.json": {"inventory": {"unusable": ["GPU 0 cannot be read"]}}})
+    assert read_records(run).unusable == ["GPU 0 cannot be read"]
+    assert read_records(write(tmp_path, {"plan.json": {}})).unusable == []
+
+
 def test_faults_stand_once_and_when_they_happened(tmp_path: Path):
     fault = {"rank": 1, "error": "ValueError", "message": "bad"}
     events = [
