@@ -9,9 +9,13 @@ import pytest
 from hardware import GIB, GPUS, MIG_SLICE, Nvml, amd_driver, mig_uuid, uuid
 
 from cluster.checks.preflight import check_visible_devices
+from cluster.config import ClusterConfig
 from cluster.devices.inventory import Inventory, local_inventory
 from cluster.devices.nvidia import narrow_visible, visible_devices
 from cluster.devices.torch_build import TorchBuild, installed_torch
+from raytrain.config.sections import PrecisionConfig, ScaleConfig
+from raytrain.plan.rules.devices import choose_devices, choose_precision
+from raytrain.plan.rules.workers import allowed_bytes
 
 CUDA = TorchBuild("2.13.0+cu130", cuda="13.0")
 ROCM = TorchBuild("2.13.0+rocm7", hip="7.0")
@@ -33,6 +37,32 @@ def test_each_type_of_gpu_is_found_with_its_memory_and_capability(name: str) -> 
         assert (first.memory_bytes, first.free_bytes) == (node.memory_bytes, node.free_bytes)
     else:
         assert first.memory_bytes == GPUS[name].memory_gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "formats"),
+    [("T4", ("fp16", "fp32")), ("A100", ("bf16", "fp32")), ("H100", ("bf16", "fp32")), ("B200", ("bf16", "fp32")),
+     ("RTX", ("bf16", "fp32")), ("GB10", ("bf16", "fp32")), ("Orin", ("bf16", "fp32")), ("MI300X", ("bf16", "fp32"))],
+)  # fmt: skip
+def test_a_plan_knows_what_each_type_of_gpu_computes_in_and_how_much_it_holds(
+    tmp_path: Path, name: str, formats: tuple[str, ...]
+) -> None:
+    if GPUS[name].rocm:
+        amd_driver(tmp_path, [name])
+        inventory = found(Nvml(errors={("nvmlInit", None): "LibraryNotFound"}), torch=ROCM, root=tmp_path)
+    else:
+        inventory = found(Nvml(name))
+    warnings: list[str] = []
+    machines = choose_devices(ScaleConfig(), inventory, warnings)
+    assert machines.mode.value == "single_gpu" and warnings == []
+    assert choose_precision(PrecisionConfig(), machines, inventory, warnings).candidates == formats
+    room = allowed_bytes(ClusterConfig(memory_fraction=0.5), machines, inventory, workers=1)
+    (node,) = inventory.nodes
+    if GPUS[name].unified:
+        assert room == (node.free_bytes or 0) // 2
+    else:
+        free = GPUS[name].memory_gib - (0 if GPUS[name].rocm else 1)
+        assert room == free * GIB // 2
 
 
 def test_amds_gpus_are_found_by_their_kernel_driver(tmp_path: Path) -> None:
