@@ -50,7 +50,8 @@ class PartStatus:
         graph_breaks, recompiles: likewise; a batch of one row, evaluation and another precision recompile once each.
         seconds: time spent in the compiler.
         reason: why some or all of it runs eager; "" if nothing failed.
-        frames, breaks_at: frames compiled by all parts, and their graph breaks; shared by all parts.
+        frames: frames compiled by all parts; shared by all parts.
+        breaks_at: graph breaks and their number; shared by the parts of one class, which share compiled code.
     """
 
     name: str
@@ -110,8 +111,9 @@ class CompiledParts:
 
     def __init__(self, parts: Sequence[tuple[str, nn.Module]], *, mode: str, lower: Lower | None = None) -> None:
         self.mode = mode
-        frames, self._breaks_at = set[str](), dict[str, int]()
-        self.parts = [PartStatus(name, type(part).__name__, frames, self._breaks_at) for name, part in parts]
+        frames, breaks = set[str](), {type(part): dict[str, int]() for _, part in parts}
+        self._breaks = list(breaks.values())
+        self.parts = [PartStatus(name, type(part).__name__, frames, breaks[type(part)]) for name, part in parts]
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._taken = 0.0
         self._reported: tuple[Any, ...] = ()
@@ -162,7 +164,7 @@ class CompiledParts:
             **totals,
             "seconds": self.seconds,
             "reasons": reasons[:LISTED_AT_MOST],
-            "breaks_at": list(self._breaks_at)[:LISTED_AT_MOST],
+            "breaks_at": list(dict.fromkeys(where for breaks in self._breaks for where in breaks))[:LISTED_AT_MOST],
             "parts": [part.to_json() for part in self.parts],
         }
 
