@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from cluster.devices.inventory import local_inventory
 from jobs.job.spec import load_spec
 from raytrain.autotune.search.measurement import Measurement
+from raytrain.report.plots import figure, png
 
 LIMIT_S = 280
 MIB = 2**20
+LIMIT, ROW_MIB = 1000 * MIB, 8
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -31,49 +37,96 @@ def sweeps(place: Any) -> list[Path]:
     return sorted((place.folder / "runs").glob("*-tune-*"))
 
 
-@pytest.mark.timeout(590)
-@pytest.mark.covers("TUNE-05", "TUNE-10", "TUNE-13")
-def test_a_search_below_a_memory_ceiling_is_killed_resumed_and_used_again(
-    start_cli: Callable[..., Any], run_cli: Callable[..., Any], guest_job: Callable[..., dict[str, Any]], place: Any
-) -> None:
-    """24 MiB a row, a process of some hundred: 128 rows, the fastest, 64 and 32 are above 1000 MiB. A trial of 16 rows
+@dataclass(frozen=True)
+class Search:
+    """A search below a memory ceiling that was killed and resumed."""
+
+    place: Any
+    file: str
+    sweep: Path
+    before: list[dict[str, Any]]
+    printed: str
+    run: Callable[..., Any]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return rows_of(self.sweep)
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        return json.loads((self.sweep / "tune.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def search(module_place: Any, start_module_python: Callable[..., Any]) -> Search:
+    """24 MiB a row, a process of some hundred: 128 rows, the fastest, 64 and 32 are above the limit. A trial of 16 rows
     dies each time it is made, twice at most, so 8 are left."""
-    limit = 1000 * MIB
-    job = guest_job(
+    place = module_place
+
+    def run(*arguments: str) -> Any:
+        return start_module_python("-m", "jobs", *arguments, cwd=place.folder, env=place.env).finish(timeout=LIMIT_S)
+
+    job = place.job(
         name="searched",
-        model={"builder": "guest_code:searched", "row_mib": 8, "deadly": 16, "pause": 0.15},
+        model={
+            "builder": "guest_code:searched", "row_mib": ROW_MIB, "deadly": 16, "pause": 0.15,
+            "note": str(place.folder / "resident.jsonl"),
+        },
         loop={"global_batch_size": 128},
         precision={"dtype": "auto"},
-        cluster={"memory_limit": limit},
-    )
+        cluster={"memory_limit": LIMIT},
+    )  # fmt: skip
     file = str(place.write(job))
-    killed = start_cli("tune", file, cwd=place.folder, env=place.env)
+    killed = start_module_python("-m", "jobs", "tune", file, cwd=place.folder, env=place.env)
     place.wait_for(lambda: sweeps(place) and len(rows_of(sweeps(place)[0])) >= 2, limit=LIMIT_S, command=killed)
     killed.signal_group(signal.SIGKILL)
     killed.process.wait(timeout=30)
     (sweep,) = sweeps(place)
     before = rows_of(sweep)
-    resumed = run_cli("tune", "--resume", str(sweep), cwd=place.folder, env=place.env, timeout=LIMIT_S)
+    resumed = run("tune", "--resume", str(sweep))
     assert resumed.code == 0, resumed.text
-    rows = rows_of(sweep)
+    return Search(place, file, sweep, before, resumed.text, run)
+
+
+@pytest.mark.timeout(590)
+@pytest.mark.covers("TUNE-05", "TUNE-10", "TUNE-13")
+def test_a_search_below_a_memory_ceiling_is_killed_resumed_and_used_again(search: Search) -> None:
+    place, sweep, rows, before = search.place, search.sweep, search.rows, search.before
     assert rows[: len(before)] == before, "what had ended is not run again"
     assert sorted({row["trial"] for row in rows}) == list(range(1, 1 + len({row["trial"] for row in rows})))
-    check_rows(rows, limit)
+    check_rows(rows, LIMIT)
     assert {row["precision"] for row in rows} == precisions_here()
-    check_best(sweep, limit, resumed.text)
-    reused = run_cli("tune", file, cwd=place.folder, env=place.env, timeout=LIMIT_S)
+    check_best(sweep, LIMIT, search.printed)
+    reused = search.run("tune", search.file)
     assert reused.code == 0 and "measurements of earlier searches apply" in reused.out, reused.text
     known, again = timed_steadily(rows), timed_steadily(rows_of(sweeps(place)[-1]))
     assert known and not known & again, "only what died, or was timed on a machine that was busy, is measured again"
-    trained = run_cli("train", "--from-tune", str(sweep), "loop.max_steps=3", cwd=place.folder, env=place.env)
+    trained = search.run("train", "--from-tune", str(sweep), "loop.max_steps=3")
     assert trained.code == 0, trained.text
     (decision,) = [row for row in place.run.events("decision") if row["what"] == "tune.found"]
     assert "the search was for something else" not in decision["reason"]
     assert place.end(within=20) == []
 
 
+@pytest.mark.timeout(590)
+@pytest.mark.covers("PERF-04")
+def test_the_peak_of_the_chosen_batch_is_what_its_process_used_and_is_reported_as_a_share_of_the_limit(
+    search: Search,
+) -> None:
+    """The model notes what is resident before the backward, which takes two thirds of what the rows take."""
+    memory, found = search.outcome["memory"], load_spec(search.sweep / "best.yaml").spec.tune.found
+    assert found is not None and found.peak_bytes is not None
+    assert memory == {"peak_bytes": found.peak_bytes, "limit_bytes": LIMIT, "used": found.peak_bytes / LIMIT}
+    lines = map(json.loads, (search.place.folder / "resident.jsonl").read_text().splitlines())
+    resident = [used for rows, used in lines if rows == found.micro_batch_size]
+    behind = 2 * ROW_MIB * MIB * found.micro_batch_size
+    assert min(abs(found.peak_bytes - used - behind) for used in resident) < 4 * MIB
+    assert 0.4 < memory["used"] < 0.75, "of the sizes that do not die, the largest and half of it"
+    assert f"memory      {memory['used']:.1%} used: a peak of" in search.printed
+
+
 @pytest.mark.timeout(290)
-@pytest.mark.covers("TUNE-11", "PERF-04", "TRB-22")
+@pytest.mark.covers("TUNE-11", "TRB-22")
 def test_rows_that_are_slow_to_read_get_as_many_processes_as_help(
     run_cli: Callable[..., Any], guest_job: Callable[..., dict[str, Any]], place: Any
 ) -> None:
@@ -183,9 +236,16 @@ def check_best(sweep: Path, limit: int, text: str) -> None:
     assert contests and outcome["decision"]["contest"] is not None
     words = " ".join((sweep / "best.yaml").read_text().replace("#", " ").split())
     assert "rows/s" in words and " times as fast as " in words and "of what a process may take" in words
-    assert (sweep / "tune.png").read_bytes()[:4] == b"\x89PNG"
     assert f"its peak is {share:.1%} of what a process may take" in words and f"memory      {share:.1%} used" in text
     assert "predicted peak: " in text and " at 2x this micro-batch" in text
+    spec = json.loads((sweep / "tune_plot.json").read_text())
+    drawn = {
+        (line["label"], *at) for line in spec["panels"][0]["series"] for at in zip(line["x"], line["y"], strict=True)
+    }
+    timed = {(row["precision"], row["micro_batch_size"], row["rows_per_s"]) for row in table if row["rows_per_s"]}
+    assert {at for at in drawn if at[2] is not None} == timed and len(timed) >= 3
+    pixels = [imread(io.BytesIO(data)) for data in ((sweep / "tune.png").read_bytes(), png(figure(spec)))]
+    assert np.array_equal(*pixels), "the file is the picture of this spec"
 
 
 @pytest.mark.timeout(590)

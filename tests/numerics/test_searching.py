@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.precision import GateReport
 from raytrain.autotune.search.space import MOST_STEPS, BatchSpace, sizes_dividing
+from raytrain.autotune.startup.precision import measure_precision
+from raytrain.report.plots import figure
+from raytrain.report.tune_figures import batch_spec
 from raytrain.train import device
 from raytrain.train.session import Session
 
@@ -69,16 +73,31 @@ CLOCK = Clock()
 
 
 class Paced(nn.Module):
-    """Takes 6 ms a pass and 4 ms a row, half of that under autocast; there its loss is `off` from what it was."""
+    """Takes 6 ms a pass and 4 ms a row, under autocast a share of that; there its loss is `off` from what it was, or no
+    loss at all where `off` is None.
 
-    def __init__(self, off: float) -> None:
+    Args:
+        off: by the format of autocast. shares: likewise.
+    """
+
+    def __init__(self, off: dict[torch.dtype, float | None], shares: dict[torch.dtype, float]) -> None:
         super().__init__()
-        self.inner, self.off = nn.Linear(12, 4), off
+        self.inner, self.off, self.shares = nn.Linear(12, 4), off, shares
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        half = torch.is_autocast_enabled("cpu")
-        CLOCK.now += (0.006 + 0.004 * len(x)) * (0.5 if half else 1.0)
-        return {"loss": nn.functional.cross_entropy(self.inner(x), labels) * (1 + self.off * half)}
+        half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        CLOCK.now += (0.006 + 0.004 * len(x)) * self.shares.get(half, 1.0)
+        off = self.off.get(half, 0.0)
+        if off is None:
+            raise RuntimeError(f"no kernel for {half}")
+        return {"loss": nn.functional.cross_entropy(self.inner(x), labels) * (1 + off)}
+
+
+def paced(off: dict[torch.dtype, float | None], shares: dict[torch.dtype, float]) -> Session:
+    torch.manual_seed(3)
+    data = {"train": class_rows(160), "eval_fraction": 0.0}
+    loop = {"global_batch_size": 128, "micro_batch_size": 8, "max_steps": 4}
+    return make_session({"module": Paced(off, shares)}, data, loop=loop)
 
 
 @pytest.mark.covers("TUNE-05", "TUNE-06", "BP-11")
@@ -88,10 +107,7 @@ def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times
 ) -> None:
     """8 to 128 rows in fp32 and bf16: 64 rows have 0.99 of the throughput of 128, 32 have 0.967, 16 have 0.93."""
     monkeypatch.setattr(device, "time", CLOCK)
-    torch.manual_seed(3)
-    data = {"train": class_rows(160), "eval_fraction": 0.0}
-    loop = {"global_batch_size": 128, "micro_batch_size": 8, "max_steps": 4}
-    session = make_session({"module": Paced(off)}, data, loop=loop)
+    session = paced({torch.bfloat16: off}, {torch.bfloat16: 0.5})
     space = BatchSpace(("bf16", "fp32"), (8, 16, 32, 64, 128), 128, 1 << 40)
     decision, _ = searched(session, space)
     assert decision.candidate == Candidate(taken, 64) and decision.complete
@@ -106,3 +122,67 @@ def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times
     else:
         assert "loss and gradient norm agree" in decision.precision.reason
         assert "measured in turn" in decision.precision.reason
+
+
+@pytest.mark.covers("PERF-08")
+def test_the_curve_rises_with_the_micro_batch_and_the_picture_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass costs 6 ms whatever its size, so that a larger one computes more rows per second, up to the knee."""
+    monkeypatch.setattr(device, "time", CLOCK)
+    sizes = (8, 16, 32, 64, 128)
+    space = BatchSpace(("fp32",), sizes, 128, 1 << 40)
+    decision, _ = searched(paced({}, {}), space)
+    rates = {row.micro_batch_size: row.rows_per_s for row in decision.table if row.rows_per_s is not None}
+    assert len(rates) >= 3 and rates == pytest.approx({size: size / (0.006 + 0.004 * size) for size in rates}, rel=1e-6)
+    curve = [rates[size] for size in sorted(rates)]
+    assert curve == sorted(curve) and curve[-1] > 1.1 * curve[0]
+    table = [asdict(row) for row in decision.table]
+    chosen = (decision.candidate.precision, decision.candidate.micro_batch_size)
+    spec = batch_spec(table, sizes=sizes, chosen=chosen, budget=None, name="job", goodput=False)
+    (line,) = [line for line in figure(spec).axes[0].lines if line.get_label() == "fp32"]
+    drawn = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+    assert {size: rate for size, rate in drawn.items() if rate} == rates, "without sizes nobody measured"
+    assert [(mark["x"], mark["y"]) for mark in spec["panels"][0]["marks"]] == [(chosen[1], rates[chosen[1]])]
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("off", "taken", "refused", "why", "after_steps"),
+    [
+        ({BF16: 0.05}, "fp16", "bf16", "the loss is", "but refused: its loss after"),
+        ({BF16: None}, "fp16", "bf16", "no kernel for torch.bfloat16", "refused: no kernel for torch.bfloat16"),
+        ({FP16: 0.05}, "bf16", "fp16", "the loss is", "as fast as fp32"),  # slower than bf16, so that no step is taken
+        ({FP16: None}, "bf16", "fp16", "no kernel for torch.float16", "refused: no kernel for torch.float16"),
+        ({BF16: 0.05, FP16: None}, "fp32", "bf16", "the loss is", "but refused: its loss after"),
+    ],
+)
+def test_of_three_precisions_one_is_refused_and_the_others_still_compete(
+    off: dict[torch.dtype, float | None], taken: str, refused: str, why: str, after_steps: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """bf16 takes half of fp32's time and fp16 seven tenths; in a search, and as the start of a run chooses."""
+    monkeypatch.setattr(device, "time", CLOCK)
+    paces = {BF16: 0.5, FP16: 0.7}
+    session = paced(off, paces)
+    decision, _ = searched(session, BatchSpace(("bf16", "fp16", "fp32"), (8, 16, 32, 64), 64, 1 << 40))
+    assert decision.candidate.precision == taken and decision.complete
+    assert after_steps in decision.refusals[refused] and after_steps in decision.precision.reason
+    rates = {(row.precision, row.micro_batch_size): row.rows_per_s for row in decision.table}
+    for name, share in {
+        "fp32": 1.0,
+        **({taken: paces[getattr(torch, NAMES[taken])]} if taken != "fp32" else {}),
+    }.items():
+        measured = {size: rate for (precision, size), rate in rates.items() if precision == name and rate is not None}
+        assert len(measured) >= 2, "it competes"
+        assert measured == pytest.approx({size: size / (0.006 + 0.004 * size) / share for size in measured}, rel=1e-6)
+
+    chosen, trials = measure_precision(paced(off, paces), ["fp32", "bf16", "fp16"])
+    assert chosen.value == taken and [trial["precision"] for trial in trials] == ["fp32", "bf16", "fp16"]
+    assert f"{refused} refused: " in chosen.reason and why in chosen.reason, chosen.reason
+    if taken != "fp32":
+        gain = 1 / paces[getattr(torch, NAMES[taken])]
+        assert f"{taken} measured {gain:.2f} times as fast as fp32, loss and gradient norm agree" in chosen.reason
+
+
+NAMES = {"bf16": "bfloat16", "fp16": "float16"}

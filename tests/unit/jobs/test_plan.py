@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtThreads
 from cluster.devices.inventory import Device, Inventory, Node, local_inventory
+from jobs.__main__ import main
 from jobs.driver.plan import config_rows, plan_job, print_plan, show_only_picked
 from jobs.job.nodes_file import inventory_from_file
 from jobs.job.paths import resolve_paths
@@ -317,6 +320,43 @@ def test_the_table_shows_values_reasons_warnings_and_sources(tmp_path: Path) -> 
     assert 'scale.mode: "multi_gpu"  # command line' in lines
     assert any(line.endswith("keys with their defaults") for line in lines)
     assert "optim.lr" not in [line.split(":")[0] for line in lines]
+
+
+A100 = "- {host: a, cpus: 12, memory_gib: 85, gpus: [{name: A100-SXM4-40GB, memory_gib: 40, capability: 8.0}]}"
+
+
+@pytest.mark.covers("PERF-01")
+def test_the_verb_estimates_the_memory_of_a_full_model_on_one_a100_part_by_part(tmp_path: Path) -> None:
+    """A GPT of 355 million parameters; tests/numerics compares the estimate of its rows with measured steps."""
+    keys = {"layers": 24, "heads": 16, "width": 1024, "context": 1024, "vocab_size": 50257}
+    full = job(tmp_path, loop={"global_batch_size": 60}, precision={"dtype": "fp32"}, data={"source": "stdlib"})
+    full["model"] |= keys
+    file, nodes = write(tmp_path / "job.yaml", json.dumps(full)), write(tmp_path / "nodes.yaml", A100)
+    numbers = (50257 + 1024) * 1024 + 24 * (12 * 1024**2 + 2 * 1024) + 1024
+
+    def told(rows: int, *overrides: str) -> tuple[float, dict[str, float]]:
+        """The estimate of micro-batches of `rows` rows and its parts in GiB, as the command prints them."""
+        words = [str(file), f"loop.micro_batch_size={rows}", "scale.accelerator=A100", *overrides]
+        done = CliRunner().invoke(main, ["plan", *words, "--inventory", str(nodes)])
+        assert done.exit_code == 0, done.output
+        (line,) = [line for line in done.output.splitlines() if line.startswith("worker memory: ")]
+        total, parts = re.match(r"worker memory: (\S+) GiB  # (.*); without CUDA's own$", line).groups()  # type: ignore[union-attr]
+        units = {"GiB": 1.0, "MiB": 2**-10, "KiB": 2**-20}
+        return float(total), {
+            words[0]: float(words[-2]) * units[words[-1]] for words in (part.split() for part in parts.split(" + "))
+        }
+
+    total, parts = told(10)
+    assert 20 < total < 30
+    state = numbers / 2**30
+    assert {name: parts[name] for name in ("weights", "gradients", "optimizer")} == pytest.approx(
+        {"weights": 4 * state, "gradients": 4 * state, "optimizer": 8 * state}, rel=0.005
+    )
+    assert total == pytest.approx(sum(parts.values()), rel=0.005)
+    fewer, by_sgd = told(5), told(10, "optim.name=sgd", "optim.momentum=0.9")
+    assert fewer[1]["activations"] == pytest.approx(parts["activations"] / 2, rel=0.005)
+    assert total - fewer[0] == pytest.approx(parts["activations"] / 2, rel=0.02)
+    assert by_sgd[1]["optimizer"] == pytest.approx(4 * state, rel=0.005)
 
 
 def test_the_verb_plans_for_machines_one_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
