@@ -25,6 +25,10 @@ def dataset():
 """
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.mark.covers("EXP-05")
 @pytest.mark.timeout(200)
 def test_a_job_keeps_the_busiest_expert_within_half_as_much_again_of_the_mean(
@@ -46,9 +50,13 @@ def test_a_job_keeps_the_busiest_expert_within_half_as_much_again_of_the_mean(
             "telemetry": {"tensorboard": False},
         }
         (tmp_path / "job.yaml").write_text(json.dumps(job))
-        lines = (train_shared("job.yaml") / "metrics.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, lines) if row["kind"] == "train"]
-        peaks[balance] = fmean(row["load_imbalance"] for row in rows[-LATE:])
+        run = train_shared("job.yaml")
+        rows = [row for row in rows_of(run / "metrics.jsonl") if row["kind"] == "train"]
+        counts = [row["layers"] for row in rows_of(run / "experts.jsonl") if row["kind"] == "load"]
+        assert all(sum(layer) == 2 * 64 for step in counts for layer in step), "two experts for each of 64 rows"
+        counted = [fmean(max(layer) / fmean(layer) for layer in step) for step in counts]
+        assert [row["load_imbalance"] for row in rows] == pytest.approx(counted)
+        peaks[balance] = fmean(counted[-LATE:])
         losses[balance] = [row["loss"] for row in rows]
     record_property("busiest_over_mean", peaks)
     assert all(len(made) == 200 and fmean(made[-LATE:]) < 0.1 * made[0] for made in losses.values())

@@ -31,7 +31,7 @@ LIMIT_S = 240
 GPT = {"builder": "raytrain.models.gpt:gpt", "layers": 2, "heads": 2, "width": 16, "context": 8}
 MOE = {**GPT, "builder": "experts.models:moe_gpt"}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dense": {"model": GPT, "scale": {"workers": 2}},
+    "dense": {"model": GPT, "scale": {"workers": 2}, "loop": {"micro_batch_size": 1}},
     "fsdp": {"model": GPT, "scale": {"workers": 2, "strategy": "fsdp"}},
     "in_process": {"model": MOE, "experts": {"num_experts": 3, "hosts": 0, "trace_every": 1},
                    "loop": {"epochs": 2, "max_steps": None, "global_batch_size": 32, "log_every": 1, "eval_every": 2,
@@ -305,6 +305,9 @@ def test_the_summary_says_what_the_run_was_and_did(trained: Callable[[str], Trai
     }  # fmt: skip
     assert {name: twin[name] for name in close} == pytest.approx(close, rel=1e-5)
     assert train[0]["step"] == 1
+    apart = read_report(trained("dense"), "performance_summary.json")
+    batch = {"workers": 2, "micro_batch": 1, "accumulation": 4, "effective_batch": 8, "experts_first": None}
+    assert {name: apart[name] for name in batch} == batch and apart["devices"].startswith("2 x cpu")
 
 
 @pytest.mark.timeout(590)

@@ -154,11 +154,16 @@ class GangConnection:
         return joint_group(self.scene, self.rank), membership
 
 
+IN_FLIGHT: dict[int, list[Any]] = {}
+"""Of this process: the number of a scene with moves -> exchanges of bytes, such as experts on the move, that were begun
+and that nobody has waited for."""
+
+
 def joint_group(scene: Scene, rank: int) -> JointGroup:
     if scene.nccl:
         nccl_stand_in.install()
     colocated = scene.hosts == "colocated"
-    return JointGroup(
+    group = JointGroup(
         dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore(),
         name=f"scene-{scene.number}",
         rank=rank,
@@ -169,6 +174,30 @@ def joint_group(scene: Scene, rank: int) -> JointGroup:
         interface="lo",
         timeout_s=60.0,
     )
+    if scene.moves:
+        keep_in_flight(group, IN_FLIGHT.setdefault(scene.number, []))
+    return group
+
+
+def keep_in_flight(group: JointGroup, unfinished: list[Any]) -> None:
+    """Have `unfinished` list the exchanges of bytes between their begin and their `wait`."""
+    inner = group.exchange
+
+    def exchange(send: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        pending = inner(send, *arguments, **named)
+        if send.dtype != torch.uint8:
+            return pending
+        wait = pending.wait
+        unfinished.append(pending)
+
+        def waited() -> torch.Tensor:
+            unfinished[:] = [other for other in unfinished if other is not pending]
+            return wait()
+
+        pending.wait = waited  # type: ignore[method-assign]
+        return pending
+
+    group.exchange = exchange  # type: ignore[method-assign]
 
 
 def play(rank: int, world_size: int, scenes: list[Scene]) -> list[Any]:
@@ -194,7 +223,8 @@ def act(rank: int, scene: Scene) -> Any:
     reporter, _ = train(session, saver=saver)
     if saver is not None:
         saver.close()
-    return record(session, reporter)
+    made = record(session, reporter)
+    return made | {"unfinished": len(IN_FLIGHT.get(scene.number, ()))}
 
 
 def inject_into(session: Session, scene: Scene) -> None:
@@ -228,7 +258,8 @@ def serve(rank: int, scene: Scene) -> dict[str, Any]:
     held = server.shard.held()
     parts = [part for layer in server.shard.layers for part in (layer.homes, layer.replicas)]
     names = {name for part in parts if part is not None for name, _ in part.named_parameters()}
-    return {"steps": server.steps, "held": held, "names": names}
+    unfinished = len(IN_FLIGHT.get(scene.number, ()))
+    return {"steps": server.steps, "held": held, "names": names, "unfinished": unfinished}
 
 
 def inject_into_host(server: HostServer, scene: Scene) -> None:

@@ -102,6 +102,7 @@ def test_a_run_may_end_while_experts_are_moving(ended: dict[str, list[Any]], nam
     check_equal(ended[name], act(0, Scene(1, 0, steps=6)), workers=scene.workers, where=name)
     assert dict(ended[name][0]["in force"])[6] == 1, "the move was announced with the last vote"
     assert ended[name][0]["refused"] == []
+    assert [member["unfinished"] for member in ended[name]] == [0] * scene.size, "what was on its way has arrived"
 
 
 def test_every_host_reports_its_compute_time(runs: dict[str, list[Any]]) -> None:

@@ -55,6 +55,10 @@ def test_accuracy_differs_by_less_than_seeds_do(ended: dict[str, list[Ended]]) -
     full = np.array([made.accuracy for made in ended["fp32"]])
     band = full.std(ddof=1)  # what another seed alone would change
     assert band > 0 and full.min() > 0.7, "chance is 0.25"
+    assert band < 0.02, "with so wide a band anything would pass"
     for precision in ("bf16", "fp16"):
         lower = np.array([made.accuracy for made in ended[precision]])
         assert abs(lower.mean() - full.mean()) < band, (precision, lower, full)
+        rounded = [half.loss != made.loss for half, made in zip(ended[precision], ended["fp32"], strict=True)]
+        assert all(rounded), f"{precision} was not in force"
+        assert {made.scaled for made in ended[precision]} == {precision == "fp16"}

@@ -145,6 +145,8 @@ def test_the_curve_rises_with_the_micro_batch_and_the_picture_shows_it(monkeypat
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
+SHARES = {"fp32": 1.0, "bf16": 0.5, "fp16": 0.7}
+"""Of the time that fp32 takes."""
 
 
 @pytest.mark.parametrize(
@@ -161,28 +163,26 @@ def test_of_three_precisions_one_is_refused_and_the_others_still_compete(
     off: dict[torch.dtype, float | None], taken: str, refused: str, why: str, after_steps: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """bf16 takes half of fp32's time and fp16 seven tenths; in a search, and as the start of a run chooses."""
+    """In a search, and as the start of a run chooses."""
     monkeypatch.setattr(device, "time", CLOCK)
-    paces = {BF16: 0.5, FP16: 0.7}
-    session = paced(off, paces)
+    shares = {BF16: SHARES["bf16"], FP16: SHARES["fp16"]}
+    session = paced(off, shares)
     decision, _ = searched(session, BatchSpace(("bf16", "fp16", "fp32"), (8, 16, 32, 64), 64, 1 << 40))
     assert decision.candidate.precision == taken and decision.complete
     assert after_steps in decision.refusals[refused] and after_steps in decision.precision.reason
     rates = {(row.precision, row.micro_batch_size): row.rows_per_s for row in decision.table}
-    for name, share in {
-        "fp32": 1.0,
-        **({taken: paces[getattr(torch, NAMES[taken])]} if taken != "fp32" else {}),
-    }.items():
+    for name in {"fp32", taken}:
         measured = {size: rate for (precision, size), rate in rates.items() if precision == name and rate is not None}
         assert len(measured) >= 2, "it competes"
-        assert measured == pytest.approx({size: size / (0.006 + 0.004 * size) / share for size in measured}, rel=1e-6)
+        assert measured == pytest.approx(
+            {size: size / (0.006 + 0.004 * size) / SHARES[name] for size in measured}, rel=1e-6
+        )
 
-    chosen, trials = measure_precision(paced(off, paces), ["fp32", "bf16", "fp16"])
+    chosen, trials = measure_precision(paced(off, shares), ["fp32", "bf16", "fp16"])
     assert chosen.value == taken and [trial["precision"] for trial in trials] == ["fp32", "bf16", "fp16"]
     assert f"{refused} refused: " in chosen.reason and why in chosen.reason, chosen.reason
     if taken != "fp32":
-        gain = 1 / paces[getattr(torch, NAMES[taken])]
-        assert f"{taken} measured {gain:.2f} times as fast as fp32, loss and gradient norm agree" in chosen.reason
-
-
-NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+        assert (
+            f"{taken} measured {1 / SHARES[taken]:.2f} times as fast as fp32, loss and gradient norm agree"
+            in chosen.reason
+        )
