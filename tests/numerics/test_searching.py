@@ -166,17 +166,22 @@ def test_of_three_precisions_one_is_refused_and_the_others_still_compete(
     """In a search, and as the start of a run chooses."""
     monkeypatch.setattr(device, "time", CLOCK)
     shares = {BF16: SHARES["bf16"], FP16: SHARES["fp16"]}
-    session = paced(off, shares)
-    decision, _ = searched(session, BatchSpace(("bf16", "fp16", "fp32"), (8, 16, 32, 64), 64, 1 << 40))
+    names = ("bf16", "fp16", "fp32")
+    others = tuple(name for name in names if name != refused)
+    decision, without = (
+        searched(paced(off, shares), BatchSpace(each, (8, 16, 32, 64, 128), 128, 1 << 40))[0]
+        for each in (names, others)
+    )
     assert decision.candidate.precision == taken and decision.complete
     assert after_steps in decision.refusals[refused] and after_steps in decision.precision.reason
-    rates = {(row.precision, row.micro_batch_size): row.rows_per_s for row in decision.table}
-    for name in {"fp32", taken}:
-        measured = {size: rate for (precision, size), rate in rates.items() if precision == name and rate is not None}
-        assert len(measured) >= 2, "it competes"
-        assert measured == pytest.approx(
-            {size: size / (0.006 + 0.004 * size) / SHARES[name] for size in measured}, rel=1e-6
-        )
+    assert decision.candidate == without.candidate
+    rates, expected = (
+        {(row.precision, row.micro_batch_size): rate for row in one.table if (rate := row.rows_per_s) is not None}
+        for one in (decision, without)
+    )
+    rates = {point: rate for point, rate in rates.items() if point[0] != refused}
+    assert rates == pytest.approx(expected, rel=1e-6), "as if the refused one had not been there"
+    assert len([size for precision, size in rates if precision == taken]) >= 2
 
     chosen, trials = measure_precision(paced(off, shares), ["fp32", "bf16", "fp16"])
     assert chosen.value == taken and [trial["precision"] for trial in trials] == ["fp32", "bf16", "fp16"]
