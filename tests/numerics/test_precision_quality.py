@@ -6,19 +6,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from lab import class_rows, make_session, train
+from torch import nn
 
 SEEDS, STEPS = (1, 2, 3), 200
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A finished run: evaluation loss and accuracy at its end, and whether it had a loss scale."""
+    """A finished run: evaluation loss and accuracy at its end, whether it had a loss scale, and the formats in which
+    its hidden layer computed."""
 
     loss: float
     first_loss: float
     accuracy: float
     scaled: bool
+    formats: set[torch.dtype]
 
 
 def run(precision: str, seed: int) -> Ended:
@@ -31,10 +36,13 @@ def run(precision: str, seed: int) -> Ended:
         optim={"lr": 0.01},
         seed=seed,
     )
+    formats: set[torch.dtype] = set()
+    hidden = next(part for part in session.trainable.module.modules() if isinstance(part, nn.Linear))
+    hidden.register_forward_hook(lambda _part, _inputs, output: formats.add(output.dtype))
     first = session.evaluate(0)["loss"]
     rows, _ = train(session)
     scaled = "scaler" in session.parts() or session.step.scale.enabled
-    return Ended(rows.of("eval", "loss")[-1], first, rows.of("eval", "accuracy")[-1], scaled)
+    return Ended(rows.of("eval", "loss")[-1], first, rows.of("eval", "accuracy")[-1], scaled, formats)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +63,10 @@ def test_accuracy_differs_by_less_than_seeds_do(ended: dict[str, list[Ended]]) -
     full = np.array([made.accuracy for made in ended["fp32"]])
     band = full.std(ddof=1)  # what another seed alone would change
     assert band > 0 and full.min() > 0.7, "chance is 0.25"
+    assert all(made.formats == {torch.float32} for made in ended["fp32"])
     assert band < 0.02, "with so wide a band anything would pass"
     for precision in ("bf16", "fp16"):
         lower = np.array([made.accuracy for made in ended[precision]])
         assert abs(lower.mean() - full.mean()) < band, (precision, lower, full)
-        rounded = [half.loss != made.loss for half, made in zip(ended[precision], ended["fp32"], strict=True)]
-        assert all(rounded), f"{precision} was not in force"
+        assert all(made.formats == {FORMATS[precision]} for made in ended[precision]), "it was not in force"
         assert {made.scaled for made in ended[precision]} == {precision == "fp16"}

@@ -52,7 +52,7 @@ def test_survivors_without_room_are_refused_by_memory() -> None:
 
 @pytest.mark.covers("EXP-08")
 def test_experts_of_a_lost_host_go_where_the_least_is_to_do_and_the_others_stay() -> None:
-    """Eight experts on three survivors, thirteen after a host with five was lost; then with one host twice as fast."""
+    """Eight experts on three survivors, thirteen after a host with five was lost; then with a fast host."""
     wide, five = LayerShape(width=8, hidden_E=(32,) * 13, activation="gelu"), (0, 3, 6, 9, 12)
     homes = [3 if expert in five else expert % 3 for expert in range(13)]
     before = Placement(4, 4, (LayerPlacement(tuple((home,) for home in homes), ((1.0,),) * 13),) * 2)
@@ -64,9 +64,10 @@ def test_experts_of_a_lost_host_go_where_the_least_is_to_do_and_the_others_stay(
     for layer in (0, 1):
         assert all(order[after.home_of(layer, e)] == homes[e] for e in range(13) if e not in five)
         assert sorted(len(after.slots(layer, host)) for host in range(3)) == [4, 4, 5]
-    fast = [HostSpec(0, 1.0, None), HostSpec(1, 5.0, None), HostSpec(2, 1.0, None)]
+    fast = [HostSpec(0, 5.5, None), HostSpec(1, 1.0, None), HostSpec(2, 1.0, None)]
     after = surviving_placement(RULES, [wide], fast, before=Placement(1, 4, before.layers[:1]), survivors=order)
-    assert all(after.home_of(0, expert) == 1 for expert in five), "the others finish later with what they have"
+    # host 0 has four experts and host 1 none; it finishes eight in 1.5 times of what one takes elsewhere
+    assert [len(after.slots(0, host)) for host in range(3)] == [8, 1, 4]
 
 
 def test_a_replica_becomes_the_home_and_the_largest_orphan_is_placed_first() -> None:
