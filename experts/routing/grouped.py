@@ -93,12 +93,18 @@ class GroupedExperts(nn.Module):
             (R, D), in the dtype of the products (autocast's if it is on).
         """
         dtype = compute_dtype(x_RD)
-        if _can_group(x_RD, dtype, self.hidden_E[0]) and self._grouped_is_right(x_RD.device, dtype):
+        if len(x_RD) > 0 and self.compare_kernels(x_RD.device, dtype):
             return self._grouped(x_RD.to(dtype), counts_E, dtype)
         return self._looped(x_RD, counts_E.tolist() if splits is None else splits)
 
-    def _grouped_is_right(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether the grouped product equals the loop here; compared once, at the first rows."""
+    def compare_kernels(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether rows of this format are computed as grouped products on this device.
+
+        The first call compares them with the loop; before training starts, where it is called for all modules that have
+        it, or else at the first rows.
+        """
+        if not _can_group(device, dtype, self.width, self.hidden_E[0]):
+            return False
         if self.grouped_on != (device, dtype):
             self.grouped_is_right = self._compare_grouped(device, dtype)
             self.grouped_on = (device, dtype)
@@ -258,7 +264,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _can_group(x: Tensor, dtype: torch.dtype, hidden: int) -> bool:
+def _can_group(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> bool:
     """The grouped product needs bf16 on CUDA, and rows aligned to 16 bytes."""
-    aligned = x.shape[1] % 8 == 0 and hidden % 8 == 0
-    return x.device.type == "cuda" and dtype == torch.bfloat16 and len(x) > 0 and aligned
+    return device.type == "cuda" and dtype == torch.bfloat16 and width % 8 == 0 and hidden % 8 == 0

@@ -100,6 +100,7 @@ class Session:
         synced = synchronize(module, self.workers) if job.plan.value("sync_batchnorm", False) else None
         self.strategy.place(self.policy, fp32_layers=self.settings.fp32_layers)
         verify_placement(module, self.device, name="")
+        self.switches.compare_kernels(self.device, self.policy)
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})
         make, blocks = self.trainable.optimizers, muons_blocks(self.trainable, optim)

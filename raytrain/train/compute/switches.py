@@ -14,6 +14,7 @@ from raytrain.train.compute.cudnn import CudnnBenchmark
 from raytrain.train.compute.toolchain import missing_for_compile
 from raytrain.train.job import TrainJob
 from raytrain.train.parallel.collectives import Workers
+from raytrain.train.precision.policy import PrecisionPolicy
 from raytrain.trainable import Trainable
 
 MEGABYTE = 2**20
@@ -36,7 +37,7 @@ class Switches:
         for cache in self.masks:
             cache.budget = int(loop.mask_cache_mb * MEGABYTE)
         parts: list[Any] = list(trainable.module.modules())
-        self._falling_back = [part.take_fallbacks for part in parts if hasattr(type(part), "take_fallbacks")]
+        self._comparing = [part for part in parts if hasattr(type(part), "compare_kernels")]
         self.compiled: CompiledParts | None = None
         if loop.compile != "off":
             self._compile(job, trainable, device=device, workers=workers)
@@ -55,6 +56,11 @@ class Switches:
         parts = parts_to_compile(trainable, job.loop, on_gpu=device.type == "cuda")
         self.compiled = CompiledParts(parts, mode=job.loop.compile)
 
+    def compare_kernels(self, device: torch.device, policy: PrecisionPolicy) -> None:
+        """Have the modules that can choose between kernels compare them, before anything is measured."""
+        for part in self._comparing:
+            part.compare_kernels(device, policy.autocast_dtype or policy.master_dtype)
+
     def observe(self, batch: dict[str, Any]) -> None:
         """Register a batch before the training step uses it."""
         off = self.cudnn.observe(batch)
@@ -68,8 +74,8 @@ class Switches:
     def notices(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events (kind, fields) since the last call."""
         notices, self._notices = self._notices, []
-        for take in self._falling_back:
-            notices += [("fallback", {"what": "kernels", "reason": line}) for line in take()]
+        for part in self._comparing:
+            notices += [("fallback", {"what": "kernels", "reason": line}) for line in part.take_fallbacks()]
         compiled = None if self.compiled is None else self.compiled.changed_status()
         return notices if compiled is None else [*notices, ("compile", compiled)]
 

@@ -26,7 +26,7 @@ right = F.grouped_mm
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The rows count as bf16 rows on a GPU, and nothing has been compared in this process."""
-    monkeypatch.setattr(grouped, "_can_group", lambda _x, _dtype, _hidden: True)
+    monkeypatch.setattr(grouped, "_can_group", lambda *_of: True)
     monkeypatch.setattr(grouped_check, "_VERDICTS", {})
     yield
     take_fallbacks()
@@ -67,7 +67,8 @@ def wrong(kind: str) -> Callable[..., Tensor]:
 
 KINDS = {
     "forward": "the result differs", "rows": "the gradient of the rows differs",
-    "all weights": "the gradient of the weights differs", "garbage of empty experts": "the gradient of the weights",
+    "all weights": "the gradient of the weights differs",
+    "garbage of empty experts": "the gradient of an expert without rows is not zero",
     "tiny garbage of empty experts": "the gradient of an expert without rows is not zero",
 }  # fmt: skip
 
@@ -129,6 +130,13 @@ def test_experts_compute_in_a_loop_where_the_product_is_wrong_and_the_run_says_s
     events = [{"kind": "fallback", "what": "kernels", "reason": line} for line in lines]
     findings = fall_backs(RunRecords(name="run", path="run", events=events))
     assert [one.severity for one in findings] == ["warning"] * 2 and lines[0] in findings[0].evidence
+
+
+def test_the_comparison_works_where_no_gradients_are_kept() -> None:
+    with torch.inference_mode():
+        assert why_not(SHAPE) == ""
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        assert why_not(SHAPE) == ""
 
 
 def test_a_right_product_is_compared_once_and_then_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,11 +144,14 @@ def test_a_kernel_that_is_wrong_on_this_device_is_an_event_of_the_run(monkeypatc
     """As if the rows were on a GPU whose grouped product is wrong: the experts compute in a loop, with equal losses."""
     data, experts = {"train": token_rows(32), "eval_fraction": 0.0}, {"num_experts": 4, "top_k": 2}
     expected, _ = train(make_session(MOE, data, loop={"max_steps": 2}, experts=experts))
-    monkeypatch.setattr(grouped, "_can_group", lambda _x, _dtype, _hidden: True)
+    monkeypatch.setattr(grouped, "_can_group", lambda *_of: True)
     monkeypatch.setattr(grouped_check, "_VERDICTS", {})
     right = torch.nn.functional.grouped_mm
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda *given, **named: 2 * right(*given, **named))
-    rows, _ = train(make_session(MOE, data, loop={"max_steps": 2}, experts=experts))
+    session = make_session(MOE, data, loop={"max_steps": 2}, experts=experts)
+    session.prepare("fp32")
+    assert len(grouped_check._VERDICTS) == 2, "compared before anything is measured"
+    rows, _ = train(session)
     found = [row for row in rows.events if row["kind"] == "fallback"]
     assert len(found) == 2 and "in a loop instead of as a grouped product" in found[0]["reason"]
     assert rows.losses == expected.losses and len(rows.losses) > 0
