@@ -22,11 +22,19 @@ VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "CUBLAS_WORKSPACE_CONFIG",
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "MALLOC_ARENA_MAX",
+    "GLIBC_TUNABLES",
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "RAY_ADDRESS", "RAY_TMPDIR", "LD_PRELOAD",
 )
 # fmt: on
 """Environment variables that can change the speed or the numerics of a run; none of them is secret."""
 
+
+UNCACHED = "glibc.malloc.tcache_count=0"
+"""Makes glibc (measured: 2.36) reuse the memory of freed tensors. torch aligns tensors to 64 bytes, for which glibc
+splits off up to 96 bytes around each. Kept in a thread's cache, these pieces are not joined with the tensor's memory
+when it is freed, so that another tensor of the same size does not fit there, and the heap grows: a process that trained
+the default recipe, whose experts get different rows in each step, to 2,340 MiB within 10 steps where 390 MiB were in
+use. Without these caches it stayed at 500 MiB."""
 
 DEATH_NOTICE = (
     "A worker died or was killed while executing a task by an unexpected system error"
@@ -59,7 +67,7 @@ def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[
     - `CUDA_DEVICE_ORDER`: an index means the same GPU for torch, Ray and NVML.
 
     A local cluster keeps every port on loopback, which is not Ray's default, and does not watch for preemption of the
-    machine.
+    machine. Its processes inherit glibc's allocator without the caches of its threads (`UNCACHED`).
 
     Args:
         quiet: do not print Ray's messages about a process that died (`DEATH_NOTICE`) on the driver: the run reports it
@@ -78,6 +86,7 @@ def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[
     if local_cluster:
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+        variables["GLIBC_TUNABLES"] = UNCACHED
     if quiet:
         variables["RAY_DEDUP_LOGS_SKIP_REGEX"] = DEATH_NOTICE
     return variables

@@ -201,7 +201,16 @@ def feed_forward_cost(width: int, experts: ExpertsConfig) -> FeedForwardCost:
     if experts.shared_expert:
         half += 2 * kept * shared_width(experts, width)
         operations += OPERATIONS_OF_EXPERT
-    return FeedForwardCost(layer_activations(width, experts), half, operations, stack_values(width, experts))
+    kept_values, stacked = layer_activations(width, experts), stack_values(width, experts)
+    return FeedForwardCost(kept_values, half, operations, stacked, scored_values(width, experts))
+
+
+def scored_values(width: int, experts: ExpertsConfig) -> float:
+    """Values of a token that exist at the same time in one MoELayer without gradients: its rows and their results, and
+    the hidden values of the busiest expert, assumed to get half more rows than others, around the activation."""
+    number, widths = check_experts(experts), hidden_widths(experts, width)
+    routed = experts.top_k * (3 * width + min(1.0, 1.5 / number) * 2 * max(widths))
+    return routed + (width + 2 * shared_width(experts, width) if experts.shared_expert else 0)
 
 
 def stack_values(width: int, experts: ExpertsConfig) -> int:
@@ -272,7 +281,10 @@ def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     full, operations = round(FLOAT_BYTES * kept), 20 + layers * (10 + feed_forward_cost(width, experts).operations)
     found = facts(parameters, full, flops, reason)
     fixed = FLOAT_BYTES * stack_values(width, experts)
-    passes = PassFacts(full, full * 5 // 8, None, None, MOVED_PER_KEPT * full, operations, width, fixed)
+    scored = round(FLOAT_BYTES * (features + 2 * width + scored_values(width, experts)))
+    passes = PassFacts(
+        full, full * 5 // 8, None, None, MOVED_PER_KEPT * full, operations, width, fixed, scored, scored * 5 // 8
+    )
     return replace(found, experts=expert_part(layers, width, experts, tokens=1), passes=passes)
 
 

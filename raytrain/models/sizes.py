@@ -22,6 +22,9 @@ FLOAT_BYTES = 4
 HALF_LOGITS = 14
 """Bytes of one logit in half precision at the start of backward: itself, its fp32 copy, and the loss's gradients."""
 
+HALF_SCORED_LOGITS = 10
+"""Bytes of one logit in half precision in an evaluation: itself, its fp32 copy, and its logarithm."""
+
 MOVED_PER_KEPT = 4.0
 """Bytes that operations other than products move for each byte that backward needs, in all built-in models: it is
 written and read in forward, and read in backward, which writes as much again."""
@@ -156,12 +159,14 @@ class FeedForwardCost:
         values, half_bytes: values kept for each token in fp32, and bytes in half precision.
         operations: of a micro-batch.
         largest_parameter: values of the largest gradient that backward computes before it is added up.
+        scored_values: values that exist for a token at the same time without gradients.
     """
 
     values: float
     half_bytes: float
     operations: int
     largest_parameter: int
+    scored_values: float
 
 
 def gpt_passes(
@@ -182,6 +187,8 @@ def gpt_passes(
     half_block *= context
     half_ends = context * (6 * width + HALF_LOGITS * vocab_size)
     inputs = FLOAT_BYTES * context * layers * width
+    scored = FLOAT_BYTES * max(2 * width + cost.scored_values, 2 * width + 2 * vocab_size)
+    half_scored = max(10 * width + 2 * cost.scored_values, 6 * width + HALF_SCORED_LOGITS * vocab_size)
     return PassFacts(
         full_bytes=full,
         half_bytes=round(layers * half_block + half_ends),
@@ -191,6 +198,8 @@ def gpt_passes(
         operations=layers * (OPERATIONS_OF_ATTENTION + cost.operations) + OPERATIONS_OF_ENDS,
         width=width,
         fixed_bytes=FLOAT_BYTES * (cost.largest_parameter + vocab_size * width),
+        eval_bytes=round(context * scored),
+        half_eval_bytes=round(context * half_scored),
     )
 
 
@@ -214,7 +223,7 @@ def _gpt_facts(**keys: Any) -> ModelFacts:
     flops = language_flops(**sizes, matmul_parameters=parameters - context * width, window=keys["window"])
     block = gpt_block(width=width, feed_forward=8 * width * width)
     found = facts(parameters, activations, flops, f"formula of gpt, vocabulary {vocab}")
-    cost = FeedForwardCost(8 * width, 16 * width, OPERATIONS_OF_FEED_FORWARD, 4 * width * width)
+    cost = FeedForwardCost(8 * width, 16 * width, OPERATIONS_OF_FEED_FORWARD, 4 * width * width, 8 * width)
     passes = gpt_passes(**sizes, heads=keys["heads"], vocab_size=vocab, dropout=keys["dropout"], cost=cost)
     return replace(found, blocks=(block,) * layers, passes=passes)
 
@@ -227,9 +236,11 @@ def _mlp_facts(**keys: Any) -> ModelFacts:
     width = round(math.sqrt(matmuls / (len(widths) - 1)))
     half = 6 * widths[0] + 2 * (kept - widths[0])
     largest = max(a * b for a, b in pairwise(widths))
+    scored = max(2 * widths[0], *(a + 2 * b for a, b in pairwise(widths)))  # the features are converted first
+    half_scored = 2 * max(3 * widths[0] + 2 * widths[1], *(a + 2 * b for a, b in pairwise(widths)))
     passes = PassFacts(
         FLOAT_BYTES * kept, half, None, None, MOVED_PER_KEPT * FLOAT_BYTES * kept,
-        OPERATIONS_OF_LAYER * (len(widths) - 1) + 5, width, FLOAT_BYTES * largest,
+        OPERATIONS_OF_LAYER * (len(widths) - 1) + 5, width, FLOAT_BYTES * largest, FLOAT_BYTES * scored, half_scored,
     )  # fmt: skip
     return replace(found, passes=passes)
 
@@ -237,13 +248,14 @@ def _mlp_facts(**keys: Any) -> ModelFacts:
 def _cnn_facts(**keys: Any) -> ModelFacts:
     depth, height, width = check_cnn(**keys)
     parameters, flops, kept = 0, 0.0, depth * height * width
-    half, peak, half_peak, products = 6 * kept, 0, 0, list[int]()
+    half, peak, half_peak, scored, products = 6 * kept, 0, 0, 0, list[int]()
     for channels in check_count_list("channels", keys["channels"]):
         parameters += (9 * depth + 1) * channels
         flops += 6.0 * 9 * depth * channels * height * width
         products.append(9 * depth * channels)
         # the activation, then the pooled values and their int64 indices; backward adds the gradients of both
         whole, pooled = channels * height * width, channels * (height // 2) * (width // 2)
+        scored = max(scored, depth * height * width + 2 * whole)
         kept, half = kept + whole + 3 * pooled, half + 2 * whole + 10 * pooled
         peak = max(peak, FLOAT_BYTES * (kept + whole + pooled))
         half_peak = max(half_peak, half + 2 * (whole + pooled))
@@ -255,7 +267,7 @@ def _cnn_facts(**keys: Any) -> ModelFacts:
     found = facts(parameters, FLOAT_BYTES * (kept + classes), flops, "formula of cnn")
     passes = PassFacts(
         peak, half_peak, None, None, MOVED_PER_KEPT * peak, OPERATIONS_OF_LAYER * len(products) + 5,
-        round(math.sqrt(sum(products) / len(products))), FLOAT_BYTES * max(products),
+        round(math.sqrt(sum(products) / len(products))), FLOAT_BYTES * max(products), FLOAT_BYTES * scored, 2 * scored,
     )  # fmt: skip
     return replace(found, passes=passes)
 

@@ -60,6 +60,7 @@ class PassFacts:
         operations: number of operations of one micro-batch, whatever its rows.
         width: width of a typical product, on which its rate depends.
         fixed_bytes: tensors that exist at the peak whatever the rows, in fp32, such as the gradient being computed.
+        eval_bytes, half_eval_bytes: the same as `full_bytes` and `half_bytes` of a forward without gradients.
     """
 
     full_bytes: int
@@ -70,6 +71,8 @@ class PassFacts:
     operations: int
     width: int
     fixed_bytes: int = 0
+    eval_bytes: int = 0
+    half_eval_bytes: int = 0
 
     def row_bytes(self, dtype: str, *, recomputed: bool) -> int:
         """Peak bytes of a row in a number format; those of kept activations where recomputation is unknown."""
@@ -78,6 +81,10 @@ class PassFacts:
             full = full if self.recomputed_bytes is None else self.recomputed_bytes
             half = half if self.half_recomputed_bytes is None else self.half_recomputed_bytes
         return half if dtype in HALF else 2 * full if dtype == "fp64" else full
+
+    def scored_bytes(self, dtype: str) -> int:
+        """Peak bytes of a row that is evaluated, in a number format."""
+        return self.half_eval_bytes if dtype in HALF else (2 if dtype == "fp64" else 1) * self.eval_bytes
 
 
 @dataclass(frozen=True)

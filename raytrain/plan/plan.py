@@ -201,7 +201,7 @@ def make_plan(
     again, rows = bool(loop.activation_checkpointing), _rows_kept(batches, inflight)
     estimate = partial(
         estimate_bytes, model_facts, optim, precision=choices["precision"], micro=rows, on_gpu=machines.on_gpu,
-        workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded, recomputed=again,
+        workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded, recomputed=again, data=data_facts,
     )  # fmt: skip
     one_row, shards = estimate(resident=0, micro=1)["memory"], workers.value if sharded else 1
     limited = {"on_gpu": machines.on_gpu, "hosts": hosts, "one_row": one_row, "recomputed": again, "shards": shards}

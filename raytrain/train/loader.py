@@ -24,12 +24,11 @@ from raytrain.data.rows.residency import StreamSplit
 from raytrain.data.rows.token_budget import padding_waste
 from raytrain.data.transfer import rebuild
 from raytrain.plan.choice import Resolved
+from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
 from raytrain.train.job import StepSettings, TrainJob
 from raytrain.train.parallel.collectives import Workers
 from raytrain.trainable import MicroBatch, labels_weight, shifted_labels_weight
 
-#: Micro-batches in one eval batch: a forward pass without gradients keeps no activations and needs less memory.
-EVAL_MICRO_BATCHES = 4
 #: Global batches of the first epoch used to estimate the padding waste of a token budget.
 WASTE_BATCHES = 50
 

@@ -8,8 +8,8 @@ import torch
 from lab import MLP, class_rows, make_session
 
 from cluster.telemetry.process import process_memory
+from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
 from raytrain.train.evaluation import evaluate
-from raytrain.train.loader import EVAL_MICRO_BATCHES
 from raytrain.train.memory.allocator import keep_freed_memory
 
 

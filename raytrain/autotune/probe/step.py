@@ -26,9 +26,10 @@ from raytrain.autotune.search.measurement import Candidate, Measurement, Outcome
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.rows.contract import Split
 from raytrain.data.rows.longest import longest_row
+from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
 from raytrain.plan.text import size_text
 from raytrain.train.device import device_name, seconds_of
-from raytrain.train.loader import EVAL_MICRO_BATCHES, BatchLoader
+from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.device import PeakMeter, exact_memory
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for

@@ -23,6 +23,9 @@ EVAL_SHARE = 0.1
 EVAL_COST = 1 / 3
 """Cost of a forward pass relative to a forward and backward pass."""
 
+EVAL_MICRO_BATCHES = 4
+"""Micro-batches in one eval batch: a forward pass without gradients keeps no activations and needs less memory."""
+
 AFTER_DATA = "read from the data at start"
 
 

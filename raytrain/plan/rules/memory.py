@@ -12,7 +12,8 @@ from typing import Any
 from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
-from raytrain.plan.facts import HALF, ExpertFacts, HeldExperts, ModelFacts
+from raytrain.plan.facts import HALF, DataFacts, ExpertFacts, HeldExperts, ModelFacts
+from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
 from raytrain.plan.rules.fsdp import gathered_bytes
 from raytrain.plan.text import size_text
 
@@ -44,6 +45,10 @@ RECOMPUTED_ABOVE = 0.7
 
 WORTH_RECOMPUTING = 0.1
 """Activations below this fraction of the estimate are not worth recomputing."""
+
+MUON_BYTES, MUON_ELEMENTS = 8, 2**24
+"""Bytes for each value that Muon orthogonalises at the same time, and how many at most: directions, two iterates and
+their products with themselves, in bfloat16."""
 
 ShareOut = Callable[[int], Sequence[HeldExperts]]
 """Number of equal processes -> the experts that each of them holds at the start."""
@@ -98,9 +103,20 @@ def outside_moments(facts: ModelFacts, optim: OptimConfig, *, dtype: str) -> int
     return (8 if dtype == "fp64" else 4) * max(0, facts.parameters - sum(facts.blocks))
 
 
+def update_bytes(facts: ModelFacts, optim: OptimConfig, *, dtype: str) -> int:
+    """Bytes of tensors that exist only while the optimizer updates: Muon orthogonalises the matrices of one shape
+    together. At least a third of a block's weights are in matrices of one shape, and half of an expert's; other
+    optimizers update in place."""
+    if optim.name != "muon":
+        return 0
+    largest = max(sum(facts.blocks or ()) // 3, facts.experts.total // 2 if facts.experts else 0)
+    return (4 if dtype == "fp64" else 1) * MUON_BYTES * min(largest, MUON_ELEMENTS)
+
+
 def estimate_bytes(
     model_facts: ModelFacts | None, optim: OptimConfig, *, precision: Choice, micro: int, resident: int, on_gpu: bool,
     workers: int, hosts: Resolved, share_out: ShareOut | None, sharded: bool = False, recomputed: bool = False,
+    data: DataFacts | None = None,
 ) -> dict[str, Choice]:  # fmt: skip
     """The choices parameters, memory (bytes of one worker), experts, host_memory (of the fullest host) and
     checkpoint_bytes.
@@ -112,12 +128,12 @@ def estimate_bytes(
         share_out: None where the sizes of the experts are unknown.
         sharded: each worker holds its rows of every tensor (`scale.strategy: fsdp`).
         recomputed: blocks are recomputed in backward (`loop.activation_checkpointing`).
+        data: tells how many rows an evaluation has.
     """
     place = hosts.value
     if model_facts is None:
         return _unknown(place)
-    dtype = widest(precision)
-    facts, held = model_facts.experts, []
+    dtype, facts, held = widest(precision), model_facts.experts, []
     if facts is not None and share_out is not None and place not in ("none", 0):
         held = share_out(workers if place == "colocated" else _separate(place))
     trainable = model_facts.trainable_bytes // 4
@@ -137,7 +153,9 @@ def estimate_bytes(
         parts["its experts"] = fullest.kept + fullest.cast
     elif held:
         activations = max(0, activations - kept)
-    parts |= {"activations": activations, "data": resident, "process": 0 if on_gpu else PROCESS_BYTES}
+    scored = min(EVAL_MICRO_BATCHES * micro, 0 if data is None else -(-data.eval_rows // workers))
+    temporary = _largest_phase(model_facts, optim, dtype=dtype, activations=activations, scored=scored)
+    parts |= {**temporary, "data": resident, "process": 0 if on_gpu else PROCESS_BYTES}
     unsaid = "; its blocks are unknown" if sharded and not model_facts.blocks else ""
     unsaid += ("" if activations else "; activations unknown") + ("; without CUDA's own" if on_gpu else "")
     host_memory = Resolved(None, "no separate hosts")
@@ -146,8 +164,8 @@ def estimate_bytes(
         used = {**named(fullest, dtype), "activations": workers * kept // len(held), "process": process}
         host_memory = Resolved(sum(used.values()), f"{parts_text(used)}: the largest of {len(held)} expert hosts")
     whole = trained_bytes(model_facts.parameters, optim, dtype=dtype, trainable=trainable)
-    saved = f"weights and {moments(optim)} optimizer moments"
     frozen = "" if trainable == model_facts.parameters else f"; {trainable:,} of them trained"
+    saved = f"weights and {moments(optim)} optimizer moments"
     return {
         "parameters": Resolved(model_facts.parameters, model_facts.reason + frozen),
         "memory": Resolved(sum(parts.values()), parts_text(parts) + unsaid),
@@ -155,6 +173,20 @@ def estimate_bytes(
         "host_memory": host_memory,
         "checkpoint_bytes": Resolved(whole.weights + whole.optimizer, saved),
     }
+
+
+def _largest_phase(
+    facts: ModelFacts, optim: OptimConfig, *, dtype: str, activations: int, scored: int
+) -> dict[str, int]:
+    """The part that is freed before the next phase begins: of the passes, of an evaluation of `scored` rows at a time
+    or of the optimizer's update, whichever is the largest; of equal ones the first."""
+    phases = {
+        "activations": activations,
+        "evaluation": 0 if facts.passes is None else scored * facts.passes.scored_bytes(dtype),
+        "muon's update": update_bytes(facts, optim, dtype=dtype),
+    }
+    name = max(phases, key=lambda one: phases[one])
+    return {name: phases[name]}
 
 
 def widest(precision: Choice) -> str:

@@ -94,14 +94,22 @@ def trace_model(
                 for name in ("fp32", "bf16")
                 for rows in (FEW, SEVERAL)
             }
+            scored = {
+                (name, rows): again(
+                    batch_of(rows), policy=policy_for(name), budget_s=until - time.process_time(), scored=True
+                )
+                for name in ("fp32", "bf16")
+                for rows in (FEW, SEVERAL)
+            }
     except Exception:  # any code of the user's may run; without a trace, the plan says that activations are unknown
         return None
 
-    def slope(name: str, field: str) -> float:
-        few, several = (getattr(costs[name, rows], field) for rows in (FEW, SEVERAL))
+    def slope(found: Mapping[tuple[str, int], PassCost], name: str, field: str) -> float:
+        few, several = (getattr(found[name, rows], field) for rows in (FEW, SEVERAL))
         return max(0.0, (several - few) / (SEVERAL - FEW))
 
-    full, half = (round(slope(name, "peak_bytes")) for name in ("fp32", "bf16"))
+    full, half = (round(slope(costs, name, "peak_bytes")) for name in ("fp32", "bf16"))
+    of_eval, half_of_eval = (round(slope(scored, name, "peak_bytes")) for name in ("fp32", "bf16"))
     few = costs["fp32", FEW]
     weights = sum(p.numel() for p in trainable.module.parameters() if p.ndim > 1)
     matrices = sum(1 for p in trainable.module.parameters() if p.ndim > 1)
@@ -110,12 +118,14 @@ def trace_model(
         half_bytes=half,
         recomputed_bytes=full if recomputed else None,
         half_recomputed_bytes=half if recomputed else None,
-        moved_bytes=slope("fp32", "moved_bytes"),
+        moved_bytes=slope(costs, "fp32", "moved_bytes"),
         operations=few.operations,
         width=max(1, round(math.sqrt(weights / max(1, matrices)))),
         fixed_bytes=max(0, few.peak_bytes - FEW * full),
+        eval_bytes=of_eval,
+        half_eval_bytes=half_of_eval,
     )
-    return TracedModel(passes, slope("fp32", "flops"))
+    return TracedModel(passes, slope(costs, "fp32", "flops"))
 
 
 def _import_tracing() -> None:
@@ -128,16 +138,19 @@ def _import_tracing() -> None:
 
 def trace_pass(
     trainable: Trainable, batch: Batch, *, policy: PrecisionPolicy, device: torch.device, recomputed: bool,
-    budget_s: float,
+    budget_s: float, scored: bool = False,
 ) -> PassCost:  # fmt: skip
     """Count one forward and backward, on fake tensors if the model's code allows that, else on real ones.
+
+    Args:
+        scored: count a forward as in an evaluation instead.
 
     Raises:
         TraceGivenUp: it takes longer than `budget_s`.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-    options: dict[str, Any] = {"policy": policy, "recomputed": recomputed, "budget_s": budget_s}
+    options: dict[str, Any] = {"policy": policy, "recomputed": recomputed, "budget_s": budget_s, "scored": scored}
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return _counted(trainable, batch, device=device, **options)
@@ -149,9 +162,9 @@ def trace_pass(
 
 def _counted(
     trainable: Trainable, batch: Batch, *, policy: PrecisionPolicy, device: torch.device, recomputed: bool,
-    budget_s: float, drawn: bool = False,
+    budget_s: float, drawn: bool = False, scored: bool = False,
 ) -> PassCost:  # fmt: skip
-    module = without_state(trainable.module, dtype=policy.master_dtype, device=device).train()
+    module = without_state(trainable.module, dtype=policy.master_dtype, device=device).train(not scored)
     if drawn:
         for parameter in module.parameters():
             nn.init.normal_(parameter.data, std=0.02)
@@ -162,12 +175,13 @@ def _counted(
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     outside = [*module.parameters(), *gradients, *module.buffers(), *inputs]
-    with _Counter(outside, budget_s=budget_s) as counter:
+    with torch.set_grad_enabled(not scored), _Counter(outside, budget_s=budget_s) as counter:
         with policy.autocast(device):
             more = {"num_items_in_batch": 1} if trainable.takes_global_count else {}
             output = copied.loss(module, batch, **more)
-        total = output.loss if output.aux is None else output.loss + output.aux
-        total.backward()
+        if not scored:
+            total = output.loss if output.aux is None else output.loss + output.aux
+            total.backward()
     return PassCost(counter.peak, counter.flops, counter.moved, counter.operations)
 
 

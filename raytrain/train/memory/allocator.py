@@ -70,13 +70,20 @@ def freed_at_once() -> Iterator[bool]:
 
 
 def _set_thresholds(*, trim: int, mapped: int) -> bool:
-    if any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ:
+    if any(name.startswith("MALLOC_") for name in os.environ) or _users_tunables():
         return False
     mallopt = _glibc("mallopt")
     if mallopt is None:
         return False
     _last_set["trim"] = trim
     return bool(mallopt(_M_TRIM_THRESHOLD, trim)) and bool(mallopt(_M_MMAP_THRESHOLD, mapped))
+
+
+def _users_tunables() -> bool:
+    """Whether `GLIBC_TUNABLES` sets anything of the allocator besides the caches of threads, which are off in the
+    processes of raytrain's own clusters (`cluster.environment.UNCACHED`)."""
+    given = [one.partition("=")[0] for one in os.environ.get("GLIBC_TUNABLES", "").split(":")]
+    return any(name.startswith("glibc.malloc.") and name != "glibc.malloc.tcache_count" for name in given)
 
 
 def _glibc(name: str) -> Callable[..., int] | None:

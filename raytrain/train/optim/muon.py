@@ -78,9 +78,12 @@ class Muon(Eager, torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
             moved = buffer.lerp(gradient, 1 - momentum)
-            directions.append(_matrices(gradient.lerp(moved, momentum), parameter))
+            matrices = _matrices(gradient.lerp(moved, momentum), parameter)
+            directions.append(_format_of_products(matrices))  # at once: it halves the bytes that are kept
             buffer.copy_(moved if skip is None else torch.where(skip, buffer, moved))
-        found = orthogonal(torch.cat(directions)).split([len(matrices) for matrices in directions])
+            del moved, matrices
+        sizes = [len(matrices) for matrices in directions]
+        found = orthogonal(_joined(directions)).split(sizes)
         rate, decay = RMS * math.sqrt(max(parameters[0].shape[-2:])) * lr, 1 - lr * weight_decay
         for parameter, update in zip(parameters, found, strict=True):
             own = _local(parameter)
@@ -93,7 +96,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
     Singular values end between about 0.7 and 1.2; a zero matrix stays zero. Returns bfloat16, or float64 for float64.
     """
-    x = matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
+    x = _format_of_products(matrices)
+    del matrices  # the copy that an optimizer hands over is freed by the first iteration
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
@@ -102,6 +106,17 @@ def orthogonal(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def _format_of_products(matrices: Tensor) -> Tensor:
+    return matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """All matrices in one tensor; empties the list, so that they do not exist twice for longer than needed."""
+    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+    parts.clear()
+    return joined
 
 
 def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -27,7 +27,7 @@ from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.facts import DataFacts, ExpertFacts, ModelFacts, PassFacts
 from raytrain.plan.plan import Plan, make_plan
 from raytrain.plan.rules.hosts import separate_hosts
-from raytrain.plan.rules.memory import HOST_PROCESS_BYTES, LEAST_PROCESS_BYTES, PROCESS_BYTES
+from raytrain.plan.rules.memory import HOST_PROCESS_BYTES, LEAST_PROCESS_BYTES, MUON_BYTES, PROCESS_BYTES
 from raytrain.plan.text import size_text
 
 GIB = 1 << 30
@@ -773,6 +773,13 @@ def test_the_memory_of_a_worker_follows_recomputation_format_and_optimizer() -> 
     assert above("fp32", micro_batch_size=2) == 16_000_000 + 2 * (1 << 20) + 4000
     assert above("fp32", "sgd") == 12_000_000 + 8 * (1 << 20) + 4000
     assert above("fp32", "muon") == 12_000_000 + 400_000 + 8 * (1 << 20) + 4000, "AdamW outside the blocks"
+    facts = replace(facts, passes=replace(passes, eval_bytes=1 << 20, half_eval_bytes=1 << 18))
+    assert above("fp32") == 16_000_000 + 32 * (1 << 20), "an evaluation takes four micro-batches at a time"
+    assert above("bf16") == 18_000_000 + 32 * (1 << 18)
+    facts = replace(facts, passes=replace(passes, full_bytes=1, fixed_bytes=0))
+    assert above("fp32", "muon") == 12_000_000 + 400_000 + MUON_BYTES * 300_000, (
+        "the update, with nothing in the passes"
+    )
 
 
 def test_hosts_that_cannot_be_had_are_refused_with_both_keys() -> None:

@@ -14,7 +14,8 @@ from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.splits import TextSplit
 from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import DevicePlacementError
-from raytrain.train.loader import EVAL_MICRO_BATCHES, BatchLoader, cast_floating
+from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
+from raytrain.train.loader import BatchLoader, cast_floating
 
 CPU = torch.device("cpu")
 ROWS = {"x": torch.arange(50.0).reshape(50, 1), "labels": torch.arange(50) % 3}

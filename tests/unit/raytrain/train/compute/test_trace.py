@@ -125,12 +125,14 @@ def images(number: int) -> Batch:
     return {"x": torch.zeros(number, 28, 28, dtype=torch.uint8), "labels": torch.zeros(number, dtype=torch.int64)}
 
 
-def slopes(trainable: Trainable, batch_of: Any, dtype: str, *, recomputed: bool, many: int) -> tuple[float, float]:
+def slopes(
+    trainable: Trainable, batch_of: Any, dtype: str, *, recomputed: bool = False, many: int, scored: bool = False
+) -> tuple[float, float]:
     """(peak bytes, moved bytes) that a row adds."""
     few, several = (
         trace_pass(
             replace(trainable), batch_of(number), policy=policy_for(dtype), device=CPU, recomputed=recomputed,
-            budget_s=BUDGET_S + 60.0,
+            budget_s=BUDGET_S + 60.0, scored=scored,
         )
         for number in (many // 2, many)
     )  # fmt: skip
@@ -146,6 +148,8 @@ def test_the_formula_of_a_gpt_is_what_a_trace_counts(dtype: str, recomputed: boo
     assert known.passes.row_bytes(dtype, recomputed=recomputed) == pytest.approx(peak, rel=0.2)
     if dtype == "fp32" and not recomputed:
         assert known.passes.moved_bytes == pytest.approx(moved, rel=0.2)
+    scored, _ = slopes(gpt(**LANGUAGE, vocab_size=50), tokens, dtype, many=16, scored=True)
+    assert known.passes.scored_bytes(dtype) == pytest.approx(scored, rel=0.2)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -158,6 +162,8 @@ def test_the_formulas_of_plain_networks_are_what_a_trace_counts(kind: str, dtype
     made: Trainable = (mlp if kind == "mlp" else cnn)(**keys, **source)
     peak, _ = slopes(made, images, dtype, recomputed=False, many=512)
     assert known.passes.row_bytes(dtype, recomputed=False) == pytest.approx(peak, rel=0.2)
+    scored, _ = slopes(made, images, dtype, many=512, scored=True)
+    assert known.passes.scored_bytes(dtype) == pytest.approx(scored, rel=0.25)
 
 
 @pytest.mark.parametrize(("dtype", "recomputed"), [("fp32", False), ("bf16", False), ("fp32", True)])
@@ -168,3 +174,6 @@ def test_the_formula_of_a_mixture_is_what_a_trace_counts(dtype: str, recomputed:
     made = moe_gpt(**LANGUAGE, vocab_size=50, experts=section)
     peak, _ = slopes(made, tokens, dtype, recomputed=recomputed, many=64)
     assert known.passes.row_bytes(dtype, recomputed=recomputed) == pytest.approx(peak, rel=0.2)
+    torch.manual_seed(0)  # of the drawn weights, which decide how many rows the busiest expert gets
+    scored, _ = slopes(moe_gpt(**LANGUAGE, vocab_size=50, experts=section), tokens, dtype, many=64, scored=True)
+    assert known.passes.scored_bytes(dtype) == pytest.approx(scored, rel=0.3)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from cluster.environment import ray_environment
+
 FAULTS = """
 import resource, sys, threading
 import torch
@@ -56,3 +58,8 @@ def test_memory_that_a_step_frees_is_not_faulted_in_again() -> None:
 def test_the_environment_has_precedence(name: str) -> None:
     value = "1" if name.startswith("MALLOC") else "glibc.malloc.arena_max=1"
     assert faults("keep", **{name: value})[0] == 0
+
+
+def test_the_environment_of_raytrains_own_clusters_leaves_the_setting_to_the_process() -> None:
+    kept = faults("keep", GLIBC_TUNABLES=ray_environment()["GLIBC_TUNABLES"])
+    assert kept[0] == 1 and kept[1] < 100, kept
