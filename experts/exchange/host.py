@@ -23,6 +23,7 @@ from experts.placement.values import Placement
 from experts.shapes import LayerShape
 from experts.transport.protocol import HEADER_SIZE, Channel, Header, Op, Transport
 from raytrain.config.sections import OptimConfig
+from raytrain.train.compute.process_settings import ProcessSettings
 from raytrain.train.memory.oom import Shortage, run_or_shortage
 
 
@@ -33,6 +34,7 @@ class ExpertSetup:
     Attributes:
         dtype: of the master weights.
         checkpoint: folder to load the experts from; None where they get the weights of the new model.
+        process: settings of the workers' processes, which a host applies to its own.
     """
 
     shapes: Sequence[LayerShape]
@@ -40,6 +42,7 @@ class ExpertSetup:
     dtype: torch.dtype
     run_path: str
     checkpoint: str | None
+    process: ProcessSettings
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -49,6 +52,7 @@ class ExpertSetup:
             "dtype": str(self.dtype).removeprefix("torch."),
             "run_path": self.run_path,
             "checkpoint": self.checkpoint,
+            "process": self.process.to_json(),
         }
         return json.dumps(row).encode()
 
@@ -57,9 +61,8 @@ class ExpertSetup:
         """The inverse of `encode`."""
         row = json.loads(data)
         shapes = [LayerShape.from_json(shape) for shape in row["shapes"]]
-        return cls(
-            shapes, OptimConfig(**row["optim"]), getattr(torch, row["dtype"]), row["run_path"], row["checkpoint"]
-        )
+        dtype, process = getattr(torch, row["dtype"]), ProcessSettings(**row["process"])
+        return cls(shapes, OptimConfig(**row["optim"]), dtype, row["run_path"], row["checkpoint"], process)
 
     def build(self, placement: Placement, host: int, *, device: torch.device, files: ExpertFiles) -> ExpertShard:
         """Build the shard of `host`; loads the checkpoint if there is one."""
@@ -131,6 +134,7 @@ class HostServer:
 
     def _set_up(self, header: Header, _counts: list[list[int]]) -> None:
         setup = ExpertSetup.decode(bytes(from_first(self.group, header.width, dtype=torch.uint8).numpy()))
+        setup.process.apply()
         self.files = ExpertFiles(setup.run_path, host=self.host)
         layout = VoteLayout.of(setup.shapes, holders=len(self.group.holders))
         self._commit = StepCommit(self.group, self.placement, layout)

@@ -29,6 +29,7 @@ from experts.routing.routes import LayerRoutes, Route
 from experts.shapes import LayerShape
 from experts.transport.protocol import HEADER_SIZE, Header, Op, Transport, bytes_tensor
 from raytrain.config.sections import OptimConfig
+from raytrain.train.compute.process_settings import ProcessSettings
 from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.parallel.interleave import Interleaver
 from raytrain.trainable import GlobalStep, LocalStep, Notice
@@ -103,7 +104,10 @@ class ExpertClient:
             return
         self._ready = True
         self._forget_passes()
-        setup = ExpertSetup(self.shapes, self.optim, self.dtype, self.member.run_path, self._checkpoint or None)
+        setup = ExpertSetup(
+            self.shapes, self.optim, self.dtype, self.member.run_path, self._checkpoint or None,
+            ProcessSettings.current(),
+        )  # fmt: skip
         if self.member.host is None:
             self._set_up_hosts(setup)
         else:
@@ -244,6 +248,7 @@ class ExpertClient:
         """End the generation; this client must not be used afterwards."""
         self.send_header(Op.END)
         self._commit.migration.drop()
+        self.group.close()
 
     # -- headers --------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import ray
 import ray.exceptions
 
 from experts.hosts.generation import GenerationSpec, open_store
-from experts.hosts.host import ExpertHost, HostPlace
+from experts.hosts.host import ExpertHost, HostPlace, ProcessLimits
 from experts.member.speed import speeds_by_kind
 from experts.placement.starting import PlacementRules, starting_placement, surviving_placement
 from experts.placement.values import Placement
@@ -50,19 +50,21 @@ class ExpertDirectory:
         threads: of each host.
         gpus: of each host, 0 or 1.
         loopback: the cluster is this machine alone.
-        interface: for gloo, or None.
+        interface: of gloo and NCCL, or None.
         group: placement group with one bundle for each host, or None.
         host_wait_s: timeout of the wait for a replacement; with 0 no host is replaced.
         host_silence_s: a host that has not responded for this long is ended.
         dtype: planned number format of the experts' products, a value of `precision.dtype`.
         speeds: kind -> speed of hosts, as the run recorded them; empty for a new run.
+        limits: of each host's process.
     """
 
     def __init__(
         self, *, hosts: int, threads: int, gpus: float, loopback: bool, interface: str | None, group: Any,
         host_wait_s: float, host_silence_s: float, dtype: str = "fp32", speeds: Mapping[str, float] | None = None,
+        limits: ProcessLimits | None = None,
     ) -> None:  # fmt: skip
-        self._dtype, self._speeds = dtype, dict(speeds or {})
+        self._dtype, self._speeds, self._limits = dtype, dict(speeds or {}), limits
         self._number, self._threads, self._gpus = hosts, threads, gpus
         self._device = "cuda" if gpus else "cpu"
         self._interface = "lo" if loopback else interface
@@ -130,7 +132,9 @@ class ExpertDirectory:
 
     def _create_actor(self, options: dict[str, Any]) -> Any:
         host: Any = ray.remote(ExpertHost)
-        return host.options(**options).remote(threads=self._threads, device=self._device, directory=self._me)
+        return host.options(**options).remote(
+            threads=self._threads, device=self._device, directory=self._me, limits=self._limits
+        )
 
     def _watch_host(self, index: int) -> None:
         arguments = (index, self._places[index].host)

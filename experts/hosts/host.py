@@ -24,7 +24,32 @@ from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from raytrain.errors import StateLost
 from raytrain.execution.driver_channel import FELL_BACK
+from raytrain.train.device import set_determinism
 from raytrain.train.memory.allocator import keep_freed_memory
+from raytrain.train.memory.device import limit_device_memory
+
+LEAVE_S = 60.0
+"""A host on a GPU whose data thread has not ended this long after an abort ends its process."""
+
+
+@dataclass(frozen=True)
+class ProcessLimits:
+    """What the process of a host keeps to from its start, as the workers do.
+
+    Attributes:
+        memory_fraction, memory_limit: of the `cluster` section.
+        deterministic: `loop.deterministic`, which cuBLAS has to know before its first product.
+    """
+
+    memory_fraction: float = 1.0
+    memory_limit: int | None = None
+    deterministic: bool = False
+
+    def apply(self, device: torch.device) -> float:
+        """Set them in this process; returns the share of the device's memory that it may use."""
+        set_determinism(deterministic=self.deterministic)
+        share = limit_device_memory(device, fraction=self.memory_fraction, limit=self.memory_limit)
+        return 1.0 if share is None else share
 
 
 @dataclass
@@ -45,7 +70,7 @@ class HostPlace:
         """The host as a holder of experts."""
         about = self.about or {}
         memory = about.get("memory_bytes")
-        room = None if memory is None else int(MEMORY_SHARE * memory)
+        room = None if memory is None else int(min(MEMORY_SHARE, about.get("memory_share", 1.0)) * memory)
         node, device = str(about.get("node", "")), str(about.get("name", ""))
         return HostSpec(rank, speed, room, node=node, device=device, kind=self.kind)
 
@@ -59,9 +84,10 @@ class ExpertHost:
         directory: handle of the directory, notified when a generation fails here.
     """
 
-    def __init__(self, *, threads: int, device: str, directory: Any) -> None:
+    def __init__(self, *, threads: int, device: str, directory: Any, limits: ProcessLimits | None = None) -> None:
         keep_freed_memory()
         torch.set_num_threads(threads)
+        self._memory_share = (limits or ProcessLimits()).apply(torch.device(device))
         self._threads, self._device, self._directory = threads, device, directory
         self._group: JointGroup | None = None
         self._server: HostServer | None = None
@@ -76,7 +102,8 @@ class ExpertHost:
         memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
         kind = kind_of(torch.device(device), threads=self._threads)
         about = {"node": os.uname().nodename, "pid": os.getpid(), "kind": kind}
-        return {"device": device, "name": name, "memory_bytes": memory, **about}
+        share = {} if memory is None else {"memory_share": self._memory_share}
+        return {"device": device, "name": name, "memory_bytes": memory, **share, **about}
 
     def ping(self) -> list[str]:
         """Return at once, with lines to print: the directory asks whether this process responds."""
@@ -110,7 +137,10 @@ class ExpertHost:
             return
         if self._group is not None:
             self._group.abort(reason)
-        thread.join()
+        thread.join(None if self._device == "cpu" else LEAVE_S)
+        if thread.is_alive():  # it waits for the device, and nothing in this process can end that
+            print(f"the data thread of this expert host has not ended {LEAVE_S:g} s after: {reason}", flush=True)
+            os._exit(1)  # the directory replaces a host that has died
         if self._server is not None and self._server.files is not None:
             self._server.files.wait()  # the next generation may write a checkpoint of the same step
         self._thread = self._group = self._server = None

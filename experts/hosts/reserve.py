@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from experts.exchange.membership import ColocatedConnection, Connection
+from experts.hosts.host import ProcessLimits
 from experts.hosts.reservation import TYPE_SHARE, Begin, Bundle, Request, Reservation
 from raytrain.config.sections import RetryConfig
 from raytrain.plan.choice import Resolved
@@ -79,14 +80,16 @@ class HostsOfRun:
 
 
 def start_hosts(
-    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, retry: RetryConfig, begin: Begin
-) -> HostsOfRun:
+    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, retry: RetryConfig, begin: Begin,
+    limits: ProcessLimits | None = None,
+) -> HostsOfRun:  # fmt: skip
     """Start the owners of the experts, before the workers take the machines.
 
     Args:
         local: the cluster is this machine alone, and all connections stay on loopback.
         retry: the limits of waiting for hosts.
         begin: called with what is awaited while the cluster has no room.
+        limits: of each host's process; None for none.
 
     Raises:
         InputError: the cluster can never hold the hosts and the workers.
@@ -101,7 +104,7 @@ def start_hosts(
         )
     reservation = None if local else Reservation(_request(plan, run), begin=begin)
     begin("starting the expert hosts")
-    return _start(plan, run, local=local, interface=interface, retry=retry, reservation=reservation)
+    return _start(plan, run, local=local, interface=interface, retry=retry, reservation=reservation, limits=limits)
 
 
 def _start(
@@ -112,6 +115,7 @@ def _start(
     interface: str | None,
     retry: RetryConfig,
     reservation: Reservation | None,
+    limits: ProcessLimits | None,
 ) -> HostsOfRun:
     """Have the directory start the hosts while the workers start."""
     import ray
@@ -131,6 +135,7 @@ def _start(
         hosts=number, threads=threads, gpus=int(on_gpu), loopback=local, interface=interface,
         group=None if reservation is None else reservation.group, host_wait_s=retry.host_wait_s,
         host_silence_s=retry.host_silence_s, dtype=str(plan.precision.candidates[0]), speeds=recorded_speeds(run.path),
+        limits=limits,
     )  # fmt: skip
     directory.start.remote()
     began = time.perf_counter()

@@ -43,7 +43,7 @@ class LayerShard:
             (self.replicas, x_RD[split:], counts[self.num_homes :]),
         ):
             if stack is not None:
-                parts.append(stack(rows, torch.tensor(own, device=rows.device), own))
+                parts.append(stack(rows, _counts_on(rows.device, own), own))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def slot(self, expert: int) -> tuple[GroupedExperts, int]:
@@ -67,6 +67,14 @@ class LayerShard:
         """Zero the gradients."""
         self.gradients.zero_()
         self.replica_gradients.zero_()
+
+
+def _counts_on(device: torch.device, counts: list[int]) -> Tensor:
+    """These counts on the device, without waiting for it: from pageable memory, CUDA copies only once the device has
+    done everything before, so that the next header would be received after the rows of this one."""
+    if device.type != "cuda":
+        return torch.tensor(counts, device=device)
+    return torch.tensor(counts, pin_memory=True).to(device, non_blocking=True)
 
 
 def _build(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts | None:

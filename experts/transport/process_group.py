@@ -141,6 +141,11 @@ class JointGroup:
             self.mark(reason)
             self._leave()
 
+    def close(self) -> None:
+        """Leave the group, in which nothing is under way: its calls are over on all members."""
+        self.mark("the group was closed")
+        abort_groups(list(self._payload.values()))  # torch would do so when the group is collected, without a limit
+
     def mark(self, reason: str) -> None:
         """Have every later call raise `Aborted` with the reason, the first one given; ends no waiting call."""
         self._aborted = self._aborted or reason

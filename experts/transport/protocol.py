@@ -167,6 +167,10 @@ class Transport(Protocol):
         """Sum a CPU vector over all members, in place."""
         ...
 
+    def close(self) -> None:
+        """Leave the group after its last call."""
+        ...
+
     def abort(self) -> None:
         """End every waiting call of this member, from another thread; the group must not be used afterwards."""
         ...

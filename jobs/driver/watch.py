@@ -15,6 +15,7 @@ import ray
 import ray.exceptions
 from rich.console import Console
 
+from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
 from jobs.driver.progress import Activity, Clock, TrainingDisplay
@@ -103,6 +104,7 @@ class _Fit:
             interface="lo" if cluster.local else spec.cluster.interface,
             retry=spec.retry,
             begin=activity.begin,
+            limits=ProcessLimits(spec.cluster.memory_fraction, spec.cluster.memory_limit, spec.loop.deterministic),
         )
         self.channel = driver_channel.open_channel()
         self.progress: Mapping[str, Any] = {}

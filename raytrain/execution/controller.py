@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,8 @@ START_FAILURES = 5
 RENDEZVOUS_RETRIES = 2
 #: Timeout for leaving the process group, the same as in Ray's own backend.
 LEAVING_S = 30.0
+#: Timeout for a worker's abort of NCCL's calls.
+ABORT_S = 10.0
 
 _WORKER_NODES: dict[int, str] = {}
 """Rank -> id of its node, of the newest worker group; known to the controller process only."""
@@ -215,11 +218,28 @@ def _set_environment() -> None:
 
 
 def _leave_group() -> None:
-    """Worker: destroy the default process group, if there is one."""
+    """Worker: leave the default process group, if there is one.
+
+    `destroy_process_group` waits until NCCL has finished all calls, also those that need a peer that is gone. Nobody
+    needs their results any more, so they are aborted, in a thread: an abort may wait for the device.
+    """
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if "nccl" not in dist.get_backend():
         dist.destroy_process_group()
+        return
+    leaving = threading.Thread(target=_abort_default_group, daemon=True, name="leave-group")
+    leaving.start()
+    leaving.join(ABORT_S)
+
+
+def _abort_default_group() -> None:
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    with contextlib.suppress(RuntimeError):  # torch's own time limit; Ray ends the process next
+        _abort_process_group()
 
 
 def _open_store(world_size: int) -> int:

@@ -27,6 +27,7 @@ from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
 from raytrain.train.clock import Clock
+from raytrain.train.compute.process_settings import ProcessSettings
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
 from raytrain.train.session import Session
 
@@ -258,8 +259,10 @@ def serve(rank: int, scene: Scene) -> dict[str, Any]:
     held = server.shard.held()
     parts = [part for layer in server.shard.layers for part in (layer.homes, layer.replicas)]
     names = {name for part in parts if part is not None for name, _ in part.named_parameters()}
-    unfinished = len(IN_FLIGHT.get(scene.number, ()))
-    return {"steps": server.steps, "held": held, "names": names, "unfinished": unfinished}
+    return {
+        "steps": server.steps, "held": held, "names": names, "unfinished": len(IN_FLIGHT.get(scene.number, ())),
+        "process": ProcessSettings.current().to_json(),
+    }  # fmt: skip
 
 
 def inject_into_host(server: HostServer, scene: Scene) -> None:
@@ -342,6 +345,7 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
     routers = {name: value for name, value in session.trainable.module.named_parameters() if "router" in name}
     made["routers"] = {name: value.detach().clone().numpy() for name, value in routers.items()}
     made["counts"] = [part.tolist() for part in _book(session).last]
+    made["process"] = ProcessSettings.current().to_json()
     whole = session.full_module()
     made["weights"] = {} if whole is None else {name: value.numpy() for name, value in weights_of_module(whole).items()}
     return made

@@ -51,6 +51,16 @@ def test_rows_by_the_rules_of_nccl_change_nothing(pairs: dict[str, list[Any]], n
             assert np.array_equal(ruled["weights"][key], value), key
 
 
+def test_a_host_computes_with_the_settings_of_the_workers() -> None:
+    """Every setting of torch that is global to a process, sent with the set-up: the host starts with torch's own."""
+    loop = (("deterministic", True), ("cudnn_benchmark", False))
+    scene = Scene(1, 1, steps=1, sections=(("loop", loop),))
+    worker, host = (made[0]["process"] for made in run_gang(play, [scene], world_size=2))
+    assert host == worker
+    assert worker["deterministic"] and worker["cudnn_deterministic"] and worker["cublas_workspace"] == ":4096:8"
+    assert not worker["cudnn_tf32"], "torch allows it unless told otherwise"
+
+
 SHORT = {
     "2 workers, 2 hosts, two in flight": (Scene(2, 2, steps=30, sections=TWICE, nccl=True), WORKERS + HOSTS),
     "2 workers, colocated, two in flight": (Scene(2, "colocated", steps=30, sections=TWICE, nccl=True), COLOCATED),

@@ -51,7 +51,7 @@ def test_a_group_opened_after_the_end_is_aborted_at_once() -> None:
     ended: list[str] = []
 
     class Group:
-        groups = ()
+        groups: list[Any] = []  # noqa: RUF012
 
         def mark(self, reason: str) -> None:
             ended.append(reason)

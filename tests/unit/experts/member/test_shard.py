@@ -7,6 +7,7 @@ import hashlib
 import pytest
 import torch
 
+from experts.member.layer import _counts_on
 from experts.member.migration import _digest, _pack, _unpack
 from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import LayerPlacement, Placement
@@ -117,3 +118,15 @@ def test_the_step_of_an_expert_that_arrives_is_where_the_optimizer_reads_it(fuse
     back = shard_of(BEFORE, 0)
     back.load_state((0, 1), state)  # on this device
     step(back)
+
+
+def test_the_counts_reach_a_gpu_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[tuple[object, ...]] = []
+
+    class Pinned:
+        def to(self, device: torch.device, *, non_blocking: bool = False) -> str:
+            copied.append((device.type, non_blocking))
+            return "on the device"
+
+    monkeypatch.setattr(torch, "tensor", lambda _values, *, pin_memory=False, **_more: Pinned() if pin_memory else None)
+    assert _counts_on(torch.device("cuda"), [1, 2]) == "on the device" and copied == [("cuda", True)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from raytrain.errors import RunError
 from raytrain.execution import controller
@@ -77,3 +79,24 @@ def test_nothing_is_written_for_another_command(run: RunFolder) -> None:
     with pytest.raises(RunError, match="another command has taken over"):
         writer(run).after_exception(None, {0: RuntimeError("lost")})
     assert read_faults(run, since=1) == []
+
+
+def test_a_worker_leaves_a_group_of_nccl_by_abort_and_waits_for_it_at_most_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`destroy_process_group` would wait for calls that need a peer which is gone."""
+    called, backend = [], "nccl"
+
+    def abort() -> None:
+        called.append("abort")
+        threading.Event().wait()  # as ncclCommAbort can
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: called.append("destroy"))
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(controller, "ABORT_S", 0.1)
+    controller._leave_group()
+    backend = "gloo"
+    controller._leave_group()
+    assert called == ["abort", "destroy"]

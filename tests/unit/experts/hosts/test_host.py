@@ -1,0 +1,58 @@
+"""The actor of an expert host in this process: what its process keeps to, and how it leaves a generation."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from experts.hosts import host as module
+from experts.hosts.host import ExpertHost, HostPlace, ProcessLimits
+
+
+@pytest.fixture
+def deterministic() -> Any:
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
+def test_a_host_keeps_to_the_limits_of_the_run_from_its_start(
+    monkeypatch: pytest.MonkeyPatch, deterministic: None
+) -> None:
+    """cuBLAS reads its workspace at the first product, which measures the host's speed before any set-up."""
+    fractions: list[tuple[float, torch.device]] = []
+    properties = SimpleNamespace(total_memory=1000)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: fractions.append(given))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    limits = ProcessLimits(memory_fraction=0.8, memory_limit=300, deterministic=True)
+    host = ExpertHost(threads=torch.get_num_threads(), device="cuda", directory=None, limits=limits)
+    assert fractions == [(0.3, torch.device("cuda"))] and host._memory_share == 0.3
+    assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    place = HostPlace(host, {"memory_bytes": 1000, "memory_share": 0.3})
+    assert place.spec(0, 1.0).memory_bytes == 300, "the placement counts on no more than the host may use"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_host_whose_thread_waits_for_the_device_after_an_abort_ends_its_process(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """So that it is replaced; on a CPU nothing can wait like that, and it may be reading a checkpoint."""
+    monkeypatch.setattr(module, "LEAVE_S", 0.1)
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setattr(ProcessLimits, "apply", lambda *_given: 1.0)
+    host = ExpertHost(threads=torch.get_num_threads(), device=device, directory=None)
+    waits = threading.Event()
+    host._thread = threading.Thread(target=waits.wait, daemon=True)
+    host._thread.start()
+    if device == "cpu":
+        threading.Timer(0.3, waits.set).start()
+    host.abort(0, "a host died")
+    assert exits == ([1] if device == "cuda" else [])
+    waits.set()
