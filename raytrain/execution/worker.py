@@ -26,7 +26,7 @@ from raytrain.checkpoint.retention import discard_after
 from raytrain.config.user_code import make_importable, resolve
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import source_from_driver
-from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost
+from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost, first_line
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.driver_channel import AttemptResult, on_stop_request
@@ -35,7 +35,7 @@ from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
 from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, StepReports, Superseded
 from raytrain.execution.rollback import RewindPolicy, RollbackPolicy
-from raytrain.runs.faults import Fault, read_faults, write_fault
+from raytrain.runs.faults import NOT_EXPORTED, Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.mirror import MirroredFolder
 from raytrain.train.clock import Clock
@@ -191,8 +191,22 @@ class Worker:
         self._report_progress({"phase": "exporting", "row": reporter.last_row})
         module = session.full_module()
         if self.workers.rank == 0 and module is not None:
-            export(session, module, self.run_folder)
+            try:
+                export(session, module, self.run_folder)
+            except Exception as error:  # of the disk, the object store or the user's own export
+                return self._result("failed", self._not_exported(error))
         return self._result("done", outcome.reason)
+
+    def _not_exported(self, error: Exception) -> str:
+        """Why a run whose training is complete failed. Nothing of the training is repeated: its state is saved."""
+        if not isinstance(error, RaytrainError | OSError):
+            traceback.print_exc()  # the frames of the user's own code
+        why = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {first_line(error)}"
+        return (
+            f"the training is complete and its checkpoint of step {self._committed()} is kept, but its "
+            f"{NOT_EXPORTED}: {why}. When that is fixed, `raytrain export {self.run_folder.path}` writes them; "
+            "--to DIR writes them elsewhere"
+        )
 
     def _prepare(self, start: AttemptStart, data: Any, reporter: RankReporter) -> Session:
         """Build the session, resolve the deferred choices, restore the checkpoint."""
@@ -267,7 +281,10 @@ class Worker:
     def _result(self, status: Literal["done", "failed", "interrupted"], reason: str) -> AttemptResult | None:
         if self.workers.rank:
             return None
-        return AttemptResult(status, reason, steps=self.session.state.step if self.session else self.from_step)
+        return AttemptResult(status, reason, steps=self._committed())
+
+    def _committed(self) -> int:
+        return self.session.state.step if self.session else self.from_step
 
     def _step(self) -> int:
         """The step that was running; 0 before the first."""

@@ -8,6 +8,9 @@ from typing import Any
 from raytrain.errors import ClusterLost, CollectiveFailed
 from raytrain.runs.folder import RunFolder
 
+#: In the reason of a run whose training is complete; the report finds its remedy by it.
+NOT_EXPORTED = "weights could not be exported"
+
 
 @dataclass(frozen=True)
 class Fault:

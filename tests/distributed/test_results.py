@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,7 +312,7 @@ def test_the_summary_says_what_the_run_was_and_did(trained: Callable[[str], Trai
 
 
 @pytest.mark.timeout(590)
-def test_a_finished_run_trains_more_epochs(shared_driver: Any, tmp_path: Path) -> None:
+def test_a_finished_run_trains_more_epochs_and_a_failed_export_repeats_no_training(shared_driver: Any, tmp_path: Path) -> None:
     """As a run that was as long from the start, where the learning rate does not depend on the length."""
     job = job_of(tmp_path, "dense")
     job["loop"] = {"epochs": 1, "global_batch_size": 32, "log_every": 1}
@@ -328,7 +329,22 @@ def test_a_finished_run_trains_more_epochs(shared_driver: Any, tmp_path: Path) -
     ask = {"job": None, "overrides": [], "cwd": str(tmp_path), "resume": str(run)}
     again = shared_driver.ask(ask, timeout=LIMIT_S)
     assert (again["status"], again["steps"]) == ("done", 4), "nothing was left to train"
-    more = shared_driver.ask({**ask, "overrides": ["loop.epochs=2"]}, timeout=LIMIT_S)
+    shutil.rmtree(run / "weights")
+    (run / "weights").touch()  # as an object store that cannot be reached: every write fails
+    failed = shared_driver.ask({**ask, "overrides": ["loop.epochs=2"]}, timeout=LIMIT_S)
+    assert failed["error"].startswith("RunError: the training is complete and its checkpoint of step 8 is kept")
+    assert f"{run / 'weights'}" in failed["error"] and f"`raytrain export {run}`" in failed["error"]
+    result = json.loads((run / "result.json").read_text())
+    assert (result["status"], result["steps"], result["weights"]) == ("failed", 8, None)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [row["from_step"] for row in events if row["kind"] == "attempt"] == [0, 4], "it is not trained again"
+    assert not [row for row in events if row["kind"] == "fault"]
+    page = (run / "report" / "report.html").read_text()
+    assert "weights could not be exported" in page and "when the cause is fixed" in page
+    folder, told = export_weights_of(RunFolder(str(run)), "last", None)
+    assert told["step"] == "8" and load_file(Path(folder) / "model.safetensors")
+    (run / "weights").unlink()
+    more = shared_driver.ask(ask, timeout=LIMIT_S)
     assert (more["status"], more["steps"], more["run"]) == ("done", 8, str(run))
     assert losses(run) == losses(whole) and [epoch for _, epoch, _ in losses(run)] == [0] * 4 + [1] * 4
     assert notes_in(run / "weights" / "model.safetensors")["step"] == "8"

@@ -18,6 +18,7 @@ from raytrain.report.records import (
     first_text,
     number,
 )
+from raytrain.runs.faults import NOT_EXPORTED
 
 
 def failure(records: RunRecords) -> list[Finding]:
@@ -56,6 +57,7 @@ def _of_nonfinite(records: RunRecords) -> str:
 
 
 _REMEDIES: dict[str, Callable[[RunRecords], str]] = {
+    NOT_EXPORTED: lambda _: "`raytrain export RUN` writes the weights when the cause is fixed; --to DIR elsewhere.",
     r"out ?of ?memory": _of_memory,
     r"no space|disk full|enospc": _of_space,
     r"\bnans?\b|non-?finite|\b(not|was) finite": _of_nonfinite,
