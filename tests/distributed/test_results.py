@@ -312,7 +312,9 @@ def test_the_summary_says_what_the_run_was_and_did(trained: Callable[[str], Trai
 
 
 @pytest.mark.timeout(590)
-def test_a_finished_run_trains_more_epochs_and_a_failed_export_repeats_no_training(shared_driver: Any, tmp_path: Path) -> None:
+def test_a_finished_run_trains_more_epochs_and_a_failed_export_repeats_no_training(
+    shared_driver: Any, tmp_path: Path
+) -> None:
     """As a run that was as long from the start, where the learning rate does not depend on the length."""
     job = job_of(tmp_path, "dense")
     job["loop"] = {"epochs": 1, "global_batch_size": 32, "log_every": 1}
