@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -24,12 +18,9 @@ from raytrain.errors import InputError, RaytrainError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.registry import call_builder, check_keys, takes, to_trainable
 from raytrain.models.sizes import SizeError
-from raytrain.plan.facts import ModelFacts, PassFacts
-from raytrain.train.compute.trace import TracedModel, trace_model
-from raytrain.trainable import Batch, Trainable, parameters_of
-
-TRACE_LIMIT_S = 20.0
-"""Seconds that a trace may take, with what it imports."""
+from raytrain.plan.facts import ModelFacts
+from raytrain.train.compute.trace import TracedModel
+from raytrain.trainable import Trainable, parameters_of
 
 RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_uniform_", "kaiming_normal_",
                 "xavier_uniform_", "xavier_normal_")  # fmt: skip
@@ -58,54 +49,20 @@ def counted(spec: JobSpec, trainable: Trainable, where: str) -> ModelFacts:
     )
 
 
-def traced(facts: ModelFacts, spec: JobSpec, trainable: Trainable, source: Source) -> ModelFacts:
-    """The sizes of a built model with what a trace of its forward and backward finds: memory, FLOPs and operations.
-    Unchanged if the model cannot be traced, or its rows cannot be read here."""
-    again = spec.loop.activation_checkpointing
+def with_trace(facts: ModelFacts, found: TracedModel | None, *, recomputed: bool) -> ModelFacts:
+    """The sizes of a built model with what a trace of its forward and backward found: memory, FLOPs and operations.
 
-    def rows(number: int) -> Batch:
-        return source.train.gather(np.arange(number) % len(source.train))
-
-    device = torch.device("cpu")
-    found = _in_fork(lambda: trace_model(trainable, rows, device=device, recomputed=bool(again)))
+    Args:
+        recomputed: whether the traced passes recompute blocks in backward.
+    """
     if found is None:
         return facts
     return replace(
         facts,
-        activation_bytes_per_sample=None if again else found.passes.full_bytes,
+        activation_bytes_per_sample=None if recomputed else found.passes.full_bytes,
         flops_per_sample=facts.flops_per_sample or found.flops_per_sample or None,
         passes=found.passes,
     )
-
-
-def _in_fork(trace: Callable[[], TracedModel | None]) -> TracedModel | None:
-    """What `trace` finds in a forked process, so that the user's code changes nothing in this one; None if it fails or
-    takes longer than `TRACE_LIMIT_S`."""
-    if not hasattr(os, "fork"):
-        return None
-    read, write = os.pipe()
-    with warnings.catch_warnings():  # Python warns of threads; the child uses none of them
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if not child:
-        try:
-            silent = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silent, 1)
-            os.dup2(silent, 2)
-            torch.set_num_threads(1)
-            found = trace()
-            os.write(write, b"" if found is None else json.dumps(asdict(found)).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        answer = pipe.read() if select.select([pipe], [], [], TRACE_LIMIT_S)[0] else b""
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    if not answer:
-        return None
-    found = json.loads(answer)
-    return TracedModel(PassFacts(**found["passes"]), found["flops_per_sample"])
 
 
 def _blocks(trainable: Trainable) -> tuple[int, ...] | None:

@@ -13,12 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
 from experts.exchange.membership import Connection
-from jobs.driver.build import build, check_experts, check_shards, counted, opened, traced
+from jobs.driver.build import build, check_experts, check_shards, counted, opened, with_trace
 from jobs.driver.first_batch import (
-    NEEDS_GPU,
-    NO_ANSWER,
-    TOO_LONG,
     FirstBatch,
+    FirstPass,
     certainly_on_cpu,
     check_first_batch,
     data_key,
@@ -110,16 +108,16 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = Tr
         raise InputError("scale.sync_batchnorm", seen=seen, expected="false for this model")
     if spec.scale.strategy == "fsdp":
         check_shards(trainable)
-    skipped = None
-    if run_batch:
-        skipped = check_first_batch(FirstBatch(spec, source, shapes, trainable, on_cpu=certainly_on_cpu(spec)))
     model_facts = formula_facts(spec, shapes)
+    unknown = model_facts is None
+    found = FirstPass()
+    if run_batch or unknown:
+        first = FirstBatch(spec, source, shapes, trainable, on_cpu=certainly_on_cpu(spec))
+        found = check_first_batch(first, run=run_batch, trace=unknown)
     if model_facts is None:
-        model_facts = counted(spec, trainable, where)
-        # after the check, whose process is forked: a trace may start threads
-        if not (skipped or "").startswith((NEEDS_GPU, NO_ANSWER, TOO_LONG)):
-            model_facts = traced(model_facts, spec, trainable, source)
-    return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes, skipped)
+        sized = counted(spec, trainable, where)
+        model_facts = with_trace(sized, found.traced, recomputed=bool(spec.loop.activation_checkpointing))
+    return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes, found.skipped)
 
 
 def rates_of_driver(spec: JobSpec, inventory: Inventory) -> MachineRates | None:

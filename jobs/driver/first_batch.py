@@ -2,7 +2,8 @@
 
 A forked child process of the driver does it, on the CPU, so that nothing of the run changes: no weight, random
 generator, dataset or other state of this process. What the child prints is dropped; its time and memory are limited.
-Where the check cannot tell, because the model is too large for it or needs a GPU, it is skipped with a reason.
+Where the check cannot tell, because the model is too large for it or needs a GPU, it is skipped with a reason. The same
+child then counts what a pass costs (`raytrain.train.compute.trace`), for the plan.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
@@ -35,7 +36,9 @@ from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.map_style import gathered
 from raytrain.data.rows.users_collate import UsersCollate
 from raytrain.errors import InputError, RaytrainError, first_line
+from raytrain.plan.facts import PassFacts
 from raytrain.train.build import build_trainable
+from raytrain.train.compute.trace import TracedModel, trace_model
 from raytrain.train.device import seed_everything
 from raytrain.train.loader import cast_floating
 from raytrain.train.memory.device import is_out_of_memory, process_sizes
@@ -43,6 +46,8 @@ from raytrain.train.precision.policy import PrecisionPolicy, policy_for
 from raytrain.trainable import Trainable, in_eval, labels_weight
 
 TIME_LIMIT_S = 20.0
+TRACE_LIMIT_S = 20.0
+"""Seconds that a trace may take after it, with what it imports."""
 FEW_ROWS = 2
 """Rows where `loop.micro_batch_size` is auto; normalisation over a batch needs two."""
 MOST_FLOPS = 2e11
@@ -56,6 +61,19 @@ GPU_WORDS = ("cuda", "gpu", "nvidia", "hip ", "triton", "'half'")
 TOO_LONG = "it took longer than"
 NO_ANSWER = "its process ended without an answer"
 """Why the check was skipped where the user's code ended its process or did not end, so that it must not run in this."""
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """What the forked process found.
+
+    Attributes:
+        skipped: why no micro-batch was run; None if one was.
+        traced: what a pass costs; None if that is unknown.
+    """
+
+    skipped: str | None = None
+    traced: TracedModel | None = None
 
 
 class Skipped(Exception):
@@ -219,6 +237,16 @@ class FirstBatch:
             return {"error": [found.key, found.seen, found.expected, found.remedy]}
         return {}
 
+    def trace(self) -> dict[str, Any] | None:
+        """What a pass of the model costs, as plain values; None if it cannot be traced, or its rows cannot be read."""
+        train, again = self.source.train, bool(self.spec.loop.activation_checkpointing)
+
+        def rows(number: int) -> Batch:
+            return train.gather(np.arange(number) % len(train))
+
+        found = trace_model(self.trainable, rows, device=CPU, recomputed=again)
+        return None if found is None else asdict(found)
+
     def _error(self, error: BaseException) -> InputError:
         part, doing = self.phase
         key = self.model_key if part == "model" else data_key(self.spec, error)
@@ -245,14 +273,20 @@ def certainly_on_cpu(spec: JobSpec) -> bool:
     return cluster_address(spec.cluster.address) == "local" and not local_inventory().devices()
 
 
-def check_first_batch(check: FirstBatch, *, limit_s: float = TIME_LIMIT_S) -> str | None:
-    """Run the check in a forked process; return why it was skipped, or None.
+def check_first_batch(
+    check: FirstBatch, *, run: bool = True, trace: bool = False, limit_s: float = TIME_LIMIT_S
+) -> FirstPass:
+    """Run the check, then a trace of the model, in one forked process.
+
+    Args:
+        run: whether to run the micro-batch.
+        trace: whether to count what a pass costs, if the user's code ran to its end or was too large to run.
 
     Raises:
         InputError: the run would fail, with the frames of the user's own code.
     """
     if not hasattr(os, "fork"):
-        return "this system cannot fork a process"
+        return FirstPass("this system cannot fork a process" if run else None)
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
@@ -261,10 +295,18 @@ def check_first_batch(check: FirstBatch, *, limit_s: float = TIME_LIMIT_S) -> st
         child = os.fork()
     if not child:
         os.close(read)
-        _in_child(check, write, limit_s)
+        _in_child(check, write, run=run, trace=trace, limit_s=limit_s)
     os.close(write)
     with _ended(child), os.fdopen(read, "rb") as pipe:
-        answer = _read(pipe.fileno(), limit_s)
+        skipped = _skipped(_line(pipe.fileno(), limit_s), limit_s) if run else None
+        if not trace or (skipped or "").startswith((NEEDS_GPU, NO_ANSWER, TOO_LONG)):
+            return FirstPass(skipped)
+        found = json.loads(_line(pipe.fileno(), TRACE_LIMIT_S) or b"null")
+    return FirstPass(skipped, found and TracedModel(PassFacts(**found["passes"]), found["flops_per_sample"]))
+
+
+def _skipped(answer: bytes | None, limit_s: float) -> str | None:
+    """Why no micro-batch was run, by the child's answer. Errors: InputError, what it found."""
     if answer is None:
         return f"{TOO_LONG} {limit_s:.0f} s"
     if not answer:
@@ -286,25 +328,26 @@ def _ended(child: int) -> Iterator[None]:
         os.waitpid(child, 0)
 
 
-def _read(pipe: int, limit_s: float) -> bytes | None:
-    """Everything the child writes; None if it takes longer than the limit."""
+def _line(pipe: int, limit_s: float) -> bytes | None:
+    """The next line that the child writes, which it does in one piece; b"" at its end, None if it takes too long."""
     parts, end = [], time.monotonic() + limit_s
-    while True:
+    while not parts or not parts[-1].endswith(b"\n"):
         ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
         if not ready:
             return None
-        part = os.read(pipe, 1 << 16)
+        part = os.read(pipe, 1)
         if not part:
-            return b"".join(parts)
+            return b""
         parts.append(part)
+    return b"".join(parts)
 
 
-def _in_child(check: FirstBatch, write: int, limit_s: float) -> NoReturn:
+def _in_child(check: FirstBatch, write: int, *, run: bool, trace: bool, limit_s: float) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):  # the command ends this process
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(limit_s) + 5)  # if the command is killed
+        signal.alarm(int(limit_s + TRACE_LIMIT_S) + 5)  # if the command is killed
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
@@ -313,7 +356,10 @@ def _in_child(check: FirstBatch, write: int, limit_s: float) -> NoReturn:
         _limit_memory()
         torch.set_num_threads(1)  # the threads of this process were not forked
         _open_group()
-        os.write(write, json.dumps(check.outcome()).encode())
+        if run:
+            os.write(write, json.dumps(check.outcome()).encode() + b"\n")
+        if trace:
+            os.write(write, json.dumps(check.trace()).encode() + b"\n")
     finally:
         os._exit(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ def test_what_the_check_cannot_tell_is_said_and_does_not_stop_the_run(
     fault: str, guest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = first_batch.check_first_batch
-    monkeypatch.setattr("jobs.driver.checks.check_first_batch", lambda what: check(what, limit_s=1.0))
+    monkeypatch.setattr("jobs.driver.checks.check_first_batch", lambda what, **how: check(what, **how, limit_s=1.0))
     code, output = run("train", job(guest, model=f"builder: GUEST:build, fault: {fault}"))
     assert code == 0 and f"the first micro-batch is not tried before the start: {UNKNOWN[fault]}" in output, output
     assert f"warning: the first micro-batch is not tried before the start: {UNKNOWN[fault]}" in run(
@@ -224,15 +225,21 @@ def test_nothing_of_this_process_changes(
 ) -> None:
     import importlib
 
-    monkeypatch.setattr("jobs.driver.checks.traced", lambda facts, *_: facts)
-
     module = importlib.import_module(guest)
     net: nn.Module = module.Net()
     states = (random.getstate(), str(np.random.get_state()), torch.get_rng_state())
     dataset = module.rows()["train"]
+    fork, forks = os.fork, []
+
+    def counted_fork() -> int:
+        forks.append(fork())
+        return forks[-1]
+
+    monkeypatch.setattr(os, "fork", counted_fork)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     checked = check_on_driver(load_spec(mapping={"model": {"module": net}, "data": {"train": dataset}}).spec)
     assert checked.skipped is None
+    assert checked.model_facts.passes is not None and len(forks) == 1, "one process runs and traces the model"
     assert net.training and all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())
     assert set(module.CALLS) == {0, 15}, "forward was not called here, and only the first row of each split was read"
