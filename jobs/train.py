@@ -24,7 +24,7 @@ from jobs.driver.runtime import cluster_address
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import resolved
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
-from raytrain.errors import RaytrainError, RunError
+from raytrain.errors import ClusterLost, RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.folder import RunFolder
 
@@ -149,7 +149,8 @@ def train_loaded(
     except RaytrainError as error:
         if attempts.opened is None:
             raise
-        attempts.result = AttemptResult("failed", str(error))
+        lost = f"{ClusterLost.__name__}: " if isinstance(error, ClusterLost) else ""  # as in the records of faults
+        attempts.result = AttemptResult("failed", f"{lost}{error}")
     if attempts.opened is None:
         raise Interrupted("before the run folder was made")
     return attempts.closed or close_run(attempts.opened.run, attempts.result, console=console)

@@ -20,6 +20,7 @@ from raytrain.errors import InputError, RunError, first_line
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import separate_hosts
+from raytrain.runs.faults import RAY_FAILED
 
 #: Ray's time limits for the second attempt to start a private cluster, in its own units.
 PATIENT = {
@@ -184,7 +185,7 @@ def _ray_errors_explained() -> Iterator[None]:
         yield
     except RayError as error:
         raise RunError(
-            f"Ray failed during the command ({type(error).__name__}: {first_line(error)}). Resume the run, after "
+            f"{RAY_FAILED} ({type(error).__name__}: {first_line(error)}). Resume the run, after "
             "starting the cluster again if it has died; --verbose shows Ray's own messages"
         ) from error
 

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raytrain.errors import ClusterLost
 from raytrain.report.experts import loads_of, names_of
 from raytrain.report.records import Row, RunRecords, first_text, listed, number, percentile, series, values
+from raytrain.runs.faults import RAY_FAILED
 
 TIME_PARTS = (
     "startup", "data", "compute", "communication", "compile", "eval", "save", "restart", "lost", "other"
@@ -92,6 +94,8 @@ def outcome(records: RunRecords) -> RunOutcome:
     status = str(result.get("status", "unknown"))
     wall = seconds(number(result.get("wall_s")))
     reason = failure_reason(records)
+    if status == "failed" and cluster_lost(reason):
+        return RunOutcome(status, f"Failed after step {step:,}, as Ray itself was lost: {reason}")
     if status == "failed":
         return RunOutcome(status, f"Failed after step {step:,}: {reason or 'no cause was recorded'}")
     if status == "interrupted":
@@ -101,6 +105,11 @@ def outcome(records: RunRecords) -> RunOutcome:
         why = "" if reason in ("", f"{step} steps") else f" ({reason})"
         return RunOutcome(status, f"Done: {step:,} steps in {wall}{why}.")
     return RunOutcome(status, f"Ended as {status} after step {step:,}.")
+
+
+def cluster_lost(reason: str) -> bool:
+    """Whether this is the reason of a run that failed because the Ray cluster was lost."""
+    return ClusterLost.__name__ in reason or reason.startswith(RAY_FAILED)
 
 
 def failure_reason(records: RunRecords) -> str:

@@ -8,8 +8,12 @@ from typing import Any
 from raytrain.errors import ClusterLost, CollectiveFailed
 from raytrain.runs.folder import RunFolder
 
+#: Errors that are the cause of other errors of the same attempt.
+CAUSES = ("WorkerDied", ClusterLost.__name__)
 #: In the reason of a run whose training is complete; the report finds its remedy by it.
 NOT_EXPORTED = "weights could not be exported"
+#: Begins the reason of a run that Ray itself ended, where no fault is recorded.
+RAY_FAILED = "Ray failed during the command"
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def read_faults(run: RunFolder, *, since: int) -> list[Fault]:
 
 
 def _rank(fault: Fault) -> tuple[bool, bool, float]:
-    cause = fault.error in ("WorkerDied", ClusterLost.__name__) or fault.out_of_memory
+    cause = fault.error in CAUSES or fault.out_of_memory
     return fault.error == CollectiveFailed.__name__, not cause, fault.time
 
 

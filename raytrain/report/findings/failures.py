@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from raytrain.report.figures import (
     cause_of,
+    cluster_lost,
     failure_reason,
     outcome,
 )
@@ -18,7 +19,7 @@ from raytrain.report.records import (
     first_text,
     number,
 )
-from raytrain.runs.faults import NOT_EXPORTED
+from raytrain.runs.faults import CAUSES, NOT_EXPORTED
 
 
 def failure(records: RunRecords) -> list[Finding]:
@@ -33,6 +34,8 @@ def failure(records: RunRecords) -> list[Finding]:
     text = " ".join([failure_reason(records), *(cause_of(row) for row in rows)]).lower()
     known = next((remedy(records) for pattern, remedy in _REMEDIES.items() if re.search(pattern, text)), "")
     evidence = failure_reason(records) or "No cause was recorded; see the end of the files in logs/."
+    if cluster_lost(evidence):
+        return [Finding("error", "Ray itself was lost", evidence, _AFTER_LOST_CLUSTER)]
     recorded = next((first_text(row, "remedy") for row in rows), "")
     return [Finding("error", "The run failed", evidence, recorded or known)]
 
@@ -56,6 +59,11 @@ def _of_nonfinite(records: RunRecords) -> str:
     return advice(("look for NaNs in the data", False), ("lower optim.lr", False), ("set precision.dtype: fp32", full))
 
 
+_AFTER_LOST_CLUSTER = (
+    "`raytrain train --resume RUN` continues from the latest valid checkpoint, on a cluster that is running. Where its "
+    "processes die again, look for a machine without free memory (`dmesg`) and into Ray's logs on the head node."
+)
+
 _REMEDIES: dict[str, Callable[[RunRecords], str]] = {
     NOT_EXPORTED: lambda _: "`raytrain export RUN` writes the weights when the cause is fixed; --to DIR elsewhere.",
     r"out ?of ?memory": _of_memory,
@@ -73,9 +81,9 @@ def restarts(records: RunRecords) -> list[Finding]:
         return []
     causes = [first_text(row, "cause") for row in attempts[1:]]
     decisive: dict[str, Row] = {}
-    for row in records.of_kind("failure", "fault", "restart"):  # the death of a worker explains the errors around it
+    for row in records.of_kind("failure", "fault", "restart"):  # such a loss explains the errors around it
         known = decisive.setdefault(str(row.get("attempt")), row)
-        if row.get("error") == "WorkerDied" != known.get("error"):
+        if row.get("error") in CAUSES and known.get("error") not in CAUSES:
             decisive[str(row.get("attempt"))] = row
     causes += [cause_of(row) for row in decisive.values()]
     reasons = "; ".join(dict.fromkeys(cause for cause in causes if cause)) or "no cause was recorded"

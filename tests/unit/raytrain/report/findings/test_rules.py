@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raytrain.report.figures import outcome
 from raytrain.report.findings.rules import diagnose
 from raytrain.report.records import ConfigRow, PlanRow, RunRecords
 
@@ -78,17 +79,18 @@ def test_skipped_steps_are_counted_from_losses_and_counters():
     assert titles(fp16)["Non-finite steps were skipped"] == "info"
 
 
-def test_restarts_name_the_death_and_not_the_errors_it_caused():
+@pytest.mark.parametrize("error", ["WorkerDied", "ClusterLost"])
+def test_restarts_name_the_death_and_not_the_errors_it_caused(error: str):
     run = records(
         events=[
             {"kind": "attempt", "attempt": 1, "from_step": 0},
             {"kind": "fault", "attempt": 1, "error": "RuntimeError", "message": "peer gone"},
-            {"kind": "fault", "attempt": 1, "error": "WorkerDied", "message": "signal 9"},
+            {"kind": "fault", "attempt": 1, "error": error, "message": "signal 9"},
             {"kind": "attempt", "attempt": 2, "from_step": 30},
         ]
     )
     found = next(f for f in diagnose(run) if f.title == "2 attempts")
-    assert found.evidence == "resumed from step 30: WorkerDied: signal 9"
+    assert found.evidence == f"resumed from step 30: {error}: signal 9"
 
 
 def test_fall_backs_of_the_run_and_warnings_of_the_plan():
@@ -173,12 +175,33 @@ def test_uneven_experts_and_dropped_tokens():
         ("RunError: save.dir: No space left on device", "save.keep"),
         ("the data holds NaNs in column age", "the data"),
         ("DevicePlacementError: `mask` is on cpu", "device of the batch"),
+        (
+            "the training is complete and its checkpoint of step 9 is kept, but its weights could not be exported: "
+            "s3://b: cannot be written: No space left on device",
+            "raytrain export RUN",
+        ),
     ],
 )
 def test_a_known_failure_has_a_remedy(reason: str, remedy: str):
     found = diagnose(records(result={"status": "failed", "reason": reason}))[0]
     assert (found.severity, found.title, found.evidence) == ("error", "The run failed", reason)
     assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "ClusterLost: the head of the cluster at 10.0.0.1:6379 does not answer",
+        "3 restarts without progress; the last fault was ClusterLost: Ray's process raylet died",
+        "Ray failed during the command (RaySystemError: no checkpoint of the GCS). Resume the run",
+    ],
+)
+def test_a_run_that_lost_its_cluster_says_so_and_how_it_continues(reason: str):
+    run = records(result={"status": "failed", "reason": reason, "steps": 40})
+    found = diagnose(run)[0]
+    assert (found.severity, found.title, found.evidence) == ("error", "Ray itself was lost", reason)
+    assert "`raytrain train --resume RUN`" in found.remedy
+    assert outcome(run).sentence == f"Failed after step 40, as Ray itself was lost: {reason}"
 
 
 def test_a_failure_without_a_reason_in_the_result_uses_the_reason_of_the_fault():
