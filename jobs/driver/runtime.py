@@ -16,7 +16,7 @@ from typing import Any
 from cluster.checks.ray_job import is_submitted
 from cluster.environment import ray_environment
 from cluster.private_ray import end_daemons, private_ray
-from raytrain.errors import InputError, RunError, first_line
+from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError, first_line
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import separate_hosts
@@ -200,7 +200,18 @@ def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
     context = ray.get_runtime_context()
     loopback = all(node["NodeManagerAddress"].startswith("127.") for node in ray.nodes() if node["Alive"])
     folder = tempfile.mkdtemp(prefix="rt-")
+    cluster = Cluster(local=loopback, address=context.gcs_address, folder=folder)
     try:
-        yield Cluster(local=loopback, address=context.gcs_address, folder=folder)
+        with _ray_errors_explained():
+            yield cluster
+    except ResourcesTaken:
+        raise
+    except ClusterLost as error:
+        cluster.ended.set()
+        ray.shutdown()  # Ray ends a process whose connection is lost, after a minute
+        raise ClusterLost(
+            f"{error}. It was the Ray that this process had connected to: the connection is shut down; call ray.init "
+            "again, then resume the run"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -16,7 +16,7 @@ import pytest
 from cluster.checks.ray_job import JOB_ENVIRONMENT
 from cluster.environment import ray_environment
 from jobs.driver.runtime import PATIENT, cluster_address, connected
-from raytrain.errors import InputError, RunError
+from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,35 @@ def test_threads_can_tell_that_ray_has_ended(monkeypatch: pytest.MonkeyPatch, ou
     with connected(address, num_cpus=1, num_gpus=0, verbose=False) as cluster:
         assert not cluster.ended.is_set()
     assert ended_flags == ([True] if ours else []) and cluster.ended.is_set() is ours
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "shutdowns"),
+    [
+        (ClusterLost("Ray's process gcs_server died"), ClusterLost, 1),
+        (ResourcesTaken("no room"), ResourcesTaken, 0),
+        (LookupError("the GCS is gone"), RunError, 0),  # stands for a RayError
+        (RunError("the model is wrong"), RunError, 0),
+    ],
+)
+def test_a_notebook_that_loses_its_own_ray_gets_one_named_error_and_lives_on(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception], shutdowns: int
+) -> None:
+    """Ray ends a process a minute after it lost its cluster, unless the connection is shut down."""
+    ended: list[bool] = []
+    ray = SimpleNamespace(
+        shutdown=lambda: ended.append(cluster.ended.is_set()),
+        get_runtime_context=lambda: SimpleNamespace(gcs_address="10.0.0.4:6379"),
+        nodes=list,
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=LookupError))
+    monkeypatch.setitem(sys.modules, "raytrain.execution.trainer", SimpleNamespace(quiet_ray=lambda: None))
+    with pytest.raises(raised) as caught, connected("connected", num_cpus=1, num_gpus=0, verbose=False) as cluster:
+        raise error
+    assert str(error) in str(caught.value) and type(caught.value) is raised
+    assert ended == [True] * shutdowns, "no thread may call Ray after it"
+    assert ("call ray.init again, then resume" in str(caught.value)) is bool(shutdowns)
 
 
 NOTHING_PRIVATE = {
