@@ -26,6 +26,9 @@ from raytrain.errors import ClusterLost, ResourcesTaken, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.lease import this_process
 
+#: What the driver does first, by `cluster_address`.
+CONNECTING = {"local": "starting Ray", "connected": "looking at the Ray that this process is connected to"}
+
 
 class RunAttempts:
     """Trains a job on one connection to Ray after the other.
@@ -93,7 +96,7 @@ class RunAttempts:
     def _connect_and_fit(self) -> None:
         cpus, gpus = cluster_size(None if self.opened is None else self.opened.plan)
         with Activity(self._console, beat=self._beat) as activity:
-            activity.begin("starting Ray" if self._address == "local" else f"connecting to {self._address}")
+            activity.begin(CONNECTING.get(self._address, f"connecting to {self._address}"))
             with connected(self._address, num_cpus=cpus, num_gpus=gpus, verbose=self._verbose) as cluster:
                 self._signals.install()
                 if self.opened is None:  # a running cluster: Ray knows its machines

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -29,6 +30,8 @@ PATIENT = {
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_raylet_client_connect_timeout_milliseconds": "10000",
 }
+CONNECT_S = 2.0
+CALL_INIT = "does not work any more, and the connection is shut down; call ray.init again, then resume the run"
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,14 @@ def _abandon(folder: str) -> None:
     end_daemons(folder)
 
 
+def answers(address: str) -> bool:
+    """Whether something accepts connections at `host:port`."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), CONNECT_S):
+        return True
+    return False
+
+
 @contextlib.contextmanager
 def _ray_errors_explained() -> Iterator[None]:
     """Raise errors of Ray itself, which no other layer handled, as one `RunError`."""
@@ -198,6 +209,9 @@ def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
     if not verbose:
         quiet_ray()
     context = ray.get_runtime_context()
+    if not answers(context.gcs_address):  # a call to it would wait until Ray ends this process
+        ray.shutdown()
+        raise ClusterLost(f"the Ray at {context.gcs_address} that this process had connected to {CALL_INIT}")
     loopback = all(node["NodeManagerAddress"].startswith("127.") for node in ray.nodes() if node["Alive"])
     folder = tempfile.mkdtemp(prefix="rt-")
     cluster = Cluster(local=loopback, address=context.gcs_address, folder=folder)
@@ -209,9 +223,6 @@ def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
     except ClusterLost as error:
         cluster.ended.set()
         ray.shutdown()  # Ray ends a process whose connection is lost, after a minute
-        raise ClusterLost(
-            f"{error}. It was the Ray that this process had connected to: the connection is shut down; call ray.init "
-            "again, then resume the run"
-        ) from error
+        raise ClusterLost(f"{error}: the Ray that this process had connected to {CALL_INIT}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -20,7 +18,7 @@ from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
 from jobs.driver.progress import Activity, Clock, TrainingDisplay
 from jobs.driver.run_folder import OpenRun
-from jobs.driver.runtime import Cluster
+from jobs.driver.runtime import Cluster, answers
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
 from raytrain.errors import ClusterLost, ResourcesTaken
@@ -38,7 +36,6 @@ GIVE_BACK_S = 120.0
 LOOK_EVERY_S = 2.0
 #: The head may be unreachable for this long; Ray itself ends this process after 60 s.
 HEAD_SILENT_S = 40.0
-CONNECT_S = 2.0
 
 
 def fit_watched(
@@ -279,14 +276,6 @@ class ClusterWatch:
         lost = {node: address for node, address in self._alive.items() if node not in alive}
         self._alive = alive
         return lost
-
-
-def answers(address: str) -> bool:
-    """Whether something accepts connections at `host:port`."""
-    host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), CONNECT_S):
-        return True
-    return False
 
 
 def free_resources() -> dict[str, float]:

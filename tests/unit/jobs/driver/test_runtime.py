@@ -60,6 +60,7 @@ def test_threads_can_tell_that_ray_has_ended(monkeypatch: pytest.MonkeyPatch, ou
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=RuntimeError))
     monkeypatch.setattr("jobs.driver.runtime._start", lambda *given, **more: None)
+    monkeypatch.setattr("jobs.driver.runtime.answers", lambda address: True)
     monkeypatch.setitem(sys.modules, "raytrain.execution.trainer", SimpleNamespace(quiet_ray=lambda: None))
     address = "10.0.0.4:6379" if ours else "connected"
     with connected(address, num_cpus=1, num_gpus=0, verbose=False) as cluster:
@@ -89,11 +90,19 @@ def test_a_notebook_that_loses_its_own_ray_gets_one_named_error_and_lives_on(
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=LookupError))
     monkeypatch.setitem(sys.modules, "raytrain.execution.trainer", SimpleNamespace(quiet_ray=lambda: None))
+    monkeypatch.setattr("jobs.driver.runtime.answers", lambda address: True)
     with pytest.raises(raised) as caught, connected("connected", num_cpus=1, num_gpus=0, verbose=False) as cluster:
         raise error
     assert str(error) in str(caught.value) and type(caught.value) is raised
     assert ended == [True] * shutdowns, "no thread may call Ray after it"
     assert ("call ray.init again, then resume" in str(caught.value)) is bool(shutdowns)
+    monkeypatch.setattr("jobs.driver.runtime.answers", lambda address: False)
+    with (
+        pytest.raises(ClusterLost, match=r"10\.0\.0\.4:6379.*call ray\.init again"),
+        connected("connected", num_cpus=1, num_gpus=0, verbose=False) as cluster,
+    ):
+        raise AssertionError("it was lost before")
+    assert len(ended) == shutdowns + 1
 
 
 NOTHING_PRIVATE = {
