@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +23,8 @@ from raytrain.execution.driver_channel import STARTING
 PLAIN_EVERY_S = 10.0
 #: Something is printed at least this often, in every phase.
 QUIET_S = 30.0
+#: A worker without a sign of life for this long is reported.
+SAY_SILENT_S = 15.0
 Clock = Callable[[], float]
 Missing = Callable[[], str]
 """What is awaited, and what is missing for it; "" if there is nothing to say."""
@@ -170,6 +172,33 @@ def _quiet_line(doing: str, step: int, total: int, seconds: float, missing: str)
     if seconds < PLAIN_EVERY_S:
         return f"training  step {step}/{total}"
     return still(f"in step {step + 1}/{total}", seconds, missing)
+
+
+class SilentRanks:
+    """Says which workers do not respond, and which do again: the others wait for them in the next collective."""
+
+    def __init__(self) -> None:
+        self._reported: dict[int, float] = {}
+
+    def lines(self, signs: Mapping[int, tuple[float, str]], *, now: float) -> list[str]:
+        """A line for each worker whose state has changed.
+
+        Args:
+            signs: rank -> (unix time of its last sign of life, where it runs), of the workers that have not returned.
+            now: unix time.
+        """
+        found = []
+        for rank, (last, where) in sorted(signs.items()):
+            silent = now - last >= SAY_SILENT_S
+            if silent and rank not in self._reported:
+                self._reported[rank] = last
+                at = time.strftime("%H:%M:%S", time.localtime(last))
+                found.append(f"rank {rank} {where} has not responded since {at}; the run waits for it")
+            elif not silent and rank in self._reported:
+                found.append(f"rank {rank} {where} responds again, after {last - self._reported.pop(rank):.0f} s")
+        for rank in self._reported.keys() - signs.keys():  # another process has taken its place, or will
+            del self._reported[rank]
+        return found
 
 
 def figures(row: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from rich.console import Console
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
-from jobs.driver.progress import Activity, Clock, TrainingDisplay
+from jobs.driver.progress import Activity, Clock, SilentRanks, TrainingDisplay
 from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster, answers
 from jobs.driver.signals import Interrupted, StopSignals
@@ -105,6 +105,7 @@ class _Fit:
         )
         self.channel = driver_channel.open_channel()
         self.progress: Mapping[str, Any] = {}
+        self.silent_ranks = SilentRanks()
         job = train_job(
             spec,
             opened.plan,
@@ -190,14 +191,17 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
     channel = fitting.channel
     try:
         answers = ray.get(
-            [channel.progress.remote(), channel.printed_lines.remote(last=last)], timeout=ANSWER_TIMEOUT_S
+            [channel.progress.remote(), channel.printed_lines.remote(last=last), channel.last_signs.remote()],
+            timeout=ANSWER_TIMEOUT_S,
         )
     except ray.exceptions.RayError:  # too slow, or it died: `fit` reports the outcome
         display.show(dict(fitting.progress), missing=fitting.missing)
         return False
-    fitting.progress, lines = answers
+    fitting.progress, lines, signs = answers
     if lines:
         display.print_lines(lines)
+    for line in fitting.silent_ranks.lines(signs, now=time.time()):
+        display.print_lines(line)
     display.show(dict(fitting.progress), missing=fitting.missing)
     if fitting.progress.get("phase") == "training":
         signals.training = True

@@ -7,8 +7,11 @@ torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +20,8 @@ STARTING, SETTING_UP, RESTARTING = "starting workers", "setting up the workers",
 
 #: Begins what an expert host says of computing in another way than planned: a printed line, and an event `fallback`.
 FELL_BACK = "fell back: "
+#: Seconds between the signs of life of a worker.
+SIGN_EVERY_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class DriverChannel:
     def __init__(self) -> None:
         self._stop = asyncio.Event()
         self._progress: dict[str, Any] = {}
+        self._seen: dict[int, tuple[float, str]] = {}
         self._lines: dict[str, dict[int, str]] = {}
         self._next: dict[str, int] = {}
 
@@ -57,6 +63,20 @@ class DriverChannel:
     async def report_progress(self, progress: dict[str, Any]) -> None:
         """Rank 0: update the progress shown by the driver: {"phase", "step", "row", ...}."""
         self._progress.update(progress)
+        if progress.get("phase") in (SETTING_UP, RESTARTING):
+            self._seen.clear()  # other processes follow
+
+    async def sign_of_life(self, rank: int, where: str) -> None:
+        """A worker, every few seconds: it responds, with its node and process id in words."""
+        self._seen[rank] = (time.time(), where)
+
+    async def leave(self, rank: int) -> None:
+        """A worker that has returned: it is not expected to respond any more."""
+        self._seen.pop(rank, None)
+
+    async def last_signs(self) -> dict[int, tuple[float, str]]:
+        """Driver: (unix time of the last sign of life, where) of each worker that has not returned."""
+        return self._seen
 
     async def progress(self) -> dict[str, Any]:
         """Driver: the newest value of every progress field."""
@@ -89,6 +109,33 @@ class DriverChannel:
             if last or attempt_id != newest:
                 texts += [waiting.pop(number) for number in sorted(waiting)]
         return "".join(texts)
+
+
+@contextlib.contextmanager
+def signs_of_life(channel: Any, rank: int) -> Iterator[None]:
+    """Worker: tell the channel every `SIGN_EVERY_S` seconds that this process responds, until the end of the block.
+
+    Args:
+        channel: the `DriverChannel` actor.
+    """
+    import ray
+
+    where, over = f"on {ray.util.get_node_ip_address()} (pid {os.getpid()})", threading.Event()
+
+    def tell() -> None:
+        while True:
+            channel.sign_of_life.remote(rank, where)
+            if over.wait(SIGN_EVERY_S):
+                return
+
+    thread = threading.Thread(target=tell, daemon=True, name="signs-of-life")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        channel.leave.remote(rank)
 
 
 def on_this_node() -> Any:

@@ -29,7 +29,7 @@ from raytrain.data.sources.open import source_from_driver
 from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost, first_line
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.driver_channel import AttemptResult, on_stop_request
+from raytrain.execution.driver_channel import AttemptResult, on_stop_request, signs_of_life
 from raytrain.execution.export import export
 from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
@@ -63,7 +63,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
     workers = Workers()
     channel = config["channel"]
     print_lines = channel.print_lines.remote if workers.rank == 0 else None
-    with rank_log(RunFolder(config["run_path"]), workers.rank, print_lines=print_lines, wait=ray.wait):
+    log = rank_log(RunFolder(config["run_path"]), workers.rank, print_lines=print_lines, wait=ray.wait)
+    with signs_of_life(channel, workers.rank), log:
         job: TrainJob = cloudpickle.loads(ray.get(config["job"]))
         data = None if config["data"] is None else ray.get(config["data"])
         local_rank = ray.train.get_context().get_local_rank()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from jobs.driver.progress import QUIET_S, Activity, TrainingDisplay
+from jobs.driver.progress import QUIET_S, SAY_SILENT_S, Activity, SilentRanks, TrainingDisplay
 
 
 class Printed:
@@ -101,3 +102,20 @@ def test_an_activity_of_the_driver_says_what_is_missing(printed: Printed) -> Non
     printed.now += 5 * QUIET_S
     activity.tick()
     assert len(printed.lines) == 2
+
+
+def test_a_rank_that_does_not_respond_is_named_once_and_again_when_it_responds() -> None:
+    ranks, began = SilentRanks(), 1_000_000.0
+    signs = {0: (began, "on a (pid 1)"), 1: (began, "on b (pid 2)")}
+    assert ranks.lines(signs, now=began + SAY_SILENT_S - 1) == []
+    signs[0] = (began + SAY_SILENT_S, "on a (pid 1)")
+    (line,) = ranks.lines(signs, now=began + SAY_SILENT_S)
+    at = time.strftime("%H:%M:%S", time.localtime(began))
+    assert line == f"rank 1 on b (pid 2) has not responded since {at}; the run waits for it"
+    assert ranks.lines(signs, now=began + SAY_SILENT_S + 1) == []
+    signs[1] = (began + 40, "on b (pid 2)")
+    (line,) = ranks.lines({1: signs[1]}, now=began + 41)
+    assert line == "rank 1 on b (pid 2) responds again, after 40 s"
+    assert "has not responded" in ranks.lines({1: signs[1]}, now=began + 60)[0]
+    assert ranks.lines({}, now=began + 61) == [], "it has died, which is said elsewhere"
+    assert ranks.lines({1: (began + 62, "on b (pid 3)")}, now=began + 62) == [], "another process"

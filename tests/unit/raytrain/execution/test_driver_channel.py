@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raytrain.execution.driver_channel import DriverChannel, open_channel
+from raytrain.execution.driver_channel import RESTARTING, DriverChannel, open_channel, signs_of_life
 
 
 def test_a_stop_request_ends_every_wait_and_persists() -> None:
@@ -86,3 +89,30 @@ def test_the_drivers_actors_live_on_the_drivers_node(monkeypatch: pytest.MonkeyP
     assert open_channel() == "the channel"
     pinned = given["scheduling_strategy"]
     assert (pinned.node_id, pinned.soft, given["num_cpus"]) == (node, False, 0)
+
+
+def test_signs_of_life_last_until_a_worker_returns_or_the_workers_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, told, twice = DriverChannel(), list[str](), threading.Event()
+
+    def remote(name: str) -> Any:
+        def call(*given: Any) -> None:
+            asyncio.run(getattr(channel, name)(*given))
+            told.append(name)
+            if told.count("sign_of_life") == 2:
+                twice.set()
+
+        return SimpleNamespace(remote=call)
+
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=util))
+    monkeypatch.setattr("raytrain.execution.driver_channel.SIGN_EVERY_S", 0.001)
+    actor = SimpleNamespace(sign_of_life=remote("sign_of_life"), leave=remote("leave"))
+    with signs_of_life(actor, 3):
+        assert twice.wait(60), "again and again"
+        ((rank, (last, where)),) = asyncio.run(channel.last_signs()).items()
+        assert (rank, where) == (3, f"on 10.0.0.1 (pid {os.getpid()})") and last > 0
+    assert asyncio.run(channel.last_signs()) == {} and told[-1] == "leave"
+    for phase, left in (("training", 1), (RESTARTING, 0)):
+        asyncio.run(channel.sign_of_life(0, "here"))
+        asyncio.run(channel.report_progress({"phase": phase}))
+        assert len(asyncio.run(channel.last_signs())) == left
