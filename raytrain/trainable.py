@@ -158,6 +158,11 @@ class RemoteState(RemoteCheckpoint, Protocol):
         they include a "death" for each of `deaths`, with the seconds that the recovery took."""
         ...
 
+    def nonfinite(self) -> list[str]:
+        """Names of the remote parts whose gradients were not finite in the last step, and where they are; no
+        collective."""
+        ...
+
     def idle(self) -> Tensor:
         """Take part in a micro-batch of other workers, without rows; returns a scalar zero to call backward on."""
         ...
@@ -203,6 +208,10 @@ class LocalState:
         return 0.0
 
     def notices(self) -> list[Notice]:
+        """None."""
+        return []
+
+    def nonfinite(self) -> list[str]:
         """None."""
         return []
 

@@ -23,10 +23,10 @@ from experts.member.checkpoint import ExpertFiles, ExpertSnapshot, await_files
 from experts.member.commit import StepCommit
 from experts.member.gather import gather_layer, scatter_layer, to_holders
 from experts.member.shard import ExpertShard
-from experts.member.vote import VoteLayout, name_shortages, sum_shortages
+from experts.member.vote import VoteLayout, name_holder, name_shortages, sum_shortages
 from experts.placement.values import Placement
 from experts.routing.routes import LayerRoutes, Route
-from experts.shapes import LayerShape
+from experts.shapes import Key, LayerShape
 from experts.transport.protocol import HEADER_SIZE, Header, Op, Transport, bytes_tensor
 from raytrain.config.sections import OptimConfig
 from raytrain.train.compute.process_settings import ProcessSettings
@@ -74,6 +74,7 @@ class ExpertClient:
         self._forwards = [0] * len(self.shapes)
         self.recomputed: set[tuple[int, int]] = set()
         self.dropout = OomDropout(group, membership.workers, send=self.send_header, receive=self._exchange_headers)
+        self._nonfinite: list[Key] = []
         self._announcement: tuple[int, bytes | None] = (0, None)
 
     @property
@@ -173,6 +174,7 @@ class ExpertClient:
             announcement=self._announce(local.step),
         )
         self._forget_passes()
+        self._nonfinite = result.nonfinite
         self.busy_s = [total + own for total, own in zip(self.busy_s, result.busy_s, strict=True)]
         if self._commit.placement is not self.placement:
             self._use_placement(self._commit.placement)
@@ -205,6 +207,15 @@ class ExpertClient:
             self.layout.put(vector, trunk=squares, inverse_scale=inverse_scale, lr=local.lr)
         if routed:
             vector[self.layout.counts] = torch.tensor(routed, dtype=torch.float64)
+
+    def nonfinite(self) -> list[str]:
+        """Names of the experts whose gradients were not finite at the last vote, with their holders."""
+        colocated = self.shard is not None
+        return [
+            f"expert {expert} of layer {layer} on "
+            + name_holder(self.placement.home_of(layer, expert), colocated=colocated).removeprefix("the experts of ")
+            for layer, expert in self._nonfinite
+        ]
 
     def notices(self) -> list[Notice]:
         """Events of rank 0's rebalancer since the last call."""

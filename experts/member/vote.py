@@ -74,6 +74,12 @@ class VoteLayout:
         for (layer, expert), value in squares.items():
             vector[self.squares.start + sum(self.experts[:layer]) + expert] = value
 
+    def nonfinite(self, vector: Tensor) -> list[Key]:
+        """The experts whose squared norm is not finite."""
+        keys = [(layer, expert) for layer, number in enumerate(self.experts) for expert in range(number)]
+        finite = torch.isfinite(vector[self.squares]).tolist()
+        return [key for key, good in zip(keys, finite, strict=True) if not good]
+
     def put_spent(self, vector: Tensor, holder: int, *, busy_s: float, moving_s: float, sent_bytes: int) -> None:
         """Fill in the numbers of this holder."""
         begin = self.spent.start + len(SPENT) * holder
@@ -90,6 +96,7 @@ class VoteResult:
         notice: length in bytes of rank 0's message.
         busy_s, moving_s, sent_bytes: of each holder, see `VoteLayout.spent`.
         shortages: one number for each holder if any ran out of memory, else empty: everybody drops the step.
+        nonfinite: the experts whose gradients are not finite.
     """
 
     norm: Tensor
@@ -102,6 +109,7 @@ class VoteResult:
     moving_s: list[float]
     sent_bytes: list[float]
     shortages: list[float]
+    nonfinite: list[Key]
 
     def commit(self, max_grad_norm: float | None) -> CommitDecision:
         """The numbers for an optimizer on a host, equal to those of the workers' own step."""
@@ -125,6 +133,7 @@ def read_vote(layout: VoteLayout, vector: Tensor, *, step: int, members: int) ->
     skip = ~torch.isfinite(norm) | (head["nonfinite"] > 0)
     busy_s, moving_s, sent_bytes = vector[layout.spent].view(-1, len(SPENT)).T.tolist()
     shortages = vector[layout.shortages]
+    nonfinite = [] if torch.isfinite(norm) else layout.nonfinite(vector)
     return VoteResult(
         norm,
         skip,
@@ -136,6 +145,7 @@ def read_vote(layout: VoteLayout, vector: Tensor, *, step: int, members: int) ->
         moving_s=moving_s,
         sent_bytes=sent_bytes,
         shortages=shortages.tolist() if shortages.any() else [],
+        nonfinite=nonfinite,
     )
 
 
@@ -157,11 +167,15 @@ def sum_shortages(group: Transport, shard: ExpertShard | None) -> list[float]:
     return vector.tolist()
 
 
+def name_holder(holder: int, *, colocated: bool) -> str:
+    """A holder of experts, in messages."""
+    return f"{'the experts of rank' if colocated else 'expert host'} {holder}"
+
+
 def name_shortages(numbers: list[float], *, colocated: bool) -> list[Shortage]:
     """Name the holders that ran out of memory; `numbers` as `sum_shortages`."""
-    who = "the experts of rank" if colocated else "expert host"
     return [
-        Shortage(f"{who} {holder}", "OutOfMemoryError", allocated_bytes=int(value) - 1 or None)
+        Shortage(name_holder(holder, colocated=colocated), "OutOfMemoryError", allocated_bytes=int(value) - 1 or None)
         for holder, value in enumerate(numbers)
         if value
     ]

@@ -342,6 +342,7 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
         made["in force"], made["refused"] = client.rebalancer.in_force, client.rebalancer.refused
         made["busy"], made["sent"] = client.rebalancer.busy, client.rebalancer.sent
     made["intervals"] = reporter.intervals
+    made["nonfinite"] = [event["what"] for event in reporter.events if event["kind"] == "nonfinite"]
     routers = {name: value for name, value in session.trainable.module.named_parameters() if "router" in name}
     made["routers"] = {name: value.detach().clone().numpy() for name, value in routers.items()}
     made["counts"] = [part.tolist() for part in _book(session).last]

@@ -195,6 +195,15 @@ def test_an_overflow_anywhere_is_skipped_by_everybody_and_halves_the_scale_once(
         assert apart.mean() < 1e-4, name
 
 
+@pytest.mark.parametrize("where", ["worker", "expert"])
+def test_what_was_not_finite_is_named_also_on_a_host(where: str) -> None:
+    (local,) = act(0, Scene(1, 0, steps=3, inject=(where, 2)))["nonfinite"]
+    assert local.startswith("the gradients of ") and (".experts." in local) is (where == "expert")
+    made = run_gang(play, [Scene(1, 2, steps=3, inject=(where, 2))], world_size=3)
+    named = "the gradients of expert 0 of layer 0 on expert host 0" if where == "expert" else local
+    assert made[0][0]["nonfinite"] == [named]
+
+
 def test_a_checkpoint_of_three_hosts_loads_on_any_number(tmp_path: Path) -> None:
     """DESIGN 4.8: the same weights, moments and series, on 2 and on 5 hosts, and shared out over two workers.
 

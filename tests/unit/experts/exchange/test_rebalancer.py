@@ -21,6 +21,7 @@ def vote_result(placement: Placement, counts: list[float], *, sent: float = 0.0)
     return VoteResult(
         torch.tensor(1.0), torch.tensor(False), torch.tensor([*counts, 0.0], dtype=torch.float64), 1.0, 1e-3, 0,
         busy_s=busy, moving_s=[0.5 if sent else 0.0, 0.0], sent_bytes=[sent, 0.0], shortages=[0.0, 0.0],
+        nonfinite=[],
     )  # fmt: skip
 
 
