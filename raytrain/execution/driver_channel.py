@@ -51,6 +51,13 @@ class DriverChannel:
         self._lines: dict[str, dict[int, str]] = {}
         self._next: dict[str, int] = {}
 
+    async def keep(self, value: Any) -> list[Any]:
+        """Driver: store a value for the workers; returns [reference]. See `raytrain.execution.ray_private`, which says
+        why the driver does not own it."""
+        import ray
+
+        return [ray.put(value)]
+
     async def request_stop(self) -> None:
         """Driver: ask the workers to save after the current step and return."""
         self._stop.set()
@@ -155,6 +162,13 @@ def open_channel() -> Any:
 
     options = {"num_cpus": 0, "max_concurrency": 64, "scheduling_strategy": on_this_node()}
     return ray.remote(DriverChannel).options(**options).remote()
+
+
+def keep(channel: Any, value: Any) -> Any:
+    """Driver: a reference to a value that the `DriverChannel` actor stores for the workers."""
+    import ray
+
+    return ray.get(channel.keep.remote(value))[0]
 
 
 def on_stop_request(channel: Any, then: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ name, the run still works, but starts more slowly or is less well protected from
 | `ray._private.node.Node.start_monitor`, `.start_log_monitor`, `.start_api_server` | omit daemons | they start |
 | `DataParallelTrainer._create_default_callbacks` | omit two callbacks, each an actor | they are started |
 | `DataParallelTrainer._initialize_and_run_controller` | pass our scaling policy | Ray's own policy |
+| its `train_fn_ref._ref` | the driver owns no stored object | a failed agent ends the command without a result |
 | `...scaling_policy.FixedScalingPolicy` | request no workers from an autoscaler | Ray's own policy requests them |
 | `WorkerGroup.get_workers`, `.shutdown`, `Worker.actor` | end workers that formed no process group | left to Ray |
 | `ray._private.worker._global_node.dead_processes` | notice at once that a daemon died | Ray's calls fail later |
@@ -28,6 +29,7 @@ import functools
 import importlib
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 #: Default callbacks that a private cluster does not need: one distributes Ray Datasets, which are not used here; the
@@ -123,6 +125,21 @@ def fixed_scaling_policy(scaling_config: Any) -> Any | None:
     return None
 
 
+@dataclass(frozen=True)
+class InlineFunction:
+    """In place of Ray Train's reference to the workers' function, which it stores as an object of the driver.
+
+    Ray ends a process that owns a stored object as soon as its node is dead, as it then is after one of Ray's agents
+    failed: it marks the object as lost in a store that has gone.
+    """
+
+    function: Any
+
+    def get(self) -> Any:
+        """As Ray's reference."""
+        return self.function
+
+
 def local_trainer() -> type[Any]:
     """`TorchTrainer` for a private cluster, with three processes fewer, which saves three seconds on two cores.
 
@@ -137,9 +154,11 @@ def local_trainer() -> type[Any]:
 
         def _initialize_and_run_controller(self, *given: Any, **named: Any) -> Any:
             policy = fixed_scaling_policy(self.scaling_config) if "scaling_policy" in named else None
-            return super()._initialize_and_run_controller(
-                *given, **(named if policy is None else {**named, "scaling_policy": policy})
-            )
+            changed = {} if policy is None else {"scaling_policy": policy}
+            if find(named.get("train_fn_ref"), "_ref") is not None:
+                changed["train_fn_ref"] = InlineFunction(named["train_fn_ref"].get())
+                named["train_fn_ref"]._ref = None
+            return super()._initialize_and_run_controller(*given, **{**named, **changed})
 
     overridden = ("_create_default_callbacks", "_initialize_and_run_controller")
     return LocalTrainer if all(find(TorchTrainer, name) for name in overridden) else TorchTrainer

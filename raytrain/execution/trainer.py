@@ -18,7 +18,7 @@ from ray.train.torch import TorchTrainer
 
 from raytrain.errors import ClusterLost, RunError, first_line
 from raytrain.execution.controller import Collectives, FaultWriter
-from raytrain.execution.driver_channel import AttemptResult
+from raytrain.execution.driver_channel import AttemptResult, keep
 from raytrain.execution.ray_private import local_trainer
 from raytrain.execution.worker import train_loop_per_worker
 from raytrain.plan.choice import Resolved
@@ -46,11 +46,11 @@ def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str |
         train_loop_per_worker,
         train_loop_config={
             # the job may contain Python objects; Ray re-exports `dumps` without declaring it
-            "job": ray.put(cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
+            "job": keep(channel, cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
             "import_path": job.import_path,
             "run_path": job.run_path,
             "channel": channel,
-            "data": None if data is None else ray.put(data),
+            "data": None if data is None else keep(channel, data),
         },
         scaling_config=ScalingConfig(
             num_workers=int(job.planned("workers")),
