@@ -27,7 +27,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> Any:
                 raise outcome
             return self
 
-    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr(trainer, "keep", lambda channel, value: value)
     monkeypatch.setattr(trainer, "TorchTrainer", Played)
     job, _ = make_job(MLP, {"train": class_rows(64)})
     return trainer.fit(job, data=None, channel=None, local=False, interface=None, storage="unused")
