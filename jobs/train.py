@@ -26,6 +26,7 @@ from jobs.job.paths import resolved
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import ClusterLost, RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
+from raytrain.runs.faults import CLUSTER_LOST
 from raytrain.runs.folder import RunFolder
 
 __all__ = ["Result", "run_train", "train", "train_loaded"]
@@ -149,7 +150,7 @@ def train_loaded(
     except RaytrainError as error:
         if attempts.opened is None:
             raise
-        lost = f"{ClusterLost.__name__}: " if isinstance(error, ClusterLost) else ""  # as in the records of faults
+        lost = f"{CLUSTER_LOST}: " if isinstance(error, ClusterLost) else ""  # as in the records of faults
         attempts.result = AttemptResult("failed", f"{lost}{error}")
     if attempts.opened is None:
         raise Interrupted("before the run folder was made")

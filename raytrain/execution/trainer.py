@@ -113,7 +113,9 @@ def missing_for_workers(each: dict[str, float], number: int, free: dict[str, flo
         return ""
     want = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
     have = " and ".join(f"{free.get(name, 0):g} {name}" for name in each)
-    return f"{number} workers need {want} each, {have} are free"
+    who = "1 worker needs" if number == 1 else f"{number} workers need"
+    each_of = "" if number == 1 else " each"
+    return f"{who} {want}{each_of}, {have} are free"
 
 
 def _value(choice: Any) -> Any:

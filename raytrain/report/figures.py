@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.errors import ClusterLost
 from raytrain.report.experts import loads_of, names_of
 from raytrain.report.records import Row, RunRecords, first_text, listed, number, percentile, series, values
-from raytrain.runs.faults import RAY_FAILED
+from raytrain.runs.faults import CLUSTER_LOST, RAY_FAILED
 
 TIME_PARTS = (
     "startup", "data", "compute", "communication", "compile", "eval", "save", "restart", "lost", "other"
@@ -109,7 +108,7 @@ def outcome(records: RunRecords) -> RunOutcome:
 
 def cluster_lost(reason: str) -> bool:
     """Whether this is the reason of a run that failed because the Ray cluster was lost."""
-    return ClusterLost.__name__ in reason or reason.startswith(RAY_FAILED)
+    return CLUSTER_LOST in reason or reason.startswith(RAY_FAILED)
 
 
 def failure_reason(records: RunRecords) -> str:

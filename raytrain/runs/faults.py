@@ -8,8 +8,10 @@ from typing import Any
 from raytrain.errors import ClusterLost, CollectiveFailed
 from raytrain.runs.folder import RunFolder
 
+#: The error of an attempt that ended because Ray itself was lost; also begins the reason of such a run.
+CLUSTER_LOST = ClusterLost.__name__
 #: Errors that are the cause of other errors of the same attempt.
-CAUSES = ("WorkerDied", ClusterLost.__name__)
+CAUSES = ("WorkerDied", CLUSTER_LOST)
 #: In the reason of a run whose training is complete; the report finds its remedy by it.
 NOT_EXPORTED = "weights could not be exported"
 #: Begins the reason of a run that Ray itself ended, where no fault is recorded.
@@ -68,7 +70,7 @@ def lost_cluster(attempt: int, message: str, *, time: float) -> Fault:
         attempt=attempt,
         rank=None,
         step=None,
-        error=ClusterLost.__name__,
+        error=CLUSTER_LOST,
         message=message,
         traceback="",
         precision="",

@@ -74,4 +74,4 @@ def test_missing_resources_are_named_only_where_they_are_missing() -> None:
     assert missing_for_workers(each, 2, {"CPU": 4.0, "GPU": 2.0}) == ""
     line = missing_for_workers(each, 2, {"CPU": 3.0, "GPU": 2.0})
     assert line == "2 workers need 2 CPU and 1 GPU each, 3 CPU and 2 GPU are free"
-    assert missing_for_workers({"CPU": 1.0}, 1, {}) == "1 workers need 1 CPU each, 0 CPU are free"
+    assert missing_for_workers({"CPU": 1.0}, 1, {}) == "1 worker needs 1 CPU, 0 CPU are free"
