@@ -195,14 +195,19 @@ def recipes(name: str | None) -> None:
 
 
 class _BenchCommand(click.Command):
-    """`bench --help` ends with the keys of every bench."""
+    """`bench --help` ends with the keys of every bench, `bench NAME --help` with those of that one."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        named = [item for before, item in zip(["", *args], args, strict=False) if before != "--out"]
+        ctx.meta["bench"] = next((item for item in named if not item.startswith("-")), None)
+        return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from jobs.bench.harness.command import bench_key_lines
+        from jobs.bench.harness.command import bench_sections
 
-        with formatter.section("Keys of each benchmark, as key=value, with their defaults"):
-            for line in bench_key_lines():
-                formatter.write_text(line)
+        for title, rows in bench_sections(ctx.meta["bench"]):
+            with formatter.section(f"Keys with their defaults, as key=value, of {title}"):
+                formatter.write_dl(rows, col_max=38)
 
 
 @main.command(cls=_BenchCommand)

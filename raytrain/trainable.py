@@ -159,8 +159,7 @@ class RemoteState(RemoteCheckpoint, Protocol):
         ...
 
     def nonfinite(self) -> list[str]:
-        """Names of the remote parts whose gradients were not finite in the last step, and where they are; no
-        collective."""
+        """The remote parts whose gradients were not finite in the last step, and where they are; no collective."""
         ...
 
     def idle(self) -> Tensor:

@@ -1,13 +1,11 @@
-"""Memory and CPU use of this process and machine, read from /proc. Starts no threads."""
+"""Memory of this process, read from /proc."""
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.devices.limits import ROOT, memory_bytes
+from cluster.devices.limits import ROOT
 
 
 @dataclass(frozen=True)
@@ -43,31 +41,3 @@ def reset_peak(*, root: Path = ROOT) -> bool:
     except OSError:
         return False
     return True
-
-
-class CpuMeter:
-    """CPU time of this process between two calls, in percent of one core: 200 means two busy cores.
-
-    The first call of `percent` measures from the creation of the meter.
-    """
-
-    def __init__(self) -> None:
-        self._wall, self._cpu = time.monotonic(), _cpu_seconds()
-
-    def percent(self) -> float:
-        """Percent since the last call; 0 if no time has passed."""
-        wall, cpu = time.monotonic(), _cpu_seconds()
-        spent, passed = cpu - self._cpu, wall - self._wall
-        self._wall, self._cpu = wall, cpu
-        return 100.0 * spent / passed if passed > 0 else 0.0
-
-
-def _cpu_seconds() -> float:
-    times = os.times()
-    return times.user + times.system
-
-
-def system_sample(*, root: Path = ROOT) -> dict[str, float]:
-    """One sample of this machine: one-minute load average, and total and free bytes that this process may use."""
-    total, free = memory_bytes(root=root)
-    return {"load": os.getloadavg()[0], "memory_bytes": total, "free_bytes": free}

@@ -61,8 +61,11 @@ def check_room(facts: ExpertFacts, experts: ExpertsConfig, devices: Iterable[Dev
     """
     largest = sorted(devices, key=lambda gpu: -gpu.memory_bytes)
     if isinstance(experts.hosts, dict):
-        named = [(kind, [gpu for gpu in largest if is_named(gpu, kind)]) for kind in experts.hosts]
-        largest = [gpu for kind, those in named for gpu in those[: experts.hosts[kind]]]
+        left, largest = largest, []
+        for kind, number in experts.hosts.items():  # two names may mean the same GPUs
+            taken = [gpu for gpu in left if is_named(gpu, kind)][:number]
+            largest += taken
+            left = [gpu for gpu in left if not any(gpu is one for one in taken)]
     largest = largest[:hosts]
     if len(largest) < hosts or not all(gpu.memory_bytes for gpu in largest):  # not always known to Ray
         return

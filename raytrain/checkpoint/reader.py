@@ -104,16 +104,6 @@ def newest_valid(run: RunFolder, *, place: ShardPosition | None = None) -> Newes
     return NewestValid(None, refused)
 
 
-def verify(path: str) -> dict[str, Any]:
-    """Checks a checkpoint without loading it; returns its manifest.
-
-    Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
-    """
-    with named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
-        manifest, _files = checked_files(open_store(path), scratch, hashes=True)
-        return manifest
-
-
 def read_manifest(path: str) -> dict[str, Any]:
     """The manifest of a checkpoint that has been verified before."""
     return json.loads(open_store(path).read_bytes(MANIFEST))

@@ -131,6 +131,19 @@ def describe(value: Any) -> str:
     return text if value is None else f"{text} ({names.get(type(value), 'a Python object')})"
 
 
+def advice(*options: tuple[str, bool]) -> str:
+    """One sentence of the options that are not in force already.
+
+    Args:
+        options: (what to do, whether the run did it).
+    """
+    left = [text for text, in_force in options if not in_force]
+    if not left:
+        return ""
+    text = left[0] if len(left) == 1 else f"{', '.join(left[:-1])} or {left[-1]}"
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def abbreviated(texts: Sequence[str], most: int, *, separator: str = ", ") -> str:
     """The first `most` of the texts, and how many more there are."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""

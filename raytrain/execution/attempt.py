@@ -74,7 +74,10 @@ def agree_on_start(
             refused, unread = [], error
             step = max((row["from_step"] for row in rows if row["kind"] == "attempt"), default=0)
         starts = origins(faults, rows, step=step)
-        decision = decide(faults, retry=job.retry, fallback=job.precision.fallback, resumed_from=starts)
+        less_memory = job.less_memory(faults[-1].precision if faults else None)
+        decision = decide(
+            faults, retry=job.retry, fallback=job.precision.fallback, resumed_from=starts, less_memory=less_memory
+        )
         if unread is not None and decision.action != "stop":
             raise unread
         cursor = skipped_to(rows, step)

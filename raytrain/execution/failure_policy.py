@@ -48,7 +48,9 @@ class RecoveryDecision:
     micro_batch: int | None = None
 
 
-def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> RecoveryDecision:
+def decide(
+    faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int], less_memory: str = ""
+) -> RecoveryDecision:
     """Decide what follows the newest of `faults`.
 
     Args:
@@ -56,21 +58,24 @@ def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_f
         retry: the limits.
         fallback: `precision.fallback`.
         resumed_from: the step that each attempt of this command started from, oldest first, including the next one.
+        less_memory: what reduces the memory of a worker, in a sentence.
     """
     if not faults:
         return RecoveryDecision("go_on", "no faults")
-    decision = _decide(faults, retry=retry, fallback=fallback, resumed_from=resumed_from)
+    decision = _decide(faults, retry=retry, fallback=fallback, resumed_from=resumed_from, less_memory=less_memory)
     halves = [halved(fault.micro_batch) for fault in faults if fault.out_of_memory and fault.micro_batch]
     return replace(decision, micro_batch=min(halves)) if halves else decision
 
 
-def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> RecoveryDecision:
+def _decide(
+    faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int], less_memory: str
+) -> RecoveryDecision:
     newest = faults[-1]
     what = f"{newest.error}: {newest.message}" if newest.message else newest.error
     if newest.final:
         return RecoveryDecision("stop", what)
     if _is_halvable(newest):
-        return _after_out_of_memory(newest, what, resumed_from[-1])
+        return _after_out_of_memory(newest, what, resumed_from[-1], less_memory)
     compared = newest.traceback and newest.error not in TRANSIENT_ERRORS
     alike = [fault for fault in faults[:-1] if compared and _same_place(fault, newest)]
     if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
@@ -119,16 +124,12 @@ def _is_halvable(fault: Fault) -> bool:
     return fault.out_of_memory and fault.micro_batch is not None
 
 
-def _after_out_of_memory(fault: Fault, what: str, step: int) -> RecoveryDecision:
+def _after_out_of_memory(fault: Fault, what: str, step: int, less_memory: str) -> RecoveryDecision:
     where = f"rank {fault.rank} ran out of memory at step {fault.step} ({what})"
     if fault.micro_batch and fault.micro_batch > 1:
         half = halved(fault.micro_batch)
         return RecoveryDecision("go_on", f"{where}; {_from(step)} with micro-batches of {half}")
-    return RecoveryDecision(
-        "stop",
-        f"{where} with loop.micro_batch_size 1; to reduce memory, use a smaller model or shorter samples (model.*), "
-        "optim.name: sgd, loop.activation_checkpointing: true or data.storage: stream",
-    )
+    return RecoveryDecision("stop", f"{where} with loop.micro_batch_size 1. {less_memory}".rstrip())
 
 
 def _same_place(one: Fault, other: Fault) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import StepSettings
 from raytrain.train.memory import device as memory
-from raytrain.train.memory.device import address_space_limit
 from raytrain.train.session import Session
 
 WIDE_GPT = {**GPT, "layers": 1, "width": 32, "context": 128, "vocab_size": 512}
@@ -116,7 +116,8 @@ def under_an_address_space_limit(rank: int, world_size: int, run_path: str) -> d
     status = Path("/proc/self/status").read_text().split("\n")
     mapped = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmSize"))
     growth = (peaks[16][1] or 0) - (peaks[1][1] or 0)
-    address_space_limit(mapped + int(1.5 * growth))
+    limit = mapped + int(1.5 * growth)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     limited = by_brute_force(session, None)
     MicroBatchChoice(Calibration(session, RunFolder(run_path), Rows(), silent)).resolve()
     return {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from jobs.bench.harness.options import BenchOptions, find_benches
+from jobs.bench.harness.options import Bench, BenchOptions, find_benches
 from raytrain.config.decode import decode, parse_override
 from raytrain.config.messages import key_rows
 from raytrain.errors import InputError
@@ -26,13 +26,35 @@ def list_lines() -> list[str]:
     return [f"{name:<{width}}  {bench.measures}" for name, bench in benches.items()]
 
 
-def bench_key_lines() -> list[str]:
-    """The keys of all benches with types and defaults, for `bench --help`."""
+def bench_sections(name: str | None) -> list[tuple[str, list[tuple[str, str]]]]:
+    """For `bench --help`: for each bench, or for the named one, a title and (`key = default`, meaning and accepted
+    values) of its keys.
+
+    Raises:
+        InputError: no such bench.
+    """
+    benches = find_benches() if name is None else {name: find_bench(name)}
     return [
-        f"{name}: {row.key} = {row.default}  ({row.expected})"
-        for name, bench in find_benches().items()
-        for row in key_rows(bench.options)
+        (
+            f"{title}: {bench.measures}",
+            [(f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})") for row in key_rows(bench.options)],
+        )
+        for title, bench in benches.items()
     ]
+
+
+def find_bench(name: str) -> Bench:
+    """The bench of this name.
+
+    Raises:
+        InputError: there is none.
+    """
+    benches = find_benches()
+    if name not in benches:
+        raise InputError(
+            "bench", seen=name, expected=f"one of {', '.join(benches)}", remedy="`raytrain bench --list` describes them"
+        )
+    return benches[name]
 
 
 def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOptions:
@@ -41,12 +63,7 @@ def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOpti
     Raises:
         InputError: no such bench, or an unknown key or an invalid value.
     """
-    benches = find_benches()
-    if name not in benches:
-        raise InputError(
-            "bench", seen=name, expected=f"one of {', '.join(benches)}", remedy="`raytrain bench --list` describes them"
-        )
-    kind = benches[name].options
+    kind = find_bench(name).options
     if "changes" in kind.model_fields:
         overrides = _with_changes(overrides, job="job" in kind.model_fields)
     given = dict(parse_override(text) for text in overrides)

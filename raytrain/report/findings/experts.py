@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from raytrain.config.messages import advice
 from raytrain.report.experts import loads_of, names_of
-from raytrain.report.findings.finding import Finding, advice
+from raytrain.report.findings.finding import Finding
 from raytrain.report.records import (
     RunRecords,
     percentile,

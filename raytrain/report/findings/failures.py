@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from raytrain.config.messages import advice
 from raytrain.report.figures import (
     cause_of,
     cluster_lost,
     failure_reason,
     outcome,
 )
-from raytrain.report.findings.finding import Finding, advice
+from raytrain.report.findings.finding import Finding
 from raytrain.report.findings.training import FULL_PRECISIONS
 from raytrain.report.records import (
     Row,

@@ -17,16 +17,3 @@ class Finding:
     title: str
     evidence: str
     remedy: str = ""
-
-
-def advice(*options: tuple[str, bool]) -> str:
-    """One sentence of the options that are not in force already.
-
-    Args:
-        options: (what to do, whether the run did it).
-    """
-    left = [text for text, in_force in options if not in_force]
-    if not left:
-        return ""
-    text = left[0] if len(left) == 1 else f"{', '.join(left[:-1])} or {left[-1]}"
-    return f"{text[0].upper()}{text[1:]}."

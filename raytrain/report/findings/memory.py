@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from raytrain.report.findings.finding import Finding, advice
+from raytrain.config.messages import advice
+from raytrain.report.findings.finding import Finding
 from raytrain.report.records import RunRecords, number
 
 

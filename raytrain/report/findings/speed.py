@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from raytrain.config.messages import advice
 from raytrain.report.figures import seconds, step_ms, time_account
-from raytrain.report.findings.finding import Finding, advice
+from raytrain.report.findings.finding import Finding
 from raytrain.report.records import RunRecords, number
 
 SAVE_BUDGET = 0.03

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from raytrain.config.messages import advice
 from raytrain.report.figures import (
     plain_number,
 )
-from raytrain.report.findings.finding import Finding, advice
+from raytrain.report.findings.finding import Finding
 from raytrain.report.records import (
     RunRecords,
     non_finite_steps,

@@ -197,11 +197,6 @@ def process_sizes(root: Path = ROOT) -> dict[str, int]:
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
 
 
-def address_space_limit(limit: int) -> None:
-    """Limit the address space of this process (RLIMIT_AS); for child processes that exist only to be measured."""
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-
 def processes_sharing(device: torch.device, workers: Workers) -> int:
     """Number of workers that share this worker's memory, including itself: those on the same GPU, or on a CPU those of
     the node (`LOCAL_WORLD_SIZE`, set by the launcher). Collective on GPUs."""

@@ -72,8 +72,7 @@ class ShortageRetry:
         if now is None:
             raise RunError(
                 f"out of memory in {where} with loop.micro_batch_size 1: {dropped}; there is nothing smaller to "
-                "compute. A smaller model or shorter samples (model.*), loop.activation_checkpointing: true, "
-                "precision.dtype: bf16 or data.storage: stream need less memory"
+                f"compute. {self._sizing.less_memory}"
             )
         self._apply_size()
         self._reporter.event(

@@ -35,6 +35,15 @@ def test_help_of_a_verb_lists_its_keys_with_their_defaults(verb: str) -> None:
         assert words in done.output, words
 
 
+def test_help_of_benches_lists_each_key_with_its_default_and_meaning() -> None:
+    every, one = run("bench", "--help"), run("bench", "loop", "--help")
+    for done in (every, one):
+        assert done.exit_code == 0 and "threads of one process, the same for every arm" in done.output
+        assert 'threads = "auto"' in done.output
+    assert " loop: " in one.output and " placement: " in every.output and " placement: " not in one.output
+    assert run("bench", "loops", "--help").exit_code == 2
+
+
 def test_help_names_every_verb() -> None:
     done = run("-h")
     for verb in ("train", "plan", "report", "tune", "infer", "check", "submit"):

@@ -1,4 +1,4 @@
-"""Memory and CPU time of this process."""
+"""Memory of this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.telemetry.process import CpuMeter, MemoryUse, process_memory, reset_peak, system_sample
+from cluster.telemetry.process import MemoryUse, process_memory, reset_peak
 
 SLACK = 8 << 20
 """The kernel sums its counters lazily: two of them agree within some pages a core."""
@@ -36,21 +36,3 @@ def test_the_peak_remembers_freed_memory_until_it_is_reset() -> None:
     if not reset_peak():
         pytest.skip("this kernel lets no process reset its peak")
     assert process_memory().peak < during.rss - SLACK
-
-
-def test_the_meter_sees_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, cpu = [10.0], [1.0]
-    monkeypatch.setattr("cluster.telemetry.process.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("cluster.telemetry.process._cpu_seconds", lambda: cpu[0])
-    meter = CpuMeter()
-    assert meter.percent() == 0.0
-    clock[0], cpu[0] = 12.0, 4.0
-    assert meter.percent() == 150.0
-    clock[0], cpu[0] = 13.0, 4.25
-    assert meter.percent() == 25.0
-
-
-def test_a_sample_of_the_machine() -> None:
-    sample = system_sample()
-    assert sample["memory_bytes"] >= sample["free_bytes"] > 0
-    assert sample["load"] >= 0

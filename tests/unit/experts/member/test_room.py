@@ -115,6 +115,14 @@ def test_a_model_is_refused_before_the_start() -> None:
         check_room(facts, ExpertsConfig(), [small, small], hosts=2)
     check_room(facts, ExpertsConfig(), [small, large], hosts=1)
     check_room(facts, ExpertsConfig(), [unknown, small], hosts=2)
+    on_t4 = ExpertsConfig(num_experts=6, hosts={"T4": 1})
+    check_room(facts, on_t4, [gpu("T4", 20), small], hosts=1)
+    with pytest.raises(InputError, match="T4"):
+        check_room(facts, on_t4, [large, small], hosts=1)  # the largest GPU is of another type
+    twice = ExpertsConfig(num_experts=6, hosts={"A100": 1, "NVIDIA A100": 1})
+    one_and_none = [gpu("NVIDIA A100", 12), gpu("NVIDIA A100", 0)]
+    with pytest.raises(InputError):
+        check_room(ExpertFacts(((SHAPE.numel(0),) * 13,), 0, 0, 0, 0), twice, one_and_none, hosts=2)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints, load, looks_like_pickle, newest_valid, verify
+from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints, load, looks_like_pickle, newest_valid
 from raytrain.checkpoint.retention import discard_after
 from raytrain.checkpoint.safetensors import write_tensors
 from raytrain.checkpoint.snapshot import Staging, flatten, take_snapshot, unflatten
@@ -294,7 +294,7 @@ def test_damage_is_reported_and_the_previous_checkpoint_is_used(run, kind):
     damage, message = DAMAGE[kind]
     damage(two_checkpoints(run))
     with pytest.raises(CheckpointError, match=message):
-        verify(run.checkpoint_dir(20))
+        load(run.checkpoint_dir(20))
     good = newest_valid(run)
     assert good.checkpoint.step == 10 and good.checkpoint.parts["model"]["w"][0] == 10
     assert len(good.refused) == 1 and "step_00000020" in good.refused[0]
@@ -611,7 +611,7 @@ def test_a_read_error_does_not_count_as_damage_and_keeps_the_checkpoint(tmp_path
             newest_valid(run)
         assert not isinstance(caught.value, CheckpointError)
         with pytest.raises(OSError, match=os.strerror(number)):
-            verify(run.checkpoint_dir(20))
+            load(run.checkpoint_dir(20))
     assert newest_valid(run).checkpoint.step == 20
 
 

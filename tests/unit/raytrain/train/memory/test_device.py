@@ -201,12 +201,13 @@ def test_workers_with_one_gpu_between_them_share_its_memory(
 
 
 CHILD = """
-import json, sys, torch
-from raytrain.train.memory.device import address_space_limit, is_out_of_memory
+import json, resource, sys, torch
+from raytrain.train.memory.device import is_out_of_memory
 cpu, found = torch.device("cpu"), {}
 small = torch.ones(1024)
 mapped = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))
-address_space_limit(mapped + int(sys.argv[1]))
+limit = mapped + int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 kept = []
 try:
     for number in range(1000):

@@ -72,13 +72,14 @@ def test_messages_between_workers_survive_a_round_trip() -> None:
     assert str(one) == "rank 1: OutOfMemoryError: é (held 1,099,511,627,776 bytes, free 5 bytes)"
 
 
-def session_of() -> Session:
+def session_of(**sections: Any) -> Session:
     data = {"train": class_rows(12), "eval_fraction": 0.0}
-    return make_session(MLP, data, loop={"global_batch_size": 6, "micro_batch_size": 3, "max_steps": 2})
+    return make_session(MLP, data, loop={"global_batch_size": 6, "micro_batch_size": 3, "max_steps": 2}, **sections)
 
 
-def test_a_single_row_that_does_not_fit_ends_the_run_with_the_keys() -> None:
-    session, rows = session_of(), Rows()
+@pytest.mark.parametrize("sgd", [False, True])
+def test_a_single_row_that_does_not_fit_ends_the_run_with_the_keys(sgd: bool) -> None:
+    session, rows = session_of(**({"optim": {"name": "sgd"}} if sgd else {})), Rows()
     inner = session.trainable.loss
 
     def loss(module: Any, batch: Any) -> Any:
@@ -87,8 +88,9 @@ def test_a_single_row_that_does_not_fit_ends_the_run_with_the_keys() -> None:
         return inner(module, batch)
 
     session.trainable.loss = loss
-    with pytest.raises(RunError, match=r"step 2 with loop.micro_batch_size 1: rank 0: .*2.00 GiB.*data.storage"):
+    with pytest.raises(RunError, match=r"step 2 with loop.micro_batch_size 1: rank 0: .*2.00 GiB.*bf16") as ended:
         session.loop(reporter=rows, should_stop=lambda: False).run(session.state)
+    assert ("optim.name: sgd" in str(ended.value)) is not sgd, "nothing that is in force already"
     assert [row["micro_batch_size"] for row in rows.events] == [2, 1]
     assert session.state.step == 1 and all(row["seconds"] > 0 for row in rows.events)
 
