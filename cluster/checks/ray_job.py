@@ -17,6 +17,8 @@ STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 SAVE_RATE = 200 << 20
 """Bytes per second at which a checkpoint is assumed to be written; the real rate is known after the first one."""
 
+ENOUGH = "enough for a step and a save"
+
 PACKAGE_CACHE = "runtime_resources"
 """Directory of a Ray session that holds the working directories of jobs; Ray deletes them."""
 
@@ -63,19 +65,38 @@ def _check_folder(save_dir: str) -> CheckResult:
     return CheckResult("save_folder", "ok", folder, expected)
 
 
+def measured_stop(stop_s: float, *, grace_s: float, environ: Mapping[str, str] | None = None) -> CheckResult | None:
+    """The check of the stop again, once the run has measured what a stop takes; None outside a submitted job.
+
+    Args:
+        stop_s: seconds of a step and of saving a checkpoint, as measured.
+        grace_s: `retry.stop_grace_s`.
+    """
+    environ = os.environ if environ is None else environ
+    return _judge_stop(stop_s, "measured", grace_s, environ) if is_submitted(environ) else None
+
+
 def _check_stop(
     step_s: float | None, checkpoint_bytes: int | None, grace_s: float, environ: Mapping[str, str]
 ) -> CheckResult:
+    if step_s is None:
+        seen = f"{_killed_after(grace_s, environ)[1]}; the time of a step is not known yet"
+        return CheckResult("job_stop", "na", seen, ENOUGH)
+    return _judge_stop(step_s + (checkpoint_bytes or 0) / SAVE_RATE, "predicted", grace_s, environ)
+
+
+def _killed_after(grace_s: float, environ: Mapping[str, str]) -> tuple[float, str]:
+    """Seconds that a stop leaves, and the same in words."""
     try:
         wait_s = float(environ.get(STOP_WAIT, "3"))
     except ValueError:
         wait_s = 3.0
-    expected = "enough for a step and a save"
-    seen = f"`ray job stop` kills this job after {wait_s:g} s, whatever retry.stop_grace_s says ({grace_s:g} s)"
-    if step_s is None:
-        return CheckResult("job_stop", "na", f"{seen}; the time of a step is not known yet", expected)
-    need_s = step_s + (checkpoint_bytes or 0) / SAVE_RATE
-    needs = f"{expected}: about {need_s:.3g} s are predicted"
+    return wait_s, f"`ray job stop` kills this job after {wait_s:g} s, whatever retry.stop_grace_s says ({grace_s:g} s)"
+
+
+def _judge_stop(need_s: float, how: str, grace_s: float, environ: Mapping[str, str]) -> CheckResult:
+    wait_s, seen = _killed_after(grace_s, environ)
+    needs = f"{ENOUGH}: about {need_s:.3g} s are {how}"
     if need_s > wait_s:
         return CheckResult(
             "job_stop", "warn", seen, needs,

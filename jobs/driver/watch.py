@@ -13,6 +13,7 @@ import ray
 import ray.exceptions
 from rich.console import Console
 
+from cluster.checks.ray_job import measured_stop
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
@@ -25,6 +26,7 @@ from raytrain.errors import ClusterLost, ResourcesTaken
 from raytrain.execution import driver_channel, trainer
 from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult
 from raytrain.execution.ray_private import dead_daemons
+from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 from raytrain.runs.storage import join
 
@@ -106,6 +108,7 @@ class _Fit:
         self.channel = driver_channel.open_channel()
         self.progress: Mapping[str, Any] = {}
         self.silent_ranks = SilentRanks()
+        self._grace_s, self._stop_judged = spec.retry.stop_grace_s, False
         job = train_job(
             spec,
             opened.plan,
@@ -169,6 +172,15 @@ class _Fit:
                 f"the workers found no room for {GIVE_BACK_S:.0f} s ({self.missing()}): the expert hosts are given back"
             )
 
+    def measured_stop(self) -> list[str]:
+        """Once the workers have measured what a stop takes: a line if a submitted job is not left that long, or if it
+        is, other than predicted at the start."""
+        stop_s = self.progress.get("stop_s")
+        if stop_s is None or self._stop_judged:
+            return []
+        self._stop_judged = True
+        return renewed_stop_check(self._run_folder, stop_s, grace_s=self._grace_s)
+
     def missing(self) -> str:
         """What the workers that are being started still need; "" where nothing is missing."""
         if self._cluster.local or self.progress.get("phase", STARTING) not in (STARTING, RESTARTING):
@@ -200,6 +212,8 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
     fitting.progress, lines, signs = answers
     if lines:
         display.print_lines(lines)
+    for line in fitting.measured_stop():
+        display.print_lines(line)
     for line in fitting.silent_ranks.lines(signs, now=time.time()):
         display.print_lines(line)
     display.show(dict(fitting.progress), missing=fitting.missing)
@@ -280,6 +294,21 @@ class ClusterWatch:
         lost = {node: address for node, address in self._alive.items() if node not in alive}
         self._alive = alive
         return lost
+
+
+def renewed_stop_check(run: RunFolder, stop_s: float, *, grace_s: float) -> list[str]:
+    """A line if `ray job stop` leaves too little time by what the run measured, or enough other than predicted.
+
+    Args:
+        stop_s, grace_s: see `measured_stop`.
+    """
+    check = measured_stop(stop_s, grace_s=grace_s)
+    if check is None:
+        return []
+    before = [row["status"] for row in run.read_json(run.preflight) if row["name"] == "job_stop"]
+    if check.status == "ok" and before == ["ok"]:
+        return []
+    return [f"warning: {check.text}" if check.status == "warn" else check.text]
 
 
 def free_resources() -> dict[str, float]:

@@ -240,7 +240,6 @@ class Worker:
         rollback_policy = RollbackPolicy(self.run_folder, limit=self.job.retry.rollbacks)
         while True:
             loop = session.loop(reporter=reporter, should_stop=self._stop_requested.is_set, clock=clock)
-            self._now = lambda state=session.state, loop=loop: {"step": state.step, "activity": loop.activity}
             loop.saver = saver = CheckpointSaver(
                 session,
                 self.run_folder,
@@ -251,6 +250,9 @@ class Worker:
                 clock=clock,
                 fence=reporter.fence,
             )
+            self._now = lambda state=session.state, loop=loop, saver=saver: {
+                "step": state.step, "activity": loop.activity, "stop_s": saver.stop_s
+            }  # fmt: skip
             self._report_progress({"phase": "training", "max_steps": loop.limits.max_steps, "step": session.state.step})
             try:
                 outcome = loop.run(session.state)

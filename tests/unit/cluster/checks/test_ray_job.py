@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.checks.ray_job import JOB_ENVIRONMENT, STOP_WAIT, check_ray_job
+from cluster.checks.ray_job import JOB_ENVIRONMENT, STOP_WAIT, check_ray_job, measured_stop
 
 SUBMITTED = {JOB_ENVIRONMENT: "{}"}
 
@@ -54,3 +54,11 @@ def test_a_stop_that_kills_before_a_step_and_a_save_is_a_warning(
     assert "retry.stop_grace_s says (30 s)" in check.seen
     if status == "warn":
         assert f"{STOP_WAIT}=30" in check.remedy and check.remedy in check.text
+
+
+def test_a_stop_is_judged_again_by_what_the_run_measures() -> None:
+    assert measured_stop(9.0, grace_s=30.0, environ={}) is None, "no submitted job"
+    slow, quick = (measured_stop(seconds, grace_s=30.0, environ=SUBMITTED) for seconds in (9.0, 2.0))
+    assert slow is not None and slow.status == "warn" and "about 9 s are measured" in slow.text
+    assert f"{STOP_WAIT}=30" in slow.remedy
+    assert quick is not None and quick.status == "ok"

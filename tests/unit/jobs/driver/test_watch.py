@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.checks.ray_job import JOB_ENVIRONMENT
 from jobs.driver import watch as module
-from jobs.driver.watch import HEAD_SILENT_S, LOOK_EVERY_S, ClusterWatch, LostNode
+from jobs.driver.watch import HEAD_SILENT_S, LOOK_EVERY_S, ClusterWatch, LostNode, renewed_stop_check
 from raytrain.errors import ClusterLost
 from raytrain.execution.controller import lost_nodes
+from raytrain.runs.folder import RunFolder
 
 
 def row(name: str, *, alive: bool = True) -> dict[str, Any]:
@@ -80,3 +83,20 @@ def test_a_line_says_what_ran_on_a_node_and_what_happens_next() -> None:
 def test_ranks_on_dead_nodes_only_are_lost_with_their_node() -> None:
     listed = [row("1"), row("2", alive=False)]
     assert lost_nodes(listed, {0: "1", 1: "2", 2: "2", 3: "9"}) == {1: "10.0.0.2", 2: "10.0.0.2"}
+
+
+@pytest.mark.parametrize(
+    ("before", "stop_s", "says"),
+    [("ok", 2.0, None), ("ok", 9.0, "warning: "), ("warn", 2.0, "job_stop: "), ("na", 9.0, "warning: ")],
+)
+def test_the_warning_of_a_stop_is_renewed_by_what_the_run_measures(
+    before: str, stop_s: float, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder.create(str(tmp_path), "a")
+    run.write_json(run.preflight, [{"name": "job_stop", "status": before}])
+    assert renewed_stop_check(run, stop_s, grace_s=30.0) == [], "no submitted job"
+    monkeypatch.setenv(JOB_ENVIRONMENT, "{}")
+    lines = renewed_stop_check(run, stop_s, grace_s=30.0)
+    assert len(lines) == (says is not None)
+    if says is not None:
+        assert lines[0].startswith(says) and f"about {stop_s:g} s are measured" in lines[0]
