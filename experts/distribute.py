@@ -170,10 +170,6 @@ class RemoteExpertState:
         """See `RemoteState`."""
         self.client.end_passes(short=short)
 
-    def nonfinite(self) -> list[str]:
-        """See `RemoteState`."""
-        return self.client.nonfinite()
-
     def shortages(self) -> list[Shortage]:
         """See `RemoteState`."""
         return self.client.shortages()

@@ -80,11 +80,12 @@ class LocalStep:
 
 @dataclass(frozen=True)
 class GlobalStep:
-    """What every rank agreed on: the clip norm (float64 scalar), whether to skip, the summed counts."""
+    """What every rank agreed on: clip norm (float64 scalar), whether to skip, summed counts, non-finite remote parts."""
 
     norm: Tensor
     skip: Tensor
     counts: Tensor | None = None
+    nonfinite: tuple[str, ...] = ()
 
 
 Notice = tuple[str, dict[str, Any]]
@@ -158,17 +159,12 @@ class RemoteState(RemoteCheckpoint, Protocol):
         they include a "death" for each of `deaths`, with the seconds that the recovery took."""
         ...
 
-    def nonfinite(self) -> list[str]:
-        """The remote parts whose gradients were not finite in the last step, and where they are; no collective."""
-        ...
-
     def idle(self) -> Tensor:
         """Take part in a micro-batch of other workers, without rows; returns a scalar zero to call backward on."""
         ...
 
     def end_passes(self, *, short: bool) -> None:
-        """End this worker's passes of a step or of an evaluation. With `short` they end early, because memory ran out,
-        and the other workers' passes continue without this worker until `discard`."""
+        """End this worker's passes of a step or evaluation; with `short` early, for lack of memory, until `discard`."""
 
     def shortages(self) -> list[Shortage]:
         """Out-of-memory errors of the other processes in an evaluation; those in a step are reported by `agree`."""
@@ -207,10 +203,6 @@ class LocalState:
         return 0.0
 
     def notices(self) -> list[Notice]:
-        """None."""
-        return []
-
-    def nonfinite(self) -> list[str]:
         """None."""
         return []
 

@@ -74,7 +74,6 @@ class ExpertClient:
         self._forwards = [0] * len(self.shapes)
         self.recomputed: set[tuple[int, int]] = set()
         self.dropout = OomDropout(group, membership.workers, send=self.send_header, receive=self._exchange_headers)
-        self._nonfinite: list[Key] = []
         self._announcement: tuple[int, bytes | None] = (0, None)
 
     @property
@@ -174,7 +173,6 @@ class ExpertClient:
             announcement=self._announce(local.step),
         )
         self._forget_passes()
-        self._nonfinite = result.nonfinite
         self.busy_s = [total + own for total, own in zip(self.busy_s, result.busy_s, strict=True)]
         if self._commit.placement is not self.placement:
             self._use_placement(self._commit.placement)
@@ -187,7 +185,10 @@ class ExpertClient:
             self.rebalancer.committed(local.step, result, self.placement, refused=self._commit.refused)
         counts, device = local.counts, local.sum_of_squares.device
         counts = None if counts is None else result.counts.to(device)
-        return GlobalStep(norm=result.norm.to(device), skip=result.skip.to(device), counts=counts)
+        return GlobalStep(
+            norm=result.norm.to(device), skip=result.skip.to(device), counts=counts,
+            nonfinite=self._named(result.nonfinite),
+        )  # fmt: skip
 
     def _announce(self, step: int) -> bytes | None:
         """The next placement, if rank 0 has decided on one; the same again for a step that is voted on again."""
@@ -208,14 +209,14 @@ class ExpertClient:
         if routed:
             vector[self.layout.counts] = torch.tensor(routed, dtype=torch.float64)
 
-    def nonfinite(self) -> list[str]:
-        """Names of the experts whose gradients were not finite at the last vote, with their holders."""
+    def _named(self, experts: list[Key]) -> tuple[str, ...]:
+        """Names of experts with their holders."""
         colocated = self.shard is not None
-        return [
+        return tuple(
             f"expert {expert} of layer {layer} on "
             + name_holder(self.placement.home_of(layer, expert), colocated=colocated).removeprefix("the experts of ")
-            for layer, expert in self._nonfinite
-        ]
+            for layer, expert in experts
+        )
 
     def notices(self) -> list[Notice]:
         """Events of rank 0's rebalancer since the last call."""

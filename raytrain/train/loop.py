@@ -238,9 +238,7 @@ class TrainingLoop:
         elif aux_loss is not None and not math.isfinite(aux_loss):
             self._culprit = f"the auxiliary loss was {aux_loss}"
         else:
-            names = [*self.step.reduction.nonfinite(), *self.step.trainable.remote.nonfinite()] or [
-                "unknown parameters"
-            ]
+            names = [*self.step.reduction.nonfinite(), *self.step.remote_nonfinite] or ["unknown parameters"]
             self._culprit = f"the gradients of {abbreviated(names, NAMED_AT_MOST)}"
         self.reporter.event("nonfinite", step=step, what=self._culprit)
 

@@ -114,6 +114,7 @@ class TrainingStep:
         self.inflight = inflight
         self.reduction = reduction or FlatReduction(trainable, workers=workers, device=device)
         self.gradients = self.reduction.gradients
+        self.remote_nonfinite: tuple[str, ...] = ()
         self.filler, self._without_rows = filler, without_rows
         self.device_guard = DeviceGuard(trainable.module, device)
         self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
@@ -226,6 +227,7 @@ class TrainingStep:
             inverse_scale=self.scale.inverse if self.scale.enabled else None,
         )
         agreed = self.trainable.agree(local) if self.trainable.agree else default_agreement(self.workers, local)
+        self.remote_nonfinite = agreed.nonfinite
         lr = self.commit(agreed, step=step)
         waited = self._waited() - waited
         return StepOutput(

@@ -87,6 +87,8 @@ def test_a_checkpoint_holds_only_the_state(tmp_path: Path) -> None:
 class Clocked:
     """A writer whose stalls are given; the time of a step is set through the saver's own clock."""
 
+    last_write_s = None
+
     def __init__(self, stall: float) -> None:
         self.stall = stall
 
