@@ -80,7 +80,7 @@ class LocalStep:
 
 @dataclass(frozen=True)
 class GlobalStep:
-    """What every rank agreed on: clip norm (float64 scalar), whether to skip, summed counts, non-finite remote parts."""
+    """What every rank agreed on: clip norm (float64 scalar), skip or not, summed counts, non-finite remote parts."""
 
     norm: Tensor
     skip: Tensor
