@@ -333,7 +333,8 @@ def test_the_interval_is_bounded_with_a_reason() -> None:
 
 
 def test_what_a_stop_takes_is_known_at_the_second_save(tmp_path: Path) -> None:
-    session = make_session(MLP, {"train": class_rows(12), "eval_fraction": 0.0}, loop={"max_steps": 2})
+    loop = {"max_steps": 2, "global_batch_size": 6}
+    session = make_session(MLP, {"train": class_rows(12), "eval_fraction": 0.0}, loop=loop)
     saver = CheckpointSaver(
         session, RunFolder.create(str(tmp_path), "a"), every=1, keep=1, asynchronous=False, reporter=Rows(),
         clock=Clock(0), fence=lambda: None,
