@@ -27,6 +27,7 @@ from experts.routing.grouped import SharedExpert, build_experts
 from experts.routing.load import LoadTracker
 from experts.routing.router import TopKRouter
 from experts.routing.trace import build_trace
+from raytrain.models.cache import KeyValueCache
 from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
@@ -37,9 +38,13 @@ class MoEBlock(PreNorm):
     """A GPT block whose feed-forward is a MoELayer; also returns its auxiliary loss."""
 
     def forward(
-        self, x_BSD: Tensor, valid_BS: Tensor | None = None, weight_BS: Tensor | None = None
+        self,
+        x_BSD: Tensor,
+        valid_BS: Tensor | None = None,
+        weight_BS: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        x_BSD = self.attend(x_BSD)
+        x_BSD = self.attend(x_BSD, cache)
         y_BSD, aux = self.feed_forward(self.norm_feed_forward(x_BSD), valid_BS, weight_BS)
         return x_BSD + self.drop(y_BSD), aux
 
@@ -47,8 +52,18 @@ class MoEBlock(PreNorm):
 class MoEGPT(GPT):
     """The GPT of raytrain with experts in every block."""
 
+    @property
+    def takes_cache(self) -> bool:
+        """False with a capacity, which counts the earlier tokens of a sequence: a single token does not show them."""
+        routers = [part for part in self.modules() if isinstance(part, TopKRouter)]
+        return all(router.capacity_factor is None for router in routers)
+
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> dict[str, Tensor]:
         """As `GPT.forward`; in training with labels also "aux", the sum of the layers' auxiliary losses.
 
@@ -60,10 +75,13 @@ class MoEGPT(GPT):
         """
         valid_BS = None if attention_mask is None else attention_mask != 0
         weight_BS = None if labels is None else labelled_weight(labels, valid_BS)
-        x_BSD, terms = self.embed(input_ids), []
+        x_BSD, terms = self.embed(input_ids, cache), []
         for block in self.blocks:
-            x_BSD, aux = block(x_BSD, valid_BS, weight_BS)
+            held = () if cache is None else (cache,)
+            x_BSD, aux = block(x_BSD, valid_BS, weight_BS, *held)
             terms.append(aux)
+        if cache is not None:
+            x_BSD = cache.end_pass(x_BSD)
         out, aux = self.outputs(self.logits(x_BSD), labels), total(terms)
         return out if aux is None or labels is None else out | {"aux": aux}
 

@@ -182,6 +182,27 @@ def export(run: str, step: str | None, target: str | None) -> None:
     sys.exit(export_verb(run, step=step, target=target))
 
 
+@main.command(cls=_keys_option(("infer", "scale", "precision", "cluster")))
+@click.argument("arguments", nargs=-1, metavar="[RUN | JOB.yaml | FOLDER | module:function] [section.key=value ...]")
+@click.option("--resume", metavar="DIR", help="continue the interrupted command that wrote this output folder")
+@click.option("--dry-run", is_flag=True, help="print the plan and start nothing")
+@click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
+def infer(arguments: tuple[str, ...], resume: str | None, dry_run: bool, verbose: bool) -> None:
+    """Answer the rows of infer.input with a trained model (default: the newest run), in input order.
+
+    RUN is a run folder, FOLDER one that transformers wrote, and module:function a builder.
+    """
+    from rich.console import Console
+
+    from jobs.infer import run_infer
+
+    path, overrides = split_arguments(arguments)
+    console = Console(highlight=False)
+    given = None if path is None else str(path)
+    result = run_infer(given, overrides, resume=resume, dry_run=dry_run, verbose=verbose, console=console)
+    sys.exit(0 if result is None or result.status == "done" else 1)
+
+
 @main.command()
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
@@ -246,7 +267,6 @@ def _later(verb: str, does: str) -> None:
         refuse_later(load_spec(path, overrides).spec, verb)
 
 
-_later("infer", "Run batch inference on many workers")
 _later("check", "Check machines, then train two steps")
 _later("submit", "Run any verb as a Ray job")
 

@@ -34,7 +34,7 @@ def export_verb(path: str, *, step: str | None, target: str | None) -> int:
         CheckpointError: the checkpoint is damaged.
     """
     run = RunFolder.open(NEWEST if path == "latest" else path)
-    wanted = _planned(run) if step is None else _parsed(step)
+    wanted = planned_step(run) if step is None else _parsed(step)
     folder, notes = export_weights_of(run, wanted, target)
     loss = f", {notes['loss_kind']} loss {float(notes['loss']):.6g}" if "loss" in notes else ""
     print(f"weights of step {notes['step']}{loss}: {folder}")
@@ -65,7 +65,7 @@ def _parsed(step: str) -> int | str:
     return int(step)
 
 
-def _planned(run: RunFolder) -> str:
+def planned_step(run: RunFolder) -> str:
     """What a finished run exports, if it has been evaluated; else the last step."""
     plan: dict[str, Any] = run.read_json(run.plan) if run.exists(run.plan) else {}
     wanted = plan.get("choices", {}).get("export", {}).get("value", "last")

@@ -44,7 +44,7 @@ RESUME_MAY_CHANGE = (
 )  # fmt: skip
 """Keys and entire sections that a job given with ``--resume`` may change, except ``save.dir``."""
 
-LATER_VERBS = ("infer", "check", "submit")
+LATER_VERBS = ("check", "submit")
 
 Name = Annotated[
     str,
@@ -255,7 +255,7 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
         raise InputError(
             verb,
             seen="a verb that is not available in this version",
-            expected="train, tune, plan, export, recipes, report or bench",
+            expected="train, tune, plan, infer, export, recipes, report or bench",
         )
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
         raise InputError(

@@ -43,6 +43,7 @@ def _own_function(value: Any) -> Any:
     return value
 
 
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_list_as_tuple)]
 Betas = Annotated[tuple[Share, Share], BeforeValidator(_list_as_tuple)]
 WorkerRange = Annotated[
     tuple[Count, Count],
@@ -304,9 +305,31 @@ class TuneConfig(Section):
 
 
 class InferConfig(Section):
-    """Batch inference over a finished run's weights."""
+    """Batch inference over the rows of files."""
 
-    input: Text | None = Field(default=None, description="the input")
-    output: Text | None = Field(default=None, description="where to write; null: predictions/ of the run")
-    batch_size: Count | Auto = Field(default="auto", description="samples per forward pass")
-    max_samples: Count | None = Field(default=None, description="stop after this many samples")
+    input: Text | Texts | None = Field(default=None, description="files or folders of rows; a path, URI or list")
+    output: Text | None = Field(default=None, description="a new folder; null: predictions/NAME-TIME in the run")
+    weights: Literal["auto", "best", "last"] | Count = Field(
+        default="auto", description="of a run: best, last, or the step of a checkpoint; auto: what the run exports"
+    )
+    batch_size: Count | Auto = Field(default="auto", description="rows per forward pass")
+    unit_rows: Count | Auto = Field(default="auto", description="rows that a worker computes and writes at a time")
+    max_samples: Count | None = Field(default=None, description="read only so many rows, the first of the input")
+    max_failures: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.01, description="the share of rows that may fail before the command fails"
+    )
+    id_column: Text | None = Field(default=None, description="a column of unique ids; null: the row's number, from 0")
+    keep: Texts = Field(default=(), description="input columns to write beside the predictions")
+    label: Text | None = Field(default=None, description="a column with the right answers: writes quality figures")
+    format: Literal["parquet", "csv", "jsonl"] = Field(default="parquet", description="format of the predictions")
+    prompt_field: Text | None = Field(default=None, description="the column of prompts; null: prompt, text, ...")
+    template: Text | None = Field(default=None, description="a prompt with {column}, or the name of one of templates")
+    templates: dict[str, str] = Field(default={}, description="prompts by name, each with {column}")
+    chat: bool = Field(default=False, description="put prompts into the tokenizer's chat template")
+    max_new_tokens: Count = Field(default=128, description="most tokens of an answer")
+    temperature: NonNegative = Field(default=0.0, description="0: the most likely token; above: draws, seeded per row")
+    top_k: Count | None = Field(default=None, description="draw from the k most likely tokens")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="draw from the most likely tokens of this total probability"
+    )
+    stop: Texts = Field(default=(), description="texts that end an answer")

@@ -79,7 +79,7 @@ class CheckpointSaver:
             self.writer.rehearse(session.parts())
         self._remote = session.strategy.remote_checkpoint(session.parts, run)
         self._about = {
-            "source_facts": session.facts, "tokenizer": session.source.tokenizer,
+            "source_facts": session.facts, "tokenizer": session.source.tokenizer, "reads": dict(session.source.reads),
             "own_format": session.trainable.export is not None,
         }  # fmt: skip
 

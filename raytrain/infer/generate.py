@@ -1,67 +1,219 @@
-"""Generates text with a language model, token by token, without changing the state of the run."""
+"""Generates text with a language model, a batch of prompts at a time, without changing the state of the run."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raytrain.models.cache import KeyValueCache
+from raytrain.trainable import MASK, in_eval
+
+SAMPLE_TEMPERATURE = 0.8
+SAMPLE_TOP_K = 50
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of an answer are chosen, and when it ends.
+
+    Attributes:
+        max_new_tokens: most tokens of an answer.
+        temperature: 0 takes the most likely token.
+        top_k: draw from the k most likely tokens; None for all.
+        top_p: draw from the most likely tokens that together have at least this probability; None for all.
+        end_ids: tokens that end an answer; they are not part of it.
+        stop: texts that end an answer; the answer ends before the first of them.
+        seed: with the row's number, it decides all draws: they do not depend on the batch or the worker.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    end_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass
+class _Row:
+    """One answer while it is generated."""
+
+    number: int
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.answer
+
 
 @torch.no_grad()
-def sample_text(
+def generate(
     module: nn.Module,
-    prompt_ids: list[int],
+    prompts: Sequence[Sequence[int]],
     *,
-    tokens: int,
-    context: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    seed: int,
-) -> list[int]:
-    """Continue a prompt.
+    sampling: Sampling,
+    rows: Sequence[int] | None = None,
+    context: int | None = None,
+    decode: Decode | None = None,
+) -> list[list[int]]:
+    """Continue every prompt; the answers do not depend on which other prompts are in the batch, up to rounding.
+
+    Modules whose `takes_cache` is true compute one token a pass, until a row is as long as the context. All others, and
+    from there on, read the last `context` tokens again for each new one.
 
     Args:
-        module: `forward(input_ids=(1, S))` returns {"logits": (1, S, V)} or an object with `.logits`.
-        prompt_ids: at least one token; the model sees only the last `context` of them.
-        tokens: how many to add.
-        temperature: 0 picks the most likely token each time.
-        top_k: sample from the k most likely tokens; None for all.
-        seed: of a generator of its own, so that the run's generators are not advanced.
+        module: `forward(input_ids=(B, S))` returns {"logits": (B, S, V)} or an object with `.logits`; it must be
+            causal. A forward that names `attention_mask` gets it.
+        prompts: tokens, at least one each.
+        rows: numbers of the rows, for the draws; by default 0, 1, ...
+        context: most tokens that the model sees; None = no limit.
+        decode: tokens to text; needed for `sampling.stop`.
     Returns:
-        the new tokens alone. The train mode of every submodule is restored.
+        the new tokens of each row. The train mode of every submodule is restored, and no global generator is advanced.
     Raises:
-        ValueError: an empty prompt.
+        ValueError: an empty prompt, or `stop` without `decode`.
     """
-    if not prompt_ids:
-        raise ValueError("the prompt is empty; give at least one token")
-    device = next(module.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    modes = [(part, part.training) for part in module.modules()]
-    ids = list(prompt_ids)
-    module.eval()
-    try:
-        for _ in range(tokens):
-            window = torch.tensor([ids[-context:]], device=device)
-            logits = _logits(module(input_ids=window))[0, -1].double().cpu()
-            ids.append(_draw(logits, temperature=temperature, top_k=top_k, generator=generator))
-    finally:
-        for part, training in modes:
-            part.training = training
-    return ids[len(prompt_ids) :]
+    if not all(prompts):
+        raise ValueError("a prompt is empty; give at least one token")
+    if sampling.stop and decode is None:
+        raise ValueError("stop texts need a function that decodes tokens")
+    numbers = range(len(prompts)) if rows is None else rows
+    every = [_Row(number, list(prompt)) for number, prompt in zip(numbers, prompts, strict=True)]
+    with in_eval(module):
+        _Batch(module, every, sampling, context, decode).run()
+    return [row.answer for row in every]
+
+
+class _Batch:
+    """The rows of a batch that have not ended, and what produces their next tokens."""
+
+    def __init__(
+        self, module: nn.Module, rows: list[_Row], sampling: Sampling, context: int | None, decode: Decode | None
+    ) -> None:
+        self.module, self.sampling, self.context, self.decode = module, sampling, context, decode
+        self.device = next(module.parameters()).device
+        self.alive = list(rows)
+        self.draws = {row.number: _uniforms(sampling, row.number) for row in rows}
+        self.masked = MASK in inspect.signature(module.forward).parameters
+        self.step = 0
+
+    def run(self) -> None:
+        """Generate until every row has ended."""
+        if getattr(self.module, "takes_cache", False):
+            self._cached()
+        while self.alive and self.step < self.sampling.max_new_tokens:
+            self._append(self._forward(self._windows(), None))
+
+    def _cached(self) -> None:
+        longest = max(len(row.prompt) for row in self.alive)
+        room = self.sampling.max_new_tokens
+        if self.context is not None:
+            room = min(room, self.context - longest + 1)
+        if room < 1:
+            return
+        cache = KeyValueCache([len(row.prompt) for row in self.alive], capacity=longest + room - 1)
+        given = [row.prompt for row in self.alive]
+        for _ in range(room):
+            kept = self._append(self._forward(given, cache))
+            if not self.alive:
+                return
+            if len(kept) < len(given):
+                cache.keep(kept)
+            given = [row.answer[-1:] for row in self.alive]
+
+    def _windows(self) -> list[list[int]]:
+        return [row.ids if self.context is None else row.ids[-self.context :] for row in self.alive]
+
+    def _forward(self, given: list[list[int]], cache: KeyValueCache | None) -> Tensor:
+        """(B, V) float64 logits of each row's next token, on the CPU."""
+        lengths = [len(ids) for ids in given]
+        padded = torch.zeros(len(given), max(lengths), dtype=torch.int64)
+        for row, ids in enumerate(given):
+            padded[row, : len(ids)] = torch.tensor(ids)
+        inputs: dict[str, Any] = {"input_ids": padded.to(self.device)}
+        uneven = min(lengths) < max(lengths)
+        if self.masked and uneven:
+            mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+            inputs[MASK] = mask.to(torch.int64).to(self.device)
+        if cache is not None:
+            inputs["cache"] = cache
+        logits = _logits(self.module(**inputs))
+        if logits.shape[1] > 1:
+            last = torch.tensor(lengths, device=logits.device) - 1
+            logits = logits[torch.arange(len(given), device=logits.device), last]
+        return logits.reshape(len(given), -1).double().cpu()
+
+    def _append(self, logits_BV: Tensor) -> list[int]:
+        """Give each row its next token; drop rows that have ended. Returns the places of those that continue."""
+        uniforms = np.array([self.draws[row.number][self.step] for row in self.alive])
+        tokens = choose(logits_BV, self.sampling, torch.from_numpy(uniforms)).tolist()
+        self.step += 1
+        kept = [place for place, row in enumerate(self.alive) if not self._ends(row, tokens[place])]
+        self.alive = [self.alive[place] for place in kept]
+        return kept
+
+    def _ends(self, row: _Row, token: int) -> bool:
+        if token in self.sampling.end_ids:
+            return True
+        row.answer.append(token)
+        if not self.sampling.stop:
+            return False
+        assert self.decode is not None
+        text = self.decode(row.answer)
+        return any(stop in text for stop in self.sampling.stop)
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the stop texts."""
+    found = [at for at in (text.find(one) for one in stop) if at >= 0]
+    return text[: min(found)] if found else text
+
+
+def choose(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> Tensor:
+    """The next token of each row, (B,).
+
+    Args:
+        logits_BV: float64.
+        uniforms_B: float64 in [0, 1), one draw for each row.
+    """
+    if sampling.temperature == 0:
+        return logits_BV.argmax(-1)
+    top_k = sampling.top_k
+    if top_k is not None and top_k < logits_BV.shape[1]:
+        least = logits_BV.topk(top_k).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
+    probabilities = torch.softmax(logits_BV / sampling.temperature, dim=-1)
+    ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
+    total = ordered.cumsum(-1)
+    if sampling.top_p is not None:
+        ordered = ordered.masked_fill(total - ordered >= sampling.top_p, 0.0)
+        total = ordered.cumsum(-1)
+    drawn = (uniforms_B.to(total.device) * total[:, -1]).unsqueeze(1)
+    place = torch.searchsorted(total, drawn, right=True).clamp(max=total.shape[1] - 1)
+    place = torch.minimum(place, (ordered > 0).sum(-1, keepdim=True) - 1)
+    return tokens.gather(1, place).squeeze(1)
+
+
+def _uniforms(sampling: Sampling, row: int) -> np.ndarray:
+    """The draws of one row, a pure function of the seed and the row's number."""
+    if sampling.temperature == 0:
+        return np.zeros(sampling.max_new_tokens)
+    generator = np.random.Generator(np.random.Philox(key=[sampling.seed % 2**64, row % 2**64]))
+    return generator.random(sampling.max_new_tokens)
 
 
 def _logits(output: Any) -> Tensor:
     return output["logits"] if isinstance(output, dict) else output.logits
-
-
-def _draw(logits_V: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits_V.argmax())
-    if top_k is not None and top_k < len(logits_V):
-        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(top_k).values[-1], -torch.inf)
-    probabilities = torch.softmax(logits_V / temperature, dim=0)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def language_sample(
@@ -78,8 +230,9 @@ def language_sample(
     """
     split = source.eval or source.train
     prompt = split.gather(split.eval_order()[:1])["input_ids"][0].tolist()[: min(32, context or 32)]
+    sampling = Sampling(tokens, temperature=SAMPLE_TEMPERATURE, top_k=SAMPLE_TOP_K, seed=seed)
     try:
-        ids = sample_text(module, prompt, tokens=tokens, context=context or len(prompt), seed=seed)
+        ids = generate(module, [prompt], sampling=sampling, context=context or len(prompt))[0]
     except (TypeError, AttributeError, KeyError):  # a user's forward that needs labels, or returns no logits
         return None
-    return {"prompt": source.decode(prompt), "text": source.decode(ids), "temperature": 0.8}
+    return {"prompt": source.decode(prompt), "text": source.decode(ids), "temperature": SAMPLE_TEMPERATURE}

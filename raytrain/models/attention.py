@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raytrain.models.cache import KeyValueCache
+
 #: Default bytes of a mask cache; set by `loop.mask_cache_mb`.
 BUDGET = 8 * 2**20
 
@@ -117,10 +119,16 @@ class Attention(nn.Module):
         if window is not None:
             self.masks = MaskCache()
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, D); with a cache, S is the prompts' padded length, later 1."""
         B, S, D = x_BSD.shape
         parts = self.qkv(x_BSD).split(D, dim=2)
         q, k, v = (part.view(B, S, self.heads, D // self.heads).transpose(1, 2) for part in parts)
+        if cache is not None:
+            if not cache.is_empty:
+                y = cache.attend(self, q, k, v, window=self.window)
+                return self.out(y.transpose(1, 2).reshape(B, S, D))
+            cache.start(self, k, v)
         dropout = self.dropout if self.training else 0.0
         if self.window is None or self.window >= S:
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)

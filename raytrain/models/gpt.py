@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain.models.attention import Attention
+from raytrain.models.cache import KeyValueCache
 from raytrain.models.sizes import check_gpt, language_flops
 from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, accuracy, need_keys
 
@@ -41,9 +42,9 @@ class PreNorm(nn.Module):
         self.feed_forward = feed_forward
         self.dropout = dropout
 
-    def attend(self, x_BSD: Tensor) -> Tensor:
+    def attend(self, x_BSD: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """The first half of the block: x plus its attention."""
-        return x_BSD + self.drop(self.attention(self.norm_attention(x_BSD)))
+        return x_BSD + self.drop(self.attention(self.norm_attention(x_BSD), cache))
 
     def drop(self, x: Tensor) -> Tensor:
         """Dropout on a residual branch."""
@@ -53,8 +54,8 @@ class PreNorm(nn.Module):
 class Block(PreNorm):
     """One pre-norm block around any feed-forward (..., D) -> (..., D)."""
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = self.attend(x_BSD)
+    def forward(self, x_BSD: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        x_BSD = self.attend(x_BSD, cache)
         return x_BSD + self.drop(self.feed_forward(self.norm_feed_forward(x_BSD)))
 
 
@@ -89,11 +90,13 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=residual if name.endswith(".out") else INIT_STD)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """(B, S) ids -> (B, S, D). Raises ValueError if S is longer than the context."""
         S = input_ids.shape[1]
         if self.context < S:
             raise ValueError(f"a sequence of {S} tokens is longer than the context of {self.context}")
+        if cache is not None and not cache.is_empty:
+            return self.tokens(input_ids) + self.positions[cache.positions(input_ids.device)]
         positions = self.positions if self.context == S else self.positions[:S]
         x_BSD = self.tokens(input_ids) + positions
         return F.dropout(x_BSD, self.dropout, self.training) if self.dropout else x_BSD
@@ -102,16 +105,26 @@ class GPT(nn.Module):
         """Final norm and the tied head: (B, S, D) -> (B, S, V)."""
         return self.head(self.norm(x_BSD))
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    @property
+    def takes_cache(self) -> bool:
+        """Whether `forward` gives the same logits with a `cache`."""
+        return True
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> dict[str, Tensor]:
         """Return {"logits"} without labels; with labels {"loss"}, and in evaluation also "logits".
 
         Args:
             input_ids: (B, S) int64.
             labels: (B, S) int64, labels[t] is the token after input_ids[t], or -100 to ignore it.
+            cache: of these rows, to generate: the first call gives it the padded prompts, each later one (B, 1) tokens.
         """
-        x_BSD = self.embed(input_ids)
+        x_BSD = self.embed(input_ids, cache)
         for block in self.blocks:
-            x_BSD = block(x_BSD)
+            x_BSD = block(x_BSD) if cache is None else block(x_BSD, cache)
+        if cache is not None:
+            x_BSD = cache.end_pass(x_BSD)
         return self.outputs(self.logits(x_BSD), labels)
 
     def outputs(self, logits_BSV: Tensor, labels: Tensor | None) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -146,6 +146,8 @@ class Source:
         worker_data: what the driver sends to the workers instead of the source, else None.
         placed: whether the splits are where training reads them (`raytrain.data.loading.prepare`).
         tokenizer: folder of the tokenizer that made the tokens.
+        reads: how rows of other files become the same batches, for inference: {"characters"} of a text's vocabulary, or
+            {"stacked", "named"} columns of a table; empty where nothing has to be known.
         first_labels_ignored: the first label of each row is -100: a model that shifts labels itself never reads it.
     """
 
@@ -162,6 +164,7 @@ class Source:
     placed: bool = False
     tokenizer: str | None = None
     first_labels_ignored: bool = False
+    reads: Mapping[str, Any] = field(default_factory=dict)
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:

@@ -56,7 +56,8 @@ def table_pair(
     splits = [table_split(columns) for columns in converted]
     train_split, eval_split = splits if len(splits) == 2 else split_off(splits[0], fraction)
     classes = len(names) if names else class_count(splits)
-    return _source(train_split, eval_split, origin=origin, classes=classes, class_names=names)
+    made = _source(train_split, eval_split, origin=origin, classes=classes, class_names=names)
+    return replace(made, reads=choice.reads())
 
 
 def _check_same_types(train: TableColumns, evaluation: TableColumns, *, key: str) -> None:

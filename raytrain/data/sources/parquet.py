@@ -106,6 +106,7 @@ def open_groups(files: Sequence[str], eval_files: Sequence[str], keys: Mapping[s
         describe=reason,
         classes=classes,
         class_names=names,
+        reads=sizes.choice.reads(),
     )
 
 

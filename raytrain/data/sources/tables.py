@@ -28,6 +28,10 @@ class ColumnChoice:
     named: tuple[str, ...]
     label: str | None
 
+    def reads(self) -> dict[str, list[str]]:
+        """`Source.reads` of these columns."""
+        return {"stacked": list(self.stacked), "named": list(self.named)}
+
 
 def read_tables(paths: Sequence[str], *, kind: str, key: str) -> Any:
     """Read all files as one pyarrow Table, in the order given.

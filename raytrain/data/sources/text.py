@@ -247,6 +247,7 @@ def text_source(
         encode=codec.encode,
         describe=reason,
         first_labels_ignored=same_labels,
+        reads={"characters": codec.characters} if vocabulary == "chars" else {},
     )
 
 

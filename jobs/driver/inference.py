@@ -1,0 +1,225 @@
+"""What `infer` runs: a trained run, a JOB.yaml, a folder of transformers, or a builder, as an `InferenceModel`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.devices.inventory import Inventory
+from jobs.job.paths import resolve_model_paths, resolved
+from jobs.job.spec import JobSpec, LoadedSpec, load_spec
+from jobs.report import NEWEST
+from raytrain.config.user_code import make_importable
+from raytrain.data.rows.contract import Source
+from raytrain.errors import InputError
+from raytrain.execution.export import checkpoint_of
+from raytrain.infer.model import InferenceModel
+from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, KEYS, read_config
+from raytrain.models.huggingface.tokenizer import has_tokenizer
+from raytrain.models.weights.headers import find_weights
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import Store, join, open_store
+from raytrain.train.build import source_facts
+
+EXPECTED = "a run folder, a JOB.yaml, a folder of transformers, or module:function"
+_BUILDER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What `infer` was told to run.
+
+    Attributes:
+        model: to load on each worker.
+        spec: the job with the overrides.
+        name: for messages and the output folder.
+        identity: what the model's answers depend on, for `OutputFolder.begin`.
+        run: the trained run, None for another kind of target.
+    """
+
+    model: InferenceModel
+    spec: JobSpec
+    name: str
+    identity: dict[str, Any]
+    run: RunFolder | None = None
+
+
+def open_target(given: str | None, overrides: Sequence[str], inventory: Inventory) -> Target:
+    """Find the model that `infer` is to run.
+
+    Args:
+        given: a run folder (`latest` or None: the newest run), a JOB.yaml, a folder that transformers wrote, or a
+            builder as module:function.
+
+    Raises:
+        InputError: it is none of these, or it has no weights.
+    """
+    make_importable(os.getcwd())
+    if given is not None and _BUILDER.fullmatch(given) and not os.path.exists(given):
+        return _of_job(load_spec(mapping=_own_job(given), overrides=overrides), given, inventory)
+    if given is not None and given.endswith((".yaml", ".yml")):
+        return _of_job(load_spec(given, overrides), os.path.splitext(os.path.basename(given))[0], inventory)
+    if given is not None and os.path.isfile(os.path.join(given, "config.json")):
+        return _of_folder(given, overrides, inventory)
+    return _of_run(given, overrides, inventory)
+
+
+def _own_job(builder: str) -> dict[str, Any]:
+    """A job with nothing but a builder: no data is opened for it."""
+    return {"name": "infer", "model": {"builder": builder}, "data": {"source": "raytrain.infer:none"}}
+
+
+# ---------------------------------------------------------------- a run
+
+
+def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -> Target:
+    try:
+        run = RunFolder.open(NEWEST if given in (None, "latest") else str(given))
+    except InputError as error:
+        raise InputError("infer", seen=error.seen, expected=EXPECTED) from error
+    if not run.exists(run.job_mapping):
+        raise InputError("infer", seen=f"{run.path}, which is no run", expected=EXPECTED)
+    spec = resolved(load_spec(mapping=run.read_json(run.job_mapping), overrides=overrides).spec)
+    weights, step = _weights_of(run, spec.infer.weights)
+    about = _about(run, step)
+    facts, reads = about.get("source_facts"), about.get("reads")
+    if facts is None or reads is None:  # a run of an earlier version: its data tells
+        facts, reads = _of_source(spec)
+    tokenizer = about.get("tokenizer")
+    model = spec.model.model_copy(update={"init_from": weights})
+    model = _without_weights_of_builder(model)
+    found = InferenceModel(
+        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, inventory), seed=spec.seed
+    )
+    identity = {"model": _content_of(weights), "step": step, "builder": model.builder}
+    return Target(found, spec, os.path.basename(run.path), identity, run)
+
+
+def _weights_of(run: RunFolder, wanted: str | int) -> tuple[str, int]:
+    """Path and step of the weights of a run: those it exported, or a checkpoint's."""
+    if wanted == "auto" and run.exists(run.weights):
+        return os.path.dirname(run.weights), _exported_step(run)
+    from jobs.export import export_weights_of, planned_step
+
+    step = planned_step(run) if wanted == "auto" else wanted
+    info = checkpoint_of(run, step)
+    try:
+        find_weights(info.path, key="infer.weights")
+        return info.path, info.step
+    except InputError:  # other processes hold a part of it in files of their own
+        target = join(run.path, f"exports/step_{info.step:08d}")
+        if not open_store(target).entries(""):
+            export_weights_of(run, info.step, target)
+        return target, info.step
+
+
+def _exported_step(run: RunFolder) -> int:
+    """The step of the exported weights, from their metadata; 0 if the file has none."""
+    data = open_store(run.path).read_head("weights/model.safetensors", 1 << 20)
+    size = int.from_bytes(data[:8], "little")
+    try:
+        return int(json.loads(data[8 : 8 + size])["__metadata__"]["step"])
+    except (KeyError, ValueError, TypeError):
+        return 0
+
+
+def _about(run: RunFolder, step: int) -> dict[str, Any]:
+    """What the checkpoints of a run say about its data; empty if none is left."""
+    from raytrain.checkpoint.reader import list_checkpoints
+
+    complete = [info for info in list_checkpoints(run) if info.complete]
+    if not complete:
+        return {}
+    info = next((info for info in complete if info.step == step), complete[-1])
+    return json.loads(open_store(info.path).read_bytes("manifest.json")).get("extra", {})
+
+
+def _of_source(spec: JobSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Facts of the training data, from the data itself."""
+    source = _opened(spec)
+    return source_facts(source), source.reads
+
+
+def _opened(spec: JobSpec) -> Source:
+    from jobs.driver.build import opened
+
+    return opened(spec)
+
+
+# ---------------------------------------------------------------- other targets
+
+
+def _of_job(loaded: LoadedSpec, name: str, inventory: Inventory) -> Target:
+    spec = loaded.spec
+    own = spec.data.source == "raytrain.infer:none"
+    model = resolve_model_paths(spec.model)
+    facts, reads = ({}, {}) if own or model.builder in KEYS else _of_source(resolved(spec))
+    tokenizer = _tokenizer_of(model.keys.get("path"))
+    found = InferenceModel(
+        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, inventory), seed=spec.seed
+    )
+    weights = model.init_from or model.keys.get("path")
+    identity = {"model": _content_of(str(weights)) if weights else None, "builder": model.builder}
+    return Target(found, spec, name, identity)
+
+
+def _of_folder(folder: str, overrides: Sequence[str], inventory: Inventory) -> Target:
+    """A folder that `save_pretrained` wrote: its config tells whether it is a classifier."""
+    kinds = read_config(folder).get("architectures") or [""]
+    builder = CLASSIFIER if "Classification" in str(kinds[0]) else CAUSAL_LM
+    keys: dict[str, Any] = {"builder": builder, "path": os.path.abspath(folder)}
+    if builder == CLASSIFIER:
+        labels = read_config(folder).get("id2label") or {0: "0", 1: "1"}
+        keys["num_labels"] = len(labels)
+    mapping = {"name": "infer", "model": keys, "data": {"source": "raytrain.infer:none"}}
+    return _of_job(load_spec(mapping=mapping, overrides=overrides), os.path.basename(os.path.abspath(folder)), inventory)
+
+
+def _tokenizer_of(path: Any) -> str | None:
+    return path if isinstance(path, str) and has_tokenizer(path) else None
+
+
+def _without_weights_of_builder(model: Any) -> Any:
+    """A model of a transformers folder gets its trained weights from the run: its own are not read."""
+    if model.builder not in KEYS:
+        return model
+    return model.model_copy(update={"init": "random"})
+
+
+def _content_of(path: str) -> str:
+    """A hash of the files of some weights by name, size and content of their first bytes: another file, another hash."""
+    import hashlib
+
+    from raytrain.models.weights.headers import find_weights
+
+    found = find_weights(path, key="model.init_from")
+    summed = hashlib.sha256()
+    store: Store = found.store
+    for name in sorted(found.files):
+        summed.update(name.encode() + _edges(store, name))
+    return summed.hexdigest()[:16]
+
+
+def _edges(store: Store, name: str) -> bytes:
+    size = next(entry.size for entry in store.entries(os.path.dirname(name)) if entry.name == os.path.basename(name))
+    if not store.is_local:
+        return b"%d " % size + store.read_head(name, 1 << 16)
+    with open(store.local_copy(name, ""), "rb") as file:
+        head = file.read(1 << 16)
+        file.seek(max(0, size - (1 << 16)))
+        return b"%d " % size + head + file.read()
+
+
+def _precision(spec: JobSpec, inventory: Inventory) -> tuple[str, str]:
+    """(format, device): half precision only if it is asked for, or on a GPU."""
+    gpus = any(node.devices for node in inventory.nodes) and spec.scale.mode != "cpu"
+    wanted = spec.precision.dtype
+    if wanted in ("bf16", "fp16"):
+        dtype = wanted
+    else:
+        dtype = "bf16" if gpus and wanted == "auto" else "fp32"
+    return dtype, "cuda:0" if gpus else "cpu"

@@ -1,0 +1,208 @@
+"""A model with its weights and the data that it was trained on, as what every worker of an inference job loads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain.config.messages import abbreviated
+from raytrain.config.sections import InferConfig, ModelConfig
+from raytrain.data.sources.tables import ColumnChoice, column_kind
+from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
+from raytrain.errors import InputError
+from raytrain.infer.generate import Sampling
+from raytrain.infer.input import check_columns
+from raytrain.infer.predictor import Codec, Generate, Predictor, RowPredictor, TextClassifier, TextPredictor
+from raytrain.infer.prompts import Prompt, prompt_of
+from raytrain.models.huggingface.folder import CLASSIFIER
+from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, open_tokenizer, pad_id
+from raytrain.train.build import build_trainable
+from raytrain.trainable import Trainable
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class InferenceModel:
+    """What a worker needs to load a model; can be pickled.
+
+    Attributes:
+        model: the `model` section with absolute paths; its `init_from` is the trained weights.
+        sections: other sections that a builder takes, by name.
+        facts: facts of the training data for the builder (`source_facts`).
+        reads: how the training data was read: {"characters"} or {"stacked", "named"}; empty if unknown.
+        tokenizer: folder of the tokenizer, None if the model has none.
+        dtype: format of the forward passes: fp32, bf16 or fp16.
+        device: e.g. "cpu" or "cuda:0".
+        seed: of the draws.
+    """
+
+    model: ModelConfig
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    reads: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
+    dtype: str = "fp32"
+    device: str = "cpu"
+    seed: int = 0
+
+    def load(self, infer: InferConfig, schema: Any) -> Predictor:
+        """Build the model, load its weights, and check it against the input.
+
+        Args:
+            schema: Arrow schema of the input.
+        Raises:
+            InputError: the weights do not fit the model, or the input has not the columns that it reads.
+        """
+        trainable = self._built()
+        module = trainable.module.to(self.device).eval()
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        autocast = self._autocast()
+        if self.is_classifier(module):
+            prompt = prompt_of(
+                schema.names, field=infer.prompt_field, template=infer.template, templates=dict(infer.templates),
+                chat=None,
+            )  # fmt: skip
+            return self._classifier(module, prompt, autocast)
+        if self.is_language_model(module):
+            return self._generator(module, infer, schema, autocast)
+        return self._row_predictor(module, schema, autocast)
+
+    def _built(self) -> Trainable:
+        model = self.model
+        with torch.random.fork_rng(devices=[]):
+            return build_trainable(model, sections=dict(self.sections), facts=dict(self.facts))
+
+    def _autocast(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+        if self.dtype not in HALF:
+            return contextlib.nullcontext
+        return partial(torch.autocast, torch.device(self.device).type, dtype=HALF[self.dtype])
+
+    # ---------------------------------------------------------------- kinds of models
+
+    def is_classifier(self, module: nn.Module) -> bool:
+        """Whether it answers a text with a class."""
+        return self.model.builder == CLASSIFIER or hasattr(module, "num_labels") and hasattr(module, "score")
+
+    def is_language_model(self, module: nn.Module) -> bool:
+        """Whether it continues texts: it has a vocabulary, and its forward takes `input_ids`."""
+        import inspect
+
+        takes = "input_ids" in inspect.signature(module.forward).parameters
+        return takes and ("vocab_size" in self.facts or self.tokenizer is not None)
+
+    def _row_predictor(self, module: nn.Module, schema: Any, autocast: Any) -> RowPredictor:
+        stacked, named = tuple(self.reads.get("stacked", ())), tuple(self.reads.get("named", ()))
+        if not stacked and not named:
+            named = tuple(name for name in schema.names if column_kind(schema.field(name).type) != "other")
+            takes = _named_parameters(module)
+            named = tuple(name for name in named if name in takes)
+        if not stacked and not named:
+            raise InputError(
+                "infer.input", seen=f"the columns {abbreviated(list(schema.names), 8)}",
+                expected=f"columns with the names of forward's parameters: {', '.join(_named_parameters(module))}",
+            )  # fmt: skip
+        check_columns(schema, {f"a column that the model was trained on, {name}": name for name in (*stacked, *named)})
+        names = self.facts.get("class_names")
+        return RowPredictor(
+            module, ColumnChoice(stacked, named, None), classes=None if names is None else tuple(names),
+            regression=self.facts.get("num_classes") is None and bool(self.reads), autocast=autocast,
+        )  # fmt: skip
+
+    def _classifier(self, module: nn.Module, prompt: Prompt, autocast: Any) -> TextClassifier:
+        tokenizer = open_tokenizer(self._tokenizer())
+        config: Any = getattr(module, "config", None)
+        names = self.facts.get("class_names") or _class_names(config)
+        longest = getattr(config, "max_position_embeddings", None)
+        encode = partial(encode_rows, tokenizer, special=True, max_length=longest)
+        return TextClassifier(
+            module, encode, prompt, pad_id(tokenizer), classes=None if names is None else tuple(names),
+            autocast=autocast,
+        )  # fmt: skip
+
+    def _generator(self, module: nn.Module, infer: InferConfig, schema: Any, autocast: Any) -> TextPredictor:
+        codec = self._codec()
+        chat, end = None, frozenset()
+        if self.tokenizer is not None:
+            tokenizer = open_tokenizer(self.tokenizer)
+            end = frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)})
+            chat = _chat(tokenizer) if infer.chat else None
+        elif infer.chat:
+            raise InputError("infer.chat", seen="true with a model without a tokenizer", expected="false")
+        prompt = prompt_of(
+            schema.names, field=infer.prompt_field, template=infer.template, templates=dict(infer.templates), chat=chat
+        )
+        sampling = Sampling(
+            infer.max_new_tokens, temperature=infer.temperature, top_k=infer.top_k, top_p=infer.top_p, end_ids=end,
+            stop=tuple(infer.stop), seed=self.seed,
+        )  # fmt: skip
+        context = self.model.keys.get("context") or _context(module)
+        own = _own_generate(module, codec, sampling)
+        return TextPredictor(
+            module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast
+        )
+
+    def _tokenizer(self) -> str:
+        if self.tokenizer is None:
+            raise InputError("model.path", seen="a model of texts without a tokenizer", expected="a folder with one")
+        return self.tokenizer
+
+    def _codec(self) -> Codec:
+        if self.tokenizer is not None:
+            return TextCodec(self.tokenizer)
+        characters = self.reads.get("characters")
+        return ByteVocabulary() if characters is None else CharVocabulary(characters)
+
+    def on(self, device: str) -> InferenceModel:
+        """The same model for another device."""
+        return replace(self, device=device)
+
+
+def _named_parameters(module: nn.Module) -> list[str]:
+    import inspect
+
+    skipped = ("labels", "num_items_in_batch")
+    return [name for name in inspect.signature(module.forward).parameters if name not in skipped]
+
+
+def _class_names(config: Any) -> Sequence[str] | None:
+    names = getattr(config, "id2label", None)
+    return None if not names else [str(names[number]) for number in sorted(names)]
+
+
+def _context(module: nn.Module) -> int | None:
+    config = getattr(module, "config", None)
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
+        value = getattr(inner, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _chat(tokenizer: Any) -> Callable[[str], str]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError("infer.chat", seen="true with a tokenizer without a chat template", expected="false")
+
+    def chat(text: str) -> str:
+        messages = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    return chat
+
+
+def _own_generate(module: nn.Module, codec: Codec, sampling: Sampling) -> Generate | None:
+    """transformers' own generation, which has its models' caches; for greedy answers only, since its draws depend on
+    the batch."""
+    if not hasattr(module, "generate") or not hasattr(module, "generation_config") or sampling.temperature:
+        return None
+    from raytrain.infer.transformers import greedy_answers
+
+    return partial(greedy_answers, module, codec, sampling)

@@ -1,0 +1,254 @@
+"""Predictors: a loaded model that answers rows of a table, a batch at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raytrain.data.sources.tables import ColumnChoice, convert
+from raytrain.errors import InputError, RunError
+from raytrain.infer.generate import Sampling, cut_at_stop, generate
+from raytrain.infer.input import KEY
+from raytrain.trainable import MASK, in_eval, rows
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The predictions of a batch, in its order.
+
+    Attributes:
+        values: one for each row.
+        tokens: generated tokens of each row; None where nothing is generated.
+    """
+
+    values: list[Any]
+    tokens: list[int] | None = None
+
+
+class Predictor(Protocol):
+    """A model with its weights, on its device."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Input columns that it reads."""
+        ...
+
+    @property
+    def generates(self) -> bool:
+        """Whether the predictions are texts of many tokens, so that the length of an answer is not known before."""
+        ...
+
+    def lengths(self, table: Any) -> list[int]:
+        """About how long each row is, to batch rows of equal lengths; equal where rows do not differ."""
+        ...
+
+    def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
+        """Answer the rows of an Arrow table, all or none.
+
+        Args:
+            numbers: each row's place in the input.
+        Raises:
+            Exception: any, of the model or about a row.
+        """
+        ...
+
+
+@dataclass
+class RowPredictor:
+    """Rows of numbers -> classes or values, with any module that gives one output for each row.
+
+    Attributes:
+        module: called with those batch keys that its forward names, or with the first one.
+        choice: the columns, as in training.
+        classes: names of the classes, None where they are numbers.
+        regression: whether outputs are values instead of classes.
+    """
+
+    module: nn.Module
+    choice: ColumnChoice
+    classes: tuple[str, ...] | None = None
+    regression: bool = False
+    autocast: Autocast = nullcontext
+    generates: bool = field(default=False, init=False)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.choice.stacked, *self.choice.named)
+
+    def lengths(self, table: Any) -> list[int]:
+        """The longest list of each row; 1 where all columns are numbers."""
+        from pyarrow import compute, types
+
+        lengths = np.ones(table.num_rows, dtype=np.int64)
+        for name in self.choice.named:
+            kind = table.schema.field(name).type
+            if types.is_list(kind) or types.is_large_list(kind):
+                counts = compute.call_function("list_value_length", [table[name]]).fill_null(0)
+                lengths = np.maximum(lengths, counts.to_numpy())
+        return lengths.tolist()
+
+    @torch.no_grad()
+    def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
+        del numbers
+        batch = self._batch(table)
+        with in_eval(self.module), self.autocast():
+            outputs = outputs_of(self.module, batch)
+        return Answers(self._values(outputs.float().cpu(), rows(batch)))
+
+    def _batch(self, table: Any) -> dict[str, Any]:
+        from raytrain.data.sources.in_memory import table_split
+
+        split = table_split(convert(table, self.choice, classes=None, key=KEY))
+        device = next(self.module.parameters()).device
+        batch = split.gather(np.arange(table.num_rows))
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+    def _values(self, outputs: Tensor, count: int) -> list[Any]:
+        if outputs.shape[:1] != (count,):
+            raise RunError(f"the model returned outputs of shape {tuple(outputs.shape)} for {count} rows")
+        if not torch.isfinite(outputs).all():
+            raise RunError("the model returned outputs that are not finite")
+        if self.regression or outputs.ndim == 1:
+            flat = outputs.reshape(count, -1)
+            return flat[:, 0].tolist() if flat.shape[1] == 1 else flat.tolist()
+        if outputs.ndim != 2:
+            raise RunError(f"the model returned outputs of shape {tuple(outputs.shape)}, not one for each row")
+        found = outputs.argmax(1).tolist()
+        return found if self.classes is None else [self.classes[number] for number in found]
+
+
+def outputs_of(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """What a module returns for a batch without labels: a tensor, the first of a tuple, or its logits.
+
+    Raises:
+        RunError: it returns none of these.
+    """
+    named = _forward_names(module)
+    given = {name: value for name, value in batch.items() if named is None or name in named}
+    result = module(**given) if given else module(next(iter(batch.values())))
+    if isinstance(result, tuple):
+        result = result[0]
+    if isinstance(result, Mapping):
+        result = result.get("logits")
+    elif not isinstance(result, Tensor):
+        result = getattr(result, "logits", None)
+    if not isinstance(result, Tensor):
+        raise RunError(f"{type(module).__name__} returned no tensor and no logits for a batch without labels")
+    return result
+
+
+def _forward_names(module: nn.Module) -> frozenset[str] | None:
+    """Parameters of a module's forward; None if it takes any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return frozenset(one.name for one in parameters)
+
+
+class Codec(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+class Generate(Protocol):
+    """Continues prompts, as `raytrain.infer.generate.generate`."""
+
+    def __call__(self, prompts: list[list[int]], *, numbers: Sequence[int]) -> list[list[int]]: ...
+
+
+@dataclass
+class TextPredictor:
+    """Prompts -> generated texts.
+
+    Attributes:
+        module: a causal language model.
+        codec: of its tokens.
+        prompt: column -> the text of a prompt (`raytrain.infer.prompts`).
+        context: most tokens that the model sees.
+        own_generate: continues prompts instead of `generate`.
+    """
+
+    module: nn.Module
+    codec: Codec
+    prompt: Any
+    sampling: Sampling
+    context: int | None = None
+    own_generate: Generate | None = None
+    autocast: Autocast = nullcontext
+    generates: bool = field(default=True, init=False)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.prompt.columns
+
+    def lengths(self, table: Any) -> list[int]:
+        """Characters of each prompt; 0 for a row that has none, which fails later."""
+        return [len(text or "") for text in self.prompt.lenient(table)]
+
+    def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
+        prompts = [self._tokens(text) for text in self.prompt.texts(table)]
+        with self.autocast():
+            if self.own_generate is not None:
+                tokens = self.own_generate(prompts, numbers=numbers)
+            else:
+                tokens = generate(
+                    self.module, prompts, sampling=self.sampling, rows=numbers, context=self.context,
+                    decode=self.codec.decode,
+                )  # fmt: skip
+        texts = [cut_at_stop(self.codec.decode(ids), self.sampling.stop) for ids in tokens]
+        return Answers(texts, [len(ids) for ids in tokens])
+
+    def _tokens(self, text: str) -> list[int]:
+        ids = self.codec.encode(text)
+        if not ids:
+            raise InputError(self.prompt.key, seen="an empty prompt", expected="at least one token")
+        return ids if self.context is None else ids[-self.context :]
+
+
+@dataclass
+class TextClassifier:
+    """Texts -> classes, with a classifier of transformers or any module that takes `input_ids` and `attention_mask`."""
+
+    module: nn.Module
+    encode: Callable[[list[str]], list[np.ndarray]]
+    prompt: Any
+    pad: int
+    classes: tuple[str, ...] | None = None
+    autocast: Autocast = nullcontext
+    generates: bool = field(default=False, init=False)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.prompt.columns
+
+    def lengths(self, table: Any) -> list[int]:
+        """Characters of each text."""
+        return [len(text or "") for text in self.prompt.lenient(table)]
+
+    @torch.no_grad()
+    def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
+        del numbers
+        ids = self.encode(self.prompt.texts(table))
+        longest = max(len(one) for one in ids)
+        padded = torch.full((len(ids), longest), self.pad, dtype=torch.int64)
+        mask = torch.zeros(len(ids), longest, dtype=torch.int64)
+        for row, one in enumerate(ids):
+            padded[row, : len(one)], mask[row, : len(one)] = torch.from_numpy(one.astype(np.int64)), 1
+        device = next(self.module.parameters()).device
+        with in_eval(self.module), self.autocast():
+            outputs = outputs_of(self.module, {"input_ids": padded.to(device), MASK: mask.to(device)})
+        if not torch.isfinite(outputs).all():
+            raise RunError("the model returned outputs that are not finite")
+        found = outputs.float().argmax(-1).tolist()
+        return Answers(found if self.classes is None else [self.classes[number] for number in found])

@@ -1,0 +1,107 @@
+"""Computes a unit: its batches, smaller ones where memory runs out, and single rows where one of them fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raytrain.errors import RunError, first_line
+from raytrain.infer.input import InputRows
+from raytrain.infer.predictor import Answers, Predictor
+from raytrain.infer.units import Unit, batches_of
+from raytrain.train.memory.device import is_out_of_memory
+from raytrain.train.memory.oom import let_go
+
+OK, FAILED = "ok", "failed"
+
+
+class TooManyFailures(RunError):
+    """More rows failed than `infer.max_failures` allows; the message is the last row's error."""
+
+
+@dataclass
+class RowResult:
+    """What became of one row.
+
+    Attributes:
+        prediction: None if the row failed.
+        error: why it failed, None if it did not.
+        seconds: of the batch that answered it, or of the attempts that failed.
+        batch_rows: rows of that batch.
+        tokens: of its answer, 0 where nothing is generated.
+        again: whether it was computed in a smaller batch than planned, after an error.
+    """
+
+    prediction: Any = None
+    error: str | None = None
+    seconds: float = 0.0
+    batch_rows: int = 0
+    tokens: int = 0
+    again: bool = False
+
+    @property
+    def status(self) -> str:
+        """`ok` or `failed`."""
+        return OK if self.error is None else FAILED
+
+
+@dataclass
+class UnitRunner:
+    """Runs units with one loaded model.
+
+    Attributes:
+        batch_size: rows of a batch.
+        most_failed: failed rows that end the job (`infer.max_failures`); a unit with more of them is given up, so that
+            a model that fails for every row is not tried with every one.
+        out_of_memory: batches that ran out of memory so far.
+    """
+
+    predictor: Predictor
+    rows: InputRows
+    batch_size: int
+    most_failed: int
+    device: torch.device = torch.device("cpu")
+    out_of_memory: int = field(default=0, init=False)
+
+    def run(self, unit: Unit, columns: Sequence[str] | None = None) -> tuple[Any, list[RowResult]]:
+        """The input rows of a unit as an Arrow table, and their results, both in input order."""
+        table = self.rows.read(unit.start, unit.rows, columns)
+        results = [RowResult() for _ in range(unit.rows)]
+        for batch in batches_of(self.predictor.lengths(table), self.batch_size):
+            self._answer(table, unit.start, batch, results, again=False)
+        return table, results
+
+    def _answer(self, table: Any, start: int, batch: list[int], results: list[RowResult], *, again: bool) -> None:
+        """Answer the rows `batch` of the unit; halve the batch at an error, until it is about one row."""
+        began = time.perf_counter()
+        failed: Exception | None = None
+        try:
+            answers = self.predictor.predict(table.take(batch), [start + row for row in batch])
+        except Exception as error:  # of the user's model or of a row: it belongs into the row's result
+            failed = error
+        seconds = time.perf_counter() - began
+        if failed is None:
+            _record(answers, batch, results, seconds, again)
+            return
+        if is_out_of_memory(failed, device=self.device):
+            self.out_of_memory += 1
+        let_go(failed, self.device)  # its frames hold the activations
+        if len(batch) == 1:
+            message = f"{type(failed).__name__}: {first_line(failed)}"
+            results[batch[0]] = RowResult(error=message, seconds=seconds, batch_rows=1, again=again)
+            if sum(result.error is not None for result in results) > self.most_failed:
+                raise TooManyFailures(message)
+            return
+        middle = len(batch) // 2
+        for half in (batch[:middle], batch[middle:]):
+            self._answer(table, start, half, results, again=True)
+
+
+def _record(answers: Answers, batch: list[int], results: list[RowResult], seconds: float, again: bool) -> None:
+    for place, row in enumerate(batch):
+        tokens = 0 if answers.tokens is None else answers.tokens[place]
+        results[row] = RowResult(answers.values[place], None, seconds, len(batch), tokens, again)

@@ -1,0 +1,49 @@
+"""Units of work: ranges of input rows, and the batches of one; pure functions of the input. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: `infer.unit_rows: auto` aims at this many units, so that a lost one is a small part of the work.
+UNITS = 64
+#: Fewest rows of a unit: writing its file takes about as long as some hundred outputs of a small model, and less than
+#: one generated answer.
+LEAST_GENERATED, LEAST_PLAIN, MOST_ROWS = 16, 512, 4096
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The rows `start` to `start + rows` of the input: computed by one worker, written as one file."""
+
+    number: int
+    start: int
+    rows: int
+
+
+def unit_size(rows: int, *, generates: bool) -> int:
+    """Rows of a unit by the input and the kind of model alone: the same units for any number of workers."""
+    return min(max(-(-rows // UNITS), LEAST_GENERATED if generates else LEAST_PLAIN), MOST_ROWS)
+
+
+def units_of(rows: int, size: int) -> list[Unit]:
+    """All units of `rows` rows; only the last one may be smaller than `size`."""
+    return [
+        Unit(number, start, min(size, rows - start)) for number, start in enumerate(range(0, rows, size))
+    ]
+
+
+def batches_of(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """The rows of a unit in batches of about equal lengths, at most `size` rows each.
+
+    A product with one row may use another kernel than one with several. A row that would remain alone therefore takes
+    the last row of the batch before it along; only a unit of one row is a batch of one.
+
+    Args:
+        lengths: of each row; longer rows come first, so that a batch that is too large fails early.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    if size > 2 and len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-1].insert(0, batches[-2].pop())
+    return batches
