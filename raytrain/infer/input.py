@@ -6,6 +6,7 @@ rows can be read without the ones before it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from bisect import bisect_right
@@ -197,16 +198,19 @@ def _convert(path: str, kind: str, target: str, rows_at_once: int) -> None:
     folder, name = split(target)
     store = open_store(folder)
     partial = f".{name}.tmp" if store.is_local else name
-    writer = None
     try:
-        with store.open_write(partial) as sink:
+        with store.open_write(partial) as sink, contextlib.ExitStack() as stack:
+            writer = None
             for batch in _batches(path, kind, rows_at_once):
-                writer = writer or parquet.ParquetWriter(sink, batch.schema)
+                if writer is None:
+                    writer = stack.enter_context(parquet.ParquetWriter(sink, batch.schema))
                 writer.write_table(batch.cast(writer.schema), row_group_size=rows_at_once)
             if writer is None:
                 raise InputError(KEY, seen=f"no rows in {path}", expected="at least one row")
-            writer.close()
-    except pa.ArrowException as error:
+    except (pa.ArrowException, InputError) as error:
+        store.delete(partial)
+        if isinstance(error, InputError):
+            raise
         raise InputError(KEY, seen=f"{path}: {str(error).splitlines()[0]}", expected=f"a {kind} file") from error
     if store.is_local:
         os.replace(store.at(partial), store.at(name))

@@ -72,7 +72,8 @@ class KeyValueCache:
     def start(self, layer: nn.Module, k: Tensor, v: Tensor) -> None:
         """Keep a layer's keys and values of the prompts, (B, H, S, d)."""
         B, H, S, d = k.shape
-        held = _Layer(k.new_empty(B, H, self._capacity, d), v.new_empty(B, H, self._capacity, d))
+        # zeros: a masked value that is not finite would still make the sum NaN
+        held = _Layer(k.new_zeros(B, H, self._capacity, d), v.new_zeros(B, H, self._capacity, d))
         held.keys[:, :, :S], held.values[:, :, :S] = k, v
         self._layers[id(layer)] = held
 
@@ -95,6 +96,6 @@ class KeyValueCache:
             end = max(self.lengths)
             for name in ("keys", "values"):
                 full: Tensor = getattr(held, name)
-                smaller = full.new_empty(len(rows), *full.shape[1:])
+                smaller = full.new_zeros(len(rows), *full.shape[1:])
                 smaller[:, :, :end] = full[index, :, :end]
                 setattr(held, name, smaller)

@@ -1,4 +1,4 @@
-"""Sampling text: what is drawn, and that the run does not notice."""
+"""Generated tokens: with and without a cache, alone and in a batch, greedy and drawn; the run does not notice."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raytrain.infer.generate import sample_text
+from experts.config import ExpertsConfig
+from experts.models import moe_gpt
+from raytrain.infer.generate import Sampling, choose, cut_at_stop, generate
 from raytrain.models.gpt import gpt
+
+PROMPTS = [[1, 2, 3], [4] * 20, [7, 8], [9] * 11, [5]]
 
 
 class Successor(nn.Module):
@@ -20,53 +24,120 @@ class Successor(nn.Module):
         super().__init__()
         self.sharpness, self.as_object = nn.Parameter(torch.tensor(sharpness)), as_object
         self.frozen = nn.Dropout(0.5).eval()
-        self.windows: list[list[int]] = []
+        self.windows: list[list[list[int]]] = []
 
     def forward(self, input_ids: Tensor) -> Any:
         assert not self.training
-        self.windows.append(input_ids[0].tolist())
+        self.windows.append(input_ids.tolist())
         logits = self.sharpness * nn.functional.one_hot((input_ids + 1) % 10, 10)
         return SimpleNamespace(logits=logits) if self.as_object else {"logits": logits}
+
+
+def language_model(kind: str, *, window: int | None = None, context: int = 64) -> nn.Module:
+    """A small model in float64, so that rounding does not decide between tokens."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"layers": 2, "heads": 2, "width": 32, "context": context, "vocab_size": 50}
+    if kind == "gpt":
+        return gpt(**sizes, window=window).module.double()
+    capacity = 0.6 if kind == "moe with capacity" else None
+    return moe_gpt(**sizes, window=window, experts=ExpertsConfig(capacity_factor=capacity)).module.double()
 
 
 @pytest.mark.parametrize("as_object", [False, True])
 def test_generation_gives_the_likely_continuation_of_the_context(as_object: bool) -> None:
     module = Successor(as_object=as_object)
-    assert sample_text(module, [3, 4, 5], tokens=6, context=4, seed=0) == [6, 7, 8, 9, 0, 1]
-    assert module.windows[0] == [3, 4, 5] and module.windows[-1] == [7, 8, 9, 0]
+    assert generate(module, [[3, 4, 5]], sampling=Sampling(6), context=4) == [[6, 7, 8, 9, 0, 1]]
+    assert module.windows[0] == [[3, 4, 5]] and module.windows[-1] == [[7, 8, 9, 0]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("kind", "window"), [("gpt", None), ("gpt", 5), ("moe", None), ("moe with capacity", None)])
+def test_answers_are_those_of_each_prompt_alone_without_a_cache(
+    kind: str, window: int | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80 new tokens: the cache ends when the longest row reaches the context of 64."""
+    module, sampling = language_model(kind, window=window), Sampling(80, temperature, top_k=20, top_p=0.9, seed=3)
+    together = generate(module, PROMPTS, sampling=sampling, context=64)
+    monkeypatch.setattr(type(module), "takes_cache", False)
+    alone = [
+        generate(module, [prompt], sampling=sampling, rows=[row], context=64)[0] for row, prompt in enumerate(PROMPTS)
+    ]
+    assert together == alone
+    assert [len(ids) for ids in together] == [80] * 5 and len({tuple(ids) for ids in together}) > 1
+
+
+@pytest.mark.parametrize(("kind", "cached"), [("gpt", True), ("moe", True), ("moe with capacity", False)])
+def test_a_model_with_a_cache_sees_each_token_once(kind: str, cached: bool) -> None:
+    module, seen = language_model(kind), []
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    generate(module, [[1, 2, 3], [4, 5]], sampling=Sampling(6), context=64)
+    assert seen == ([3, 1, 1, 1, 1, 1] if cached else [3, 4, 5, 6, 7, 8])
+
+
+def test_rows_that_end_leave_the_batch_and_change_no_other() -> None:
+    module = language_model("gpt")
+    whole = generate(module, PROMPTS, sampling=Sampling(30, 1.0), context=64)
+    end = whole[1][4]
+    ended = generate(module, PROMPTS, sampling=Sampling(30, 1.0, end_ids=frozenset({end})), context=64)
+    for before, after in zip(whole, ended, strict=True):
+        assert after == (before[: before.index(end)] if end in before else before)
+    assert len(ended[1]) == whole[1].index(end) <= 4 and max(map(len, ended)) > 4
+
+
+def test_stop_texts_end_an_answer() -> None:
+    sizes = []
+    module = Successor()
+    module.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+    sampling = Sampling(6, stop=("56",))
+    found = generate(module, [[3], [8]], sampling=sampling, decode=lambda ids: "".join(map(str, ids)))
+    assert found == [[4, 5, 6], [9, 0, 1, 2, 3, 4]] and sizes == [2, 2, 2, 1, 1, 1]
+    assert cut_at_stop("4567", ("7", "56")) == "4" and cut_at_stop("123", ("56",)) == "123"
+    with pytest.raises(ValueError, match="decodes tokens"):
+        generate(module, [[3]], sampling=sampling)
+
+
+def test_draws_depend_on_the_seed_and_the_row_only() -> None:
+    module = language_model("gpt")
+
+    def draw(rows: list[int], seed: int) -> list[list[int]]:
+        return generate(module, [[1, 2]] * len(rows), sampling=Sampling(20, 1.0, seed=seed), rows=rows, context=64)
+
+    first, second = draw([7, 8], 1)
+    assert first != second and draw([8], 1) == [second] and draw([8, 7], 1) == [second, first]
+    assert draw([7], 2) != [first]
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """1,000 draws at even places between 0 and 1 give each token its share exactly, to one draw."""
+    probabilities = torch.tensor([0.5, 0.2, 0.05, 0.25], dtype=torch.float64)
+    logits = probabilities.log().expand(1000, 4)
+    even = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+
+    def shares(**options: Any) -> list[float]:
+        tokens = choose(logits, Sampling(1, **{"temperature": 1.0, **options}), even)
+        return (torch.bincount(tokens, minlength=4) / 1000).tolist()
+
+    assert shares() == pytest.approx([0.5, 0.2, 0.05, 0.25], abs=0.002)
+    assert shares(top_k=2) == pytest.approx([2 / 3, 0, 0, 1 / 3], abs=0.002)
+    assert shares(top_p=0.8) == pytest.approx([0.5 / 0.95, 0.2 / 0.95, 0, 0.25 / 0.95], abs=0.002)
+    squared = probabilities**2 / (probabilities**2).sum()
+    assert shares(temperature=0.5) == pytest.approx(squared.tolist(), abs=0.002)
+    assert shares(temperature=0.0) == [1, 0, 0, 0]
 
 
 def test_modes_random_state_and_weights_are_unchanged() -> None:
     module, state = Successor(), torch.get_rng_state()
-    sample_text(module, [1], tokens=5, context=8, seed=0)
+    generate(module, [[1]], sampling=Sampling(5, 1.0))
     assert torch.equal(torch.get_rng_state(), state)
     assert module.training and not module.frozen.training
+    made = gpt(layers=1, heads=1, width=4, context=2, vocab_size=5).module
     with pytest.raises(ValueError, match="longer than the context"):
-        made = gpt(layers=1, heads=1, width=4, context=2, vocab_size=5)
-        sample_text(made.module, [1, 2, 3], tokens=1, context=3, seed=0)
-    assert made.module.training
-
-
-def test_the_seed_decides() -> None:
-    torch.manual_seed(0)
-    module = gpt(layers=1, heads=2, width=8, context=6, vocab_size=50).module
-
-    def draw(seed: int, **options: Any) -> list[int]:
-        return sample_text(module, [1, 2], tokens=30, context=6, seed=seed, **options)
-
-    assert draw(1) == draw(1) and draw(1) != draw(2)
-    assert len(draw(1)) == 30 and set(draw(1)) <= set(range(50))
-    assert draw(1, temperature=0) == draw(2, temperature=0) == draw(3, top_k=1)
-    assert len(set(draw(1, top_k=None))) > len(set(draw(1, temperature=0)))
-
-
-def test_top_k_bounds_the_drawn_tokens() -> None:
-    module = Successor(sharpness=1.0)
-    drawn = {sample_text(module, [4], tokens=1, context=1, seed=seed, top_k=1)[0] for seed in range(20)}
-    spread = {sample_text(module, [4], tokens=1, context=1, seed=seed, top_k=None)[0] for seed in range(20)}
-    assert drawn == {5} and len(spread) > 3
+        generate(made, [[1, 2, 3]], sampling=Sampling(1), context=3)
+    assert made.training
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
-        sample_text(Successor(), [], tokens=1, context=1, seed=0)
+        generate(Successor(), [[1], []], sampling=Sampling(1))

@@ -1,0 +1,88 @@
+"""Units are answered row by row: a bad row fails alone, memory shortages split batches, and a broken model ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from raytrain.infer.input import InputRows
+from raytrain.infer.predictor import Answers
+from raytrain.infer.runner import TooManyFailures, UnitRunner
+from raytrain.infer.units import Unit
+
+
+class Doubler:
+    """Answers twice the number; `fails` may raise for a batch. Remembers the batches."""
+
+    columns, generates = ("n",), False
+
+    def __init__(self, fails: Callable[[list[int]], None] = lambda rows: None) -> None:
+        self.fails, self.batches = fails, list[list[int]]()
+
+    def lengths(self, table: Any) -> list[int]:
+        return [1] * table.num_rows
+
+    def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
+        values = table["n"].to_pylist()
+        assert values == [number + 100 for number in numbers]
+        self.batches.append(list(numbers))
+        self.fails(list(numbers))
+        return Answers([value * 2 for value in values], [1] * len(values))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> InputRows:
+    """200 rows whose number is their place + 100."""
+    parquet.write_table(pa.table({"n": range(100, 300)}), tmp_path / "in.parquet")
+    return InputRows.at([str(tmp_path / "in.parquet")])
+
+
+def test_a_unit_is_answered_in_input_order(rows: InputRows) -> None:
+    model = Doubler()
+    table, results = UnitRunner(model, rows, 8, most_failed=0).run(Unit(1, 50, 20), ["n"])
+    assert [result.prediction for result in results] == [2 * (100 + row) for row in range(50, 70)]
+    assert [result.status for result in results] == ["ok"] * 20 and not any(result.again for result in results)
+    assert [len(batch) for batch in model.batches] == [8, 8, 4] and table["n"].to_pylist()[0] == 150
+    assert {result.batch_rows for result in results} == {8, 4} and min(result.seconds for result in results) > 0
+
+
+@pytest.mark.covers("INF-14")
+def test_bad_rows_fail_alone_and_keep_their_own_error(rows: InputRows) -> None:
+    def fails(numbers: list[int]) -> None:
+        for bad in {3, 11} & set(numbers):
+            raise ValueError(f"row {bad} is bad")
+
+    model = Doubler(fails)
+    _, results = UnitRunner(model, rows, 8, most_failed=2).run(Unit(0, 0, 16))
+    assert {row for row, result in enumerate(results) if result.status == "failed"} == {3, 11}
+    assert results[3].error == "ValueError: row 3 is bad" and results[11].error == "ValueError: row 11 is bad"
+    assert results[3].prediction is None and results[2].prediction == 204
+    assert all(result.again for result in results)
+    assert len(model.batches) <= 2 * 7, "each bad row is found by halving its batch"
+
+
+def test_memory_shortages_split_a_batch_and_are_counted(rows: InputRows) -> None:
+    def fails(numbers: list[int]) -> None:
+        if len(numbers) > 3:
+            raise torch.OutOfMemoryError("no memory")
+
+    runner = UnitRunner(Doubler(fails), rows, 8, most_failed=0)
+    _, results = runner.run(Unit(0, 0, 8))
+    assert [result.status for result in results] == ["ok"] * 8 and {result.batch_rows for result in results} == {2}
+    assert runner.out_of_memory == 3
+
+
+def test_a_model_that_fails_for_every_row_is_given_up_early(rows: InputRows) -> None:
+    def fails(numbers: list[int]) -> None:
+        raise RuntimeError("broken")
+
+    model = Doubler(fails)
+    with pytest.raises(TooManyFailures, match="RuntimeError: broken"):
+        UnitRunner(model, rows, 64, most_failed=2).run(Unit(0, 0, 200))
+    assert len(model.batches) < 15
