@@ -11,7 +11,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from raytrain.config.sections import InferConfig
 from raytrain.errors import InputError, RunError
 from raytrain.infer.input import InputRows, check_columns, converted, input_files
 from raytrain.infer.merge import merge, remove_parts
-from raytrain.infer.output import CONVERTED, KEY, MANIFEST, OutputFolder, fingerprint
+from raytrain.infer.output import CONVERTED, MANIFEST, OutputFolder, fingerprint
 from raytrain.infer.runner import TooManyFailures
 from raytrain.infer.summary import summarise
 from raytrain.infer.units import Unit, unit_size, units_of
@@ -79,15 +80,13 @@ class _Planned:
     def work(self) -> Work:
         infer = self.target.spec.infer
         allowed = math.floor(infer.max_failures * self.rows.rows)
-        return Work(
-            self.target.model, infer, self.rows, self.output.parts, self.batch_size, allowed, self.threads
-        )
+        return Work(self.target.model, infer, self.rows, self.output.parts, self.batch_size, allowed, self.threads)
 
 
 def infer(
     target: str | Path | None = None,
     *,
-    input: str | Sequence[str] | None = None,  # noqa: A002  (the key's name)
+    input: str | Sequence[str] | None = None,
     output: str | None = None,
     workers: int | None = None,
     overrides: Sequence[str] = (),
@@ -125,6 +124,13 @@ def run_infer(
     """Plan and run an inference job; None for a dry run, which only prints the plan."""
     inventory = local_inventory()
     target = open_target(given, overrides, inventory)
+    return infer_target(target, inventory, resume=resume, dry_run=dry_run, verbose=verbose, console=console)
+
+
+def infer_target(
+    target: Target, inventory: Inventory, *, resume: str | None, dry_run: bool, verbose: bool, console: Console
+) -> InferResult | None:
+    """Run an inference job with a model that was found; arguments as for `run_infer`."""
     planned = _plan(target, inventory, resume=resume)
     _print_plan(planned, console)
     if dry_run:
@@ -183,13 +189,19 @@ def _check_ids(rows: InputRows, column: str) -> None:
     if found is not None:
         value, places = found
         what = f"no value in row {places[0]}" if value is None else f"{value!r} in rows {places[0]} and {places[1]}"
-        raise InputError("infer.id_column", seen=f"the column {column} with {what}", expected="a unique id in every row")
+        raise InputError(
+            "infer.id_column", seen=f"the column {column} with {what}", expected="a unique id in every row"
+        )
 
 
 def _new_folder(target: Target) -> str:
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     parent = join(target.run.path, "predictions") if target.run is not None else os.path.abspath("predictions")
-    return join(parent, f"{target.name}-{stamp}")
+    names = {entry.name for entry in open_store(parent).entries("")}
+    stem = f"{target.name}-{stamp}"
+    return join(
+        parent, next(name for number in count(1) if (name := f"{stem}-{number}" if number > 1 else stem) not in names)
+    )
 
 
 def _workers(target: Target, inventory: Inventory, units: int) -> int:
@@ -269,21 +281,21 @@ def _reports(planned: _Planned, work: Work, todo: Sequence[Unit], *, verbose: bo
         yield from run_units(work, todo, workers=workers, at_once=at_once, cpus=1, gpus=gpus)
 
 
-def _progress(
-    planned: _Planned, reports: Sequence[UnitReport], earlier: int, began: float, console: Console
-) -> None:
+def _progress(planned: _Planned, reports: Sequence[UnitReport], earlier: int, began: float, console: Console) -> None:
     done = sum(report.rows for report in reports)
     rate = done / max(time.time() - began, 1e-9)
     left = planned.rows.rows - done - sum(unit.rows for unit in planned.units[:earlier])
-    console.print(f"{done:,} rows, {rate:,.1f} rows/s, about {max(left, 0) / max(rate, 1e-9):,.0f} s left", markup=False)
+    console.print(
+        f"{done:,} rows, {rate:,.1f} rows/s, about {max(left, 0) / max(rate, 1e-9):,.0f} s left", markup=False
+    )
 
 
 def _too_many(planned: _Planned, failed: int, error: str | None, console: Console) -> InferResult:
     share = planned.target.spec.infer.max_failures
     reason = f"; the last error: {error}" if error else ""
     console.print(
-        f"failed: at least {failed:,} of {planned.rows.rows:,} rows failed, infer.max_failures allows {share:g}{reason}. "
-        f"What is complete is kept: {planned.output.path}",
+        f"failed: at least {failed:,} of {planned.rows.rows:,} rows failed, infer.max_failures allows {share:g}"
+        f"{reason}. What is complete is kept: {planned.output.path}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     return InferResult("failed", planned.output.path, planned.rows.rows, failed, {})

@@ -26,6 +26,8 @@ from raytrain.runs.storage import Store, join, open_store
 from raytrain.train.build import source_facts
 
 EXPECTED = "a run folder, a JOB.yaml, a folder of transformers, or module:function"
+#: The source of a job that was made for a model alone: it is never opened.
+NO_DATA = "raytrain.infer:none"
 _BUILDER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -60,9 +62,9 @@ def open_target(given: str | None, overrides: Sequence[str], inventory: Inventor
     """
     make_importable(os.getcwd())
     if given is not None and _BUILDER.fullmatch(given) and not os.path.exists(given):
-        return _of_job(load_spec(mapping=_own_job(given), overrides=overrides), given, inventory)
+        return target_of(load_spec(mapping=_own_job(given), overrides=overrides), given, inventory)
     if given is not None and given.endswith((".yaml", ".yml")):
-        return _of_job(load_spec(given, overrides), os.path.splitext(os.path.basename(given))[0], inventory)
+        return target_of(load_spec(given, overrides), os.path.splitext(os.path.basename(given))[0], inventory)
     if given is not None and os.path.isfile(os.path.join(given, "config.json")):
         return _of_folder(given, overrides, inventory)
     return _of_run(given, overrides, inventory)
@@ -70,7 +72,7 @@ def open_target(given: str | None, overrides: Sequence[str], inventory: Inventor
 
 def _own_job(builder: str) -> dict[str, Any]:
     """A job with nothing but a builder: no data is opened for it."""
-    return {"name": "infer", "model": {"builder": builder}, "data": {"source": "raytrain.infer:none"}}
+    return {"name": "infer", "model": {"builder": builder}, "data": {"source": NO_DATA}}
 
 
 # ---------------------------------------------------------------- a run
@@ -84,7 +86,7 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
     if not run.exists(run.job_mapping):
         raise InputError("infer", seen=f"{run.path}, which is no run", expected=EXPECTED)
     spec = resolved(load_spec(mapping=run.read_json(run.job_mapping), overrides=overrides).spec)
-    weights, step = _weights_of(run, spec.infer.weights)
+    weights, step = weights_of(run, spec.infer.weights)
     about = _about(run, step)
     facts, reads = about.get("source_facts"), about.get("reads")
     if facts is None or reads is None:  # a run of an earlier version: its data tells
@@ -99,7 +101,7 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
     return Target(found, spec, os.path.basename(run.path), identity, run)
 
 
-def _weights_of(run: RunFolder, wanted: str | int) -> tuple[str, int]:
+def weights_of(run: RunFolder, wanted: str | int) -> tuple[str, int]:
     """Path and step of the weights of a run: those it exported, or a checkpoint's."""
     if wanted == "auto" and run.exists(run.weights):
         return os.path.dirname(run.weights), _exported_step(run)
@@ -153,9 +155,10 @@ def _opened(spec: JobSpec) -> Source:
 # ---------------------------------------------------------------- other targets
 
 
-def _of_job(loaded: LoadedSpec, name: str, inventory: Inventory) -> Target:
+def target_of(loaded: LoadedSpec, name: str, inventory: Inventory) -> Target:
+    """The model of a job that has not been trained: with the weights of `model.init_from`, or of its folder."""
     spec = loaded.spec
-    own = spec.data.source == "raytrain.infer:none"
+    own = spec.data.source == NO_DATA
     model = resolve_model_paths(spec.model)
     facts, reads = ({}, {}) if own or model.builder in KEYS else _of_source(resolved(spec))
     tokenizer = _tokenizer_of(model.keys.get("path"))
@@ -175,8 +178,9 @@ def _of_folder(folder: str, overrides: Sequence[str], inventory: Inventory) -> T
     if builder == CLASSIFIER:
         labels = read_config(folder).get("id2label") or {0: "0", 1: "1"}
         keys["num_labels"] = len(labels)
-    mapping = {"name": "infer", "model": keys, "data": {"source": "raytrain.infer:none"}}
-    return _of_job(load_spec(mapping=mapping, overrides=overrides), os.path.basename(os.path.abspath(folder)), inventory)
+    mapping = {"name": "infer", "model": keys, "data": {"source": NO_DATA}}
+    name = os.path.basename(os.path.abspath(folder))
+    return target_of(load_spec(mapping=mapping, overrides=overrides), name, inventory)
 
 
 def _tokenizer_of(path: Any) -> str | None:
@@ -191,7 +195,7 @@ def _without_weights_of_builder(model: Any) -> Any:
 
 
 def _content_of(path: str) -> str:
-    """A hash of the files of some weights by name, size and content of their first bytes: another file, another hash."""
+    """A hash of the files of some weights: of their names, sizes, and first and last bytes."""
     import hashlib
 
     from raytrain.models.weights.headers import find_weights
@@ -218,8 +222,5 @@ def _precision(spec: JobSpec, inventory: Inventory) -> tuple[str, str]:
     """(format, device): half precision only if it is asked for, or on a GPU."""
     gpus = any(node.devices for node in inventory.nodes) and spec.scale.mode != "cpu"
     wanted = spec.precision.dtype
-    if wanted in ("bf16", "fp16"):
-        dtype = wanted
-    else:
-        dtype = "bf16" if gpus and wanted == "auto" else "fp32"
-    return dtype, "cuda:0" if gpus else "cpu"
+    half = "bf16" if gpus and wanted == "auto" else "fp32"
+    return wanted if wanted in ("bf16", "fp16") else half, "cuda:0" if gpus else "cpu"

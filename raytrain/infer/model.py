@@ -89,7 +89,7 @@ class InferenceModel:
 
     def is_classifier(self, module: nn.Module) -> bool:
         """Whether it answers a text with a class."""
-        return self.model.builder == CLASSIFIER or hasattr(module, "num_labels") and hasattr(module, "score")
+        return self.model.builder == CLASSIFIER or (hasattr(module, "num_labels") and hasattr(module, "score"))
 
     def is_language_model(self, module: nn.Module) -> bool:
         """Whether it continues texts: it has a vocabulary, and its forward takes `input_ids`."""
@@ -145,9 +145,7 @@ class InferenceModel:
         )  # fmt: skip
         context = self.model.keys.get("context") or _context(module)
         own = _own_generate(module, codec, sampling)
-        return TextPredictor(
-            module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast
-        )
+        return TextPredictor(module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast)
 
     def _tokenizer(self) -> str:
         if self.tokenizer is None:

@@ -63,7 +63,9 @@ class OutputFolder:
         if differing:
             name = sorted(differing)[0]
             raise InputError(
-                "--resume", seen=f"{self.path}, computed with {name} {known.get(name)!r}", expected=repr(plain.get(name)),
+                "--resume",
+                seen=f"{self.path}, computed with {name} {known.get(name)!r}",
+                expected=repr(plain.get(name)),
                 remedy="its rows would be mixed with others: repeat the command that wrote it, or use a new folder",
             )  # fmt: skip
 
@@ -86,9 +88,7 @@ def part_name(number: int) -> str:
     return f"unit-{number:06d}.parquet"
 
 
-def write_part(
-    parts: str, unit: Unit, table: Any, results: Sequence[RowResult], *, ids: Any, worker: str
-) -> None:
+def write_part(parts: str, unit: Unit, table: Any, results: Sequence[RowResult], *, ids: Any, worker: str) -> None:
     """Write the file of a unit: complete or not at all.
 
     Args:

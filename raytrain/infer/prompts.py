@@ -74,7 +74,9 @@ def prompt_of(
         if text is template and "{" not in template:
             known = ", ".join(templates) or "none is given in infer.templates"
             raise InputError(
-                "infer.template", seen=template, expected=f"one of infer.templates ({known}), or a text with {{column}}",
+                "infer.template",
+                seen=template,
+                expected=f"one of infer.templates ({known}), or a text with {{column}}",
                 remedy=suggestion(template, templates),
             )  # fmt: skip
         return Prompt(_parts(text, names), "infer.template", chat)

@@ -82,7 +82,12 @@ class ValueQuality:
         if not self.rows:
             return {"rows": 0, "failed": self.failed}
         root = math.sqrt(self.squared / self.rows)
-        return {"rows": self.rows, "failed": self.failed, "mean_absolute_error": self.absolute / self.rows, "rmse": root}
+        return {
+            "rows": self.rows,
+            "failed": self.failed,
+            "mean_absolute_error": self.absolute / self.rows,
+            "rmse": root,
+        }
 
 
 def quality_of(pairs: Iterable[tuple[Any, Any]], *, values: bool) -> dict[str, Any]:

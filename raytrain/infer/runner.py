@@ -64,7 +64,7 @@ class UnitRunner:
     rows: InputRows
     batch_size: int
     most_failed: int
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     out_of_memory: int = field(default=0, init=False)
 
     def run(self, unit: Unit, columns: Sequence[str] | None = None) -> tuple[Any, list[RowResult]]:

@@ -28,9 +28,7 @@ def unit_size(rows: int, *, generates: bool) -> int:
 
 def units_of(rows: int, size: int) -> list[Unit]:
     """All units of `rows` rows; only the last one may be smaller than `size`."""
-    return [
-        Unit(number, start, min(size, rows - start)) for number, start in enumerate(range(0, rows, size))
-    ]
+    return [Unit(number, start, min(size, rows - start)) for number, start in enumerate(range(0, rows, size))]
 
 
 def batches_of(lengths: Sequence[int], size: int) -> list[list[int]]:

@@ -25,9 +25,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from click.testing import CliRunner
+from pyarrow import parquet
 from rich.console import Console
 from torch import nn
 
@@ -37,10 +39,12 @@ from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
 from jobs.__main__ import main
 from jobs.driver.checks import check_on_driver, train_job
+from jobs.driver.inference import target_of, weights_of
 from jobs.driver.plan import plan_job
 from jobs.driver.runtime import Cluster
 from jobs.driver.signals import StopSignals
-from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
+from jobs.infer import infer_target
+from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch.cache import Cache
 from jobs.tuning.batch.search import find_search
 from jobs.tuning.space.points import find_points
@@ -50,6 +54,7 @@ from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.execution.failure_policy import decide
+from raytrain.infer.predictor import TextPredictor
 from raytrain.models.weights.stored import export_weights
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
@@ -190,6 +195,22 @@ def file_job(folder: Path) -> dict[str, Any]:
     return {"model": {"builder": "raytrain.models.gpt:gpt", **sizes}, "data": {"path": str(path)}}
 
 
+def prompts_job(folder: Path) -> dict[str, Any]:
+    """A language model without training, and prompts with a label for it."""
+    rows = [{"prompt": f"why {n}", "other": f"is {n} so?", "key": f"k{n}", "kind": "ab"[n % 2]} for n in range(20)]
+    for name, some in (("in.jsonl", rows), ("less.jsonl", rows[:10])):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in some))
+    sizes = {"layers": 1, "heads": 2, "width": 16, "context": 32}
+    model = {"builder": "raytrain.models.gpt:gpt", **sizes}
+    section = {"input": str(folder / "in.jsonl"), "max_new_tokens": 6, "batch_size": 4, "unit_rows": 8}
+    templates = {"asked": "Q: {prompt}", "told": "{other}"}
+    return {
+        "model": model,
+        "data": {"source": "stdlib", "max_bytes": 9000},
+        "infer": {**section, "templates": templates},
+    }
+
+
 # ---------------------------------------------------------------- where a key shows
 
 
@@ -292,6 +313,27 @@ def evaluated(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     return {"cleared": len(times)}
 
 
+def inferred(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """A whole inference job: its answers, and what was written beside them."""
+    place.patch.chdir(place.folder.parent)
+    try:
+        target = target_of(loaded, "flags", BOX)
+        result = infer_target(target, BOX, resume=None, dry_run=False, verbose=False, console=Console(quiet=True))
+    except InputError as error:
+        return dict.fromkeys(("answers", "columns", "units", "batches", "files", "folder"), str(error))
+    assert result is not None
+    output = Path(result.output)
+    timing = parquet.read_table(output / "timing.parquet").to_pydict()
+    table = result.table() if (output / "predictions.parquet").exists() else None
+    return {
+        "answers": None if table is None else table["prediction"].to_pylist(),
+        "ids": timing["id"], "columns": None if table is None else table.column_names,
+        "units": timing["unit"], "batches": timing["batch_rows"], "tokens": timing["tokens"],
+        "files": sorted(entry.name for entry in output.iterdir()),
+        "folder": output.name[:4], "quality": result.summary["quality"] is None,
+    }  # fmt: skip
+
+
 class Silent:
     """The line to a driver that is not there: what is said is lost, and waiting fails as it does without Ray."""
 
@@ -351,6 +393,35 @@ def worked(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
         "told": list(told),
         "rollbacks": sum(row.get("what") == "rollback" for row in events),
     }
+
+
+def weighed(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """Which checkpoint of a run that was not finished inference takes."""
+    worked(loaded, place)
+    run = RunFolder.open(str(next((place.folder / "runs").glob("flags-*"))))
+    place.patch.setattr(
+        RunFolder, "exists", lambda run, path: path != run.weights and run.store.exists(run._name(path))
+    )
+    return {"step": weights_of(run, loaded.spec.infer.weights)[1]}
+
+
+def failing(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """How a job ends that has one row without a prompt among twenty."""
+    path = Path(str(loaded.spec.infer.input))
+    path.write_text(path.read_text().replace('"why 3"', "null"))
+    target = target_of(loaded, "flags", BOX)
+    place.patch.chdir(place.folder)
+    result = infer_target(target, BOX, resume=None, dry_run=False, verbose=False, console=Console(quiet=True))
+    assert result is not None
+    return {"status": result.status}
+
+
+def stopped(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """What would end an answer."""
+    target = target_of(loaded, "flags", BOX)
+    predictor = target.model.load(loaded.spec.infer, pa.schema([("prompt", pa.string())]))
+    assert isinstance(predictor, TextPredictor)
+    return {"stop": predictor.sampling.stop}
 
 
 def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
@@ -441,6 +512,11 @@ class Flag:
 def experts(part: str, first: str, second: str, *beside: str) -> Flag:
     """A key of the mixture of experts, shown by a training session."""
     return Flag(trained, part, first, second, beside, experts_job)
+
+
+def infers(part: str, first: str, second: str, *beside: str) -> Flag:
+    """A key of inference, shown by a small job."""
+    return Flag(inferred, part, first, second, beside, prompts_job)
 
 
 SGD = ("optim.name=sgd",)
@@ -576,6 +652,26 @@ FLAGS = {
     "experts.placement": Flag(placed, "placement", "auto", "round_robin", job=experts_job),
     "experts.trace_every": experts("traced", "null", "2"),
     "experts.rebalance_every": Flag(placed, "every", "null", "10", job=experts_job),
+    "infer.input": infers("ids", "in.jsonl", "less.jsonl"),
+    "infer.output": infers("folder", "null", "mine"),
+    "infer.weights": Flag(weighed, "step", "last", "3", ("save.every=1", "save.keep=all"), job=rows_job),
+    "infer.batch_size": infers("batches", "4", "5"),
+    "infer.unit_rows": infers("units", "8", "10"),
+    "infer.max_samples": infers("ids", "null", "7"),
+    "infer.max_failures": Flag(failing, "status", "0.01", "1.0", job=prompts_job),
+    "infer.id_column": infers("ids", "null", "key"),
+    "infer.keep": infers("columns", "[]", "[other]"),
+    "infer.label": infers("quality", "null", "kind"),
+    "infer.format": infers("files", "parquet", "csv"),
+    "infer.prompt_field": infers("answers", "null", "other"),
+    "infer.template": infers("answers", "asked", "told"),
+    "infer.templates": infers("answers", "{it: '{prompt}'}", "{it: '{other}'}", "infer.template=it"),
+    "infer.chat": infers("answers", "false", "true"),
+    "infer.max_new_tokens": infers("tokens", "6", "3"),
+    "infer.temperature": infers("answers", "0.0", "1.0"),
+    "infer.top_k": infers("answers", "null", "2", "infer.temperature=1.0"),
+    "infer.top_p": infers("answers", "null", "0.05", "infer.temperature=1.0"),
+    "infer.stop": Flag(stopped, "stop", "[]", "[x]", job=prompts_job),
     "telemetry.observers": Flag(worked, "told", "[]", "['flag_observer:see']"),
     "telemetry.tensorboard": Flag(worked, "tensorboard", "true", "false"),
     "cluster.address": Flag(commanded, "address", "null", "10.0.0.1:6379"),
@@ -585,8 +681,6 @@ FLAGS = {
 """Every key that this version obeys."""
 
 LATER = {
-    "infer.input": ("in.jsonl", "the verb infer"), "infer.output": ("out", "the verb infer"),
-    "infer.batch_size": ("8", "the verb infer"), "infer.max_samples": ("9", "the verb infer"),
     "telemetry.every": ("1.0", "telemetry/<node>.jsonl (DESIGN 3)"),
 }  # fmt: skip
 """Keys that the design promises and nobody reads yet: a value, and what will read it."""
@@ -666,10 +760,6 @@ def attributes_read() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("key", list(LATER))
 def test_keys_of_later_versions_belong_to_a_refused_verb_or_are_unused(key: str) -> None:
     """An entry of LATER goes as soon as somebody reads its key."""
-    section = key.partition(".")[0]
-    if section == "infer":
-        with pytest.raises(InputError, match="not available in this version"):
-            refuse_later(load_spec().spec, section)
     readers = [where for where, attribute in attributes_read() if attribute == key]
     assert not readers, f"{readers} read {key}: it belongs into FLAGS"
 

@@ -85,7 +85,7 @@ def test_wrong_input_is_exit_2_and_one_message_on_stderr(
     assert list(tmp_path.iterdir()) == [], "something was started"
 
 
-@pytest.mark.parametrize("verb", ["infer", "check", "submit"])
+@pytest.mark.parametrize("verb", ["check", "submit"])
 def test_a_verb_of_a_later_version_is_refused_by_name_after_its_job_was_read(verb: str) -> None:
     refused = run(verb)
     assert refused.exit_code == 2 and verb in refused.stderr

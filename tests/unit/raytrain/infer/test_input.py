@@ -79,7 +79,7 @@ def test_conversion_happens_once_and_leaves_no_half_file(tmp_path: Path) -> None
     assert converted(input_files(str(path)), str(tmp_path / "work")) == [first]
     assert Path(first).stat().st_mtime_ns == changed
     path.write_text('{"name": "a", "size": 1}\n{"name": "b", "size"\n')
-    with pytest.raises(InputError, match="line 2.*expected a JSON object on each line"):
+    with pytest.raises(InputError, match=r"line 2.*expected a JSON object on each line"):
         converted(input_files(str(path)), str(tmp_path / "other"), rows_at_once=1)
     assert [entry.name for entry in (tmp_path / "other").iterdir() if entry.suffix == ".parquet"] == []
 
@@ -103,7 +103,7 @@ def test_unreadable_files_are_refused_by_name(name: str, text: str, message: str
 
 
 def test_missing_and_mixed_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no file at .*none.csv"):
+    with pytest.raises(InputError, match=r"no file at .*none.csv"):
         opened(tmp_path / "none.csv", tmp_path)
     for name in ("a.csv", "b.jsonl"):
         write(tmp_path / name, ROWS)
@@ -111,7 +111,7 @@ def test_missing_and_mixed_files_are_refused(tmp_path: Path) -> None:
         opened(tmp_path, tmp_path)
     write(tmp_path / "c.parquet", ROWS)
     parquet.write_table(pa.table({"other": [1]}), tmp_path / "d.parquet")
-    with pytest.raises(InputError, match="the columns other in .*d.parquet, expected name, size"):
+    with pytest.raises(InputError, match=r"the columns other in .*d.parquet, expected name, size"):
         InputRows.at([str(tmp_path / "c.parquet"), str(tmp_path / "d.parquet")])
 
 
@@ -119,5 +119,5 @@ def test_a_missing_column_is_named_with_its_key(tmp_path: Path) -> None:
     write(tmp_path / "in.parquet", ROWS)
     schema = opened(tmp_path / "in.parquet", tmp_path).schema
     check_columns(schema, {"infer.label": "size", "infer.id_column": None})
-    with pytest.raises(InputError, match="infer.label: got 'sise'.*name, size.*did you mean.*size"):
+    with pytest.raises(InputError, match=r"infer.label: got 'sise'.*name, size.*did you mean.*size"):
         check_columns(schema, {"infer.label": "sise"})

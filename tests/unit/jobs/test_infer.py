@@ -1,0 +1,264 @@
+"""The verb `infer` in this process: answers in input order, resumable, and wrong input refused before anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+from safetensors.torch import save_file
+
+from jobs.__main__ import main
+from jobs.infer import InferResult, infer
+from raytrain.errors import InputError, RunError
+from raytrain.infer.worker import InferenceWorker
+from raytrain.models.gpt import gpt
+from raytrain.models.mlp import mlp
+
+ROWS = 103
+BUILDER = "raytrain.models.mlp:mlp"
+SIZES = ("model.hidden=[8]", "model.num_features=4", "model.num_classes=3")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> torch.nn.Module:
+    """An MLP whose weights are in weights.safetensors."""
+    torch.manual_seed(0)
+    module = mlp(hidden=[8], num_features=4, num_classes=3).module
+    save_file(module.state_dict(), tmp_path / "weights.safetensors")
+    return module
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> np.ndarray:
+    """Rows of in.parquet, (ROWS, 4): `x` with an id, a label and a note beside it."""
+    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+    write(tmp_path / "in.parquet", x)
+    return x
+
+
+def write(path: Path, x: np.ndarray, **more: Any) -> None:
+    """Rows as Parquet with small row groups."""
+    columns = {"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 4), "note": [f"n{n}" for n in range(len(x))]}
+    parquet.write_table(pa.table({**columns, **more}), path, row_group_size=10)
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: torch.nn.Module, rows: np.ndarray) -> Callable[..., InferResult]:
+    """`run(*overrides, output=...)` answers in.parquet with the model."""
+
+    def start(*overrides: str, output: str = "out", **options: Any) -> InferResult:
+        given = (*SIZES, f"model.init_from={tmp_path / 'weights.safetensors'}", "infer.unit_rows=16", "scale.threads=1")
+        options.setdefault("input", str(tmp_path / "in.parquet"))
+        where = str(tmp_path / output)
+        return infer(BUILDER, output=where, overrides=[*given, *overrides], quiet=True, **options)
+
+    return start
+
+
+def expected(model: torch.nn.Module, x: np.ndarray) -> list[int]:
+    """The most likely class of each row."""
+    with torch.no_grad():
+        return model(torch.from_numpy(x)).argmax(1).tolist()
+
+
+@pytest.mark.covers("INF-01")
+def test_predictions_are_the_models_in_input_order(
+    run: Callable[..., InferResult], model: torch.nn.Module, rows: np.ndarray, tmp_path: Path
+) -> None:
+    result = run("infer.batch_size=8", "infer.keep=[note]")
+    table = result.table()
+    assert table.column_names == ["id", "note", "prediction", "status", "error"]
+    assert table["id"].to_pylist() == list(range(ROWS)) and table["note"][7].as_py() == "n7"
+    assert table["prediction"].to_pylist() == expected(model, rows)
+    assert set(table["status"].to_pylist()) == {"ok"} and set(table["error"].to_pylist()) == {None}
+    assert result.status == "done" and (result.rows, result.failed) == (ROWS, 0)
+    assert not (tmp_path / "out/parts").exists()
+
+
+@pytest.mark.covers("INF-08", "INF-17", "INF-19")
+def test_timing_manifest_and_summary_tell_what_happened(run: Callable[..., InferResult], tmp_path: Path) -> None:
+    result = run("infer.batch_size=8")
+    timing = parquet.read_table(tmp_path / "out/timing.parquet")
+    assert timing["row"].to_pylist() == list(range(ROWS)) and min(timing["seconds"].to_pylist()) > 0
+    assert timing["unit"].to_pylist() == [row // 16 for row in range(ROWS)]
+    assert set(timing["batch_rows"].to_pylist()) == {8, 7}
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["rows"] == ROWS and manifest["units"] == 7 and manifest["unit_rows"] == [16] * 6 + [7]
+    import hashlib
+
+    for name, about in manifest["files"].items():
+        data = (tmp_path / "out" / name).read_bytes()
+        assert about == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    seconds = timing["seconds"].to_numpy()
+    assert result.summary["latency_s"]["p95"] == pytest.approx(float(np.quantile(seconds, 0.95)))
+    assert result.summary["rows_per_s"] > 0 and result.summary["workers"][0]["rows"] == ROWS
+
+
+@pytest.mark.covers("INF-15")
+def test_an_interrupted_job_computes_only_what_is_missing(
+    run: Callable[..., InferResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(output="whole").table()
+    computed: list[int] = []
+    original = InferenceWorker.run
+
+    def dies(self: InferenceWorker, unit: Any) -> Any:
+        if len(computed) == 3:
+            raise KeyboardInterrupt
+        computed.append(unit.number)
+        return original(self, unit)
+
+    monkeypatch.setattr(InferenceWorker, "run", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert computed == [0, 1, 2] and not (tmp_path / "out/predictions.parquet").exists()
+    computed.clear()
+    monkeypatch.setattr(
+        InferenceWorker, "run", lambda self, unit: (computed.append(unit.number), original(self, unit))[1]
+    )
+    result = run(resume=str(tmp_path / "out"))
+    assert computed == [3, 4, 5, 6] and result.table().equals(whole)
+    assert (tmp_path / "out/predictions.parquet").read_bytes() == (tmp_path / "whole/predictions.parquet").read_bytes()
+
+
+def test_results_of_different_jobs_are_never_mixed(
+    run: Callable[..., InferResult], rows: np.ndarray, tmp_path: Path, model: torch.nn.Module
+) -> None:
+    run()
+    resume = str(tmp_path / "out")
+    with pytest.raises(InputError, match=r"results of an earlier command, expected a new folder; .*--resume"):
+        run()
+    with pytest.raises(InputError, match=r"computed with batch_size 256, expected 4"):
+        run("infer.batch_size=4", resume=resume)
+    write(tmp_path / "in.parquet", rows + 1)
+    with pytest.raises(InputError, match=r"computed with input"):
+        run(resume=resume)
+    write(tmp_path / "in.parquet", rows)
+    save_file({name: value + 1 for name, value in model.state_dict().items()}, tmp_path / "weights.safetensors")
+    with pytest.raises(InputError, match=r"computed with model"):
+        run(resume=resume)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"holds thesis.txt, expected a new or empty folder"):
+        run(output="full")
+    assert [entry.name for entry in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+
+
+def test_rows_that_fail_are_told_apart_and_too_many_fail_the_job(
+    run: Callable[..., InferResult], rows: np.ndarray, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    bad = rows.copy()
+    bad[[5, 40]] = np.nan
+    write(tmp_path / "bad.parquet", bad)
+    result = run("infer.max_failures=0.02", input=str(tmp_path / "bad.parquet"))
+    table = result.table()
+    assert [row for row, status in enumerate(table["status"].to_pylist()) if status == "failed"] == [5, 40]
+    assert "NaN" in table["error"][5].as_py() and table["prediction"][40].as_py() is None
+    right = expected(model, rows)
+    assert all(table["prediction"][row].as_py() == right[row] for row in range(ROWS) if row not in (5, 40))
+    with pytest.raises(RunError, match=r"2 of 103 rows failed"):
+        run("infer.max_failures=0.015", input=str(tmp_path / "bad.parquet"), output="strict")
+    bad[60:] = np.nan
+    write(tmp_path / "worse.parquet", bad)
+    with pytest.raises(RunError, match=r"rows failed"):
+        run(input=str(tmp_path / "worse.parquet"), output="worse")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_other_formats_hold_the_same_answers(run: Callable[..., InferResult], kind: str, tmp_path: Path) -> None:
+    first = run().table().select(["id", "prediction"]).to_pylist()
+    run(f"infer.format={kind}", output=kind)
+    text = (tmp_path / kind / f"predictions.{kind}").read_text()
+    if kind == "jsonl":
+        found = [json.loads(line) for line in text.splitlines()]
+    else:
+        import csv
+
+        found = [{key: int(row[key]) for key in ("id", "prediction")} for row in csv.DictReader(text.splitlines())]
+    assert [{key: row[key] for key in ("id", "prediction")} for row in found] == first
+
+
+def test_ids_come_from_a_column_of_unique_values(
+    run: Callable[..., InferResult], rows: np.ndarray, tmp_path: Path
+) -> None:
+    assert run("infer.id_column=note").table()["id"].to_pylist() == [f"n{row}" for row in range(ROWS)]
+    write(tmp_path / "twice.parquet", rows, key=[row % 100 for row in range(ROWS)])
+    with pytest.raises(InputError, match=r"infer.id_column: got the column key with 0 in rows 0 and 100"):
+        run("infer.id_column=key", input=str(tmp_path / "twice.parquet"), output="twice")
+
+
+def test_quality_is_computed_against_a_label(
+    run: Callable[..., InferResult], rows: np.ndarray, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    right = expected(model, rows)
+    labels = [(value + (row % 4 == 0)) % 3 for row, value in enumerate(right)]
+    write(tmp_path / "labelled.parquet", rows, kind=labels)
+    result = run("infer.label=kind", input=str(tmp_path / "labelled.parquet"))
+    assert result.summary["quality"]["accuracy"] == pytest.approx(77 / 103)
+    assert result.table().column_names[1] == "kind"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("infer.keep=[nope]",), "infer.keep.*got 'nope'"),
+        (("infer.label=nope",), "infer.label: got 'nope'"),
+        (("model.num_features=5",), "model.init_from: got .*misshapen"),
+        (("infer.max_failures=2",), "infer.max_failures"),
+        (("infer.batch_size=0",), "infer.batch_size"),
+        (("model.builder=raytrain.models.mlp:nope",), "nope"),
+    ],
+)
+def test_wrong_input_is_refused_and_leaves_no_folder(
+    overrides: tuple[str, ...], message: str, run: Callable[..., InferResult], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        run(*overrides)
+    assert not (tmp_path / "out/predictions.parquet").exists()
+
+
+@pytest.mark.covers("INF-22")
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    rows: np.ndarray, model: torch.nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["infer", BUILDER, *SIZES, f"infer.input={tmp_path / 'in.parquet'}", f"infer.output={tmp_path / 'out'}",
+                 "infer.max_samples=5", "--dry-run"]  # fmt: skip
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0 and not (tmp_path / "out").exists()
+    assert "5 rows in 1 units" in capsys.readouterr().out
+
+
+def test_prompts_are_answered_by_a_language_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = gpt(layers=1, heads=2, width=16, context=32, vocab_size=256).module
+    save_file(dict(module.state_dict()) | {"head.weight": module.head.weight.clone()}, tmp_path / "w.safetensors")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"q": f"why {n}", "n": n}) + "\n" for n in range(20)))
+    job = {
+        "model": {"builder": "raytrain.models.gpt:gpt", "layers": 1, "heads": 2, "width": 16, "context": 32,
+                  "init_from": str(tmp_path / "w.safetensors")},
+        "data": {"source": "stdlib", "max_bytes": 10000},
+    }  # fmt: skip
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+
+    def answers(output: str, *more: str) -> list[str]:
+        given = ["infer.max_new_tokens=8", "infer.template=Q {n}: {q}", "infer.batch_size=4", *more]
+        result = infer(tmp_path / "job.yaml", input=str(tmp_path / "in.jsonl"), output=str(tmp_path / output),
+                       overrides=given, quiet=True)  # fmt: skip
+        return result.table()["prediction"].to_pylist()
+
+    greedy = answers("a")
+    assert len(greedy) == 20 and answers("b", "infer.unit_rows=5") == greedy
+    drawn = answers("c", "infer.temperature=1.0")
+    assert drawn != greedy and answers("d", "infer.temperature=1.0", "infer.unit_rows=5") == drawn
+    timing = parquet.read_table(tmp_path / "a/timing.parquet")
+    assert timing["tokens"].to_pylist() == [8] * 20
+    with pytest.raises(InputError, match=r"infer.template: got the field \{question\}"):
+        answers("e", "infer.template=A {question}")
