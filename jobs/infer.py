@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 
 from cluster.devices.inventory import Inventory, local_inventory
-from jobs.driver.inference import Target, open_target
 from jobs.driver.runtime import cluster_address, connected
+from jobs.inference.target import Target, open_target
 from raytrain.config.decode import encode
 from raytrain.config.sections import InferConfig
 from raytrain.errors import InputError, RunError
@@ -245,13 +245,13 @@ def _print_plan(planned: _Planned, console: Console) -> None:
 def _run(planned: _Planned, *, verbose: bool, console: Console) -> InferResult:
     output, units, work = planned.output, planned.units, planned.work()
     finished = output.finished(units)
-    todo = [unit for unit in units if unit.number not in finished]
+    missing = [unit for unit in units if unit.number not in finished]
     failed, reports = sum(finished.values()), []
     allowed = work.most_failed
     began = time.time()
     shown = began
     try:
-        for report in _reports(planned, work, todo, verbose=verbose):
+        for report in _reports(planned, work, missing, verbose=verbose):
             reports.append(report)
             failed += report.failed
             if failed > allowed:
@@ -264,13 +264,13 @@ def _run(planned: _Planned, *, verbose: bool, console: Console) -> InferResult:
     return _merged(planned, reports, console)
 
 
-def _reports(planned: _Planned, work: Work, todo: Sequence[Unit], *, verbose: bool) -> Iterator[UnitReport]:
+def _reports(planned: _Planned, work: Work, missing: Sequence[Unit], *, verbose: bool) -> Iterator[UnitReport]:
     address = cluster_address(planned.target.spec.cluster.address)
-    if not todo:
+    if not missing:
         return
     if planned.workers == 1 and address == "local":
         worker = InferenceWorker(work, "this process")
-        yield from map(worker.run, todo)
+        yield from map(worker.run, missing)
         return
     from raytrain.infer.ray_data import run_units
 
@@ -278,7 +278,7 @@ def _reports(planned: _Planned, work: Work, todo: Sequence[Unit], *, verbose: bo
     workers = planned.workers
     with connected(address, num_cpus=workers + 1, num_gpus=workers * gpus, verbose=verbose) as cluster:
         at_once = workers if cluster.local else 1
-        yield from run_units(work, todo, workers=workers, at_once=at_once, cpus=1, gpus=gpus)
+        yield from run_units(work, missing, workers=workers, at_once=at_once, cpus=1, gpus=gpus)
 
 
 def _progress(planned: _Planned, reports: Sequence[UnitReport], earlier: int, began: float, console: Console) -> None:

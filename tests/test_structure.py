@@ -60,7 +60,12 @@ RAY_LAZILY = {
     "jobs.__main__",
 }
 """Modules that import Ray inside functions only."""
-RAY_AT_THE_EDGE = ("raytrain.execution", "raytrain.data.sources.ray_dataset", "experts.hosts")
+RAY_AT_THE_EDGE = (
+    "raytrain.execution",
+    "raytrain.data.sources.ray_dataset",
+    "raytrain.infer.ray_data",
+    "experts.hosts",
+)
 """Modules, or packages with everything in them, that import Ray. So may all of `jobs`."""
 TORCH_FREE = {
     "raytrain.config.sections",

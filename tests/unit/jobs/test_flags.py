@@ -39,11 +39,11 @@ from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
 from jobs.__main__ import main
 from jobs.driver.checks import check_on_driver, train_job
-from jobs.driver.inference import target_of, weights_of
 from jobs.driver.plan import plan_job
 from jobs.driver.runtime import Cluster
 from jobs.driver.signals import StopSignals
 from jobs.infer import infer_target
+from jobs.inference.target import target_of, weights_of
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch.cache import Cache
 from jobs.tuning.batch.search import find_search

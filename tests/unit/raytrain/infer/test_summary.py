@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain.infer.quality import quality_of
+from raytrain.infer.summary import quality_of
 
 PAIRS = [
     ("cat", "cat"), ("cat", "cat"), ("cat", "dog"), ("dog", "dog"), ("dog", "cat"), ("dog", None), ("cow", "cow "),
