@@ -177,7 +177,7 @@ def _class_names(config: Any) -> Sequence[str] | None:
 
 def _context(module: nn.Module) -> int | None:
     config = getattr(module, "config", None)
-    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    inner: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     for name in ("max_position_embeddings", "n_positions", "n_ctx"):
         value = getattr(inner, name, None)
         if isinstance(value, int) and value > 0:

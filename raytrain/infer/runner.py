@@ -79,6 +79,7 @@ class UnitRunner:
         """Answer the rows `batch` of the unit; halve the batch at an error, until it is about one row."""
         began = time.perf_counter()
         failed: Exception | None = None
+        answers = Answers([])
         try:
             answers = self.predictor.predict(table.take(batch), [start + row for row in batch])
         except Exception as error:  # of the user's model or of a row: it belongs into the row's result

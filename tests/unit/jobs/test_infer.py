@@ -20,6 +20,7 @@ from raytrain.errors import InputError, RunError
 from raytrain.infer.worker import InferenceWorker
 from raytrain.models.gpt import gpt
 from raytrain.models.mlp import mlp
+from raytrain.models.weights.stored import export_weights
 
 ROWS = 103
 BUILDER = "raytrain.models.mlp:mlp"
@@ -239,7 +240,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
 def test_prompts_are_answered_by_a_language_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = gpt(layers=1, heads=2, width=16, context=32, vocab_size=256).module
-    save_file(dict(module.state_dict()) | {"head.weight": module.head.weight.clone()}, tmp_path / "w.safetensors")
+    export_weights(module.state_dict(), str(tmp_path / "w.safetensors"))
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"q": f"why {n}", "n": n}) + "\n" for n in range(20)))
     job = {
         "model": {"builder": "raytrain.models.gpt:gpt", "layers": 1, "heads": 2, "width": 16, "context": 32,
