@@ -6,6 +6,7 @@ The workers decide the order of operations; a host decides nothing.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,10 +22,15 @@ from experts.member.shard import ExpertShard
 from experts.member.vote import VoteLayout, sum_shortages
 from experts.placement.values import Placement
 from experts.shapes import LayerShape
-from experts.transport.protocol import HEADER_SIZE, Channel, Header, Op, Transport
+from experts.transport.protocol import HEADER_SIZE, Channel, Header, Op, PendingExchange, Transport
 from raytrain.config.sections import OptimConfig
 from raytrain.train.compute.process_settings import ProcessSettings
 from raytrain.train.memory.oom import Shortage, run_or_shortage
+
+ROW_OPERATIONS = {Op.FORWARD, Op.RESERVE, Op.RECOMPUTE, Op.EVALUATE, Op.BACKWARD}
+"""Operations in which rows travel; before any other the host waits for what it has sent."""
+SENDS = 2
+"""Sends of a host on a GPU that may be under way while it computes; each keeps its rows in memory."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class HostServer:
         self._active_workers = ActiveWorkers(group.size - len(group.holders))
         self._commit: StepCommit | None = None
         self._header_size = header_size(placement)
+        self._sends: deque[PendingExchange] = deque()
         self._operations: dict[Op, Callable[[Header, list[list[int]]], None]] = {
             Op.SETUP: self._set_up, Op.FILL: self._fill, Op.FORWARD: self._forward, Op.RESERVE: self._forward,
             Op.RECOMPUTE: self._forward, Op.EVALUATE: self._forward, Op.BACKWARD: self._backward, Op.VOTE: self._vote,
@@ -122,12 +129,16 @@ class HostServer:
             if self._active_workers.dropped:
                 self.shard.dropping = True
             if header is None:
+                self._finish_sends()
                 self._discard()
             elif header.op == Op.END:
+                self._finish_sends()
                 if self._commit is not None:
                     self._commit.migration.drop()
                 return
             else:
+                if header.op not in ROW_OPERATIONS:
+                    self._finish_sends()
                 self._operations[header.op](header, counts)
 
     # -- operations -------------------------------------------------------------------------------
@@ -188,13 +199,21 @@ class HostServer:
         rows = run_or_shortage(allocate, device=self.device, who=f"expert host {self.host}")
         if isinstance(rows, Shortage):  # the step is dropped: releasing what backward needs makes room
             self.shard.ran_out(rows)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # released blocks may be too small, or of another stream
             rows = allocate()
         nothing, none = rows[:0], [0] * self.group.size
         return self.group.exchange(nothing, none, receive, channel=Channel.TO_HOLDERS, into=rows).wait()
 
     def _send(self, rows: Tensor, sources: list[list[int]]) -> None:
+        """On a GPU the last `SENDS` stay under way: `wait` would make the stream of the next products wait for them."""
         send, none = rows_by_rank(sources, self.group.size), [0] * self.group.size
-        self.group.exchange(rows, send, none, channel=Channel.TO_WORKERS).wait()
+        self._sends.append(self.group.exchange(rows, send, none, channel=Channel.TO_WORKERS))
+        self._finish_sends(SENDS if self.device.type == "cuda" else 0)
+
+    def _finish_sends(self, keep: int = 0) -> None:
+        while len(self._sends) > keep:
+            self._sends.popleft().wait()
 
 
 def header_size(placement: Placement) -> int:

@@ -87,7 +87,8 @@ class ExpertHost:
     def __init__(self, *, threads: int, device: str, directory: Any, limits: ProcessLimits | None = None) -> None:
         keep_freed_memory()
         torch.set_num_threads(threads)
-        self._memory_share = (limits or ProcessLimits()).apply(torch.device(device))
+        where = torch.device("cuda", 0) if device == "cuda" else torch.device(device)  # Ray shows an actor its own GPU
+        self._memory_share = (limits or ProcessLimits()).apply(where)
         self._threads, self._device, self._directory = threads, device, directory
         self._group: JointGroup | None = None
         self._server: HostServer | None = None

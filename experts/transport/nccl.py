@@ -8,6 +8,9 @@ What torch does by default would hang a generation in which a member dies:
   communicate, in one group of sends and receives, as over gloo.
 - A watchdog ends the process at an error of a communicator. Here errors are left to the generation, which aborts all
   communicators at a death and starts again.
+- Its heartbeat monitor ends the process when an abort takes long, and a timeout writes a record of the calls into the
+  store, which ends later groups of the same store. Both are off for these groups (`without_monitors`).
+- Two members connect with their first message. Here those that exchange rows send each other one number while all meet.
 - An abort may wait for a peer that is gone. Here each has a thread of its own and a limit.
 """
 
@@ -32,58 +35,91 @@ ABORT_S = 10.0
 POLL_S = 0.02
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Read by the constructor of a process group. Ray sets 1 on workers, torch's default is 3: both end the process."""
+CONSTRUCTION = {
+    ERROR_HANDLING: "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""Environment of the constructor of these groups; torch's default group keeps the user's or torch's values."""
+NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+"""Seconds that a call of a non-blocking communicator waits for the connection. torch reads it once, at the first such
+call; its default of 30 minutes would hold the lock that an abort needs."""
+NONBLOCKING_S = "60"
 
 
 def nccl(
     store: Any, name: str, rank: int, size: int, *, device: torch.device, interface: str | None, timeout_s: float,
-    limit_s: float, lost: Callable[[], str | None] = lambda: None,
+    limit_s: float, partners: Sequence[int] = (), lost: Callable[[], str | None] = lambda: None,
 ) -> Any:  # fmt: skip
     """Create an NCCL group under `name` in the store; blocks until all members are connected.
 
     Args:
+        device: of the rows; a GPU without an index is the current one of the calling thread.
         interface: network interface of its connections; None lets NCCL choose.
         timeout_s: of the calls. limit_s: until all members are connected.
+        partners: the members that this one exchanges rows with; each of them names this one too.
         lost: polled while waiting: why the generation is over, None while it lives.
 
     Raises:
         RuntimeError: as all errors of torch's groups: not connected in time, or the generation is over.
     """
+    device = with_index(device)  # here: a new thread has a current device of its own, the first
+    os.environ.setdefault(NONBLOCKING_TIMEOUT, NONBLOCKING_S)
     if interface is not None:
         os.environ.update(interface_environment(interface))
     options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=timeout_s)
     options.config.blocking = 0  # an abort then also ends a call that waits for a peer
-    with _errors_left_to_us():
+    with without_monitors():
         group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
-    failed = within(lambda: _connect(group, device), limit_s=limit_s, stop=lambda: lost() is not None)
+    failed = within(lambda: _connect(group, device, partners), limit_s=limit_s, stop=lambda: lost() is not None)
     if failed is not None:
         abort_nccl([group])
         raise RuntimeError(f"the NCCL communicator {name} was not connected: {failed}")
     return group
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device with an explicit index: the calling thread's current GPU where it has none."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 @contextlib.contextmanager
-def _errors_left_to_us() -> Iterator[None]:
-    before = os.environ.get(ERROR_HANDLING)
-    os.environ[ERROR_HANDLING] = "0"
+def without_monitors() -> Iterator[None]:
+    """Context for the constructor of a group whose errors and timeouts are handled by the generation alone."""
+    before = {name: os.environ.get(name) for name in CONSTRUCTION}
+    os.environ.update(CONSTRUCTION)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[ERROR_HANDLING]
-        else:
-            os.environ[ERROR_HANDLING] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
-def _connect(group: Any, device: torch.device) -> None:
-    """Create the communicator, and use it once: creation returns before the peers are connected."""
+def _connect(group: Any, device: torch.device, partners: Sequence[int]) -> None:
+    """Create the communicator by its first call, and connect the pairs of members that exchange rows.
+
+    `eager_connect_single_device` is not used: with a non-blocking communicator it fails with "operation in progress",
+    or hangs (pytorch #153960, #154055).
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group.eager_connect_single_device(device)
     ready = torch.ones(1, device=device)
     group.allreduce([ready]).wait()
     if int(ready.item()) != group.size():
         raise RuntimeError(f"{int(ready.item())} of {group.size()} members took part in its first sum")
+    sent, received = torch.ones(group.size(), device=device), torch.zeros(group.size(), device=device)
+    for work in exchange_pairs(group, received.split(1), sent.split(1), others=partners):
+        work.wait()
+    missing = sorted(set(partners) - set(received.nonzero().flatten().tolist()))
+    if missing:
+        raise RuntimeError(f"the first messages of the members {missing} did not arrive")
 
 
 def within(work: Callable[[], Any], *, limit_s: float, stop: Callable[[], bool] = lambda: False) -> str | None:
@@ -131,10 +167,15 @@ def exchange_pairs(
     if not receives and not sends:
         return []
     group._start_coalescing()
-    for rank in receives:
-        group.recv([incoming[rank]], rank, 0)
-    for rank in sends:
-        group.send([outgoing[rank]], rank, 0)
+    try:
+        for rank in receives:
+            group.recv([incoming[rank]], rank, 0)
+        for rank in sends:
+            group.send([outgoing[rank]], rank, 0)
+    except BaseException:
+        with contextlib.suppress(Exception):  # NCCL keeps the group open for this thread, in all later calls
+            group._end_coalescing()
+        raise
     return [group._end_coalescing()]
 
 

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experts.transport.nccl import abort_nccl, exchange_pairs, nccl
+from experts.transport.nccl import abort_nccl, exchange_pairs, nccl, with_index
 from experts.transport.protocol import Aborted, Channel
+from raytrain.errors import first_line
+from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.parallel.collectives import ABORT_REASON_TIMEOUT_S
 
 HEADERS, ROWS, END = 0, 1, 2
@@ -36,7 +38,8 @@ class JointGroup:
         rank, size: of this member, and of the group; workers come first.
         workers: number of workers among the members.
         holders: ranks that own experts: those after the workers, or the workers where experts are colocated.
-        device: of the rows; a CUDA device uses NCCL for them, and gloo for everything else.
+        device: of the rows; a CUDA device uses NCCL for them, and gloo for everything else. Without an index it is the
+            current GPU of the calling thread.
         interface: network interface, such as "lo"; None lets gloo and NCCL choose.
         timeout_s: of every call; `abort` reports a death long before.
         lost: polled until all members are connected: why the generation is over, None while it lives.
@@ -59,7 +62,7 @@ class JointGroup:
         lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.rank, self.size, self.workers, self.holders = rank, size, workers, holders
-        self.device = device
+        self.device = device = with_index(device)
         self.seconds = 0.0
         self.timeout = timedelta(seconds=timeout_s)
         self._aborted, self._watched = "", watched
@@ -67,10 +70,11 @@ class JointGroup:
         self._others = [(rank + step) % size for step in range(1, size)]  # members start with different peers
         self._payload: dict[Channel, Any] = {}
         if uses_nccl(device):
+            partners = [other for other in self._others if rank in holders or other in holders]
             for channel in (Channel.TO_HOLDERS, Channel.TO_WORKERS):
                 self._payload[channel] = nccl(
                     store, f"{name}/{channel.value}", rank, size, device=device, interface=interface,
-                    timeout_s=timeout_s, limit_s=RENDEZVOUS_S, lost=lost,
+                    timeout_s=timeout_s, limit_s=RENDEZVOUS_S, partners=partners, lost=lost,
                 )  # fmt: skip
 
     @property
@@ -155,16 +159,23 @@ class JointGroup:
         abort_groups(self.groups)
 
     def _timed(self, call: Callable[[], Any]) -> Any:
-        """Add up the seconds. Torch raises a plain RuntimeError for every failure, a dead member's included."""
+        """Add up the seconds. Torch raises a plain RuntimeError for every failure, a dead member's included.
+
+        Raises:
+            Aborted: the call failed. torch.OutOfMemoryError: the allocator failed here, so no member is lost; the group
+                has been left, as the others would wait for this call.
+        """
         began = time.perf_counter()
         try:
             if self._aborted:
                 raise Aborted(self._aborted)
             return call()
         except RuntimeError as error:
+            if is_out_of_memory(error, device=None):  # by its type: NCCL's own errors count as a loss
+                self.abort(f"a member ran out of memory while it exchanged rows: {first_line(error)}")
+                raise
             self._leave()
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise Aborted(self._await_reason() or f"a member has exited: {first}") from error
+            raise Aborted(self._await_reason() or f"a member has exited: {first_line(error)}") from error
         finally:
             self.seconds += time.perf_counter() - began
 

@@ -198,9 +198,15 @@ _STORE: dict[str, Any] = {}
 
 
 def _set_interface(interface: str | None) -> str:
-    """Worker: choose the network interface of the collectives; returns the id of this node."""
+    """Worker: choose the network interface of the collectives; returns the id of this node.
+
+    On ROCm, Ray gives each worker its own GPU in HIP_VISIBLE_DEVICES, and Ray Train those of all workers of the node in
+    CUDA_VISIBLE_DEVICES only. HIP reads the former first; torch has not read either yet.
+    """
     if interface:
         os.environ.update(interface_environment(interface))
+    if "HIP_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" in os.environ:
+        os.environ["HIP_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
     return ray.get_runtime_context().get_node_id()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,6 +36,13 @@ def worker_device(kind: str, *, local_rank: int) -> torch.device:
             f"the plan gives this worker a GPU, but torch {torch.__version__} (built for {platform().name}) sees none "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); "
             "install a torch build for this machine's driver or set scale.mode=cpu"
+        )
+    visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if count <= local_rank and count < len(visible):
+        raise DevicePlacementError(
+            f"scale.workers: got {local_rank + 1} or more workers on {socket.gethostname()}, where CUDA shows a process "
+            f"{count} of the devices {','.join(visible)} (of GPUs that MIG divides it shows one), expected at most "
+            f"{count} on this node; use fewer workers, or switch MIG off there"
         )
     device = torch.device("cuda", local_rank if local_rank < count else 0)
     torch.cuda.set_device(device)
@@ -111,6 +119,8 @@ def set_determinism(*, deterministic: bool) -> None:
     if deterministic:
         torch.backends.cudnn.benchmark = False
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # torch excludes NVLink SHARP where it constructs a group, which Ray does earlier; NCCL reads this at the first call
+        os.environ.setdefault("NCCL_ALGO", "^NVLS")
 
 
 def seed_everything(seed: int) -> None:

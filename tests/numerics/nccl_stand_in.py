@@ -2,10 +2,13 @@
 
 The rules are those of `ProcessGroupNCCL` of torch 2.13 (ProcessGroupNCCL.cpp, torch/csrc/cuda/nccl.cpp):
 
-- A communicator must be created by all members, and each of them must use it from the device it was created for.
+- A communicator is created by its first call, which must be a collective of all members, made while they meet; each of
+  them must use it from the device it was created for, which has an index if it is a GPU.
+- Two members are connected by their first message, which must be sent while they meet.
 - `alltoall_base` and the other collectives need every member; a message of zero bytes is a message too.
 - Between `_start_coalescing` and `_end_coalescing`, sends and receives become one call. It needs the members named in
-  it only, and ends when all of them have arrived: nothing is buffered.
+  it only, and ends when all of them have arrived: nothing is buffered. Until its end the thread that began it can make
+  no call of any communicator.
 - A communicator runs one call at a time, in the order in which they were made. Making one waits for nothing.
 - `abort` ends all calls, and lets every later one fail.
 
@@ -44,6 +47,20 @@ def install(*, call_s: float = CALL_S) -> None:
     experts.transport.process_group.uses_nccl = experts.hosts.generation.uses_nccl = lambda _device: True
 
 
+OPEN = threading.local()
+"""`depth`: how many groups of sends and receives the thread has open, of any communicator."""
+
+
+def open_groups() -> int:
+    """Of this thread."""
+    return getattr(OPEN, "depth", 0)
+
+
+def meeting() -> bool:
+    """Whether this is the thread in which members meet, whose wait is limited."""
+    return threading.current_thread().name == "nccl"
+
+
 class Options:
     """As `ProcessGroupNCCL.Options`."""
 
@@ -68,6 +85,7 @@ class NcclStandIn:
         self._inner: Any = None
         self._stream = ThreadPoolExecutor(1, thread_name_prefix="nccl-stream")
         self._group: list[tuple[str, Tensor, int]] | None = None
+        self.connected: set[int] = set()
         self._making = threading.Lock()
         MADE.append(self)
 
@@ -77,8 +95,12 @@ class NcclStandIn:
     def size(self) -> int:
         return self._size
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
+    def _create(self, device: torch.device) -> None:
         """Creates the communicator: all members have to."""
+        if not meeting():
+            raise RuntimeError("the communicator would be created here, lazily, while another member may be gone")
+        if device.type != "cpu" and device.index is None:
+            raise ValueError(f"Expected a torch.device with a specified index, got {device}")
         self.device = device
         self._inner = gloo(self._store, "inner", self._rank, self._size, interface="lo", timeout_s=self.call_s)
 
@@ -98,6 +120,8 @@ class NcclStandIn:
         return self._make("alltoall", run)
 
     def allreduce(self, tensors: list[Tensor], *_options: Any) -> Work:
+        if self.device is None:
+            self._create(tensors[0].device)
         self._check(*tensors)
         return self._make("allreduce", lambda: self._inner.allreduce(tensors).wait())
 
@@ -108,6 +132,7 @@ class NcclStandIn:
     def _start_coalescing(self) -> None:
         assert self._group is None, "a call of this communicator is being made in another thread"
         self._group = []
+        OPEN.depth = open_groups() + 1
 
     def send(self, tensors: list[Tensor], rank: int, _tag: int) -> None:
         self._add("send", tensors, rank)
@@ -119,10 +144,15 @@ class NcclStandIn:
         self._check(*tensors)
         assert self._group is not None, f"a {kind} outside a group would create a communicator of the two, lazily"
         assert rank != self._rank
+        if meeting():
+            self.connected.add(rank)
+        elif rank not in self.connected:
+            raise RuntimeError(f"{self._rank} and {rank} would connect here, lazily, while one may be gone")
         self._group.extend((kind, tensor, rank) for tensor in tensors)
 
     def _end_coalescing(self) -> Work:
         group, self._group = self._group, None
+        OPEN.depth = open_groups() - 1
         assert group, "a group without a message"
 
         def run() -> None:
@@ -147,13 +177,15 @@ class NcclStandIn:
     def _check(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             if self.device is None:
-                raise RuntimeError("the communicator would be created here, lazily, while another member may be gone")
+                raise RuntimeError("the communicator would be created here, by a call that not all members make")
             if tensor.device.type != self.device.type:
                 raise RuntimeError(f"no backend type associated with device type {tensor.device.type}")
             if not tensor.is_contiguous():
                 raise RuntimeError("Tensors must be contiguous")
 
     def _make(self, kind: str, run: Callable[[], None]) -> Work:
+        if open_groups():
+            raise RuntimeError("this thread has an open group: the call would never begin")
         if not self._making.acquire(blocking=False):
             raise RuntimeError("two threads make calls of one communicator at the same time")
         try:

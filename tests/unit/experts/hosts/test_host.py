@@ -25,14 +25,17 @@ def test_a_host_keeps_to_the_limits_of_the_run_from_its_start(
     monkeypatch: pytest.MonkeyPatch, deterministic: None
 ) -> None:
     """cuBLAS reads its workspace at the first product, which measures the host's speed before any set-up."""
-    fractions: list[tuple[float, torch.device]] = []
+    fractions: list[tuple[float, int]] = []
     properties = SimpleNamespace(total_memory=1000)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: fractions.append(given))
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)  # torch's own check of the device runs
+    monkeypatch.setattr(
+        torch._C, "_cuda_setMemoryFraction", lambda share, index: fractions.append((share, index)), raising=False
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     limits = ProcessLimits(memory_fraction=0.8, memory_limit=300, deterministic=True)
     host = ExpertHost(threads=torch.get_num_threads(), device="cuda", directory=None, limits=limits)
-    assert fractions == [(0.3, torch.device("cuda"))] and host._memory_share == 0.3
+    assert fractions == [(0.3, 0)] and host._memory_share == 0.3
     assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     place = HostPlace(host, {"memory_bytes": 1000, "memory_share": 0.3})
     assert place.spec(0, 1.0).memory_bytes == 300, "the placement counts on no more than the host may use"

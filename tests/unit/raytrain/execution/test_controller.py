@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from raytrain.errors import RunError
@@ -79,6 +81,20 @@ def test_nothing_is_written_for_another_command(run: RunFolder) -> None:
     with pytest.raises(RunError, match="another command has taken over"):
         writer(run).after_exception(None, {0: RuntimeError("lost")})
     assert read_faults(run, since=1) == []
+
+
+@pytest.mark.parametrize(("own", "expected"), [("1", "0,1"), (None, None)])
+def test_on_rocm_a_worker_sees_the_gpus_of_all_workers_of_its_node(
+    monkeypatch: pytest.MonkeyPatch, own: str | None, expected: str | None
+) -> None:
+    """As on CUDA: Ray Train shares CUDA_VISIBLE_DEVICES only, and HIP reads its own variable first."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    if own is not None:
+        monkeypatch.setenv("HIP_VISIBLE_DEVICES", own)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    assert controller._set_interface(None) == "a"
+    assert os.environ.get("HIP_VISIBLE_DEVICES") == expected and os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 def test_a_worker_leaves_a_group_of_nccl_by_abort_and_waits_for_it_at_most_a_while(

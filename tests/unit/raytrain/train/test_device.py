@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -32,10 +33,23 @@ def with_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.device]
 
 def test_each_worker_of_a_node_gets_its_own_gpu_and_index(monkeypatch: pytest.MonkeyPatch) -> None:
     current = with_gpus(4, monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     devices = [worker_device("cuda", local_rank=rank) for rank in range(4)]
     assert devices == [torch.device("cuda", rank) for rank in range(4)] == current
     with_gpus(1, monkeypatch)  # Ray shows a worker its own GPU alone
     assert worker_device("cuda", local_rank=3) == torch.device("cuda", 0)
+
+
+def test_workers_beyond_the_one_mig_device_that_cuda_shows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray shares the devices of all workers of a node; both processes would use the first, and NCCL refuses that."""
+    with_gpus(1, monkeypatch)
+    for visible in ("MIG-a,MIG-b", "0,1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert worker_device("cuda", local_rank=0) == torch.device("cuda", 0)
+        with pytest.raises(DevicePlacementError, match=rf"scale\.workers: got 2 .* devices {visible} .*MIG"):
+            worker_device("cuda", local_rank=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
+    assert worker_device("cuda", local_rank=1) == torch.device("cuda", 0), "a share of it each"
 
 
 def test_a_planned_gpu_that_torch_does_not_see_is_an_error_with_a_remedy(
@@ -160,12 +174,17 @@ def test_a_seed_fixes_every_generator() -> None:
 
 
 def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.delenv(name, raising=False)
     benchmark = torch.backends.cudnn.benchmark
     try:
         set_determinism(deterministic=True)
         assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.benchmark
+        assert os.environ["NCCL_ALGO"] == "^NVLS", "NVLink SHARP sums in any order"
+        monkeypatch.setenv("NCCL_ALGO", "Ring")
+        set_determinism(deterministic=True)
+        assert os.environ["NCCL_ALGO"] == "Ring", "the user's choice"
     finally:
         set_determinism(deterministic=False)
         torch.backends.cudnn.benchmark = benchmark
