@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -19,8 +19,9 @@ from typing import Any
 from rich.console import Console
 
 from cluster.devices.inventory import Inventory, local_inventory
+from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import cluster_address, connected
-from jobs.inference.target import Target, open_target
+from jobs.inference.target import Target, gpus_of, open_target
 from raytrain.config.decode import encode
 from raytrain.config.sections import InferConfig
 from raytrain.errors import InputError, RunError
@@ -205,11 +206,17 @@ def _new_folder(target: Target) -> str:
 
 
 def _workers(target: Target, inventory: Inventory, units: int) -> int:
-    wanted = target.spec.scale.workers
-    if isinstance(wanted, int):
-        return min(wanted, units)
-    gpus = sum(len(node.devices) for node in inventory.nodes) if target.model.device != "cpu" else 0
-    return min(max(gpus, 1), units)
+    """Raises InputError: there are fewer GPUs here, and one worker more would wait for one without end."""
+    wanted, gpus = target.spec.scale.workers, len(gpus_of(target.spec, inventory))
+    if not isinstance(wanted, int):
+        return min(max(gpus, 1), units)
+    local = cluster_address(target.spec.cluster.address) == "local"
+    if local and gpus and min(wanted, units) > gpus:
+        raise InputError(
+            "scale.workers", seen=wanted, expected=f"at most {gpus}, one for each GPU",
+            remedy=f"use fewer, or scale.mode=cpu; available: {inventory.describe()}",
+        )  # fmt: skip
+    return min(wanted, units)
 
 
 def _threads(target: Target, inventory: Inventory, workers: int) -> int:
@@ -274,6 +281,10 @@ def _reports(planned: _Planned, work: Work, missing: Sequence[Unit], *, verbose:
         return
     from raytrain.infer.ray_data import run_units
 
+    if work.model.device.startswith("cuda"):
+        if address == "local":
+            show_only_picked(planned.target.spec.scale.accelerator or "cuda", local_inventory())
+        work = replace(work, model=replace(work.model, device="cuda:0"))  # Ray shows each actor its own GPU alone
     gpus = 1 if work.model.device.startswith("cuda") else 0
     workers = planned.workers
     with connected(address, num_cpus=workers + 1, num_gpus=workers * gpus, verbose=verbose) as cluster:

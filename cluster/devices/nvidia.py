@@ -134,13 +134,16 @@ def select_visible(text: str, uuids: list[str], *, gpus: int | None = None) -> t
     return chosen, ""
 
 
-def narrow_visible(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
-    """The value of CUDA_VISIBLE_DEVICES that leaves only these of the currently visible devices, in this order.
+def narrow_visible(
+    environ: Mapping[str, str], devices: Sequence[Device], *, variables: Sequence[str] = ("CUDA_VISIBLE_DEVICES",)
+) -> str:
+    """The value of these variables that leaves only these of the currently visible devices, in this order.
 
     Args:
         environ: the environment that the devices were found in.
+        variables: the first that is set counts: on ROCm `cluster.devices.amd.VISIBLE`.
     """
-    text = environ.get("CUDA_VISIBLE_DEVICES")
+    text = next((environ[name] for name in variables if name in environ), None)
     names = [] if text is None else [part.strip() for part in text.split(",")]
 
     def name(device: Device) -> str:

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cluster.devices.amd import VISIBLE
 from cluster.devices.calibration import CalibrationFile, MachineRates
 from cluster.devices.inventory import Inventory, local_inventory
 from cluster.devices.nvidia import MIG, narrow_visible
+from cluster.devices.torch_build import installed_torch
 from experts.plan.bytes import check_room, idle_keys, shared_out
 from jobs.job.facts import configured_hosts, facts_of_data, facts_of_model, shapes_of_data, uses_hosts
 from jobs.job.named_devices import warn_of_named_devices
@@ -142,6 +144,9 @@ def _explained_for_own_builder(hosts: Resolved, spec: JobSpec, *, seen: bool) ->
 def show_only_picked(accelerator: str, inventory: Inventory) -> None:
     """Restrict Ray and torch to the GPUs that `scale.accelerator` selects; call before a local cluster starts.
 
+    On ROCm, HIP and Ray read HIP_VISIBLE_DEVICES before CUDA_VISIBLE_DEVICES, and Ray refuses two that differ: both are
+    set.
+
     Of GPUs that MIG divides, Ray and its workers get the MIG device that this process sees.
 
     Args:
@@ -150,7 +155,8 @@ def show_only_picked(accelerator: str, inventory: Inventory) -> None:
     divided = any((device.uuid or "").startswith(MIG) for device in inventory.devices())
     if accelerator not in ("cpu", "cuda") or (accelerator == "cuda" and divided):
         picked = pick_devices(accelerator, inventory)
-        os.environ["CUDA_VISIBLE_DEVICES"] = narrow_visible(os.environ, picked)
+        variables = VISIBLE if installed_torch().hip else ("CUDA_VISIBLE_DEVICES",)
+        os.environ.update(dict.fromkeys(variables, narrow_visible(os.environ, picked, variables=variables)))
 
 
 def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:

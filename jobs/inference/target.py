@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.devices.inventory import Inventory
+from cluster.devices.inventory import Device, Inventory
+from jobs.driver.runtime import cluster_address
 from jobs.job.paths import resolve_model_paths, resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from jobs.report import NEWEST
@@ -21,6 +22,7 @@ from raytrain.infer.model import InferenceModel
 from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, KEYS, read_config
 from raytrain.models.huggingface.tokenizer import has_tokenizer
 from raytrain.models.weights.headers import find_weights
+from raytrain.plan.rules.devices import BF16_CAPABILITY, pick_devices
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import Store, join, open_store
 from raytrain.train.build import source_facts
@@ -218,9 +220,22 @@ def _edges(store: Store, name: str) -> bytes:
         return b"%d " % size + head + file.read()
 
 
+def gpus_of(spec: JobSpec, inventory: Inventory) -> list[Device]:
+    """The GPUs of this machine that `scale` allows; in a cluster that is running, Ray chooses among all.
+
+    Raises:
+        InputError: `scale.accelerator` names one that this machine does not have.
+    """
+    text = (spec.scale.accelerator or "auto").strip()
+    if "cpu" in (text, spec.scale.mode):
+        return []
+    return pick_devices(text if cluster_address(spec.cluster.address) == "local" else "auto", inventory)
+
+
 def _precision(spec: JobSpec, inventory: Inventory) -> tuple[str, str]:
-    """(format, device): half precision only if it is asked for, or on a GPU."""
-    gpus = any(node.devices for node in inventory.nodes) and spec.scale.mode != "cpu"
+    """(format, device): half precision only if it is asked for, or on GPUs that have bf16."""
+    gpus = gpus_of(spec, inventory)
     wanted = spec.precision.dtype
-    half = "bf16" if gpus and wanted == "auto" else "fp32"
-    return wanted if wanted in ("bf16", "fp16") else half, "cuda:0" if gpus else "cpu"
+    has_bf16 = all(gpu.capability is None or gpu.capability >= BF16_CAPABILITY for gpu in gpus)
+    half = "bf16" if gpus and has_bf16 and wanted == "auto" else "fp32"
+    return wanted if wanted in ("bf16", "fp16") else half, f"cuda:{gpus[0].index}" if gpus else "cpu"

@@ -40,9 +40,9 @@ def worker_device(kind: str, *, local_rank: int) -> torch.device:
     visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
     if count <= local_rank and count < len(visible):
         raise DevicePlacementError(
-            f"scale.workers: got {local_rank + 1} or more workers on {socket.gethostname()}, where CUDA shows a process "
-            f"{count} of the devices {','.join(visible)} (of GPUs that MIG divides it shows one), expected at most "
-            f"{count} on this node; use fewer workers, or switch MIG off there"
+            f"scale.workers: got {local_rank + 1} or more workers on {socket.gethostname()}, where CUDA shows a "
+            f"process {count} of the devices {','.join(visible)} (of GPUs that MIG divides it shows one), expected at "
+            f"most {count} on this node; use fewer workers, or switch MIG off there"
         )
     device = torch.device("cuda", local_rank if local_rank < count else 0)
     torch.cuda.set_device(device)
@@ -119,7 +119,7 @@ def set_determinism(*, deterministic: bool) -> None:
     if deterministic:
         torch.backends.cudnn.benchmark = False
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # torch excludes NVLink SHARP where it constructs a group, which Ray does earlier; NCCL reads this at the first call
+        # torch excludes NVLink SHARP where it constructs a group, which Ray does earlier; NCCL reads it at the first call
         os.environ.setdefault("NCCL_ALGO", "^NVLS")
 
 

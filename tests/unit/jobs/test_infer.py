@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from pyarrow import parquet
 from safetensors.torch import save_file
 
+from cluster.devices.inventory import CAPABILITIES, Device, Inventory, local_inventory
 from jobs.__main__ import main
-from jobs.infer import InferResult, infer
+from jobs.infer import InferResult, _workers, infer
+from jobs.inference.target import Target, open_target
 from raytrain.errors import InputError, RunError
 from raytrain.infer.worker import InferenceWorker
 from raytrain.models.gpt import gpt
@@ -223,6 +226,51 @@ def test_wrong_input_is_refused_and_leaves_no_folder(
     with pytest.raises(InputError, match=message):
         run(*overrides)
     assert not (tmp_path / "out/predictions.parquet").exists()
+
+
+def machine(*types: str) -> Inventory:
+    """This machine with these GPUs."""
+    devices = tuple(
+        Device("cuda", f"NVIDIA {name}", 16 << 30, CAPABILITIES[name], f"GPU-{index}", index)
+        for index, name in enumerate(types)
+    )
+    here = local_inventory()
+    return replace(here, nodes=(replace(here.nodes[0], devices=devices),))
+
+
+def target_on(inventory: Inventory, *overrides: str) -> Target:
+    return open_target(BUILDER, [*SIZES, *overrides], inventory)
+
+
+@pytest.mark.parametrize(
+    ("types", "overrides", "expected"),
+    [
+        (("A100", "A100"), (), ("bf16", "cuda:0")),
+        (("T4",), (), ("fp32", "cuda:0")),
+        (("A100", "T4"), (), ("fp32", "cuda:0")),
+        (("T4", "A100"), ("scale.accelerator=A100",), ("bf16", "cuda:1")),
+        (("T4", "A100"), ("scale.accelerator=cuda:1", "precision.dtype=fp16"), ("fp16", "cuda:1")),
+        (("A100",), ("scale.accelerator=cpu",), ("fp32", "cpu")),
+        (("A100",), ("scale.mode=cpu",), ("fp32", "cpu")),
+    ],
+)
+def test_the_gpus_that_scale_names_compute_in_a_format_they_have(
+    model: torch.nn.Module, types: tuple[str, ...], overrides: tuple[str, ...], expected: tuple[str, str]
+) -> None:
+    found = target_on(machine(*types), *overrides).model
+    assert (found.dtype, found.device) == expected
+
+
+def test_more_workers_than_gpus_are_refused(model: torch.nn.Module) -> None:
+    inventory = machine("T4", "A100", "A100")
+    assert _workers(target_on(inventory, "scale.workers=3"), inventory, 9) == 3
+    assert _workers(target_on(inventory, "scale.accelerator=A100"), inventory, 9) == 2
+    assert _workers(target_on(inventory, "scale.workers=9", "scale.mode=cpu"), inventory, 9) == 9
+    for overrides, most in (((), 3), (("scale.accelerator=T4",), 1)):
+        with pytest.raises(InputError, match=f"scale.workers: got 4, expected at most {most}, one for each GPU"):
+            _workers(target_on(inventory, "scale.workers=4", *overrides), inventory, 9)
+    with pytest.raises(InputError, match=r"scale\.accelerator: got .?cuda:7"):
+        target_on(inventory, "scale.accelerator=cuda:7")
 
 
 @pytest.mark.covers("INF-22")

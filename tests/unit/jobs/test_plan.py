@@ -19,6 +19,7 @@ from rich.console import Console
 
 from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtThreads
 from cluster.devices.inventory import Device, Inventory, Node, local_inventory
+from cluster.devices.torch_build import TorchBuild
 from jobs.__main__ import main
 from jobs.driver.plan import config_rows, plan_job, print_plan, show_only_picked
 from jobs.job.nodes_file import inventory_from_file
@@ -418,6 +419,22 @@ def test_only_the_picked_gpus_are_shown_to_a_local_cluster(tmp_path: Path, monke
     assert shown("scale.accelerator=T4") == "2"
     assert shown("scale.accelerator=A100", before="5,GPU-b, 7") == "5,GPU-b"
     assert shown("scale.accelerator=cuda:2", before="5,GPU-b, 7") == "7"
+
+
+@pytest.mark.parametrize(("before", "expected"), [({}, "1"), ({"HIP_VISIBLE_DEVICES": "4,5,6"}, "5")])
+def test_on_rocm_both_variables_show_the_picked_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, str], expected: str
+) -> None:
+    """HIP and Ray read HIP_VISIBLE_DEVICES first."""
+    inventory = inventory_from_file(write(tmp_path / "nodes.yaml", NODES.partition("- {host: b")[0]))
+    monkeypatch.setattr("jobs.driver.plan.installed_torch", lambda: TorchBuild("2.13.0+rocm7.0", hip="7.0"))
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "to be removed after the test")
+        monkeypatch.delenv(name)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    show_only_picked("cuda:1", inventory)
+    assert [os.environ[name] for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")] == [expected, expected]
 
 
 @pytest.mark.parametrize(
