@@ -213,7 +213,7 @@ def _workers(target: Target, inventory: Inventory, units: int) -> int:
     local = cluster_address(target.spec.cluster.address) == "local"
     if local and gpus and min(wanted, units) > gpus:
         raise InputError(
-            "scale.workers", seen=wanted, expected=f"at most {gpus}, one for each GPU",
+            "scale.workers", seen=str(wanted), expected=f"at most {gpus}, one for each GPU",
             remedy=f"use fewer, or scale.mode=cpu; available: {inventory.describe()}",
         )  # fmt: skip
     return min(wanted, units)
