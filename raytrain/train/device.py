@@ -119,7 +119,7 @@ def set_determinism(*, deterministic: bool) -> None:
     if deterministic:
         torch.backends.cudnn.benchmark = False
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # torch excludes NVLink SHARP where it constructs a group, which Ray does earlier; NCCL reads it when it connects
+        # torch excludes NVLink SHARP where it constructs a group, which Ray does earlier; NCCL reads it later
         os.environ.setdefault("NCCL_ALGO", "^NVLS")
 
 
