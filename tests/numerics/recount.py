@@ -65,5 +65,6 @@ def recounted(rank: int, world_size: int, scene: Scene) -> Any:
         "intervals": reporter.intervals,
         "metrics": reporter.rows,
         "own": [recount.rows_of(*interval) for interval in intervals],
+        "busy_s": session.trainable.interval_log.client.busy_s,
         "idle": [recount.idle(last) for _, last in intervals],
     }

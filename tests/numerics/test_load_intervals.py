@@ -66,6 +66,8 @@ def test_the_rows_of_all_workers_and_hosts_add_up(scene: Scene) -> None:
             empty = [host for host in range(placement.num_hosts) if not placement.slots(layer, host)]
             assert not any(rows[host] for host in empty)
         assert max(hosts["bytes"]) > 0
+    busy = np.sum([row["hosts"]["busy_s"] for row in intervals], axis=0)
+    np.testing.assert_allclose(busy, members[0]["busy_s"], rtol=1e-9, err_msg="each second is in one interval")
 
 
 @pytest.mark.covers("EXP-19")

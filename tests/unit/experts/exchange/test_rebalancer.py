@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from experts.exchange.rebalancer import LoadRebalancer
+from experts.exchange.rebalancer import LEAST_BYTES, LoadRebalancer
 from experts.member.vote import VoteResult
 from experts.placement.starting import PlacementRules
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
@@ -60,3 +61,28 @@ def test_a_move_is_recorded_with_the_bytes_that_were_sent() -> None:
     assert (kind, decision["value"], decision["bytes"]) == ("decision", "move", 12), "predicted"
     assert (done, row["what"], row["bytes"], row["seconds"], row["shares"]) == ("move", "move", 14, 0.5, []), "measured"
     assert [change[0] for change in row["changes"]] == ["home"]
+
+
+def test_after_a_refused_move_nothing_more_of_the_decision_is_announced() -> None:
+    """What follows was computed from the placement that the refused instalment would have led to."""
+    size = 2 * LEAST_BYTES  # each expert moves alone
+    start = Placement(1, 2, (LayerPlacement(((0,),) * 4, ((1.0,),) * 4),))
+    rebalancer = LoadRebalancer(PlacementRules("lpt", 0, every=1), [[ExpertCost(size, size, 1.0)] * 4], HOSTS)
+    smaller = Placement(1, 2, (LayerPlacement(((0,), (0,)), ((1.0,), (1.0,))),))
+    counts = torch.tensor([90.0] * 4 + [0.0], dtype=torch.float64)
+    result = replace(vote_result(smaller, [180.0, 180.0]), counts=counts)
+
+    def announced(step: int) -> Placement:
+        if rebalancer._thread is not None:
+            rebalancer._thread.join()
+        found = rebalancer.next_placement(step)
+        assert found is not None
+        return found
+
+    rebalancer.committed(1, result, start, refused="")
+    first = announced(2)
+    assert len(start.home_moves(first)) == 1, "the first of two"
+    rebalancer.committed(2, result, start, refused="")
+    rebalancer.committed(3, result, start, refused="rank 1 received data with another digest than what was sent")
+    assert rebalancer.notices()[-1][0] == "move_refused"
+    assert len(start.home_moves(announced(4))) == 1, "decided anew, from the placement in force"

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints, load, looks_like_pickle, newest_valid
-from raytrain.checkpoint.retention import discard_after
+from raytrain.checkpoint.retention import discard_after, retain
 from raytrain.checkpoint.safetensors import write_tensors
 from raytrain.checkpoint.snapshot import Staging, flatten, take_snapshot, unflatten
 from raytrain.checkpoint.writer import CheckpointWriter
@@ -593,6 +593,15 @@ def test_retention_keeps_the_newest_and_the_best(run):
     assert [info.step for info in list_checkpoints(run)] == [2, 5, 6, 7, 8]
     assert discard_after(run, 6) == [7, 8]
     assert [info.step for info in list_checkpoints(run)] == [2, 5, 6]
+
+
+def test_checkpoints_of_an_earlier_course_of_the_run_do_not_displace_the_newest(run):
+    """Complete ones that could not be loaded are kept where a run starts from step 0 again."""
+    with writer_of(run, keep="all") as writer:
+        for step in (1, 2, 50, 60):
+            writer.save({"model": {"w": torch.ones(1)}}, {}, step=step, eval_loss=1 / step)
+    assert retain(run, keep=1, newest=2) == [1]
+    assert [info.step for info in list_checkpoints(run)] == [2, 50, 60]
 
 
 @pytest.mark.parametrize("place", ["local", "object store"])

@@ -157,6 +157,28 @@ def test_rows_are_weighted_by_their_labels_and_a_batch_without_labels_by_zero() 
     assert made["accuracy"] == pytest.approx(float(hits), rel=1e-6)
 
 
+class Summed(nn.Module):
+    """Divides by the global count, as models of the transformers convention do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: int) -> dict[str, Tensor]:
+        loss = nn.functional.cross_entropy(self.linear(x), labels, reduction="sum")
+        return {"loss": loss / num_items_in_batch}
+
+
+def test_a_model_that_divides_by_the_global_count_has_the_mean_of_its_rows_as_eval_loss() -> None:
+    held_out = class_rows(20, seed=1)
+    session = make_session({"module": Summed()}, {"train": class_rows(48), "eval": held_out})
+    session.loader.batches.micro_batch = 3  # 20 rows in batches of 12
+    with torch.no_grad():
+        logits = session.trainable.module.linear(held_out["x"])
+    wanted = float(nn.functional.cross_entropy(logits, held_out["labels"]))
+    assert session.evaluate(0)["loss"] == pytest.approx(wanted, rel=1e-6)
+
+
 def test_an_eval_split_without_a_label_has_no_loss() -> None:
     held_out = token_rows(8, seed=1, empty=range(8))
     session = make_session(GPT, {"train": token_rows(48), "eval": held_out})

@@ -145,3 +145,17 @@ def test_a_scale_of_a_run_that_fell_back_is_not_needed(tmp_path: Path) -> None:
     again.restore(saved(full, tmp_path / "full"))
     assert float(again.step.scale.value) == 2.0**16
     assert train(again)[1].kind == "done"
+
+
+def test_the_workers_of_another_world_size_draw_different_numbers(tmp_path: Path) -> None:
+    """As dropout does; the generators of the checkpoint belong to ranks that no longer exist."""
+    first = make_session(MLP, DATA, loop={"max_steps": 4})
+    train(first)
+    loaded = saved(first, tmp_path)
+    drawn = []
+    for rank in (0, 1, 1):
+        session = make_session(MLP, DATA, loop={"max_steps": 8})
+        session.workers.rank, session.workers.world_size = rank, 2
+        session.restore(loaded)
+        drawn.append(digest(session.generator_state()))
+    assert drawn[0] != drawn[1] == drawn[2]

@@ -53,6 +53,16 @@ def test_a_gate_that_ran_out_of_memory_refuses_only_in_its_own_search(tmp_path: 
     assert kept(tmp_path, SLOW) == [1, 3]
 
 
+def keys(*overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What measurements, and what gates depend on, in a job with these overrides."""
+    data = {"train": {"x": torch.zeros(64, 12), "labels": torch.zeros(64, dtype=torch.long)}}
+    job = {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": data, "loop": {"max_steps": 4000}}
+    loaded = load_spec(mapping=job, overrides=list(overrides))
+    checked = check_on_driver(loaded.spec, run_batch=False)
+    search = find_search(loaded, checked, BOX)
+    return cache_key(loaded.spec, search, checked, search.kinds[0]), gate_key(search)
+
+
 @pytest.mark.parametrize(
     ("changed", "again"),
     [
@@ -62,14 +72,14 @@ def test_a_gate_that_ran_out_of_memory_refuses_only_in_its_own_search(tmp_path: 
     ],
 )  # fmt: skip
 def test_keys_that_change_the_weights_repeat_only_the_gate(changed: str, again: bool) -> None:
-    def keys(*overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        data = {"train": {"x": torch.zeros(64, 12), "labels": torch.zeros(64, dtype=torch.long)}}
-        job = {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": data, "loop": {"max_steps": 4000}}
-        loaded = load_spec(mapping=job, overrides=list(overrides))
-        checked = check_on_driver(loaded.spec, run_batch=False)
-        search = find_search(loaded, checked, BOX)
-        return cache_key(loaded.spec, search, checked, search.kinds[0]), gate_key(search)
-
     (measured, gate), (later, later_gate) = keys(), keys(changed)
     assert later == measured, "measurements hold"
     assert (later_gate != gate) == again
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["precision.fp32_layers=[layers.0]", "loop.activation_checkpointing=true", "optim.name=sgd", "model.hidden=[8]"],
+)
+def test_keys_that_change_what_a_step_costs_measure_again(changed: str) -> None:
+    assert keys(changed)[0] != keys()[0]

@@ -109,3 +109,9 @@ def test_rows_are_read_only_from_their_own_part() -> None:
         assert torch.equal(column.take(np.array(index, dtype=np.int64)), values[index])
     assert torch.equal(column.take(np.array([[1, 8], [9, 0]])), values[torch.tensor([[1, 8], [9, 0]])])
     assert column.shape == (10, 2) and column.numel() == 20 and column.device.type == "cpu"
+
+
+def test_rows_that_are_held_out_are_padded_as_all_rows_are() -> None:
+    split, chosen = filled(), np.array([31, 4, 17])
+    assert same(split.select(chosen).gather(np.arange(3)), split.gather(chosen))
+    assert 999 in split.gather(chosen)["input_ids"], "nothing was padded"

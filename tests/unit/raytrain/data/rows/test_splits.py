@@ -19,6 +19,7 @@ from raytrain.data.rows.splits import TensorSplit, TextSplit
 from raytrain.data.sources.in_memory import object_split
 from raytrain.data.transfer import to_device
 from raytrain.errors import InputError
+from raytrain.trainable import labels_weight
 
 
 def text(length: int = 1000, context: int = 16) -> TextSplit:
@@ -310,3 +311,9 @@ def test_the_held_out_rows_never_depend_on_the_seed() -> None:
     assert np.array_equal(held, holdout(103, 0.1)[1]) and (np.diff(train) > 0).all()
     assert held.tolist() != list(range(93, 103)), "a file sorted by class would otherwise lose its last class"
     assert len(holdout(5, 0.1)[1]) == 0
+
+
+def test_windows_of_a_model_that_shifts_its_labels_weigh_what_it_learns_from() -> None:
+    split = TextSplit(np.arange(100) % 7, context=12, same_labels=True)
+    rows = split.eval_order()[:3]
+    assert split.weights(rows) == labels_weight(split.gather(rows)) == 3 * 11
