@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain.errors import InputError
-from raytrain.trainable import LossOutput, Trainable, accuracy, labels_weight, loss_output, rows
+from raytrain.trainable import LossOutput, Trainable, accuracy, in_eval, labels_weight, loss_output, rows
 
 
 class Classifier(nn.Module):
@@ -181,3 +181,11 @@ def test_weight_counts_labels_or_rows() -> None:
     assert labels_weight({"name": ["a"], "x": torch.zeros(7)}) == 7
     with pytest.raises(InputError, match="without a tensor"):
         rows({"name": ["a"]})
+
+
+def test_a_part_that_is_kept_in_eval_mode_is_in_it_after_an_evaluation_too() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5)))
+    module[1].eval()
+    with in_eval(module):
+        assert not any(part.training for part in module.modules())
+    assert [part.training for part in module.modules()] == [True, True, False, False]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from experts.exchange.rebalancer import LEAST_BYTES, LoadRebalancer
+from experts.exchange.rebalancer import LEAST_BYTES, LoadInterval, LoadRebalancer
 from experts.member.vote import VoteResult
 from experts.placement.starting import PlacementRules
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
@@ -86,3 +86,12 @@ def test_after_a_refused_move_nothing_more_of_the_decision_is_announced() -> Non
     rebalancer.committed(3, result, start, refused="rank 1 received data with another digest than what was sent")
     assert rebalancer.notices()[-1][0] == "move_refused"
     assert len(start.home_moves(announced(4))) == 1, "decided anew, from the placement in force"
+
+
+def test_the_load_of_each_layer_is_its_own_and_leaves_out_the_drops() -> None:
+    interval = LoadInterval.empty([*COSTS, [ExpertCost(16, 8, 1.0)] * 3], 2)
+    one = vote_result(Placement(1, 2, (LayerPlacement(((0,), (1,)), ((1.0,), (1.0,))),)), [1.0, 2.0])
+    counts = torch.tensor([1, 2, 90, 3, 4, 5, 80], dtype=torch.float64)  # two layers, each with its drops
+    for _ in range(2):
+        interval.add(replace(one, counts=counts))
+    assert interval.load == [[2.0, 4.0], [6.0, 8.0, 10.0]] and interval.steps == 2

@@ -160,3 +160,24 @@ def test_a_host_tells_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     experts(torch.randn(8, 16).bfloat16(), torch.tensor([8, 0]))
     said = host.ping()
     assert len(said) == 2 and all(line.startswith(FELL_BACK) for line in said) and host.ping() == []
+
+
+def test_another_device_or_format_is_compared_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.device, torch.dtype]] = []
+
+    def verdict(device: torch.device, dtype: torch.dtype, **_: int) -> bool:
+        asked.append((device, dtype))
+        return device == CPU
+
+    monkeypatch.setattr(grouped, "use_grouped", verdict)
+    experts = GroupedExperts(2, 16, 32)
+    kinds = [(CPU, torch.bfloat16), (GPU, torch.bfloat16), (CPU, torch.float16)]
+    assert [experts.compare_kernels(*kind) for kind in kinds for _ in range(2)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert asked == kinds

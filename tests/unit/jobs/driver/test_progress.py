@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.driver.progress import QUIET_S, SAY_SILENT_S, Activity, SilentRanks, TrainingDisplay
+from jobs.driver.progress import QUIET_S, SAY_SILENT_S, Activity, SilentRanks, TrainingDisplay, figures
 
 
 class Printed:
@@ -82,6 +82,12 @@ def test_rows_are_shown_every_ten_seconds_and_nothing_else_beside_them(printed: 
     found = shown(printed, progress, seconds=60)
     assert [time for time, _ in found] == [0, 10, 20, 30, 40, 50, 60]
     assert found[2][1] == "training  step 20/90  loss 2.0000"
+
+
+def test_a_row_is_shown_with_its_units() -> None:
+    row = {"kind": "train", "loss": 1.5, "tokens_per_s": 2500.0, "samples_per_s": 10.0, "peak_memory_bytes": 3 << 30}
+    assert figures(row) == "loss 1.5000  2,500 tokens/s  3,072 MiB"
+    assert figures({**row, "kind": "eval", "tokens_per_s": None}) == "eval loss 1.5000  10 samples/s  3,072 MiB"
 
 
 def test_an_activity_of_the_driver_says_what_is_missing(printed: Printed) -> None:

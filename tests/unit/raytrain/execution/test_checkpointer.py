@@ -66,6 +66,14 @@ def test_a_fixed_interval_saves_at_its_multiples_and_at_the_end(tmp_path: Path) 
         assert load(RunFolder(str(tmp_path)).checkpoint_dir(step)).manifest["eval_loss"] == losses[step]
 
 
+def test_a_checkpoint_of_another_step_than_the_evaluation_has_no_eval_loss(tmp_path: Path) -> None:
+    session = session_of(eval_every=4)
+    run_with(session, *saver_of(session, tmp_path, every=3))
+    run = RunFolder(str(tmp_path))
+    losses = {step: load(run.checkpoint_dir(step)).manifest["eval_loss"] for step in steps_in(tmp_path)}
+    assert [losses[step] for step in (3, 6, 9)] == [None] * 3 and losses[12] is not None and losses[14] is not None
+
+
 def test_a_checkpoint_holds_only_the_state(tmp_path: Path) -> None:
     session = session_of("fp16")
     saver, reporter = saver_of(session, tmp_path, every=5)

@@ -11,7 +11,7 @@ import torch
 from cluster.devices.inventory import Inventory, Node
 from jobs.driver.checks import check_on_driver
 from jobs.job.spec import load_spec
-from jobs.tuning.batch.cache import Cache, cache_key, gate_key
+from jobs.tuning.batch.cache import Cache, cache_key, gate_key, valid_rows
 from jobs.tuning.batch.search import find_search
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.precision import GateReport, gate_refusal
@@ -83,3 +83,9 @@ def test_keys_that_change_the_weights_repeat_only_the_gate(changed: str, again: 
 )
 def test_keys_that_change_what_a_step_costs_measure_again(changed: str) -> None:
     assert keys(changed)[0] != keys()[0]
+
+
+@pytest.mark.parametrize(("budget", "holds"), [(500, True), (1000, True), (2000, False), (None, False)])
+def test_a_size_without_room_is_measured_again_only_where_there_is_more(budget: int | None, holds: bool) -> None:
+    measured = {**TIMED.to_json(), "outcome": "out_of_memory"}
+    assert len(valid_rows([{**timed(1), "measurement": measured}], budget)) == holds

@@ -13,7 +13,7 @@ import pytest
 
 from raytrain.autotune.search.batch_size import BatchDecision, decide, next_proposals
 from raytrain.autotune.search.head_to_head import HeadToHead
-from raytrain.autotune.search.measurement import Measurement, nearly_equal
+from raytrain.autotune.search.measurement import Candidate, Measurement, nearly_equal
 from raytrain.autotune.search.precision import GateReport
 from raytrain.autotune.search.space import (
     LEAST_PASSES,
@@ -600,3 +600,9 @@ def test_a_precision_that_is_slower_in_one_round_is_not_chosen_by_the_median_alo
     truth = scores(space, quiet, "fp32")
     assert truth[decision.candidate.micro_batch_size] >= 0.95 * max(truth.values()), "it was measured to its end"
     assert max(decision.steps.values()) <= MOST_STEPS
+
+
+def test_in_a_contest_a_step_ends_with_a_whole_pass_for_the_rows_that_are_left() -> None:
+    sizes = [Candidate("fp32", size) for size in (4, 3)]
+    contest = HeadToHead(tuple(Measurement(one, "ok", (1.0,) * 3, (0.0,) * 3) for one in sizes))
+    assert contest.gains(*sizes, rows=8) == [1.5] * 3, "two passes against three"
