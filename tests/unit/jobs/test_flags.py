@@ -452,6 +452,7 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     channel = SimpleNamespace(
         request_stop=SimpleNamespace(remote=stopped.set), progress=SimpleNamespace(remote=str),
         printed_lines=SimpleNamespace(remote=lambda *, last: ""),
+        last_signs=SimpleNamespace(remote=dict),
     )  # fmt: skip
     place.patch.chdir(place.folder)
     place.patch.setattr(sys, "path", list(sys.path))
