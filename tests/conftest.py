@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Before numpy and torch load OpenMP. pytest runs a process for each core, whose threads would wait for one another: with
-# one thread the unit tests take three quarters of the time.
+# Before numpy and torch load OpenMP. pytest runs a process for each core, whose threads would wait for one another:
+# with one thread the unit tests take three quarters of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import numpy as np
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SENTENCES = (
