@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.errors import RunError
-from raytrain.train.parallel.squares import sum_of_squares
+from raytrain.train.parallel.squares import SquareSum, sum_of_squares
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -58,6 +58,7 @@ class GradientBuffers:
             size += self.own(parameter).nbytes
         if bucket:
             self._close(bucket)
+        self._squares = SquareSum([view for *_, view in self._views]) if self._views else None
 
     def _close(self, bucket: list[nn.Parameter]) -> None:
         size = sum(self.own(p).numel() for p in bucket)
@@ -79,6 +80,7 @@ class GradientBuffers:
         """Free the memory for good; the buffers are unusable afterwards."""
         for parameter, *_ in self._views:
             parameter.grad = None
+        self._squares = None
         for held in (self._views, self.buffers, self.payloads):
             held.clear()
 
@@ -117,7 +119,9 @@ class GradientBuffers:
     def sum_of_squares(self) -> Tensor:
         """Sum of squares of all gradients, a float64 scalar on the device. Independent, up to rounding, of the split
         into buffers."""
-        return sum_of_squares(self.buffers)
+        if self._squares is None:
+            raise RunError("there are no gradients to sum")
+        return self._squares() if self.buffers[0].device.type == "cpu" else sum_of_squares(self.buffers)
 
     def mark_(self, bad: Tensor) -> None:
         """Set one gradient to NaN if `bad` (bool scalar on the device).

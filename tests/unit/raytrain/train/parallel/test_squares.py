@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain.train.parallel.squares import PIECE, ROW, sum_of_squares
+from raytrain.train.parallel.squares import PIECE, ROW, SquareSum, sum_of_squares
 
 SIZES = (0, 1, ROW - 1, ROW, PIECE, PIECE + 1, 3 * PIECE + 2 * ROW + 7)
 
@@ -56,6 +56,29 @@ def test_neither_the_place_in_memory_nor_the_number_of_threads_changes_a_bit(dty
     finally:
         torch.set_num_threads(before)
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("width", [1, 3, 128, ROW, ROW + 5, 2 * ROW])
+def test_a_part_of_a_stack_counts_as_if_it_were_alone(width: int) -> None:
+    """Experts and shards: the rows are the same, so only the order of float64 sums differs."""
+    stack = drawn(6 * 5 * width).view(6, 5, width)
+    whole = sum_of_squares([stack]).item()
+    alone = math.fsum(sum_of_squares([expert.clone()]).item() for expert in stack)
+    shards = sum(sum_of_squares([part.clone()]).item() for part in (stack[:2], stack[2:]))
+    assert whole == pytest.approx(alone, rel=1e-15) and whole == pytest.approx(shards, rel=1e-15)
+    buffer = torch.cat([torch.ones(7), stack.flatten()])
+    neighbours = [part.view(5, width) for part in buffer[7:].split(5 * width)]
+    assert sum_of_squares(neighbours).item() == pytest.approx(whole, rel=1e-15)
+
+
+def test_a_sum_follows_the_values_in_memory() -> None:
+    first, second, half = drawn(5000).view(50, 100), drawn(300), drawn(40, dtype=torch.bfloat16)
+    total = SquareSum([first, second, half])
+    before = total().item()
+    first.mul_(2)
+    second.zero_()
+    expected = sum(float((one.double() ** 2).sum()) for one in (first, half))
+    assert total().item() == pytest.approx(expected, rel=3e-7) and before < expected
 
 
 def test_the_norm_is_that_of_torchs_clip() -> None:
