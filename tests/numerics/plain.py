@@ -21,8 +21,9 @@ class Trained:
 
 
 def square_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Global norm from float64 squares."""
-    return torch.stack([p.grad.double().square().sum() for p in parameters]).sum().sqrt()
+    """Global norm: rows in the gradient's format, their squares in float64."""
+    rows = [torch.linalg.vector_norm(p.grad.view(-1, p.grad.shape[-1]), dim=1) for p in parameters]
+    return torch.cat(rows).double().square().sum().sqrt()
 
 
 def plain_loop(

@@ -3,8 +3,8 @@
     python -m jobs.bench.harness.plain SETTINGS.json               one process
     torchrun --nproc-per-node 2 -m jobs.bench.harness.plain ...    the same under DDP
 
-The loop is `PlainLoop.step`. It computes the global gradient norm in float64, as raytrain does, so that the losses of
-both are equal bit for bit; with `clip: torch` it calls `clip_grad_norm_` instead.
+The loop is `PlainLoop.step`. It computes the global gradient norm from norms of rows, as raytrain does, so that the
+losses of both are equal bit for bit; with `clip: torch` it calls `clip_grad_norm_` instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PlainLoop:
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.99),
-        clip: str = "float64",
+        clip: str = "rows",
         autocast: torch.dtype | None = None,
         ddp: bool = False,
     ) -> None:
@@ -74,10 +74,10 @@ class PlainLoop:
         with autocast:
             loss = self.loss(self.model, next(self.batches))
         loss.backward()
-        if self.clip == "float64":
+        if self.clip == "rows":
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-            norm = torch.stack(norms).square().sum().sqrt()
+            rows = [torch.linalg.vector_norm(one.view(-1, one.shape[-1]), dim=1) for one in gradients]
+            norm = torch.cat(rows).double().square().sum().sqrt()
             factor = (1.0 / (norm + 1e-6)).clamp(max=1.0).float()
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
         else:
@@ -145,7 +145,7 @@ def main(path: str) -> None:
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world_size > 1:
         dist.init_process_group("gloo")
-    loops = {clip: gpt_loop(settings, clip=clip, rank=rank, world_size=world_size) for clip in ("float64", "torch")}
+    loops = {clip: gpt_loop(settings, clip=clip, rank=rank, world_size=world_size) for clip in ("rows", "torch")}
 
     def run_block(request: dict[str, Any]) -> dict[str, Any]:
         if world_size > 1:

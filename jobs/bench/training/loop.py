@@ -100,7 +100,7 @@ def _run_blocks(
 ) -> bool:
     peer = "plain loop" if world_size == 1 else "plain DDP"
     arms: dict[str, tuple[OurRun | ArmProcesses, str]] = {
-        peer: (plain, "float64"), f"{peer}, torch's clip": (plain, "torch"), "ours": (ours, "")
+        peer: (plain, "rows"), f"{peer}, torch's clip": (plain, "torch"), "ours": (ours, "")
     }  # fmt: skip
     losses: dict[str, list[float]] = {name: [] for name in arms}
     cpu: dict[str, list[float]] = {name: [] for name in arms}
