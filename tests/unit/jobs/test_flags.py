@@ -468,7 +468,7 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr(trainer, "TorchTrainer", Trains)
     place.patch.setattr(trainer, "local_trainer", lambda: Trains)
     place.patch.setattr("ray.put", lambda value: value)
-    place.patch.setattr("ray.get", lambda *_, **__: ({}, ""))
+    place.patch.setattr("ray.get", lambda *_, **__: ({}, "", {}))
     try:
         quiet = Console(quiet=True)
         result = train.train_loaded(loaded, resumed=None, signals=signals, verbose=False, console=quiet, began=0.0)
