@@ -8,6 +8,7 @@ next attempt decides how to continue.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -173,6 +174,8 @@ class Worker:
             workers=self.workers.world_size,
             precision=session.precision,
             matmul=session.matmul,
+            workers_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", self.workers.world_size)),
+            node=os.uname().nodename,
             device=str(session.device),
             platform=platform().to_json(),
             reason=start.decision.reason,

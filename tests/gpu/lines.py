@@ -21,6 +21,9 @@ class Line:
         kills: the process that is killed in the middle: "ExpertHost", "TrainWorker", or "" for none.
         minutes: its time limit; a line that takes longer is reported as hung.
         on_cpu: whether its body runs without GPUs too.
+        across: it takes one GPU more than the largest node has, added to `scale.workers`, so it runs on two nodes.
+        environ: of the command, besides its own.
+        verb: of the command.
     """
 
     name: str
@@ -34,15 +37,19 @@ class Line:
     kills: str = ""
     minutes: float = 4.0
     on_cpu: bool = True
+    across: bool = False
+    environ: dict[str, str] = field(default_factory=dict)
+    verb: str = "train"
 
 
 SAME = "the losses of `one`, within 0.1 %"
 
 
-def _layouts(gpus: int, prefix: str, *, nodes: int = 1) -> list[Line]:
+def _layouts(gpus: int, prefix: str, *, nodes: int = 1, across: bool = False) -> list[Line]:
     """The layouts of one job on this many GPUs; half of them hold experts where hosts have GPUs of their own."""
     half = gpus // 2
-    every = {"gpus": gpus, "nodes": nodes, "equals": "one", "expected": SAME}
+    expected = f"{SAME}; the events name two nodes" if nodes > 1 else SAME
+    every = {"gpus": gpus, "nodes": nodes, "across": across, "equals": "one", "expected": expected}
     return [
         Line(f"{prefix}-ddp", shows="data parallel: NCCL sums the gradients", job={"scale.workers": gpus}, **every),
         Line(f"{prefix}-fsdp", shows="sharded weights, gathered while a block computes",
@@ -69,17 +76,31 @@ LINES = [
     Line("fsdp-overlap", 2, "all-gathers of FSDP run while blocks compute",
          "a part of the gathering time is hidden", test="test_kernels.py -k overlap", on_cpu=False),
     Line("one", 1, "one process trains a mixture of experts, evaluates and saves", "done; the loss falls"),
-    Line("one-bf16", 1, "bf16 autocast and the grouped product", "the losses of `one`, within 5 %",
+    Line("one-bf16", 1, "bf16 autocast and the grouped product",
+         "the losses of `one`, within 5 %; below capability 8.0 the plan falls back to fp16, and to the loop",
          job={"precision.dtype": "bf16"}, equals="one"),
     Line("one-auto", 1, "what the start measures: precision, micro-batch, overlap", "done; decisions are in the report",
          job={"precision.dtype": "auto", "loop.micro_batch_size": "auto"}),
     Line("one-deterministic", 1, "loop.deterministic: two runs are equal bit by bit", "equal losses, all digits",
          job={"loop.deterministic": True}, equals="one"),
+    Line("one-memory", 1, "a worker runs out of memory once: the step is retried in smaller micro-batches",
+         f"an event `out_of_memory`; {SAME}", job={"model.builder": "hungry:moe_gpt"}, equals="one", on_cpu=False),
+    Line("tune", 1, "trials of `tune` in processes of their own", "done; best.yaml is written", verb="tune",
+         minutes=10, on_cpu=False),
+    Line("subset", 2, "CUDA_VISIBLE_DEVICES shows the second GPU only", f"the plan says so; {SAME}", equals="one",
+         environ={"CUDA_VISIBLE_DEVICES": "1"}, on_cpu=False),
     *_layouts(2, "two"),
+    Line("two-deterministic", 2, "loop.deterministic over NCCL: two runs are equal bit by bit",
+         "equal losses, all digits", job={"scale.workers": 2, "loop.deterministic": True}, equals="one"),
+    Line("two-memory", 2, "a worker with experts on a host runs out of memory once",
+         f"an event `out_of_memory`; {SAME}", equals="one", on_cpu=False,
+         job={"scale.workers": 1, "experts.hosts": 1, "model.builder": "hungry:moe_gpt"}),
     Line("two-host-killed", 2, "a host dies in the middle and is replaced", f"done; {SAME}", equals="one",
          job={"scale.workers": 1, "experts.hosts": 1}, kills="ExpertHost", minutes=6),
     Line("two-worker-killed", 2, "a worker dies in the middle; all resume from the last checkpoint", f"done; {SAME}",
          job={"scale.workers": 2}, equals="one", kills="TrainWorker", minutes=6),
+    Line("two-hosts-worker-killed", 2, "the worker dies while a host holds the experts", f"done; {SAME}", equals="one",
+         job={"scale.workers": 1, "experts.hosts": 1}, kills="TrainWorker", minutes=6),
     *_layouts(8, "eight"),
     Line("eight-replicas", 8, "copies of busy experts on several hosts, and experts that move", "done; the loss falls",
          job={"scale.workers": 4, "experts.hosts": 4, "experts.replicas": 2, "experts.rebalance_every": 10}),
@@ -87,7 +108,10 @@ LINES = [
          job={"scale.workers": 4, "experts.hosts": 4, "experts.inflight": 2, "loop.micro_batch_size": 1}),
     Line("eight-host-killed", 8, "one of four hosts dies and is replaced", f"done; {SAME}", equals="one",
          job={"scale.workers": 4, "experts.hosts": 4}, kills="ExpertHost", minutes=6),
-    *_layouts(2, "nodes", nodes=2),
+    *_layouts(2, "nodes", nodes=2, across=True),
+    Line("nodes-worker-killed", 2, "a worker on this node dies; those of both nodes resume",
+         f"done; {SAME}; the events name two nodes", job={"scale.workers": 2}, nodes=2, across=True, equals="one",
+         kills="TrainWorker", minutes=6),
     *_layouts(16, "all", nodes=2),
 ]  # fmt: skip
 """In the order in which they run: a line that fails early explains those after it."""

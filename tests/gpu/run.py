@@ -38,7 +38,9 @@ if address:
 else:
     found = local_inventory()
 with_gpus = [node for node in found.nodes if node.devices]
-print(json.dumps([len(found.devices()), len(with_gpus), found.describe(), list(found.notes), list(found.unusable)]))
+largest = max((len(node.devices) for node in with_gpus), default=0)
+counts = [len(found.devices()), len(with_gpus), largest]
+print(json.dumps([*counts, found.describe(), list(found.notes), list(found.unusable)]))
 """
 
 
@@ -65,7 +67,8 @@ def main() -> int:
     if counted.returncode:
         print(counted.stderr.strip().splitlines()[-1])
         return 1
-    gpus, nodes, summary, notes, unusable = json.loads(counted.stdout.splitlines()[-1])
+    gpus, nodes, largest, summary, notes, unusable = json.loads(counted.stdout.splitlines()[-1])
+    os.environ["RAYTRAIN_GPU_LARGEST"] = str(largest)
     print(f"{summary}\nlogs and runs: {folder}")
     print(
         "".join(f"  note: {line}\n" for line in notes) + "".join(f"  UNUSABLE: {line}\n" for line in unusable), end=""
@@ -91,7 +94,7 @@ def _run(line: Line, gpus: int, nodes: int, folder: Path, address: str) -> tuple
     if gpus and (gpus < line.gpus or nodes < line.nodes):
         where = f" on {line.nodes} nodes (--address)" if line.nodes > 1 else ""
         return "-", f"needs {line.gpus} GPUs{where}; there are {gpus} on {nodes}"
-    if line.kills and address:
+    if line.kills and address and not line.across:
         return "-", "kills a process of a Ray that it started itself; run it without --address"
     if not gpus and (not line.on_cpu or line.nodes > 1 or line.gpus > 2):
         return "-", "needs GPUs; its body does not run on this CPU"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+import test_runs
 from lines import LINES, markdown
 
 GPU = Path(__file__).resolve().parents[2] / "gpu"
@@ -22,4 +25,25 @@ def test_every_line_has_a_body_and_what_it_equals_runs_before_it() -> None:
         processes = line.job.get("scale.workers", 1) + (
             hosts if isinstance(hosts := line.job.get("experts.hosts", 0), int) else 0
         )
-        assert line.test or processes == line.gpus, f"{line.name} needs {processes} GPUs"
+        assert line.test or line.environ or processes == line.gpus, f"{line.name} needs {processes} GPUs"
+
+
+def test_lines_on_two_nodes_cannot_fit_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for largest in (1, 4, 8):
+        monkeypatch.setenv("RAYTRAIN_GPU_LARGEST", str(largest))
+        for line in LINES:
+            if line.across:
+                processes = test_runs.workers_of(line) + line.gpus - line.job["scale.workers"]
+                assert line.nodes == 2 and processes == largest + 1, line.name
+
+
+def test_two_nodes_are_seen_in_the_events(tmp_path: Path) -> None:
+    """Of the workers, or of a host on another node than theirs."""
+
+    def nodes(workers: int, here: int, *hosts: str) -> int:
+        attempt = {"kind": "attempt", "workers": workers, "workers_on_node": here, "node": "a"}
+        ready = {"kind": "expert_hosts", "hosts": [{"node": name} for name in hosts]}
+        (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, (attempt, ready))), encoding="utf-8")
+        return test_runs.nodes_of(tmp_path)
+
+    assert [nodes(3, 2), nodes(2, 2, "b"), nodes(2, 2, "a"), nodes(1, 1)] == [2, 2, 1, 1]
