@@ -148,6 +148,7 @@ def test_automatic_checkpoints_leave_at_most_ten_minutes_of_work_at_risk(
     saver, reporter = saver_of(session, tmp_path, every="auto")
     saver.writer.close()  # type: ignore[union-attr]
     saver.writer = Clocked(30.0)  # type: ignore[assignment]
+    saver._begin = 1000.0  # sums with the clock's own fractions round
     now = saver._begin + 599.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     assert not saver.due(6)
