@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from cluster.devices.amd import VISIBLE
 from cluster.devices.inventory import Inventory, inventory_from_ray
 from jobs.driver.checks import Checked
 from jobs.driver.plan import show_only_picked
@@ -62,7 +63,7 @@ def _try(command: TuneCommand, points: Points, inventory: Inventory, cluster: Cl
     with SweepTable(command.console, [*keys, *WHOLE_COLUMNS], title=counted(len(points.trials), "trial")) as table:
         trials = WholeTrials(points.trials, sweep=sweep, table=table, metric=command.spec.tune.metric, private=private)
         channel = open_channel()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = {name: os.environ[name] for name in VISIBLE if name in os.environ}
         settings = WholeTrialSettings(command.job_mapping(), sweep.path, os.getcwd(), visible, channel)
 
         def stop() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from ray import tune
 from rich.console import Console
 
+from cluster.devices.amd import VISIBLE
 from jobs.driver.result import Result, result_of
 from jobs.driver.resume import Resumed, open_resumed
 from jobs.driver.signals import StopSignals
@@ -42,14 +43,14 @@ class WholeTrialSettings:
         mapping: the job, with absolute data paths.
         sweep: path of the search folder.
         folder: working directory of the command, from which users' code is imported.
-        visible: CUDA_VISIBLE_DEVICES of the command; None if unset. Ray hides the GPUs from a trial.
+        visible: those of `VISIBLE` that the command's environment sets. Ray hides the GPUs from a trial by them.
         channel: the `DriverChannel` actor through which the driver asks trials to stop.
     """
 
     mapping: dict[str, Any]
     sweep: str
     folder: str
-    visible: str | None
+    visible: Mapping[str, str]
     channel: Any
 
 
@@ -186,6 +187,6 @@ def _as_on_the_driver(settings: WholeTrialSettings) -> None:
     if os.path.isdir(settings.folder):
         os.chdir(settings.folder)
     make_importable(settings.folder)
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    if settings.visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = settings.visible
+    for name in VISIBLE:
+        os.environ.pop(name, None)
+    os.environ.update(settings.visible)
