@@ -63,6 +63,7 @@ class MoEGPT(GPT):
         input_ids: Tensor,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        *,
         cache: KeyValueCache | None = None,
     ) -> dict[str, Tensor]:
         """As `GPT.forward`; in training with labels also "aux", the sum of the layers' auxiliary losses.

@@ -111,7 +111,7 @@ class GPT(nn.Module):
         return True
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, cache: KeyValueCache | None = None
+        self, input_ids: Tensor, labels: Tensor | None = None, *, cache: KeyValueCache | None = None
     ) -> dict[str, Tensor]:
         """Return {"logits"} without labels; with labels {"loss"}, and in evaluation also "logits".
 
