@@ -87,7 +87,9 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
         raise InputError("infer", seen=error.seen, expected=EXPECTED) from error
     if not run.exists(run.job_mapping):
         raise InputError("infer", seen=f"{run.path}, which is no run", expected=EXPECTED)
-    spec = resolved(load_spec(mapping=run.read_json(run.job_mapping), overrides=overrides).spec)
+    trained = run.read_json(run.job_mapping)
+    trained.pop("scale", None)  # how it was trained: the machines of this command may be others
+    spec = resolved(load_spec(mapping=trained, overrides=overrides).spec)
     weights, step = weights_of(run, spec.infer.weights)
     about = _about(run, step)
     facts, reads = about.get("source_facts"), about.get("reads")
