@@ -28,7 +28,6 @@ from raytrain.errors import InputError, RunError
 from raytrain.infer.input import InputRows, check_columns, converted, input_files
 from raytrain.infer.merge import merge, remove_parts
 from raytrain.infer.output import CONVERTED, MANIFEST, OutputFolder, fingerprint
-from raytrain.infer.runner import TooManyFailures
 from raytrain.infer.summary import summarise
 from raytrain.infer.units import Unit, unit_size, units_of
 from raytrain.infer.worker import InferenceWorker, UnitReport, Work, duplicate_id, kept_columns
@@ -37,6 +36,8 @@ from raytrain.runs.storage import join, open_store
 __all__ = ["InferResult", "infer", "run_infer"]
 
 SUMMARY = "summary.json"
+#: Seconds between lines of progress.
+SHOWN_EVERY_S = 5.0
 #: Rows of a batch where `infer.batch_size` is auto: for answers of many tokens, and for one output a row.
 GENERATED_ROWS, PLAIN_ROWS = 16, 256
 
@@ -251,23 +252,28 @@ def _print_plan(planned: _Planned, console: Console) -> None:
 
 def _run(planned: _Planned, *, verbose: bool, console: Console) -> InferResult:
     output, units, work = planned.output, planned.units, planned.work()
+    store = open_store(output.path)
+    if store.exists(MANIFEST):
+        console.print(f"{output.path} is complete; nothing is left to compute", markup=False, soft_wrap=True)
+        about = json.loads(store.read_bytes(MANIFEST))
+        return InferResult("done", output.path, about["rows"], about["failed"], json.loads(store.read_bytes(SUMMARY)))
     finished = output.finished(units)
     missing = [unit for unit in units if unit.number not in finished]
+    earlier = planned.rows.rows - sum(unit.rows for unit in missing)
     failed, reports = sum(finished.values()), []
-    allowed = work.most_failed
-    began = time.time()
-    shown = began
+    began = shown = time.time()
     try:
         for report in _reports(planned, work, missing, verbose=verbose):
             reports.append(report)
             failed += report.failed
-            if failed > allowed:
-                return _too_many(planned, failed, None, console)
-            if time.time() - shown >= 5:
+            if failed > work.most_failed:
+                return _too_many(planned, failed, report.error, console)
+            if time.time() - shown >= SHOWN_EVERY_S:
                 shown = time.time()
-                _progress(planned, reports, len(finished), began, console)
-    except TooManyFailures as error:
-        return _too_many(planned, failed + allowed + 1, str(error), console)
+                _progress(planned, reports, earlier, began, console)
+    except KeyboardInterrupt:
+        console.print(f"what is complete is kept: --resume {output.path} continues", markup=False, soft_wrap=True)
+        raise
     return _merged(planned, reports, console)
 
 
@@ -295,10 +301,9 @@ def _reports(planned: _Planned, work: Work, missing: Sequence[Unit], *, verbose:
 def _progress(planned: _Planned, reports: Sequence[UnitReport], earlier: int, began: float, console: Console) -> None:
     done = sum(report.rows for report in reports)
     rate = done / max(time.time() - began, 1e-9)
-    left = planned.rows.rows - done - sum(unit.rows for unit in planned.units[:earlier])
-    console.print(
-        f"{done:,} rows, {rate:,.1f} rows/s, about {max(left, 0) / max(rate, 1e-9):,.0f} s left", markup=False
-    )
+    left = max(planned.rows.rows - earlier - done, 0) / max(rate, 1e-9)
+    rows = f"{earlier + done:,} of {planned.rows.rows:,} rows"
+    console.print(f"{rows}, {rate:,.1f} rows/s, about {left:,.0f} s left", markup=False, highlight=False)
 
 
 def _too_many(planned: _Planned, failed: int, error: str | None, console: Console) -> InferResult:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from raytrain.errors import RaytrainError
 from raytrain.infer.units import Unit
 from raytrain.infer.worker import InferenceWorker, UnitReport, Work
 
@@ -47,6 +48,7 @@ def run_units(
     """
     import ray
     from ray.data import ActorPoolStrategy, DataContext
+    from ray.exceptions import RayError
 
     context = DataContext.get_current()
     context.enable_progress_bars = False
@@ -58,5 +60,22 @@ def run_units(
         num_gpus=gpus or None,
         compute=ActorPoolStrategy(min_size=at_once, max_size=workers, max_tasks_in_flight_per_actor=2),
     )  # fmt: skip
-    for row in finished.iter_rows():
-        yield UnitReport(**row)
+    try:
+        for row in finished.iter_rows():
+            yield UnitReport(**row)
+    except RayError as error:
+        own = _own_error(error)
+        if own is None:
+            raise
+        raise own from error
+
+
+def _own_error(error: BaseException | None) -> RaytrainError | None:
+    """The error of ours that an actor raised, inside those that Ray puts around it."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, RaytrainError):
+            return error
+        seen.add(id(error))
+        error = getattr(error, "cause", None) or error.__cause__
+    return None

@@ -13,7 +13,7 @@ from raytrain.config.sections import InferConfig
 from raytrain.infer.input import InputRows
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.output import write_part
-from raytrain.infer.runner import UnitRunner
+from raytrain.infer.runner import TooManyFailures, UnitRunner
 from raytrain.infer.units import Unit
 
 
@@ -45,6 +45,7 @@ class UnitReport:
         seconds: to read, compute and write it.
         load_s: seconds that the worker took to load the model.
         begin, end: unix seconds.
+        error: why the unit was given up and no file written: more rows failed than the job allows. None otherwise.
     """
 
     number: int
@@ -57,6 +58,7 @@ class UnitReport:
     out_of_memory: int
     begin: float
     end: float
+    error: str | None = None
 
 
 @dataclass
@@ -82,16 +84,18 @@ class InferenceWorker:
         return self._runner
 
     def run(self, unit: Unit) -> UnitReport:
-        """Compute a unit and write its file.
-
-        Raises:
-            TooManyFailures: more rows of it failed than the job allows.
-        """
+        """Compute a unit and write its file, unless more rows of it fail than the job allows."""
         runner, begin = self.load(), time.time()
         began, shortages = time.perf_counter(), runner.out_of_memory
         infer = self.work.infer
         needed = [*runner.predictor.columns, *kept_columns(infer), *([infer.id_column] if infer.id_column else [])]
-        table, results = runner.run(unit, list(dict.fromkeys(needed)))
+        try:
+            table, results = runner.run(unit, list(dict.fromkeys(needed)))
+        except TooManyFailures as error:
+            return UnitReport(
+                unit.number, unit.rows, self.work.most_failed + 1, 0, time.perf_counter() - began, self.name,
+                self.load_s, runner.out_of_memory - shortages, begin, time.time(), str(error),
+            )  # fmt: skip
         ids = ids_of(table, unit, infer.id_column)
         write_part(self.work.parts, unit, table.select(kept_columns(infer)), results, ids=ids, worker=self.name)
         return UnitReport(

@@ -130,6 +130,9 @@ def test_an_interrupted_job_computes_only_what_is_missing(
     result = run(resume=str(tmp_path / "out"))
     assert computed == [3, 4, 5, 6] and result.table().equals(whole)
     assert (tmp_path / "out/predictions.parquet").read_bytes() == (tmp_path / "whole/predictions.parquet").read_bytes()
+    computed.clear()
+    again = run(resume=str(tmp_path / "out"))
+    assert not computed and again.rows == ROWS and again.summary == result.summary
 
 
 def test_results_of_different_jobs_are_never_mixed(
