@@ -124,6 +124,7 @@ def run_infer(
     given: str | None, overrides: Sequence[str], *, resume: str | None, dry_run: bool, verbose: bool, console: Console
 ) -> InferResult | None:
     """Plan and run an inference job; None for a dry run, which only prints the plan."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts GPUs, by which a device is chosen
     inventory = local_inventory()
     target = open_target(given, overrides, inventory)
     return infer_target(target, inventory, resume=resume, dry_run=dry_run, verbose=verbose, console=console)

@@ -120,7 +120,8 @@ class InferenceModel:
         tokenizer = open_tokenizer(self._tokenizer())
         config: Any = getattr(module, "config", None)
         names = self.facts.get("class_names") or _class_names(config)
-        longest = getattr(config, "max_position_embeddings", None)
+        limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
+        longest = min((one for one in limits if isinstance(one, int)), default=None)
         encode = partial(encode_rows, tokenizer, special=True, max_length=longest)
         return TextClassifier(
             module, encode, prompt, pad_id(tokenizer), classes=None if names is None else tuple(names),
@@ -145,6 +146,9 @@ class InferenceModel:
         )  # fmt: skip
         context = self.model.keys.get("context") or _context(module)
         own = _own_generate(module, codec, sampling)
+        if own is not None and context is not None and infer.max_new_tokens >= context:
+            expected = f"less than the {context} tokens that the model sees"
+            raise InputError("infer.max_new_tokens", seen=str(infer.max_new_tokens), expected=expected)
         return TextPredictor(module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast)
 
     def _tokenizer(self) -> str:

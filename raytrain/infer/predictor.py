@@ -213,7 +213,10 @@ class TextPredictor:
         ids = self.codec.encode(text)
         if not ids:
             raise InputError(self.prompt.key, seen="an empty prompt", expected="at least one token")
-        return ids if self.context is None else ids[-self.context :]
+        room = self.context
+        if room is not None and self.own_generate is not None:  # which does not shift its window
+            room = max(1, room - self.sampling.max_new_tokens)
+        return ids if room is None else ids[-room:]
 
 
 @dataclass

@@ -90,6 +90,11 @@ class UnitRunner:
             return
         if is_out_of_memory(failed, device=self.device):
             self.out_of_memory += 1
+        elif isinstance(failed, torch.AcceleratorError):  # the context is lost: every later call would fail as well
+            rows = f"one of the rows {start + min(batch)} to {start + max(batch)}"
+            raise RunError(
+                f"{rows} ended the context of the GPU: {first_line(failed)}. To find it: infer.batch_size=1 or scale.mode=cpu"
+            ) from failed
         let_go(failed, self.device)  # its frames hold the activations
         if len(batch) == 1:
             message = f"{type(failed).__name__}: {first_line(failed)}"

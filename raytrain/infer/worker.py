@@ -77,8 +77,10 @@ class InferenceWorker:
             work = self.work
             if work.threads is not None:
                 torch.set_num_threads(work.threads)
-            predictor = work.model.load(work.infer, work.rows.schema)
             device = torch.device(work.model.device)
+            if device.type == "cuda":  # kernels of a model's own may use the current device
+                torch.cuda.set_device(device)
+            predictor = work.model.load(work.infer, work.rows.schema)
             self._runner = UnitRunner(predictor, work.rows, work.batch_size, work.most_failed, device)
             self.load_s = time.perf_counter() - began
         return self._runner

@@ -58,7 +58,7 @@ class SquareSum:
         squares = self._norms.double().square_()
         sums = [part.sum() for part in squares.split(SUMMED_ROWS)]
         found = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-        if SMALLEST < found.item() < torch.inf:
+        if SMALLEST < float(found.numpy()) < torch.inf:  # host memory: nothing waits for a device
             return found
         return torch.stack([_exact_sum(one) for one in self._exact]).sum()
 
