@@ -93,7 +93,8 @@ class UnitRunner:
         elif isinstance(failed, torch.AcceleratorError):  # the context is lost: every later call would fail as well
             rows = f"one of the rows {start + min(batch)} to {start + max(batch)}"
             raise RunError(
-                f"{rows} ended the context of the GPU: {first_line(failed)}. To find it: infer.batch_size=1 or scale.mode=cpu"
+                f"{rows} ended the context of the GPU ({first_line(failed)}); infer.batch_size=1 or scale.mode=cpu "
+                "tells which"
             ) from failed
         let_go(failed, self.device)  # its frames hold the activations
         if len(batch) == 1:
