@@ -42,6 +42,8 @@ class SquareSum:
         ]
         counts = [view.shape[:-1].numel() for view in self._rows]
         self._norms = torch.empty(sum(counts))
+        self._total = torch.zeros((), dtype=torch.float64)
+        self._on_host = self._total.numpy()  # the same memory: no step reads a tensor
         outs = self._norms.split(counts) if counts else ()
         self._outs = [out.view(view.shape[:-1]) for out, view in zip(outs, self._rows, strict=True)]
 
@@ -58,7 +60,8 @@ class SquareSum:
         squares = self._norms.double().square_()
         sums = [part.sum() for part in squares.split(SUMMED_ROWS)]
         found = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-        if SMALLEST < float(found.numpy()) < torch.inf:  # host memory: nothing waits for a device
+        self._total.copy_(found)
+        if SMALLEST < float(self._on_host) < torch.inf:
             return found
         return torch.stack([_exact_sum(one) for one in self._exact]).sum()
 
