@@ -131,8 +131,9 @@ def test_a_step_computes_one_fused_norm_and_names_a_non_finite_gradient(value: f
     loop = session.loop(reporter=Rows(), should_stop=lambda: False)
     with CountNorms() as norms:
         loop.run(session.state)
-    # all numbers once, in rows of equal length and a rest: never one norm for each parameter; its read is counted above
-    assert len(norms.sizes) == 2 * STEPS and sum(norms.sizes) == parameters * STEPS
+    # all numbers once, and one norm for all neighbours with rows of equal length, never one for each parameter
+    assert len(norms.sizes) == 5 * STEPS and sum(norms.sizes) == parameters * STEPS
+    assert len(list(session.trainable.module.parameters())) > 2 * 5
 
     broken = session_of("gpt", "fp32", "resident")
     name, weight = "blocks.1.attention.qkv.weight", broken.trainable.module.blocks[1].attention.qkv.weight
