@@ -174,6 +174,8 @@ def test_the_formula_of_a_mixture_is_what_a_trace_counts(dtype: str, recomputed:
     made = moe_gpt(**LANGUAGE, vocab_size=50, experts=section)
     peak, _ = slopes(made, tokens, dtype, recomputed=recomputed, many=64)
     assert known.passes.row_bytes(dtype, recomputed=recomputed) == pytest.approx(peak, rel=0.2)
+    if recomputed:  # an evaluation recomputes nothing: it is compared once for each format
+        return
     torch.manual_seed(0)  # of the drawn weights, which decide how many rows the busiest expert gets
     scored, _ = slopes(moe_gpt(**LANGUAGE, vocab_size=50, experts=section), tokens, dtype, many=64, scored=True)
     assert known.passes.scored_bytes(dtype) == pytest.approx(scored, rel=0.3)
