@@ -46,7 +46,6 @@ def build(marker=None):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.covers("INF-03", "PAR-10", "INF-12")
 def test_a_killed_worker_costs_its_unit_and_changes_no_answer(run_cli: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "fragile.py").write_text(GUEST)
     x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)

@@ -72,7 +72,6 @@ def expected(model: torch.nn.Module, x: np.ndarray) -> list[int]:
         return model(torch.from_numpy(x)).argmax(1).tolist()
 
 
-@pytest.mark.covers("INF-01")
 def test_predictions_are_the_models_in_input_order(
     run: Callable[..., InferResult], model: torch.nn.Module, rows: np.ndarray, tmp_path: Path
 ) -> None:
@@ -158,6 +157,7 @@ def test_results_of_different_jobs_are_never_mixed(
     assert [entry.name for entry in (tmp_path / "full").iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.covers("INF-14")
 def test_rows_that_fail_are_told_apart_and_too_many_fail_the_job(
     run: Callable[..., InferResult], rows: np.ndarray, model: torch.nn.Module, tmp_path: Path
 ) -> None:

@@ -37,7 +37,6 @@ def opened(path: Path, folder: Path, **options: Any) -> InputRows:
     return InputRows.at(converted(input_files(str(path)), str(folder / "work"), rows_at_once=7), **options)
 
 
-@pytest.mark.covers("INF-09")
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl", "ndjson", "json"])
 def test_every_format_gives_the_same_rows_by_range(suffix: str, tmp_path: Path) -> None:
     write(tmp_path / f"in.{suffix}", ROWS)
@@ -64,7 +63,6 @@ def test_text_has_one_row_for_each_line(tmp_path: Path) -> None:
     assert rows.read(0, 3).to_pylist() == [{"text": "one"}, {"text": ""}, {"text": "three"}]
 
 
-@pytest.mark.covers("INF-10")
 def test_the_limit_takes_the_first_rows(tmp_path: Path) -> None:
     write(tmp_path / "in.parquet", ROWS)
     assert opened(tmp_path / "in.parquet", tmp_path, limit=12).rows == 12

@@ -52,7 +52,6 @@ def test_a_unit_is_answered_in_input_order(rows: InputRows) -> None:
     assert {result.batch_rows for result in results} == {8, 4} and min(result.seconds for result in results) > 0
 
 
-@pytest.mark.covers("INF-14")
 def test_bad_rows_fail_alone_and_keep_their_own_error(rows: InputRows) -> None:
     def fails(numbers: list[int]) -> None:
         for bad in {3, 11} & set(numbers):
