@@ -31,6 +31,7 @@ from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
 from raytrain.models.weights.initial import fill_offered
 from raytrain.train.compute.activation_checkpointing import as_with_rows
+from raytrain.train.memory.device import room_on
 from raytrain.train.memory.oom import Shortage
 from raytrain.train.optim.build import build_optimizers, muons_blocks
 from raytrain.train.parallel.interleave import Interleaver
@@ -51,7 +52,7 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     if not layers:
         raise InputError(
             "experts.hosts",
-            seen="a model without a MoELayer",
+            got="a model without a MoELayer",
             expected="auto or 0",
             remedy="there are no experts to put on hosts",
         )
@@ -79,7 +80,7 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
 def _shape(experts: nn.Module) -> LayerShape:
     if not isinstance(experts, GroupedExperts | UnevenExperts):
         raise InputError(
-            "model.builder", seen=f"{type(experts).__name__} as the experts of a MoELayer",
+            "model.builder", got=f"{type(experts).__name__} as the experts of a MoELayer",
             expected="experts of experts.routing.grouped, which can move to other processes",
             remedy="experts.hosts 0 keeps any module inside the workers",
         )  # fmt: skip
@@ -188,17 +189,39 @@ class RemoteExpertState:
         self.client.restore(folder, step=step)
 
     def gather_module(self, module: nn.Module) -> nn.Module | None:
-        """See `RemoteState`: puts the experts back into the module, and ends the generation."""
+        """See `RemoteState`: puts the experts back into the module, and ends the generation.
+
+        The module comes to the CPU if its device has no room for all experts: what is read next are its weights, and a
+        few passes.
+        """
+        parameter = next(self.module.parameters())
+        dtype, device = parameter.dtype, parameter.device
+        if self.client.member.rank == 0:
+            device = self._roomy(device, dtype)
         for number, layer in enumerate(self.layers):
             weights = self.client.fetch(number)
             if weights is None:
                 continue
             shape = self.client.shapes[number]
-            parameter = next(self.module.parameters())
-            experts = empty_experts(shape, shape.hidden_E, dtype=parameter.dtype, device=parameter.device)
+            try:
+                experts = empty_experts(shape, shape.hidden_E, dtype=dtype, device=device)
+            except torch.OutOfMemoryError:  # another process may have taken the room
+                device = torch.device("cpu")
+                experts = empty_experts(shape, shape.hidden_E, dtype=dtype, device=device)
             for expert, own in enumerate(weights):
                 for name, view in experts.weights_of(expert).items():
                     view.copy_(own[name])
             layer.experts = experts
         self.client.end()
-        return module if self.client.member.rank == 0 else None
+        if self.client.member.rank:
+            return None
+        if device.type != parameter.device.type:
+            module.zero_grad()  # gradients would come along
+            module.to(device)
+        return module
+
+    def _roomy(self, device: torch.device, dtype: torch.dtype) -> torch.device:
+        """The device, or the CPU if all experts do not fit there."""
+        room, shapes = room_on(device), self.client.shapes
+        need = dtype.itemsize * sum(shape.numel(expert) for shape in shapes for expert in range(shape.num_experts))
+        return device if room is None or need <= room else torch.device("cpu")

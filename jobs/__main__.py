@@ -52,16 +52,23 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]
     for item in files:
         path = Path(item)
         if item.split(".")[0] in ("tune", *ALL) and path.suffix not in (".yaml", ".yml") and not path.exists():
-            raise InputError(item, seen="a key without a value", expected=f"{item}=VALUE")
+            raise InputError(item, got="a key without a value", expected=f"{item}=VALUE")
     if len(files) > 1:
-        raise InputError("arguments", seen=" ".join(files), expected="at most one JOB.yaml; keys as section.key=value")
+        raise InputError("arguments", got=" ".join(files), expected="at most one JOB.yaml; keys as section.key=value")
     return (Path(files[0]) if files else None), [item for item in arguments if "=" in item]
 
 
 def _keys_option(sections: tuple[str, ...]) -> Any:
-    """A command class whose `--help` ends with the keys of these sections and their defaults."""
+    """A command class whose `--help` ends with the keys of these sections and their defaults. It takes the options of
+    other launchers as these keys."""
 
     class VerbCommand(click.Command):
+        def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+            from jobs.job.launchers import INFERENCE, LAUNCHER, as_keys
+
+            names = LAUNCHER | INFERENCE if sections[0] == "infer" else LAUNCHER
+            return super().parse_args(ctx, as_keys(args, names))
+
         def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
             from jobs.job.keys import key_entries
 
@@ -156,11 +163,12 @@ def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inv
 
 
 @main.command()
-@click.argument("runs", nargs=-1, metavar="[RUN_DIR | FILE.json ...]")
+@click.argument("runs", nargs=-1, metavar="[RUN_DIR | OUTPUT_DIR | FILE.json ...]")
 def report(runs: tuple[str, ...]) -> None:
     """Write the report of each run folder (default: runs/latest).
 
-    Several runs are also compared. The FILE.json of a benchmark is written as Markdown tables.
+    Several runs are also compared. The report of an output folder of `infer` is written as well, and the FILE.json of a
+    benchmark as Markdown tables.
     """
     from jobs.report import report as write
 
@@ -251,7 +259,7 @@ def bench(
         click.echo("\n".join(list_lines()))
         return
     if name is None:
-        raise InputError("bench", seen="no name", expected="a name listed by `raytrain bench --list`")
+        raise InputError("bench", got="no name", expected="a name listed by `raytrain bench --list`")
     sys.exit(bench_verb(name, arguments, out=out, quick=quick, as_json=as_json))
 
 

@@ -61,7 +61,7 @@ def _parsed(step: str) -> int | str:
     if step in ("best", "last"):
         return step
     if not step.isdecimal():
-        raise InputError("--step", seen=step, expected="best, last, or the step of a checkpoint")
+        raise InputError("--step", got=step, expected="best, last, or the step of a checkpoint")
     return int(step)
 
 
@@ -82,7 +82,7 @@ def _check_new(folder: str) -> None:
     held = [entry.name for entry in store.entries("")]
     if held or (store.is_local and os.path.exists(store.uri) and not os.path.isdir(store.uri)):
         seen = f"{folder}, which holds {held[0]}" if held else f"{folder}, which is a file"
-        raise InputError("--to", seen=seen, expected="a new or empty folder")
+        raise InputError("--to", got=seen, expected="a new or empty folder")
 
 
 def _own_export(run: RunFolder, found: CheckpointWeights) -> Export:
@@ -91,14 +91,14 @@ def _own_export(run: RunFolder, found: CheckpointWeights) -> Export:
     module = mapping.get("model", {}).get("module")
     if isinstance(module, str) and module.startswith(PLACEHOLDER):
         raise InputError(
-            "model.module", seen=f"{module}, which a run folder cannot hold", expected="a model.builder",
+            "model.module", got=f"{module}, which a run folder cannot hold", expected="a model.builder",
             remedy="its format is written by code of the object; `model.init_from` loads the checkpoint itself",
         )  # fmt: skip
     make_importable(os.getcwd())
     trainable, _where = build(resolved(load_spec(mapping=mapping).spec), found.manifest["extra"]["source_facts"])
     if trainable.export is None:
         raise InputError(
-            "model.builder", seen="a model without a format of its own", expected="the model that the run trained",
+            "model.builder", got="a model without a format of its own", expected="the model that the run trained",
             remedy="the code of the builder has changed since",
         )  # fmt: skip
     return trainable.export

@@ -125,26 +125,26 @@ def open_sweep(resume: str, path: Path | None, overrides: Sequence[str]) -> tupl
         given = str(path) if path is not None else overrides[0]
         raise InputError(
             "--resume",
-            seen=f"{given} as well",
+            got=f"{given} as well",
             expected="only the search folder",
             remedy="a resumed search uses the job it was started with",
         )
     try:
         run = RunFolder.open(resume)
     except InputError as error:
-        raise InputError("--resume", seen=error.seen, expected="a search folder") from error
+        raise InputError("--resume", got=error.got, expected="a search folder") from error
     sweep = SweepFolder(run.path)
     if not sweep.exists(sweep.job_mapping) or sweep.exists(sweep.metrics):
         raise InputError(
             "--resume",
-            seen=f"{resume}, which is not a search folder",
+            got=f"{resume}, which is not a search folder",
             expected="a folder that raytrain tune created",
             remedy="to resume a run: raytrain train --resume",
         )
     alive = sweep.alive()
     if alive:
         seen = f"{sweep.path}, which is still running with pid {alive['pid']} on {alive['host']}"
-        raise InputError("--resume", seen=seen, expected="a search that has ended", remedy="stop it first, or wait")
+        raise InputError("--resume", got=seen, expected="a search that has ended", remedy="stop it first, or wait")
     return sweep, load_spec(mapping=sweep.read_json(sweep.job_mapping))
 
 
@@ -158,11 +158,11 @@ def found_job(folder: str, *, beside: object = None) -> Path:
         InputError: it is not a search folder, the search is not done, or another job is given as well.
     """
     if beside is not None:
-        raise InputError("--from-tune", seen=f"{beside} as well", expected="one job")
+        raise InputError("--from-tune", got=f"{beside} as well", expected="one job")
     best = Path(folder) / "best.yaml"
     if not best.exists():
         unfinished = (Path(folder) / "job.json").exists()
         remedy = f"resume it with: raytrain tune --resume {folder}" if unfinished else ""
         expected = "the folder of a finished search"
-        raise InputError("--from-tune", seen=f"{folder}, which has no best.yaml", expected=expected, remedy=remedy)
+        raise InputError("--from-tune", got=f"{folder}, which has no best.yaml", expected=expected, remedy=remedy)
     return best

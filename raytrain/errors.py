@@ -1,4 +1,4 @@
-"""Exceptions for users, and the one sentence of their messages: what was got, what is expected, which key to change."""
+"""Exceptions for users; each message is one sentence: what was found, what is expected, which key to change."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class InputError(RaytrainError):
 
     Args:
         key: the key, file or option to change, e.g. ``loop.max_steps``.
-        seen: what was got.
+        got: what was found.
         expected: what is valid.
         remedy: what to change, such as the nearest key.
     """
 
     exit_code = 2
 
-    def __init__(self, key: str, *, seen: str, expected: str, remedy: str = "") -> None:
-        self.key, self.seen, self.expected, self.remedy = key, seen, expected, remedy
-        super().__init__(mismatch(key, got=seen, expected=expected, remedy=remedy))
+    def __init__(self, key: str, *, got: str, expected: str, remedy: str = "") -> None:
+        self.key, self.got, self.expected, self.remedy = key, got, expected, remedy
+        super().__init__(mismatch(key, got=got, expected=expected, remedy=remedy))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_input_error, (self.key, self.seen, self.expected, self.remedy))
+        return (_rebuild_input_error, (self.key, self.got, self.expected, self.remedy))
 
 
-def _rebuild_input_error(key: str, seen: str, expected: str, remedy: str) -> InputError:
+def _rebuild_input_error(key: str, got: str, expected: str, remedy: str) -> InputError:
     """For pickle, whose default does not support keyword-only arguments; errors are sent between processes."""
-    return InputError(key, seen=seen, expected=expected, remedy=remedy)
+    return InputError(key, got=got, expected=expected, remedy=remedy)
 
 
 class RunError(RaytrainError):

@@ -334,7 +334,7 @@ class Trainable:
             InputError: `module` is no `nn.Module`; later, from `loss`: a wrong batch key, or no scalar loss.
         """
         if not isinstance(module, nn.Module):
-            raise InputError("model.builder", seen=f"a {type(module).__name__}", expected="a torch.nn.Module")
+            raise InputError("model.builder", got=f"a {type(module).__name__}", expected="a torch.nn.Module")
         if loss is not None:
             counted = _names_global_count(loss)
             return cls(module, _own_loss(loss), takes_global_count=counted)
@@ -378,7 +378,7 @@ def rows(batch: Batch) -> int:
         if isinstance(value, Tensor) and value.ndim:
             return value.shape[0]
     seen = f"a batch of {sorted(batch)} without a tensor"
-    raise InputError("data.source", seen=seen, expected="tensors (B, ...)")
+    raise InputError("data.source", got=seen, expected="tensors (B, ...)")
 
 
 def need_keys(batch: Batch, *names: str) -> None:
@@ -387,7 +387,7 @@ def need_keys(batch: Batch, *names: str) -> None:
         if name not in batch:
             seen, expected = f"batches with the keys {sorted(batch)}", f"the keys {', '.join(names)}, which it reads"
             remedy = "rename the columns, or choose a model for this kind of data"
-            raise InputError("data.source", seen=seen, expected=expected, remedy=remedy)
+            raise InputError("data.source", got=seen, expected=expected, remedy=remedy)
 
 
 def is_integer(tensor: Tensor) -> bool:
@@ -444,7 +444,7 @@ def _scalar(loss: Any, result: Any = None) -> Tensor:
         seen = f"{type(loss).__name__} as the loss"
     raise InputError(
         "model.builder",
-        seen=seen,
+        got=seen,
         expected='a scalar loss, a dict with "loss", or an object with .loss from module(**batch)',
         remedy="return one of these (a mean over the batch), give the batch its labels, or pass "
         "Trainable.from_module(module, loss=fn)",
@@ -497,4 +497,4 @@ def _refuse_keys(name: str, unknown: Set[str], missing: Set[str], accepted: froz
         lengths = "differ in length" if MASK in unknown else "have equal lengths, so that batches have no mask"
         remedy = f"the rows {lengths}: accept attention_mask=None in forward, or make batches with data.collate"
     expected = f"batches with keys among {sorted(accepted - {GLOBAL_COUNT})}"
-    raise InputError("data.source", seen=" and ".join(parts), expected=expected, remedy=remedy)
+    raise InputError("data.source", got=" and ".join(parts), expected=expected, remedy=remedy)

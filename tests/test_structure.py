@@ -64,6 +64,7 @@ RAY_AT_THE_EDGE = (
     "raytrain.execution",
     "raytrain.data.sources.ray_dataset",
     "raytrain.infer.ray_data",
+    "raytrain.infer.stages.actors",
     "experts.hosts",
 )
 """Modules, or packages with everything in them, that import Ray. So may all of `jobs`."""

@@ -98,6 +98,7 @@ class HostServer:
         self.group, self.host, self.generation = group, host, generation
         self.placement, self.device = placement, device
         self.files: ExpertFiles | None = None
+        self._stopped = False
         self.steps = 0
         self._active_workers = ActiveWorkers(group.size - len(group.holders))
         self._commit: StepCommit | None = None
@@ -141,12 +142,20 @@ class HostServer:
                     self._finish_sends()
                 self._operations[header.op](header, counts)
 
+    def stop(self) -> None:
+        """End the read of a checkpoint, from another thread; the group's `abort` ends everything else."""
+        self._stopped = True
+        if self.files is not None:
+            self.files.stop()
+
     # -- operations -------------------------------------------------------------------------------
 
     def _set_up(self, header: Header, _counts: list[list[int]]) -> None:
         setup = ExpertSetup.decode(bytes(from_first(self.group, header.width, dtype=torch.uint8).numpy()))
         setup.process.apply()
         self.files = ExpertFiles(setup.run_path, host=self.host)
+        if self._stopped:
+            self.files.stop()
         layout = VoteLayout.of(setup.shapes, holders=len(self.group.holders))
         self._commit = StepCommit(self.group, self.placement, layout)
         self._commit.shard = setup.build(self.placement, self.host, device=self.device, files=self.files)

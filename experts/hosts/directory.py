@@ -192,7 +192,8 @@ class ExpertDirectory:
         about = place.about or {}
         node, pid = str(about.get("node", "")), about.get("pid")
         death = Death(f"expert host {self._rank_of(index)}", node, pid, time=time.time(), why=why, silent=silent)
-        self._deaths.append(death)
+        if place.about is not None:  # else a replacement that was never ready, such as a spare on the same node
+            self._deaths.append(death)
         place.tries += place.about is None
         place.about, place.host, place.why = None, None, why
         if self._host_wait_s and place.tries < TRIES:

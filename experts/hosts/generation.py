@@ -6,20 +6,22 @@ missing member; then they connect with each other. `GenerationWatch` reports a d
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from experts.placement.values import HostSpec, Placement
-from experts.transport.nccl import nccl
+from experts.transport.nccl import nccl, with_index
 from experts.transport.process_group import RENDEZVOUS_S, JointGroup, abort_groups, gloo, uses_nccl
 from raytrain.errors import RunError, StateLost, first_line
 from raytrain.train.parallel.collectives import WorkersGroup
@@ -28,6 +30,7 @@ from raytrain.trainable import Death
 HOSTS_WAIT_LONGER_S = 10.0
 """Hosts wait this much longer than the workers, so that a failed rendezvous ends with the workers' reason."""
 POLL_S = 0.02
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 INTERFACE_HINT = "cluster.interface names the network interface over which all nodes reach each other"
 Reason = Callable[[], str | None]
 """Why the generation is over; None while it lives."""
@@ -65,6 +68,34 @@ class GenerationSpec:
         return f"worker {rank}" if rank < self.workers else f"expert host {rank - self.workers}"
 
 
+@dataclass(frozen=True)
+class MemberPlace:
+    """Where a member is.
+
+    Attributes:
+        node: the name of its machine, for messages.
+        machine: what identifies the machine, also in containers.
+        gpu: the place of its GPU on the PCI bus; "" without a GPU.
+    """
+
+    node: str
+    machine: str = ""
+    gpu: str = ""
+
+    @classmethod
+    def of(cls, device: torch.device) -> MemberPlace:
+        """Of this process, whose rows are on `device`."""
+        node = os.uname().nodename
+        if device.type != "cuda" or torch.version.hip:  # RCCL knows the parts of an AMD GPU as GPUs
+            return cls(node)
+        about: Any = torch.cuda.get_device_properties(device)
+        gpu = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}"
+        try:
+            return cls(node, BOOT_ID.read_text().strip(), gpu)
+        except OSError:
+            return cls(node, node, gpu)
+
+
 def open_group(spec: GenerationSpec, *, rank: int, lost: Reason = lambda: None) -> JointGroup:
     """Open a member's end of the generation's joint group; blocks until all members are connected.
 
@@ -72,13 +103,17 @@ def open_group(spec: GenerationSpec, *, rank: int, lost: Reason = lambda: None) 
         lost: polled while waiting.
 
     Raises:
-        StateLost: the generation ended meanwhile. RunError: a member did not join, or cannot be reached.
+        StateLost: the generation ended meanwhile. RunError: a member did not join, cannot be reached, or uses the GPU
+            of another.
     """
+    device = with_index(torch.device(spec.device))
     size, limit = spec.workers + spec.hosts, RENDEZVOUS_S + (HOSTS_WAIT_LONGER_S if rank >= spec.workers else 0.0)
     store = connect(spec.address, who=spec.title_of(rank), limit=limit)
     name, nodes = f"generation-{spec.number}", []
     try:
-        nodes = _rendezvous(store, name, spec, rank=rank, limit=limit, lost=lost)
+        places = _rendezvous(store, name, spec, own=MemberPlace.of(device), rank=rank, limit=limit, lost=lost)
+        nodes = [place.node for place in places]
+        _refuse_shared_gpus(places, spec)
         return JointGroup(
             store,
             name=name,
@@ -86,7 +121,7 @@ def open_group(spec: GenerationSpec, *, rank: int, lost: Reason = lambda: None) 
             size=size,
             workers=spec.workers,
             holders=list(range(spec.workers, size)),
-            device=torch.device(spec.device),
+            device=device,
             interface=spec.interface,
             watched=True,
             lost=lost,
@@ -128,11 +163,13 @@ def connect(address: tuple[str, int], *, who: str, limit: float) -> Any:
         ) from error
 
 
-def _rendezvous(store: Any, name: str, spec: GenerationSpec, *, rank: int, limit: float, lost: Reason) -> list[str]:
-    """Write this member's node into the store and wait for all others; returns the node of each rank."""
+def _rendezvous(
+    store: Any, name: str, spec: GenerationSpec, *, own: MemberPlace, rank: int, limit: float, lost: Reason
+) -> list[MemberPlace]:
+    """Write this member's place into the store and wait for all others; returns the place of each rank."""
     keys = [f"{name}/place/{other}" for other in range(spec.workers + spec.hosts)]
     ends = time.monotonic() + limit
-    store.set(keys[rank], os.uname().nodename)
+    store.set(keys[rank], json.dumps(asdict(own)))
     while not store.check(keys):
         reason = lost()
         if reason is not None:
@@ -141,7 +178,23 @@ def _rendezvous(store: Any, name: str, spec: GenerationSpec, *, rank: int, limit
             absent = [spec.title_of(other) for other, key in enumerate(keys) if not store.check([key])]
             raise RunError(f"{', '.join(absent)} did not join the other members within {limit:g} s; {INTERFACE_HINT}")
         time.sleep(POLL_S)
-    return [store.get(key).decode() for key in keys]
+    return [MemberPlace(**json.loads(store.get(key))) for key in keys]
+
+
+def _refuse_shared_gpus(places: Sequence[MemberPlace], spec: GenerationSpec) -> None:
+    """NCCL would end with an error of its own in each member: it identifies a GPU by its place in the machine, which
+    parts of one GPU share (MIG)."""
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
+        return
+    found: dict[tuple[str, str], int] = {}
+    for rank, place in enumerate(places):
+        other = found.setdefault((place.machine, place.gpu), rank)
+        if place.gpu and other != rank:
+            raise RunError(
+                f"{spec.title_of(other)} and {spec.title_of(rank)} use the same GPU {place.gpu} of {place.node}, or "
+                "parts of it that MIG made: NCCL needs a GPU for each of them. Use fewer workers or expert hosts, "
+                "experts.hosts: colocated, or switch MIG off"
+            )
 
 
 def join_as_worker(
@@ -181,7 +234,7 @@ def _workers_groups(spec: GenerationSpec, *, rank: int, device: torch.device, lo
         return flags, flags
     payload = nccl(
         store, f"{name}/payload", rank, spec.workers, device=device, interface=spec.interface, timeout_s=1800.0,
-        limit_s=RENDEZVOUS_S, lost=lost,
+        limit_s=RENDEZVOUS_S, collectives=True, lost=lost,
     )  # fmt: skip
     return payload, flags
 

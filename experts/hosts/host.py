@@ -138,6 +138,8 @@ class ExpertHost:
             return
         if self._group is not None:
             self._group.abort(reason)
+        if self._server is not None:
+            self._server.stop()
         thread.join(None if self._device == "cpu" else LEAVE_S)
         if thread.is_alive():  # it waits for the device, and nothing in this process can end that
             print(f"the data thread of this expert host has not ended {LEAVE_S:g} s after: {reason}", flush=True)

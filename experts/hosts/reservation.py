@@ -63,14 +63,14 @@ class Request:
                     one = "host" if key == "experts.hosts" else "worker"
                     largest = "; ".join(in_words({name: node.get(name, 0) for name in bundle}) for node in nodes)
                     raise InputError(
-                        key, seen=f"{in_words(bundle)} for one {one}", expected=f"what one node has ({largest})",
+                        key, got=f"{in_words(bundle)} for one {one}", expected=f"what one node has ({largest})",
                         remedy="lower scale.threads or change the kind of device",
                     )  # fmt: skip
         have, want = total(nodes), total([*self.hosts, *self.workers])
         if not fits(want, have):
             raise InputError(
                 "experts.hosts",
-                seen=f"{len(self.hosts)} hosts and scale.workers {len(self.workers)}, which need {in_words(want)}",
+                got=f"{len(self.hosts)} hosts and scale.workers {len(self.workers)}, which need {in_words(want)}",
                 expected=f"at most the {in_words({name: have.get(name, 0) for name in want})} of the cluster",
                 remedy="lower experts.hosts, scale.workers or scale.threads",
             )

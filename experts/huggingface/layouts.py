@@ -111,7 +111,7 @@ def from_layout(
     """
     names = _names(layout)
     if layout == "mixtral" and not renormalize:
-        raise InputError("renormalize", seen="false", expected="true, as Mixtral always does")
+        raise InputError("renormalize", got="false", expected="true, as Mixtral always does")
     found = LayerTensors(state, names, prefix)
     sizes = found.sizes()
     read = found.read(sizes)
@@ -152,7 +152,7 @@ def load_layers(
     if len(blocks) != len(layers):
         raise InputError(
             f"{prefix}*",
-            seen=f"{len(blocks)} layers with experts, {_list_numbers(list(blocks))}",
+            got=f"{len(blocks)} layers with experts, {_list_numbers(list(blocks))}",
             expected=f"{len(layers)}, as many as the model has",
         )
     for block, layer in zip(blocks.values(), layers, strict=True):
@@ -196,7 +196,7 @@ def _expressible(layer: MoELayer, layout: Layout, *, router_state: bool = True) 
     experts, router, shared = layer.experts, layer.router, layer.shared
     if not isinstance(experts, GroupedExperts):
         seen = type(experts).__name__
-        raise InputError("experts", seen=seen, expected="experts of one size (experts.hidden), held by the module")
+        raise InputError("experts", got=seen, expected="experts of one size (experts.hidden), held by the module")
     gated = isinstance(shared, SharedExpert) and shared.gate is not None
     alike = isinstance(shared, SharedExpert) and shared.activation == "swiglu" and not shared.bias
     checks: list[tuple[str, bool, object, str]] = [
@@ -213,13 +213,13 @@ def _expressible(layer: MoELayer, layout: Layout, *, router_state: bool = True) 
     ]  # fmt: skip
     for key, fits, seen, expected in checks:
         if not fits:
-            raise InputError(f"experts.{key}", seen=str(seen).lower(), expected=f"{expected} in the layout {layout}")
+            raise InputError(f"experts.{key}", got=str(seen).lower(), expected=f"{expected} in the layout {layout}")
     return experts
 
 
 def _names(layout: str) -> LayoutNames:
     if layout not in LAYOUTS:
-        raise InputError("layout", seen=repr(layout), expected=f"one of {', '.join(LAYOUTS)}")
+        raise InputError("layout", got=repr(layout), expected=f"one of {', '.join(LAYOUTS)}")
     return LAYOUTS[layout]
 
 
@@ -243,12 +243,12 @@ class LayerTensors:
             match = pattern.fullmatch(full[len(prefix) :])
             if match is None:
                 if full[len(prefix) :] not in fixed:
-                    raise InputError(full, seen="a tensor that this layout does not have", expected="its weights only")
+                    raise InputError(full, got="a tensor that this layout does not have", expected="its weights only")
                 continue
             expert, name = int(match[1]), ours[match[2]]
             other = prefix + (DOWN if name == "w2" else GATE_UP) if self.fused else self.experts.get((expert, name))
             if other is not None:
-                raise InputError(full, seen=f"expert {expert} twice, also in {other}", expected="each expert once")
+                raise InputError(full, got=f"expert {expert} twice, also in {other}", expected="each expert once")
             self.experts[expert, name] = full
 
     def sizes(self) -> LayerSizes:
@@ -270,7 +270,7 @@ class LayerTensors:
         made = {"router.weight": self._get(GATE, "the router", (E, D)).clone()}
         for (expert, _), full in self.experts.items():
             if expert >= E:
-                raise InputError(full, seen=f"expert {expert}", expected=f"experts 0 to {E - 1}, as the router has")
+                raise InputError(full, got=f"expert {expert}", expected=f"experts 0 to {E - 1}, as the router has")
         if self.fused:
             w1, w3 = self._get(GATE_UP, "every expert", (E, 2 * F, D)).split(F, dim=1)
             w2 = self._get(DOWN, "every expert", (E, D, F))
@@ -297,7 +297,7 @@ class LayerTensors:
         """Return one tensor, detached; None in `shape` matches any size."""
         full = self.prefix + name
         if full not in self.state:
-            raise InputError(full, seen="no such tensor", expected=f"the weight of {owner}")
+            raise InputError(full, got="no such tensor", expected=f"the weight of {owner}")
         value = self.state[full].detach()
         fits = len(shape) == value.ndim and all(
             want in (None, have) for want, have in zip(shape, value.shape, strict=True)
@@ -305,7 +305,7 @@ class LayerTensors:
         if not fits or not value.is_floating_point():
             wanted = " x ".join("any" if want is None else str(want) for want in shape)
             seen = f"{' x '.join(map(str, value.shape))} of {value.dtype}"
-            raise InputError(full, seen=seen, expected=f"{wanted} floating-point numbers")
+            raise InputError(full, got=seen, expected=f"{wanted} floating-point numbers")
         return value
 
 
@@ -319,5 +319,5 @@ def blocks_of(state: Mapping[str, Tensor], names: LayoutNames, *, prefix: str) -
             continue
         other = found.setdefault(int(match[2]), match[1])
         if other != match[1]:
-            raise InputError(name, seen=f"layer {match[2]} twice, also as {other}*", expected="each layer once")
+            raise InputError(name, got=f"layer {match[2]} twice, also as {other}*", expected="each layer once")
     return dict(sorted(found.items()))

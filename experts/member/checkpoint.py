@@ -11,7 +11,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +22,7 @@ from experts.member.shard import ExpertShard
 from experts.shapes import Key
 from raytrain.checkpoint.reader import read_manifest
 from raytrain.checkpoint.safetensors import WrittenFile, read_tensors, write_tensors
-from raytrain.errors import CheckpointError, RunError
+from raytrain.errors import CheckpointError, RunError, StateLost
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import open_store
 
@@ -53,6 +55,8 @@ class ExpertFiles:
     def __init__(self, run_path: str, *, host: int) -> None:
         self._run, self.host = RunFolder(run_path), host
         self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._read: SimpleQueue[Future[dict[str, Tensor]] | None] = SimpleQueue()
 
     def begin(self, snapshot: ExpertSnapshot, *, step: int) -> None:
         """Start to write, after the last write has finished."""
@@ -85,7 +89,8 @@ class ExpertFiles:
         """Load this host's experts, homes and replicas, from a checkpoint of any number of hosts.
 
         Raises:
-            CheckpointError: an expert is missing, occurs twice or has other shapes; names it.
+            CheckpointError: an expert is missing, occurs twice or has other shapes; names it. StateLost: `stop` was
+                called.
         """
         where = locate(read_manifest(folder), [shape.num_experts for shape in shard.shapes])
         homes = set(shard.homes())
@@ -93,11 +98,32 @@ class ExpertFiles:
         for key in shard.held():
             wanted.setdefault(where[key], []).append(key)
         for name, keys in wanted.items():
-            tensors = read_tensors_of(folder, name)
+            tensors = self._tensors_of(folder, name)
             for key in keys:
                 state = state_in(tensors, key, name)
                 _check_shapes(shard, key, state)
                 (shard.load_state if key in homes else shard.set_weights)(key, state)
+
+    def stop(self) -> None:
+        """End `load` at once, from another thread: the generation is over. A read that is under way goes on, and nobody
+        waits for it: a large file may take longer than the others wait for this host in the next generation."""
+        self._stopped = True
+        self._read.put(None)
+
+    def _tensors_of(self, folder: str, name: str) -> dict[str, Tensor]:
+        def read() -> None:
+            future: Future[dict[str, Tensor]] = Future()
+            try:
+                future.set_result(read_tensors_of(folder, name))
+            except Exception as error:
+                future.set_exception(error)
+            self._read.put(future)
+
+        threading.Thread(target=read, daemon=True, name="expert-read").start()
+        found = self._read.get()
+        if found is None or self._stopped:
+            raise StateLost("the generation ended while its experts were read from a checkpoint")
+        return found.result()
 
 
 def locate(manifest: Mapping[str, Any], num_experts: Iterable[int]) -> dict[Key, str]:

@@ -62,7 +62,7 @@ def place(
         found.validate([len(row) for row in costs], hosts=hosts, costs=costs, slots_per_host=slots_per_host)
     except ValueError as error:
         raise InputError(
-            "experts.placement", seen=f"{policy}, where {error}", expected="experts that fit their hosts",
+            "experts.placement", got=f"{policy}, where {error}", expected="experts that fit their hosts",
             remedy="experts.placement: lpt considers memory",
         ) from error  # fmt: skip
     return found
@@ -138,7 +138,7 @@ def _refuse_too_large(hosts: Sequence[HostSpec], costs: Costs) -> None:
             if cost.home_bytes > (largest.memory_bytes or 0):
                 raise InputError(
                     "experts.hosts",
-                    seen=f"layer {layer} expert {expert} of {cost.home_bytes} bytes",
+                    got=f"layer {layer} expert {expert} of {cost.home_bytes} bytes",
                     expected=f"at most the {largest.memory_bytes} bytes of the largest, {largest.title}",
                     remedy="hosts with more memory, or smaller experts (experts.hidden)",
                 )
@@ -149,7 +149,7 @@ def _refuse_too_many(hosts: Sequence[HostSpec], costs: Costs, slots: int | None)
     if slots is not None and number > slots * len(hosts):
         raise InputError(
             "experts.num_experts",
-            seen=f"{number} experts in a layer",
+            got=f"{number} experts in a layer",
             expected=f"at most {slots * len(hosts)}, {slots} on each of {len(hosts)} hosts",
         )
 
@@ -159,7 +159,7 @@ def _overfull(hosts: Sequence[HostSpec], costs: Costs) -> InputError:
     there = [host.memory_bytes for host in hosts if host.memory_bytes is not None]
     return InputError(
         "experts.hosts",
-        seen=f"{len(hosts)} hosts of {sum(there)} bytes together",
+        got=f"{len(hosts)} hosts of {sum(there)} bytes together",
         expected=f"room for the {need} bytes of all experts at home",
         remedy="more hosts, or fewer experts (experts.num_experts)",
     )

@@ -56,14 +56,14 @@ def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int 
         if len(experts.hidden) != number:
             raise InputError(
                 "experts.hidden",
-                seen=f"{len(experts.hidden)} widths",
+                got=f"{len(experts.hidden)} widths",
                 expected=f"one per expert, and experts.num_experts is {number}",
             )
     number = default if number is None else number
     if number is not None and experts.top_k > number:
         raise InputError(
             "experts.top_k",
-            seen=str(experts.top_k),
+            got=str(experts.top_k),
             expected=f"at most experts.num_experts, {number}",
             remedy="raise experts.num_experts or lower experts.top_k",
         )
@@ -71,7 +71,7 @@ def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int 
         if value is not None and not experts.shared_expert:
             raise InputError(
                 f"experts.{key}",
-                seen=str(value).lower(),
+                got=str(value).lower(),
                 expected="experts.shared_expert: true with it",
                 remedy="there is no shared expert",
             )
@@ -90,7 +90,7 @@ def check_used(experts: ExpertsConfig, builder: str | None) -> None:
             if value not in (None, "auto", 0):
                 raise InputError(
                     f"experts.{key}",
-                    seen=f"{value if isinstance(value, int) else describe(value)} with {builder}",
+                    got=f"{value if isinstance(value, int) else describe(value)} with {builder}",
                     expected=f"{expected}, as this model has no experts",
                     remedy="models with experts: experts.models:moe_gpt and experts.models:moe_mlp",
                 )
@@ -101,7 +101,7 @@ def check_used(experts: ExpertsConfig, builder: str | None) -> None:
     for key, (value, expected, remedy) in idle.items():
         if value and experts.hosts == 0:
             expected = f"{expected} where experts.hosts is 0"
-            raise InputError(f"experts.{key}", seen=describe(value), expected=expected, remedy=remedy)
+            raise InputError(f"experts.{key}", got=describe(value), expected=expected, remedy=remedy)
 
 
 def check_experts(experts: ExpertsConfig) -> int:
@@ -128,11 +128,11 @@ def check_moe_mlp(
     if experts.capacity_factor is not None:
         raise InputError(
             "experts.capacity_factor",
-            seen=str(experts.capacity_factor),
+            got=str(experts.capacity_factor),
             expected="null, since capacity is per sequence and moe_mlp has none",
         )
     if num_features is None:
-        raise SizeError("num_features", seen="null", expected="a number, as this source does not provide it")
+        raise SizeError("num_features", got="null", expected="a number, as this source does not provide it")
     classes = 1 if num_classes is None else num_classes
     check_counts(width=width, layers=layers, num_features=num_features, num_classes=classes)
     check_dropout(dropout)

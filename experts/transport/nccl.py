@@ -10,7 +10,10 @@ What torch does by default would hang a generation in which a member dies:
   communicators at a death and starts again.
 - Its heartbeat monitor ends the process when an abort takes long, and a timeout writes a record of the calls into the
   store, which ends later groups of the same store. Both are off for these groups (`without_monitors`).
-- Two members connect with their first message. Here those that exchange rows send each other one number while all meet.
+- Two members connect with their first message, and all of them with the first collective of each algorithm, which NCCL
+  chooses by size. Here those that exchange rows send each other one number while all meet, and a group for collectives
+  runs them in several sizes. (NCCL_RUNTIME_CONNECT=0 would connect all algorithms of all groups, of torch's own too
+  and of those that only exchange rows; it has no effect once a communicator of the process exists.)
 - An abort may wait for a peer that is gone. Here each has a thread of its own and a limit.
 """
 
@@ -22,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,13 +48,17 @@ CONSTRUCTION = {
 """Environment of the constructor of these groups; torch's default group keeps the user's or torch's values."""
 NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """Seconds that a call of a non-blocking communicator waits for the connection. torch reads it once, at the first such
-call; its default of 30 minutes would hold the lock that an abort needs."""
+call; its default of 30 minutes would hold the lock that an abort needs. It would also end a call that connects and
+waits for a late member, so nothing is left to connect after the meeting."""
 NONBLOCKING_S = "60"
+PROBES = (2**12, 2**18, 2**23)
+"""Float32 elements of the collectives that connect a group: the largest has more bytes than a bucket of gradients."""
 
 
 def nccl(
     store: Any, name: str, rank: int, size: int, *, device: torch.device, interface: str | None, timeout_s: float,
-    limit_s: float, partners: Sequence[int] = (), lost: Callable[[], str | None] = lambda: None,
+    limit_s: float, partners: Sequence[int] = (), collectives: bool = False,
+    lost: Callable[[], str | None] = lambda: None,
 ) -> Any:  # fmt: skip
     """Create an NCCL group under `name` in the store; blocks until all members are connected.
 
@@ -59,6 +67,7 @@ def nccl(
         interface: network interface of its connections; None lets NCCL choose.
         timeout_s: of the calls. limit_s: until all members are connected.
         partners: the members that this one exchanges rows with; each of them names this one too.
+        collectives: the group will sum and broadcast tensors.
         lost: polled while waiting: why the generation is over, None while it lives.
 
     Raises:
@@ -73,7 +82,8 @@ def nccl(
     options.config.blocking = 0  # an abort then also ends a call that waits for a peer
     with without_monitors():
         group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
-    failed = within(lambda: _connect(group, device, partners), limit_s=limit_s, stop=lambda: lost() is not None)
+    connect = partial(_connect, group, device, partners, collectives=collectives)
+    failed = within(connect, limit_s=limit_s, stop=lambda: lost() is not None)
     if failed is not None:
         abort_nccl([group])
         raise RuntimeError(f"the NCCL communicator {name} was not connected: {failed}")
@@ -102,8 +112,8 @@ def without_monitors() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _connect(group: Any, device: torch.device, partners: Sequence[int]) -> None:
-    """Create the communicator by its first call, and connect the pairs of members that exchange rows.
+def _connect(group: Any, device: torch.device, partners: Sequence[int], *, collectives: bool) -> None:
+    """Create the communicator by its first call, and connect whatever its later calls use.
 
     `eager_connect_single_device` is not used: with a non-blocking communicator it fails with "operation in progress",
     or hangs (pytorch #153960, #154055).
@@ -120,6 +130,22 @@ def _connect(group: Any, device: torch.device, partners: Sequence[int]) -> None:
     missing = sorted(set(partners) - set(received.nonzero().flatten().tolist()))
     if missing:
         raise RuntimeError(f"the first messages of the members {missing} did not arrive")
+    if collectives:
+        _connect_algorithms(group, device)
+
+
+def _connect_algorithms(group: Any, device: torch.device) -> None:
+    """Use each algorithm that NCCL may choose for a sum, by size and type (NVLink SHARP has no float64), and rings,
+    which broadcasts use."""
+    room = torch.zeros(max(PROBES), device=device)
+    for dtype in (torch.float32, torch.float64):
+        for size in PROBES:
+            group.allreduce([room.view(dtype)[:size]]).wait()
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([room[: PROBES[0]]], options).wait()
+    if float(room.sum().item()):  # also waits until all of it has run
+        raise RuntimeError("the sums of zeros are not zero")
 
 
 def within(work: Callable[[], Any], *, limit_s: float, stop: Callable[[], bool] = lambda: False) -> str | None:

@@ -102,10 +102,11 @@ class JointGroup:
             ValueError: the tensors are on another device than the channel's.
         """
         device = "cpu" if channel is Channel.CONTROL else self.device.type
-        if any(tensor.device.type != device for tensor in (send, send if into is None else into)):
-            raise ValueError(
-                f"the channel {channel.value!r} of this group carries tensors on {device}, got {send.device}"
-            )
+        for tensor in (send, send if into is None else into):
+            if tensor.device.type != device:
+                raise ValueError(
+                    f"the channel {channel.value!r} of this group carries tensors on {device}, got {tensor.device}"
+                )
         received = send.new_empty((sum(receive_counts), *send.shape[1:])) if into is None else into
         send, payload = send.contiguous(), self._payload.get(channel)
         if payload is None:

@@ -74,7 +74,7 @@ def chosen(options: AllOptions) -> list[str]:
     known = [name for name, bench in find_benches().items() if bench.options.IN_ALL]
     for name in [*options.only, *options.skip]:
         if name not in known:
-            raise InputError("only" if name in options.only else "skip", seen=name, expected=f"of {', '.join(known)}")
+            raise InputError("only" if name in options.only else "skip", got=name, expected=f"of {', '.join(known)}")
     return [name for name in known if (name in options.only or not options.only) and name not in options.skip]
 
 
@@ -84,7 +84,7 @@ def keys_by_bench(changes: Iterable[str], names: Iterable[str]) -> dict[str, lis
     for change in changes:
         name, _, rest = change.partition(".")
         if name not in known:
-            raise InputError(change, seen=f"{name} before the dot", expected=f"one of {', '.join(known)}")
+            raise InputError(change, got=f"{name} before the dot", expected=f"one of {', '.join(known)}")
         found.setdefault(name, []).append(rest)
     return found
 

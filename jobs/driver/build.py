@@ -135,7 +135,7 @@ def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, remote: bool) -> 
     receives = builder is not None and takes(resolve(builder, "model.builder"), "experts")
     if number is not None and not receives:
         raise InputError(
-            "experts.num_experts", seen=f"{number} with {builder or 'a module'}, which does not accept it",
+            "experts.num_experts", got=f"{number} with {builder or 'a module'}, which does not accept it",
             expected="null, or a builder with a parameter `experts`",
             remedy="the section `experts` is passed to the builder's parameter of that name",
         )  # fmt: skip
@@ -155,7 +155,7 @@ def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
     except Joins:
         return
     raise InputError(
-        "experts.hosts", seen=f"{spec.experts.hosts} with {spec.model.builder or 'a module'}, which keeps its experts",
+        "experts.hosts", got=f"{spec.experts.hosts} with {spec.model.builder or 'a module'}, which keeps its experts",
         expected="auto or 0",
         remedy="to place them on expert hosts, call experts.distribute.distribute(trainable, experts) in the builder",
     )  # fmt: skip

@@ -91,7 +91,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = Tr
     if not any(parameter.requires_grad for parameter in parameters):
         key = "model.builder" if spec.model.module is None else "model.module"
         seen = "a model whose parameters are all frozen" if parameters else "a model without parameters"
-        raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
+        raise InputError(key, got=seen, expected="at least one parameter that requires a gradient")
     if initial and spec.model.init_from is not None:
         StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
     if spec.precision.fp32_layers != "auto":
@@ -105,7 +105,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = Tr
     check_experts(spec, shapes, remote=uses_hosts(spec))
     if spec.scale.sync_batchnorm and not any(isinstance(part, _BatchNorm) for part in trainable.module.modules()):
         seen = "true with a model without batch norms"
-        raise InputError("scale.sync_batchnorm", seen=seen, expected="false for this model")
+        raise InputError("scale.sync_batchnorm", got=seen, expected="false for this model")
     if spec.scale.strategy == "fsdp":
         check_shards(trainable)
     model_facts = formula_facts(spec, shapes)

@@ -234,7 +234,7 @@ class FirstBatch:
             if not self.on_cpu and not isinstance(error, RaytrainError) and _about_gpu(error):
                 return {"skipped": f"{NEEDS_GPU}, and the run may be on a GPU ({first_line(error)})"}
             found = error if isinstance(error, InputError) else self._error(error)
-            return {"error": [found.key, found.seen, found.expected, found.remedy]}
+            return {"error": [found.key, found.got, found.expected, found.remedy]}
         return {}
 
     def trace(self) -> dict[str, Any] | None:
@@ -314,7 +314,7 @@ def _skipped(answer: bytes | None, limit_s: float) -> str | None:
     found = json.loads(answer)
     if "error" in found:
         key, seen, expected, remedy = found["error"]
-        raise InputError(key, seen=seen, expected=expected, remedy=remedy)
+        raise InputError(key, got=seen, expected=expected, remedy=remedy)
     return found.get("skipped")
 
 

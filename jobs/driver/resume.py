@@ -55,7 +55,7 @@ class Resumed:
         if (plan.hosts.value in ("none", 0)) is not inside:
             where = "inside the model" if inside else "separately, by name"
             raise InputError(
-                "experts.hosts", seen=f"{plan.hosts.value} ({plan.hosts.reason})",
+                "experts.hosts", got=f"{plan.hosts.value} ({plan.hosts.reason})",
                 expected="0" if inside else "any number of hosts above 0, or colocated",
                 remedy=f"the checkpoint of step {saved[-1].step} stores the experts {where}",
             )  # fmt: skip
@@ -82,14 +82,14 @@ def open_resumed(
     try:
         run = RunFolder.open(resume)
     except InputError as error:
-        raise InputError("--resume", seen=error.seen, expected=error.expected, remedy=error.remedy) from error
+        raise InputError("--resume", got=error.got, expected=error.expected, remedy=error.remedy) from error
     if not run.exists(run.job_mapping):
-        raise InputError("--resume", seen=f"{resume}, which has no job.json", expected="the folder of a run")
+        raise InputError("--resume", got=f"{resume}, which has no job.json", expected="the folder of a run")
     alive = run.alive()
     if alive:
         raise InputError(
             "--resume",
-            seen=f"{run.path}, which is still running with pid {alive['pid']} on {alive['host']}",
+            got=f"{run.path}, which is still running with pid {alive['pid']} on {alive['host']}",
             expected="a run that has ended",
             remedy="stop it first, or wait",
         )
@@ -101,7 +101,7 @@ def open_resumed(
     if refused:
         raise InputError(
             refused[0],
-            seen="a changed value",
+            got="a changed value",
             expected="the value that the run started with",
             remedy="this key cannot change on resume; start a new run without --resume to change it",
         )

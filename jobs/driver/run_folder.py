@@ -107,7 +107,7 @@ def _checked(spec: JobSpec, plan: Plan, inventory: Inventory) -> list[CheckResul
     failed = [check for check in checks if check.status == "fail"]
     if failed:
         first = failed[0]
-        raise InputError(first.key or first.name, seen=first.seen, expected=first.expected, remedy=first.remedy)
+        raise InputError(first.key or first.name, got=first.seen, expected=first.expected, remedy=first.remedy)
     return checks
 
 

@@ -125,7 +125,7 @@ def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:
         except Exception as error:  # Ray raises plain `Exception` too
             raise InputError(
                 "cluster.address",
-                seen=f"{cluster.address} ({first_line(error)})",
+                got=f"{cluster.address} ({first_line(error)})",
                 expected="the address of a running Ray cluster",
                 remedy="if it uses token authentication, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
             ) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -22,10 +24,10 @@ from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster, answers
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
-from raytrain.errors import ClusterLost, ResourcesTaken
+from raytrain.errors import ClusterLost, ResourcesTaken, RunError
 from raytrain.execution import driver_channel, trainer
 from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult
-from raytrain.execution.ray_private import dead_daemons
+from raytrain.execution.ray_private import controller_pid, dead_daemons
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 from raytrain.runs.storage import join
@@ -34,6 +36,8 @@ POLL_EVERY_S = 0.25
 ANSWER_TIMEOUT_S = 5
 #: With reserved expert hosts, the workers may wait this long for room; then the run gives its hosts back.
 GIVE_BACK_S = 120.0
+#: Without its controller, `fit` ends at once; with a cluster that does not answer, when Ray gives it up.
+END_FIT_S, END_INTERRUPTED_S = 30.0, 5.0
 #: Seconds between two looks at a cluster.
 LOOK_EVERY_S = 2.0
 #: The head may be unreachable for this long; Ray itself ends this process after 60 s.
@@ -66,6 +70,19 @@ def fit_watched(
     """
     fitting = _Fit(spec, opened, cluster, data=data, console=console, activity=activity)
     activity.begin("")
+    try:
+        return _watched(fitting, spec, opened, signals=signals, console=console)
+    except ClusterLost as error:
+        if not fitting.end(END_FIT_S):
+            raise RunError(f"{error}, and Ray Train did not end within {END_FIT_S:.0f} s: resume the run") from error
+        raise
+    except Interrupted:
+        fitting.end(END_INTERRUPTED_S)
+        raise
+
+
+def _watched(fitting: _Fit, spec: JobSpec, opened: OpenRun, *, signals: StopSignals, console: Console) -> AttemptResult:
+    """`fit_watched` once `fit` runs."""
     stop_at: float | None = None
     unanswered = 0
     with TrainingDisplay(console) as display:
@@ -143,6 +160,18 @@ class _Fit:
         if alive:
             self._thread.join(wait_s)
         return alive
+
+    def end(self, limit_s: float) -> bool:
+        """End `fit` by ending Ray Train's controller, which it waits for; returns whether it has ended in time.
+
+        To shut Ray down before would end this process with a segmentation fault: its client (2.60) does not wake a
+        thread that waits for a result, but frees what the thread reads.
+        """
+        if self._watch.controller is not None and self._thread.is_alive():
+            with contextlib.suppress(OSError):
+                os.kill(self._watch.controller, signal.SIGKILL)
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
 
     def check_cluster(self, display: TrainingDisplay) -> None:
         """Say which nodes and hosts were lost; stop waiting where it cannot help.
@@ -260,10 +289,14 @@ class ClusterWatch:
     Args:
         local: the cluster is private to this command: its daemons are children of this process.
         clock: seconds; replaced in tests.
+
+    Attributes:
+        controller: process id of Ray Train's controller, once it was seen.
     """
 
     def __init__(self, *, local: bool, clock: Clock = time.monotonic) -> None:
         self._local, self._clock = local, clock
+        self.controller: int | None = None
         self._looked = self._answered = clock()
         self._alive: dict[str, str] = {}
 
@@ -277,15 +310,19 @@ class ClusterWatch:
         if dead:
             raise ClusterLost(f"Ray's process {' and '.join(dead)} died")
         now = self._clock()
-        if self._local or now - self._looked < LOOK_EVERY_S:
+        if now - self._looked < LOOK_EVERY_S:
             return {}
         self._looked = now
+        if self._local:
+            self.controller = self.controller or controller_pid()
+            return {}
         head = ray.get_runtime_context().gcs_address
         if not answers(head):  # a call to it would wait
             if now - self._answered >= HEAD_SILENT_S:
                 raise ClusterLost(f"the head of the cluster at {head} does not answer")
             return {}
         self._answered = now
+        self.controller = self.controller or controller_pid()
         return self.compare(ray.nodes())
 
     def compare(self, nodes: list[dict[str, Any]]) -> dict[str, str]:

@@ -6,14 +6,15 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.devices.inventory import Device, Inventory
+from cluster.devices.inventory import Inventory
 from jobs.driver.runtime import cluster_address
 from jobs.job.paths import resolve_model_paths, resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from jobs.report import NEWEST
+from raytrain.config.sections import ScaleConfig
 from raytrain.config.user_code import make_importable
 from raytrain.data.rows.contract import Source
 from raytrain.errors import InputError
@@ -22,7 +23,8 @@ from raytrain.infer.model import InferenceModel
 from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, KEYS, read_config
 from raytrain.models.huggingface.tokenizer import has_tokenizer
 from raytrain.models.weights.headers import find_weights
-from raytrain.plan.rules.devices import BF16_CAPABILITY, pick_devices
+from raytrain.plan.rules.accelerators import of_ray
+from raytrain.plan.rules.devices import BF16_CAPABILITY, DevicePool, choose_devices
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import Store, join, open_store
 from raytrain.train.build import source_facts
@@ -42,6 +44,8 @@ class Target:
         spec: the job with the overrides.
         name: for messages and the output folder.
         identity: what the model's answers depend on, for `OutputFolder.begin`.
+        machines: the devices that may be used.
+        warnings: about devices that cannot be used although `scale` allows or names them.
         run: the trained run, None for another kind of target.
     """
 
@@ -49,7 +53,21 @@ class Target:
     spec: JobSpec
     name: str
     identity: dict[str, Any]
+    machines: DevicePool
+    warnings: tuple[str, ...] = ()
     run: RunFolder | None = None
+
+    @property
+    def address(self) -> str:
+        """See `cluster_address`."""
+        return cluster_address(self.spec.cluster.address)
+
+    def on(self, inventory: Inventory) -> Target:
+        """The same target on other machines, which may have other devices and formats."""
+        machines, warnings = machines_of(self.spec, inventory)
+        dtype, device = _precision(self.spec, machines)
+        model = replace(self.model, dtype=dtype, device=device)
+        return replace(self, model=model, machines=machines, warnings=tuple(warnings))
 
 
 def open_target(given: str | None, overrides: Sequence[str], inventory: Inventory) -> Target:
@@ -84,9 +102,9 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
     try:
         run = RunFolder.open(NEWEST if given in (None, "latest") else str(given))
     except InputError as error:
-        raise InputError("infer", seen=error.seen, expected=EXPECTED) from error
+        raise InputError("infer", got=error.got, expected=EXPECTED) from error
     if not run.exists(run.job_mapping):
-        raise InputError("infer", seen=f"{run.path}, which is no run", expected=EXPECTED)
+        raise InputError("infer", got=f"{run.path}, which is no run", expected=EXPECTED)
     trained = run.read_json(run.job_mapping)
     trained.pop("scale", None)  # how it was trained: the machines of this command may be others
     spec = resolved(load_spec(mapping=trained, overrides=overrides).spec)
@@ -98,11 +116,12 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
     tokenizer = about.get("tokenizer")
     model = spec.model.model_copy(update={"init_from": weights})
     model = _without_weights_of_builder(model)
+    machines, warnings = machines_of(spec, inventory)
     found = InferenceModel(
-        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, inventory), seed=spec.seed
+        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed
     )
     identity = {"model": _content_of(weights), "step": step, "builder": model.builder}
-    return Target(found, spec, os.path.basename(run.path), identity, run)
+    return Target(found, spec, os.path.basename(run.path), identity, machines, tuple(warnings), run)
 
 
 def weights_of(run: RunFolder, wanted: str | int) -> tuple[str, int]:
@@ -166,12 +185,13 @@ def target_of(loaded: LoadedSpec, name: str, inventory: Inventory) -> Target:
     model = resolve_model_paths(spec.model)
     facts, reads = ({}, {}) if own or model.builder in KEYS else _of_source(resolved(spec))
     tokenizer = _tokenizer_of(model.keys.get("path"))
+    machines, warnings = machines_of(spec, inventory)
     found = InferenceModel(
-        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, inventory), seed=spec.seed
+        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed
     )
     weights = model.init_from or model.keys.get("path")
     identity = {"model": _content_of(str(weights)) if weights else None, "builder": model.builder}
-    return Target(found, spec, name, identity)
+    return Target(found, spec, name, identity, machines, tuple(warnings))
 
 
 def _of_folder(folder: str, overrides: Sequence[str], inventory: Inventory) -> Target:
@@ -222,22 +242,25 @@ def _edges(store: Store, name: str) -> bytes:
         return b"%d " % size + head + file.read()
 
 
-def gpus_of(spec: JobSpec, inventory: Inventory) -> list[Device]:
-    """The GPUs of this machine that `scale` allows; in a cluster that is running, Ray chooses among all.
+def machines_of(spec: JobSpec, inventory: Inventory) -> tuple[DevicePool, list[str]]:
+    """The devices that `scale` allows, and warnings about those that it names and that cannot be used.
+
+    Args:
+        inventory: of the machines that compute. That of this machine says nothing about a cluster: no GPU then, until
+            `Target.on` gets the cluster's.
 
     Raises:
-        InputError: `scale.accelerator` names one that this machine does not have.
+        InputError: `scale.accelerator` names a device that the machines do not have.
     """
-    text = (spec.scale.accelerator or "auto").strip()
-    if "cpu" in (text, spec.scale.mode):
-        return []
-    return pick_devices(text if cluster_address(spec.cluster.address) == "local" else "auto", inventory)
+    warnings: list[str] = []
+    if cluster_address(spec.cluster.address) != "local" and not of_ray(inventory):
+        return choose_devices(ScaleConfig(mode="cpu"), inventory, warnings), warnings
+    return choose_devices(spec.scale, inventory, warnings), warnings
 
 
-def _precision(spec: JobSpec, inventory: Inventory) -> tuple[str, str]:
+def _precision(spec: JobSpec, machines: DevicePool) -> tuple[str, str]:
     """(format, device): half precision only if it is asked for, or on GPUs that have bf16."""
-    gpus = gpus_of(spec, inventory)
-    wanted = spec.precision.dtype
+    gpus, wanted = machines.gpus, spec.precision.dtype
     has_bf16 = all(gpu.capability is None or gpu.capability >= BF16_CAPABILITY for gpu in gpus)
     half = "bf16" if gpus and has_bf16 and wanted == "auto" else "fp32"
     return wanted if wanted in ("bf16", "fp16") else half, f"cuda:{gpus[0].index}" if gpus else "cpu"

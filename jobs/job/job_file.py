@@ -36,7 +36,7 @@ def read_recipe(name: str) -> str:
     """
     if name not in recipe_names():
         known = recipe_names()
-        raise InputError("recipe", seen=name, expected=f"one of {', '.join(known)}", remedy=suggestion(name, known))
+        raise InputError("recipe", got=name, expected=f"one of {', '.join(known)}", remedy=suggestion(name, known))
     return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
 
 
@@ -50,16 +50,16 @@ def read_job(path: Path) -> str:
     path = recipe_named(path) or path
     if path.is_dir():
         resume = f"to resume a run, use --resume {key}" if (path / "job.yaml").exists() else ""
-        raise InputError(key, seen="a folder", expected="a YAML file or a recipe", remedy=resume)
+        raise InputError(key, got="a folder", expected="a YAML file or a recipe", remedy=resume)
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         expected = f"a YAML file or a recipe: {', '.join(recipe_names())}"
         raise InputError(
-            key, seen="no such file", expected=expected, remedy=suggestion(path.stem, recipe_names())
+            key, got="no such file", expected=expected, remedy=suggestion(path.stem, recipe_names())
         ) from error
     except UnicodeDecodeError as error:
         seen = f"a byte that is not valid UTF-8, at position {error.start}"
-        raise InputError(key, seen=seen, expected="a text file in UTF-8") from error
+        raise InputError(key, got=seen, expected="a text file in UTF-8") from error
     except (OSError, ValueError) as error:
-        raise InputError(key, seen=str(error), expected="a YAML file that can be read") from error
+        raise InputError(key, got=str(error), expected="a YAML file that can be read") from error

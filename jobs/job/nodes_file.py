@@ -57,12 +57,12 @@ def inventory_from_file(path: str | Path) -> Inventory:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = "which does not exist" if isinstance(error, FileNotFoundError) else str(error)
-        raise InputError("--inventory", seen=f"{origin}, {why}", expected="a YAML list of machines") from error
+        raise InputError("--inventory", got=f"{origin}, {why}", expected="a YAML list of machines") from error
     rows = load_value(text, origin=origin)
     if not isinstance(rows, list) or not rows:
         raise InputError(
             origin,
-            seen=describe(rows),
+            got=describe(rows),
             expected="a list of machines such as `- {host: a, cpus: 8, memory_gib: 32}`",
         )
     entries = [decode(NodeEntry, row, prefix=f"nodes[{place}]") for place, row in enumerate(rows)]
@@ -70,7 +70,7 @@ def inventory_from_file(path: str | Path) -> Inventory:
     hosts = [node.host for node in nodes]
     for place, host in enumerate(hosts):
         if host in hosts[:place]:
-            raise InputError(f"nodes[{place}].host", seen=f"{host} twice", expected="a different name for each machine")
+            raise InputError(f"nodes[{place}].host", got=f"{host} twice", expected="a different name for each machine")
     return Inventory(
         nodes=nodes,
         source=f"the file {origin}",
@@ -82,7 +82,7 @@ def inventory_from_file(path: str | Path) -> Inventory:
 def _node(entry: NodeEntry, *, place: int) -> Node:
     for flag in entry.cpu_flags:
         if flag not in BF16_FLAGS:
-            raise InputError(f"nodes[{place}].cpu_flags", seen=flag, expected=f"one of {', '.join(BF16_FLAGS)}")
+            raise InputError(f"nodes[{place}].cpu_flags", got=flag, expected=f"one of {', '.join(BF16_FLAGS)}")
     devices: list[Device] = []
     for number, row in enumerate(entry.gpus):
         gpu = decode(GpuEntry, row, prefix=f"nodes[{place}].gpus[{number}]")

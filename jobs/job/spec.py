@@ -115,7 +115,7 @@ def load_spec(
         InputError: the first mistake, with its key.
     """
     if path is not None and mapping is not None:
-        raise InputError("mapping", seen="a file and a mapping", expected="only one of them")
+        raise InputError("mapping", got="a file and a mapping", expected="only one of them")
     text, origin = None, "python"
     given_path = path = None if path is None else Path(path)
     if mapping is None:
@@ -205,7 +205,7 @@ def _check_objects(spec: JobSpec) -> None:
         if isinstance(value, str) and value.startswith(PLACEHOLDER):
             raise InputError(
                 key,
-                seen=value,
+                got=value,
                 expected="a Python object",
                 remedy="this job was started from Python: call jobs.train.train with the same object",
             )
@@ -217,21 +217,19 @@ def _check_across(spec: JobSpec) -> None:
     _check_one_of("model.builder", model.builder, "model.module", model.module)
     _check_one_of("data.source", data.source, "data.train", data.train)
     if data.eval is not None and data.train is None:
-        raise InputError(
-            "data.eval", seen="a dataset together with data.source", expected="null, or data.train with it"
-        )
+        raise InputError("data.eval", got="a dataset together with data.source", expected="null, or data.train with it")
     total, micro = loop.global_batch_size, loop.micro_batch_size
     if isinstance(total, int) and isinstance(micro, int) and total % micro:
         expected = f"a number that divides loop.global_batch_size, {total}"
-        raise InputError("loop.micro_batch_size", seen=describe(micro), expected=expected)
+        raise InputError("loop.micro_batch_size", got=describe(micro), expected=expected)
     if loop.patience is not None and data.eval is None and data.eval_fraction == 0:
         remedy = "set data.eval_fraction above 0 to hold out data for evaluation"
         expected = "null without an evaluation"
-        raise InputError("loop.patience", seen=describe(loop.patience), expected=expected, remedy=remedy)
+        raise InputError("loop.patience", got=describe(loop.patience), expected=expected, remedy=remedy)
     if data.tokens_per_batch is not None and spec.scale.shares == "auto":
         raise InputError(
             "data.tokens_per_batch",
-            seen=f"{data.tokens_per_batch} with scale.shares auto",
+            got=f"{data.tokens_per_batch} with scale.shares auto",
             expected="only one of them, since scale.shares counts rows",
         )
     check_section(experts)
@@ -240,9 +238,9 @@ def _check_across(spec: JobSpec) -> None:
 
 def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
     if one is None and other is None:
-        raise InputError(first, seen="no value", expected=f"a value, or {second} from Python")
+        raise InputError(first, got="no value", expected=f"a value, or {second} from Python")
     if one is not None and other is not None:
-        raise InputError(second, seen=f"both {first} and {second}", expected="only one of them")
+        raise InputError(second, got=f"both {first} and {second}", expected="only one of them")
 
 
 def refuse_later(spec: JobSpec, verb: str) -> None:
@@ -254,13 +252,13 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
     if verb in LATER_VERBS:
         raise InputError(
             verb,
-            seen="a verb that is not available in this version",
+            got="a verb that is not available in this version",
             expected="train, tune, plan, infer, export, recipes, report or bench",
         )
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
         raise InputError(
             "scale.strategy",
-            seen="fsdp for a search without tune.space",
+            got="fsdp for a search without tune.space",
             expected="auto or data_parallel",
             remedy="each trial is one process, which cannot be sharded; the trials of a tune.space can, such as "
             "tune.space='{loop.micro_batch_size: [4, 8]}' tune.metric=samples_per_s",
@@ -271,7 +269,7 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
         if not possible and not (verb == "tune" and key == "loop.global_batch_size"):  # which the search decides
             raise InputError(
                 key,
-                seen=describe(value),
+                got=describe(value),
                 expected=expected,
                 remedy=reason,
             )

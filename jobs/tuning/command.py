@@ -53,7 +53,7 @@ class TuneCommand:
         failed = next((check for check in checks if check.status == "fail"), None)
         if failed is not None:
             key = failed.key or failed.name
-            raise InputError(key, seen=failed.seen, expected=failed.expected, remedy=failed.remedy)
+            raise InputError(key, got=failed.seen, expected=failed.expected, remedy=failed.remedy)
         if self.sweep is None:
             save_dir = absolute_path(self.spec.save.dir)
             job = self.job_mapping()

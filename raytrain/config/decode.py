@@ -1,6 +1,6 @@
 """Mappings to sections and back: `load_yaml`, `parse_override`, `apply_overrides`, `decode`, `encode`.
 
-Types are strict, unknown keys are errors, and each mistake is one sentence that names its key: what was seen, what was
+Types are strict, unknown keys are errors, and each mistake is one sentence that names its key: what was found, what was
 expected (`raytrain.config.messages`) and how to fix it. `raytrain.config.yaml12` reads YAML's scalars.
 """
 
@@ -37,15 +37,15 @@ def parse_override(text: str) -> tuple[str, Any]:
     """
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
-        raise InputError(text, seen="no =", expected="section.key=value, such as loop.max_steps=100")
+        raise InputError(text, got="no =", expected="section.key=value, such as loop.max_steps=100")
     if not _OVERRIDE_KEY.match(key):
-        raise InputError(text, seen=f"{render(key)} before the =", expected="section.key=value")
+        raise InputError(text, got=f"{render(key)} before the =", expected="section.key=value")
     if value[:1] in ("[", "{", '"', "'"):
         return key, load_value(value, origin="the command line", path=key)
     try:
         return key, plain_scalar(value)
     except ValueError as error:
-        raise InputError(key, seen=str(error), expected="a shorter number") from error
+        raise InputError(key, got=str(error), expected="a shorter number") from error
 
 
 def apply_overrides(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> tuple[dict[Any, Any], set[str]]:
@@ -71,7 +71,7 @@ def _set(mapping: dict[Any, Any], path: list[str], value: Any) -> None:
     for depth, name in enumerate(path[:-1]):
         inner = mapping.get(name)
         if inner is not None and not isinstance(inner, Mapping) and depth == 0:
-            raise InputError(name, seen=describe(inner), expected="a mapping of keys")
+            raise InputError(name, got=describe(inner), expected="a mapping of keys")
         mapping[name] = dict(inner) if isinstance(inner, Mapping) else {}
         mapping = mapping[name]
     mapping[path[-1]] = value
@@ -92,7 +92,7 @@ def decode(cls: type[ModelT], mapping: Any, *, prefix: str = "") -> ModelT:
         raise first
     more = f"also wrong: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
     remedy = f"{first.remedy}; {more}" if first.remedy else more
-    raise InputError(first.key, seen=first.seen, expected=first.expected, remedy=remedy)
+    raise InputError(first.key, got=first.got, expected=first.expected, remedy=remedy)
 
 
 def _decode(
@@ -101,14 +101,14 @@ def _decode(
     """The instance, or None after adding its mistakes to `problems`."""
     if not isinstance(mapping, Mapping):
         keys = f"a mapping with the keys {', '.join(cls.model_fields)}"
-        problems.append(InputError(prefix or "job", seen=describe(mapping), expected=keys))
+        problems.append(InputError(prefix or "job", got=describe(mapping), expected=keys))
         return None
     values: dict[str, Any] = {}
     found: dict[Any, list[InputError]] = {key: [] for key in mapping}
     for key, value in mapping.items():
         field = cls.model_fields.get(key) if isinstance(key, str) else None
         if not isinstance(key, str):
-            found[key].append(InputError(join(prefix, key), seen=describe(key), expected="a word as a key"))
+            found[key].append(InputError(join(prefix, key), got=describe(key), expected="a word as a key"))
         elif field is None and cls.model_config.get("extra") != "allow":
             found[key].append(unknown_key(cls, key, prefix=prefix, root=root))
         elif field is not None and (section := section_of(field)) is not None:
@@ -119,7 +119,7 @@ def _decode(
     for key in wrong:
         if key not in mapping:
             wanted = cls.model_fields[key].description or "a value"
-            found[key] = [InputError(join(prefix, key), seen="nothing", expected=wanted)]
+            found[key] = [InputError(join(prefix, key), got="nothing", expected=wanted)]
         elif not found[key]:
             found[key].append(wrong_value(cls, key, values[key], prefix=prefix))
     mistakes = [problem for group in found.values() for problem in group]

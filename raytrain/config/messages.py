@@ -165,7 +165,7 @@ def near_names(name: str, known: Sequence[str], *, otherwise: Sequence[str]) -> 
 def wrong_value(cls: type[BaseModel], name: str, value: Any, *, prefix: str) -> InputError:
     """The error for a value of the wrong type or out of range: one sentence, also for a union."""
     expected, remedy = expected_text(cls, name), _remedy(cls, name, value)
-    return InputError(join(prefix, name), seen=describe(value), expected=expected, remedy=remedy)
+    return InputError(join(prefix, name), got=describe(value), expected=expected, remedy=remedy)
 
 
 def _remedy(cls: type[BaseModel], name: str, value: Any) -> str:
@@ -201,7 +201,7 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
     guess = remote[0] if remote and (near is None or not prefix) else near and join(prefix, near)
     return InputError(
         join(prefix, key),
-        seen=f"an unknown key of the section {prefix}" if prefix else "an unknown key",
+        got=f"an unknown key of the section {prefix}" if prefix else "an unknown key",
         expected=f"one of {', '.join(known)}",
         remedy=f"did you mean {guess}?" if guess else "",
     )

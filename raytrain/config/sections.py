@@ -314,6 +314,22 @@ class InferConfig(Section):
     )
     batch_size: Count | Auto = Field(default="auto", description="rows per forward pass")
     unit_rows: Count | Auto = Field(default="auto", description="rows that a worker computes and writes at a time")
+    stages: Count | Auto = Field(
+        default="auto", description="devices that hold a part of the model each; auto: one if it fits, else the fewest"
+    )
+    stage_policy: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
+        default="auto",
+        description="how the model's parts are divided over stages; auto is balanced, balanced_low_0 leaves the first "
+        "one little, sequential fills one after another",
+    )
+    stage_map: Texts = Field(
+        default=(),
+        description="the parts of each stage, such as ['tokens, 0-10', '11-20, norm, head']; [] divides them",
+    )
+    inflight: Count | Auto = Field(default="auto", description="batches at the same time in a model over stages")
+    quantize: Literal["int8"] | None = Field(
+        default=None, description="int8 holds the weights of linear layers in a quarter of the memory"
+    )
     max_samples: Count | None = Field(default=None, description="read only so many rows, the first of the input")
     max_failures: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.01, description="the share of rows that may fail before the command fails"

@@ -35,7 +35,7 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
             folder of the working directory shadows one of our packages.
     """
     if not isinstance(path, str) or not _PATH.fullmatch(path):
-        raise InputError(key, seen=repr(path), expected="module:function, e.g. my_pkg.my_mod:build")
+        raise InputError(key, got=repr(path), expected="module:function, e.g. my_pkg.my_mod:build")
     check_shadowing()
     make_importable(os.getcwd())
     name, _, attributes = path.partition(":")
@@ -45,7 +45,7 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
             raise _no_attribute(found, attribute, path, key)
         found = getattr(found, attribute)
     if not callable(found):
-        raise InputError(key, seen=f"{path}, a {type(found).__name__}", expected="a function or a class")
+        raise InputError(key, got=f"{path}, a {type(found).__name__}", expected="a function or a class")
     return found
 
 
@@ -75,7 +75,7 @@ def check_shadowing(folder: str | None = None) -> None:
             shadow = as_file if as_file.is_file() else as_folder
             raise InputError(
                 str(shadow),
-                seen=f"your own module named {package} in the current directory",
+                got=f"your own module named {package} in the current directory",
                 expected=f"another name, since it hides the package {package} of raytrain",
                 remedy="rename it, or run the command from another directory",
             )
@@ -88,7 +88,7 @@ def users_error(error: BaseException, *, key: str, doing: str) -> InputError:
         doing: when it was raised, e.g. "in the forward pass".
     """
     seen = f"{type(error).__name__}: {first_line(error)}, raised {doing}"
-    return InputError(key, seen=seen, expected="code that runs without an error", remedy=raised_at(error))
+    return InputError(key, got=seen, expected="code that runs without an error", remedy=raised_at(error))
 
 
 def raised_at(error: BaseException) -> str:
@@ -148,19 +148,19 @@ def _import(name: str, path: str, key: str) -> Any:
         if missing != name and not name.startswith(missing + "."):
             raise InputError(
                 key,
-                seen=f"{path}, which imports the missing module {missing}",
+                got=f"{path}, which imports the missing module {missing}",
                 expected="a module that can be imported",
             ) from error
         raise InputError(
             key,
-            seen=f"{path}, whose module {missing} does not exist",
+            got=f"{path}, whose module {missing} does not exist",
             expected="an installed module, or one in the current directory",
             remedy=f"the current directory is {os.getcwd()}",
         ) from error
     except Exception as error:  # any error that the user's module raises on import is an error in their input
         raise InputError(
             key,
-            seen=f"{path}, whose import raises {type(error).__name__}: {error}",
+            got=f"{path}, whose import raises {type(error).__name__}: {error}",
             expected="a module that can be imported",
         ) from error
 
@@ -170,7 +170,7 @@ def _no_attribute(found: Any, attribute: str, path: str, key: str) -> InputError
     where = getattr(found, "__file__", None) or function_name(found)
     return InputError(
         key,
-        seen=f"{path}, which {where} does not define",
+        got=f"{path}, which {where} does not define",
         expected="a function or class of that module",
         remedy=suggestion(attribute, names),
     )

@@ -54,7 +54,7 @@ def load_yaml(text: str, *, origin: str) -> dict[Any, Any]:
     value = load_value(text, origin=origin)
     if not isinstance(value, dict):
         seen = "an empty file" if value is None else describe(value)
-        raise InputError(origin, seen=seen, expected="a mapping such as `loop: {max_steps: 100}`")
+        raise InputError(origin, got=seen, expected="a mapping such as `loop: {max_steps: 100}`")
     return value
 
 
@@ -70,11 +70,11 @@ def load_value(text: str, *, origin: str, path: str = "") -> Any:
         where = f" on line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         tab = "indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
         what = ", ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(path or origin, seen=f"a syntax error{where} ({what})", expected="YAML", remedy=tab) from error
+        raise InputError(path or origin, got=f"a syntax error{where} ({what})", expected="YAML", remedy=tab) from error
     except yaml.YAMLError as error:
-        raise InputError(path or origin, seen=str(error).splitlines()[0], expected="YAML") from error
+        raise InputError(path or origin, got=str(error).splitlines()[0], expected="YAML") from error
     except RecursionError as error:
-        raise InputError(path or origin, seen="too many levels of nesting", expected="YAML") from error
+        raise InputError(path or origin, got="too many levels of nesting", expected="YAML") from error
     finally:
         if loader is not None:
             loader.dispose()
@@ -137,14 +137,14 @@ class _Reader:
             dotted, line = join(path, key), key_node.start_mark.line + 1
             if key in lines:
                 seen = f"the key twice, on lines {lines[key]} and {line} of {self.origin}"
-                raise InputError(dotted, seen=seen, expected="each key once", remedy="remove one of them")
+                raise InputError(dotted, got=seen, expected="each key once", remedy="remove one of them")
             lines[key] = line
             values[key] = self.value(value_node, dotted)
         return values
 
     def _error(self, node: yaml.Node, path: str, seen: str, expected: str) -> InputError:
         where = f"line {node.start_mark.line + 1} of {self.origin}"
-        return InputError(path or self.origin, seen=f"{seen} ({where})", expected=expected)
+        return InputError(path or self.origin, got=f"{seen} ({where})", expected=expected)
 
 
 def _scalar(kind: str, text: str) -> Any:

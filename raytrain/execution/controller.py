@@ -67,7 +67,7 @@ class FaultWriter(UserCallback):
         self._last_attempt = attempt
         if self._start_failures >= START_FAILURES:
             raise RunError(f"the workers failed {START_FAILURES} times before they could start: {worker_exceptions}")
-        self._channel.report_progress.remote({"phase": RESTARTING, "activity": ""})
+        self._channel.report_group.remote(RESTARTING, activity="")
         known = {entry.name for entry in run.store.entries("faults")}
         lost = lost_nodes(ray.nodes(), _WORKER_NODES)
         for rank, error in worker_exceptions.items():
@@ -169,7 +169,7 @@ class LoopbackBackend(Backend):
         nodes = worker_group.execute(_set_interface, backend_config.interface)
         _WORKER_NODES.clear()
         _WORKER_NODES.update(enumerate(nodes))
-        backend_config.channel.report_progress.remote({"phase": SETTING_UP, "nodes": dict(_WORKER_NODES)})
+        backend_config.channel.report_group.remote(SETTING_UP, nodes=dict(_WORKER_NODES))
         world_size = len(worker_group)
         if world_size > 1 and not backend_config.loopback:
             _torch_config().backend_cls().on_start(worker_group, backend_config)

@@ -47,6 +47,7 @@ class DriverChannel:
     def __init__(self) -> None:
         self._stop = asyncio.Event()
         self._progress: dict[str, Any] = {}
+        self._ended = False  # a worker failed, and the group that replaces its own has not started
         self._seen: dict[int, tuple[float, str]] = {}
         self._lines: dict[str, dict[int, str]] = {}
         self._next: dict[str, int] = {}
@@ -67,15 +68,25 @@ class DriverChannel:
         await self._stop.wait()
         return True
 
+    async def report_group(self, phase: str, **fields: Any) -> None:
+        """Ray's controller: a worker group starts (`SETTING_UP`) or has failed and is replaced (`RESTARTING`).
+
+        What the processes of a failed group still send is dropped: a survivor may notice the death, and report that it
+        recovers, after the controller has given its group up.
+        """
+        self._progress.update(fields, phase=phase)
+        self._ended = phase == RESTARTING
+        self._seen.clear()  # other processes follow
+
     async def report_progress(self, progress: dict[str, Any]) -> None:
         """Rank 0: update the progress shown by the driver: {"phase", "step", "row", ...}."""
-        self._progress.update(progress)
-        if progress.get("phase") in (SETTING_UP, RESTARTING):
-            self._seen.clear()  # other processes follow
+        if not self._ended:
+            self._progress.update(progress)
 
     async def sign_of_life(self, rank: int, where: str) -> None:
         """A worker, every few seconds: it responds, with its node and process id in words."""
-        self._seen[rank] = (time.time(), where)
+        if not self._ended:
+            self._seen[rank] = (time.time(), where)
 
     async def leave(self, rank: int) -> None:
         """A worker that has returned: it is not expected to respond any more."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raytrain.checkpoint.reader import CheckpointInfo, best_checkpoint, list_checkpoints
 from raytrain.checkpoint.weights import CheckpointWeights, read_weights
 from raytrain.errors import CheckpointError, InputError
-from raytrain.infer.generate import language_sample
+from raytrain.infer.text.generate import language_sample
 from raytrain.models.huggingface.tokenizer import open_tokenizer
 from raytrain.models.weights.stored import export_weights
 from raytrain.runs.folder import RunFolder
@@ -122,7 +122,7 @@ def checkpoint_of(run: RunFolder, step: int | str) -> CheckpointInfo:
     """
     found = [info for info in list_checkpoints(run) if info.complete]
     if not found:
-        raise InputError("run folder", seen=f"{run.path} without a complete checkpoint", expected="at least one")
+        raise InputError("run folder", got=f"{run.path} without a complete checkpoint", expected="at least one")
     steps = ", ".join(str(info.step) for info in found)
     if step == "last":
         return found[-1]
@@ -130,12 +130,12 @@ def checkpoint_of(run: RunFolder, step: int | str) -> CheckpointInfo:
         best = best_checkpoint(found)
         if best is None:
             raise InputError(
-                "--step", seen="best, but no checkpoint has an eval loss", expected=f"last, or one of the steps {steps}"
+                "--step", got="best, but no checkpoint has an eval loss", expected=f"last, or one of the steps {steps}"
             )
         return best
     named = next((info for info in found if info.step == step), None)
     if named is None:
-        raise InputError("--step", seen=str(step), expected=f"best, last, or one of the steps {steps}")
+        raise InputError("--step", got=str(step), expected=f"best, last, or one of the steps {steps}")
     return named
 
 

@@ -85,7 +85,7 @@ def load_observers(names: list[str], resolve: Callable[..., Any]) -> list[Any]:
         except TypeError as error:
             raise InputError(
                 "telemetry.observers",
-                seen=f"{name} ({error})",
+                got=f"{name} ({error})",
                 expected="a class that takes no arguments, or a callable that takes a row",
             ) from error
     return built

@@ -13,6 +13,7 @@ name, the run still works, but starts more slowly or is less well protected from
 | its `train_fn_ref._ref` | the driver owns no stored object | a failed agent ends the command without a result |
 | `...scaling_policy.FixedScalingPolicy` | request no workers from an autoscaler | Ray's own policy requests them |
 | `WorkerGroup.get_workers`, `.shutdown`, `Worker.actor` | end workers that formed no process group | left to Ray |
+| `ray._private.state.actors` | end Train's controller, so that the driver can leave Ray | the run ends with an error |
 | `ray._private.worker._global_node.dead_processes` | notice at once that a daemon died | Ray's calls fail later |
 
 Without `Config.initialize`, a private cluster cannot start in a process that imported Ray before the command: Ray then
@@ -162,6 +163,20 @@ def local_trainer() -> type[Any]:
 
     overridden = ("_create_default_callbacks", "_initialize_and_run_controller")
     return LocalTrainer if all(find(TorchTrainer, name) for name in overridden) else TorchTrainer
+
+
+def controller_pid() -> int | None:
+    """Process id of Ray Train's controller of this driver, which Ray starts on the driver's node; None without one."""
+    import ray
+
+    actors = find("ray._private.state", "actors")
+    job = ray.get_runtime_context().get_job_id()
+    alive = [
+        row
+        for row in (actors() if actors is not None else {}).values()
+        if row["JobID"] == job and row["ActorClassName"] == "TrainController" and row["State"] == "ALIVE"
+    ]
+    return max(alive, key=lambda row: row["StartTime"])["Pid"] if alive else None
 
 
 def dead_daemons() -> list[str]:

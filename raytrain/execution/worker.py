@@ -20,6 +20,7 @@ import ray
 import ray.train
 import torch
 from ray import cloudpickle
+from torch import nn
 
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.resolve import resolve_choices
@@ -27,7 +28,7 @@ from raytrain.checkpoint.retention import discard_after
 from raytrain.config.user_code import make_importable, resolve
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import source_from_driver
-from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost, first_line
+from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, RunError, StateLost, first_line
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.driver_channel import AttemptResult, on_stop_request, signs_of_life
@@ -193,13 +194,29 @@ class Worker:
         if outcome.kind == "interrupted":
             return self._result("interrupted", outcome.reason)
         self._report_progress({"phase": "exporting", "row": reporter.last_row})
-        module = session.full_module()
+        module = self._full_module(session)
         if self.workers.rank == 0 and module is not None:
             try:
                 export(session, module, self.run_folder)
             except Exception as error:  # of the disk, the object store or the user's own export
                 return self._result("failed", self._not_exported(error))
         return self._result("done", outcome.reason)
+
+    def _full_module(self, session: Session) -> nn.Module | None:
+        """See `Session.full_module`.
+
+        Raises:
+            RunError: out of memory. Final, as the next attempt would gather the same weights; an error, not a result,
+                so that Ray ends the workers that wait for this one.
+        """
+        try:
+            return session.full_module()
+        except CollectiveFailed:
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error, device=session.device):
+                raise
+            raise RunError(self._not_exported(error)) from error
 
     def _not_exported(self, error: Exception) -> str:
         """Why a run whose training is complete failed. Nothing of the training is repeated: its state is saved."""

@@ -16,13 +16,16 @@ from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.tables import ColumnChoice, column_kind
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
-from raytrain.infer.generate import Sampling
-from raytrain.infer.input import check_columns
+from raytrain.infer.input.rows import check_columns
 from raytrain.infer.predictor import Codec, Generate, Predictor, RowPredictor, TextClassifier, TextPredictor
-from raytrain.infer.prompts import Prompt, prompt_of
+from raytrain.infer.quantize import quantize
+from raytrain.infer.text.generate import Sampling
+from raytrain.infer.text.prompts import Prompt, prompt_of
+from raytrain.models.attention import Attention
 from raytrain.models.huggingface.folder import CLASSIFIER
 from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, open_tokenizer, pad_id
 from raytrain.train.build import build_trainable
+from raytrain.train.memory.device import room_on
 from raytrain.trainable import Trainable
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,19 +55,23 @@ class InferenceModel:
     device: str = "cpu"
     seed: int = 0
 
-    def load(self, infer: InferConfig, schema: Any) -> Predictor:
+    def load(self, infer: InferConfig, schema: Any, module: nn.Module | None = None) -> Predictor:
         """Build the model, load its weights, and check it against the input.
 
         Args:
             schema: Arrow schema of the input.
+            module: already loaded, such as a `raytrain.infer.stages.split.SplitModule`; used as it is.
         Raises:
             InputError: the weights do not fit the model, or the input has not the columns that it reads.
         """
-        trainable = self._built()
-        module = trainable.module.to(self.device).eval()
-        for parameter in module.parameters():
-            parameter.requires_grad_(False)
-        autocast = self._autocast()
+        if module is None:
+            module = self._built().module
+            if infer.quantize is not None and not _fits(module, torch.device(self.device)):
+                quantize(module)
+            module = module.to(self.device).eval()
+            for parameter in module.parameters():
+                parameter.requires_grad_(False)
+        autocast = self.autocast()
         if self.is_classifier(module):
             prompt = prompt_of(
                 schema.names, field=infer.prompt_field, template=infer.template, templates=dict(infer.templates),
@@ -78,9 +85,11 @@ class InferenceModel:
     def _built(self) -> Trainable:
         model = self.model
         with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)  # weights that are not loaded are the same in every worker
             return build_trainable(model, sections=dict(self.sections), facts=dict(self.facts))
 
-    def _autocast(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    def autocast(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+        """A context in which forward passes use its format."""
         if self.dtype not in HALF:
             return contextlib.nullcontext
         return partial(torch.autocast, torch.device(self.device).type, dtype=HALF[self.dtype])
@@ -106,7 +115,7 @@ class InferenceModel:
             named = tuple(name for name in named if name in takes)
         if not stacked and not named:
             raise InputError(
-                "infer.input", seen=f"the columns {abbreviated(list(schema.names), 8)}",
+                "infer.input", got=f"the columns {abbreviated(list(schema.names), 8)}",
                 expected=f"columns with the names of forward's parameters: {', '.join(_named_parameters(module))}",
             )  # fmt: skip
         check_columns(schema, {f"a column that the model was trained on, {name}": name for name in (*stacked, *named)})
@@ -136,7 +145,7 @@ class InferenceModel:
             end = frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)})
             chat = _chat(tokenizer) if infer.chat else None
         elif infer.chat:
-            raise InputError("infer.chat", seen="true with a model without a tokenizer", expected="false")
+            raise InputError("infer.chat", got="true with a model without a tokenizer", expected="false")
         prompt = prompt_of(
             schema.names, field=infer.prompt_field, template=infer.template, templates=dict(infer.templates), chat=chat
         )
@@ -148,12 +157,15 @@ class InferenceModel:
         own = _own_generate(module, codec, sampling)
         if own is not None and context is not None and infer.max_new_tokens >= context:
             expected = f"less than the {context} tokens that the model sees"
-            raise InputError("infer.max_new_tokens", seen=str(infer.max_new_tokens), expected=expected)
-        return TextPredictor(module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast)
+            raise InputError("infer.max_new_tokens", got=str(infer.max_new_tokens), expected=expected)
+        return TextPredictor(
+            module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast,
+            token_bytes=bytes_of_token(module, itemsize=2 if self.dtype in HALF else 4),
+        )  # fmt: skip
 
     def _tokenizer(self) -> str:
         if self.tokenizer is None:
-            raise InputError("model.path", seen="a model of texts without a tokenizer", expected="a folder with one")
+            raise InputError("model.path", got="a model of texts without a tokenizer", expected="a folder with one")
         return self.tokenizer
 
     def _codec(self) -> Codec:
@@ -165,6 +177,12 @@ class InferenceModel:
     def on(self, device: str) -> InferenceModel:
         """The same model for another device."""
         return replace(self, device=device)
+
+
+def _fits(module: nn.Module, device: torch.device) -> bool:
+    """Whether the device has room for the weights as they are."""
+    room = room_on(device)
+    return room is None or sum(parameter.nbytes for parameter in module.parameters()) <= room
 
 
 def _named_parameters(module: nn.Module) -> list[str]:
@@ -189,9 +207,27 @@ def _context(module: nn.Module) -> int | None:
     return None
 
 
+def bytes_of_token(module: nn.Module, *, itemsize: int) -> int:
+    """Bytes of a token in the cache of keys and values of all layers; 0 if the module does not tell.
+
+    Args:
+        itemsize: bytes of a value.
+    """
+    own = sum(layer.out.in_features for layer in module.modules() if isinstance(layer, Attention))
+    if own:
+        return 2 * own * itemsize
+    config = getattr(module, "config", None)
+    inner: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    layers, heads = getattr(inner, "num_hidden_layers", 0), getattr(inner, "num_attention_heads", 0)
+    if not layers or not heads:
+        return 0
+    width = getattr(inner, "head_dim", None) or inner.hidden_size // heads
+    return 2 * layers * (getattr(inner, "num_key_value_heads", None) or heads) * width * itemsize
+
+
 def _chat(tokenizer: Any) -> Callable[[str], str]:
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError("infer.chat", seen="true with a tokenizer without a chat template", expected="false")
+        raise InputError("infer.chat", got="true with a tokenizer without a chat template", expected="false")
 
     def chat(text: str) -> str:
         messages = [{"role": "user", "content": text}]
@@ -203,8 +239,11 @@ def _chat(tokenizer: Any) -> Callable[[str], str]:
 def _own_generate(module: nn.Module, codec: Codec, sampling: Sampling) -> Generate | None:
     """transformers' own generation, which has its models' caches; for greedy answers only, since its draws depend on
     the batch."""
+    if hasattr(module, "own_generate"):  # of a model over stages
+        made: Any = module
+        return made.own_generate(codec, sampling)
     if not hasattr(module, "generate") or not hasattr(module, "generation_config") or sampling.temperature:
         return None
-    from raytrain.infer.transformers import greedy_answers
+    from raytrain.infer.text.transformers import greedy_answers
 
-    return partial(greedy_answers, module, codec, sampling)
+    return partial(greedy_answers, module, codec)

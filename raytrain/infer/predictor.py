@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from raytrain.data.sources.tables import ColumnChoice, convert
 from raytrain.errors import InputError, RunError
-from raytrain.infer.generate import Sampling, cut_at_stop, generate
-from raytrain.infer.input import KEY
+from raytrain.infer.input.files import KEY
+from raytrain.infer.text.generate import Sampling, cut_at_stop, generate
 from raytrain.trainable import MASK, in_eval, rows
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -35,7 +35,13 @@ class Answers:
 
 
 class Predictor(Protocol):
-    """A model with its weights, on its device."""
+    """A model with its weights, on its device.
+
+    Attributes:
+        module: the model.
+    """
+
+    module: nn.Module
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -45,6 +51,19 @@ class Predictor(Protocol):
     @property
     def generates(self) -> bool:
         """Whether the predictions are texts of many tokens, so that the length of an answer is not known before."""
+        ...
+
+    @property
+    def answer_tokens(self) -> int:
+        """Most tokens of an answer; 1 where nothing is generated."""
+        ...
+
+    def shortened(self, tokens: int) -> Predictor:
+        """The same predictor with answers of at most so many tokens, to measure it."""
+        ...
+
+    def cached_bytes(self, rows: int) -> int:
+        """Bytes of the keys and values of so many rows at the end of the longest answers; 0 if unknown."""
         ...
 
     def lengths(self, table: Any) -> list[int]:
@@ -62,8 +81,24 @@ class Predictor(Protocol):
         ...
 
 
+class _OneOutput:
+    """What predictors have in common that give one output for each row."""
+
+    answer_tokens = 1
+
+    def shortened(self, tokens: int) -> Any:
+        """Nothing is generated."""
+        del tokens
+        return self
+
+    def cached_bytes(self, rows: int) -> int:
+        """Nothing is cached."""
+        del rows
+        return 0
+
+
 @dataclass
-class RowPredictor:
+class RowPredictor(_OneOutput):
     """Rows of numbers -> classes or values, with any module that gives one output for each row.
 
     Attributes:
@@ -162,9 +197,9 @@ class Codec(Protocol):
 
 
 class Generate(Protocol):
-    """Continues prompts, as `raytrain.infer.generate.generate`."""
+    """Continues prompts, as `raytrain.infer.text.generate.generate`."""
 
-    def __call__(self, prompts: list[list[int]], *, numbers: Sequence[int]) -> list[list[int]]: ...
+    def __call__(self, prompts: list[list[int]], *, sampling: Sampling, numbers: Sequence[int]) -> list[list[int]]: ...
 
 
 @dataclass
@@ -174,9 +209,10 @@ class TextPredictor:
     Attributes:
         module: a causal language model.
         codec: of its tokens.
-        prompt: column -> the text of a prompt (`raytrain.infer.prompts`).
+        prompt: column -> the text of a prompt (`raytrain.infer.text.prompts`).
         context: most tokens that the model sees.
         own_generate: continues prompts instead of `generate`.
+        token_bytes: of a token in the cache of keys and values; 0 if unknown.
     """
 
     module: nn.Module
@@ -186,11 +222,25 @@ class TextPredictor:
     context: int | None = None
     own_generate: Generate | None = None
     autocast: Autocast = nullcontext
+    token_bytes: int = 0
     generates: bool = field(default=True, init=False)
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.prompt.columns
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.sampling.max_new_tokens
+
+    def shortened(self, tokens: int) -> TextPredictor:
+        """The same weights, shorter answers."""
+        return replace(self, sampling=replace(self.sampling, max_new_tokens=min(tokens, self.answer_tokens)))
+
+    def cached_bytes(self, rows: int) -> int:
+        """Of the answers alone: prompts are as long as they are."""
+        tokens = self.answer_tokens if self.context is None else min(self.answer_tokens, self.context)
+        return rows * tokens * self.token_bytes
 
     def lengths(self, table: Any) -> list[int]:
         """Characters of each prompt; 0 for a row that has none, which fails later."""
@@ -200,7 +250,7 @@ class TextPredictor:
         prompts = [self._tokens(text) for text in self.prompt.texts(table)]
         with self.autocast():
             if self.own_generate is not None:
-                tokens = self.own_generate(prompts, numbers=numbers)
+                tokens = self.own_generate(prompts, sampling=self.sampling, numbers=numbers)
             else:
                 tokens = generate(
                     self.module, prompts, sampling=self.sampling, rows=numbers, context=self.context,
@@ -212,7 +262,7 @@ class TextPredictor:
     def _tokens(self, text: str) -> list[int]:
         ids = self.codec.encode(text)
         if not ids:
-            raise InputError(self.prompt.key, seen="an empty prompt", expected="at least one token")
+            raise InputError(self.prompt.key, got="an empty prompt", expected="at least one token")
         room = self.context
         if room is not None and self.own_generate is not None:  # which does not shift its window
             room = max(1, room - self.sampling.max_new_tokens)
@@ -220,7 +270,7 @@ class TextPredictor:
 
 
 @dataclass
-class TextClassifier:
+class TextClassifier(_OneOutput):
     """Texts -> classes, with a classifier of transformers or any module that takes `input_ids` and `attention_mask`."""
 
     module: nn.Module

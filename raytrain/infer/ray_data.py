@@ -2,67 +2,105 @@
 
 from __future__ import annotations
 
+import json
 import os
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from raytrain.errors import RaytrainError
-from raytrain.infer.units import Unit
-from raytrain.infer.worker import InferenceWorker, UnitReport, Work
+from raytrain.config.user_code import make_importable
+from raytrain.errors import InputError, RaytrainError, RunError, first_line
+from raytrain.infer.batch_size import BatchChoice
+from raytrain.infer.output.progress import WorkerProgress
+from raytrain.infer.stages.actors import end_replica, remote_pipeline
+from raytrain.infer.stages.links import StageLost
+from raytrain.infer.units import Unit, UnitReport
+from raytrain.infer.worker import InferenceWorker, Work
+
+#: Actors in a row that may die while they start, as where a node is lost; errors of the model do not count as such.
+LOST_STARTS = 3
+RESULT = "result"
 
 
 class UnitActor:
-    """An actor of the pool."""
+    """An actor of the pool: a worker, or the first stage of a divided model with actors for the others.
 
-    def __init__(self, work: Work) -> None:
+    It returns errors instead of raising them: Ray passes on what its code raised as a text only, and of what kept it
+    from starting nothing.
+
+    Args:
+        cpus, gpus, accelerator: what each further stage needs, as for `run_units`.
+    """
+
+    def __init__(self, work: Work, cpus: float = 1, gpus: float = 0, accelerator: str | None = None) -> None:
         import ray
 
         context = ray.get_runtime_context()
-        if work.model.device.startswith("cuda"):
-            import torch
-
-            torch.cuda.set_device(0)  # Ray shows each actor its own GPUs
+        needs = {"cpus": cpus, "gpus": gpus, "accelerator": accelerator}
+        connect = None if work.split is None else partial(remote_pipeline, work, **needs)
         name = f"{context.get_node_id()[:8]}-{os.getpid()}"
-        self._worker = InferenceWorker(work, name)
-        self._worker.load()
+        make_importable(work.import_path)
+        self._worker = InferenceWorker(work, name, WorkerProgress(work.parts, name).report, connect)
+        self._error: RaytrainError | None = None
+        try:
+            self._worker.load()
+        except Exception as error:
+            self._error = _as_own(error, "the model did not load")
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         numbers, starts, rows = (batch[name].tolist() for name in ("number", "start", "rows"))
-        reports = [self._worker.run(Unit(*one)) for one in zip(numbers, starts, rows, strict=True)]
-        columns = asdict(reports[0]).keys()
-        return {name: [getattr(report, name) for report in reports] for name in columns}
+        return {RESULT: [self._run(Unit(*one)) for one in zip(numbers, starts, rows, strict=True)]}
+
+    def _run(self, unit: Unit) -> str:
+        """The report of a unit as JSON, or the error."""
+        if self._error is not None:
+            return _encoded(self._error)
+        try:
+            return json.dumps(asdict(self._worker.run(unit)))
+        except StageLost:
+            end_replica()
+            raise
+        except Exception as error:
+            return _encoded(_as_own(error, f"rows {unit.start} to {unit.start + unit.rows} failed"))
 
 
-def run_units(
-    work: Work, units: Sequence[Unit], *, workers: int, at_once: int, cpus: float, gpus: float
-) -> Iterator[UnitReport]:
-    """Compute units on a Ray cluster that this process is connected to; yields what is finished, in any order.
+def _as_own(error: Exception, what: str) -> RaytrainError:
+    if isinstance(error, RaytrainError):
+        return error
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return RunError(f"{what}: {type(error).__name__}: {first_line(error)}\n{text}")
 
-    A unit whose actor dies is computed again by another.
 
-    Args:
-        workers: actors of the pool at most.
-        at_once: actors that must start before the first unit; 1 in a shared cluster, whose other jobs may hold it.
-        cpus, gpus: Ray resources of each actor.
-    """
+def _encoded(error: RaytrainError) -> str:
+    if isinstance(error, InputError):
+        return json.dumps({"wrong": [error.key, error.got, error.expected, error.remedy]})
+    return json.dumps({"failed": str(error)})
+
+
+def _decoded(result: str) -> UnitReport:
+    """The report that an actor returned. Raises its error instead, if it returned one."""
+    found = json.loads(result)
+    if "wrong" in found:
+        key, got, expected, remedy = found["wrong"]
+        raise InputError(key, got=got, expected=expected, remedy=remedy)
+    if "number" not in found:
+        raise RunError(found["failed"])
+    return UnitReport(**found)
+
+
+def measure_batch(
+    work: Work, unit: Unit, rows: int, *, cpus: float, gpus: float, accelerator: str | None = None
+) -> BatchChoice:
+    """Choose the rows of a batch in a process of the cluster, as `InferenceWorker.measure_batch`."""
     import ray
-    from ray.data import ActorPoolStrategy, DataContext
     from ray.exceptions import RayError
 
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    items = [asdict(unit) for unit in units]
-    rows = ray.data.from_items(items, override_num_blocks=len(items))
-    finished = rows.map_batches(
-        UnitActor, fn_constructor_args=(work,), batch_size=1, batch_format="numpy", num_cpus=cpus,
-        num_gpus=gpus or None,
-        compute=ActorPoolStrategy(min_size=at_once, max_size=workers, max_tasks_in_flight_per_actor=2),
-    )  # fmt: skip
+    required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
+    measured = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, **required)(_measured_batch)
     try:
-        for row in finished.iter_rows():
-            yield UnitReport(**row)
+        return ray.get(measured.remote(work, unit, rows))
     except RayError as error:
         own = _own_error(error)
         if own is None:
@@ -70,8 +108,58 @@ def run_units(
         raise own from error
 
 
+def _measured_batch(work: Work, unit: Unit, rows: int) -> BatchChoice:
+    make_importable(work.import_path)
+    return InferenceWorker(work, "to measure").measure_batch(unit, rows)
+
+
+def run_units(
+    work: Work, units: Sequence[Unit], *, workers: int, at_once: int, cpus: float, gpus: float,
+    accelerator: str | None = None,
+) -> Iterator[UnitReport]:  # fmt: skip
+    """Compute units on a Ray cluster that this process is connected to; yields what is finished, in any order.
+
+    A unit whose actor dies is computed again by another.
+
+    Args:
+        workers: actors of the pool at most.
+        at_once: actors that must start before the first unit; 1 in a shared cluster, whose other jobs may hold it.
+        cpus, gpus: Ray resources of each actor; of each stage where the model is divided.
+        accelerator: Ray's type of the GPU that each actor needs; None for any.
+    Raises:
+        RaytrainError: the model does not load in an actor, or a unit cannot be computed.
+    """
+    import ray
+    from ray.data import ActorPoolStrategy, DataContext
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.max_consecutive_actor_init_deaths = LOST_STARTS
+    required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
+    items = [asdict(unit) for unit in units]
+    rows = ray.data.from_items(items, override_num_blocks=len(items))
+    finished = rows.map_batches(
+        UnitActor, fn_constructor_args=(work, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
+        num_cpus=cpus, num_gpus=gpus or None, **required,
+        compute=ActorPoolStrategy(min_size=at_once, max_size=workers, max_tasks_in_flight_per_actor=2),
+    )  # fmt: skip
+    for row in finished.iter_rows():
+        yield _decoded(row[RESULT])
+
+
+def dataset_tables(dataset: Any) -> Iterator[Any]:
+    """The rows of a Ray Dataset in its order, as Arrow tables."""
+    options = dataset.context.execution_options
+    before, options.preserve_order = options.preserve_order, True
+    try:
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
+    finally:
+        options.preserve_order = before
+
+
 def _own_error(error: BaseException | None) -> RaytrainError | None:
-    """The error of ours that an actor raised, inside those that Ray puts around it."""
+    """The error of ours that a task raised, inside those that Ray puts around it."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         if isinstance(error, RaytrainError):

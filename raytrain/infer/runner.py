@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from raytrain.errors import RunError, first_line
-from raytrain.infer.input import InputRows
+from raytrain.infer.input.rows import InputRows
 from raytrain.infer.predictor import Answers, Predictor
+from raytrain.infer.stages.links import StageLost
 from raytrain.infer.units import Unit, batches_of
 from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.memory.oom import let_go
@@ -57,6 +60,8 @@ class UnitRunner:
         batch_size: rows of a batch.
         most_failed: failed rows that end the job (`infer.max_failures`); a unit with more of them is given up, so that
             a model that fails for every row is not tried with every one.
+        on_rows: called after each batch with the unit and how many of its rows are done.
+        batches_at_once: computed by as many threads; more than one for a model over stages.
         out_of_memory: batches that ran out of memory so far.
     """
 
@@ -65,17 +70,25 @@ class UnitRunner:
     batch_size: int
     most_failed: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    on_rows: Callable[[Unit, int], None] = field(default=lambda unit, rows: None)
+    batches_at_once: int = 1
     out_of_memory: int = field(default=0, init=False)
 
     def run(self, unit: Unit, columns: Sequence[str] | None = None) -> tuple[Any, list[RowResult]]:
         """The input rows of a unit as an Arrow table, and their results, both in input order."""
         table = self.rows.read(unit.start, unit.rows, columns)
         results = [RowResult() for _ in range(unit.rows)]
-        for batch in batches_of(self.predictor.lengths(table), self.batch_size):
-            self._answer(table, unit.start, batch, results, again=False)
+        batches = batches_of(self.predictor.lengths(table), self.batch_size)
+        answer = partial(self._answer, table, unit.start, results=results, again=False)
+        done = 0
+        with ThreadPoolExecutor(self.batches_at_once, thread_name_prefix="batch") as pool:
+            answered = map(answer, batches) if self.batches_at_once == 1 else pool.map(answer, batches)
+            for batch, _ in zip(batches, answered, strict=True):
+                done += len(batch)
+                self.on_rows(unit, done)
         return table, results
 
-    def _answer(self, table: Any, start: int, batch: list[int], results: list[RowResult], *, again: bool) -> None:
+    def _answer(self, table: Any, start: int, batch: list[int], *, results: list[RowResult], again: bool) -> None:
         """Answer the rows `batch` of the unit; halve the batch at an error, until it is about one row."""
         began = time.perf_counter()
         failed: Exception | None = None
@@ -88,15 +101,9 @@ class UnitRunner:
         if failed is None:
             _record(answers, batch, results, seconds, again)
             return
-        if is_out_of_memory(failed, device=self.device):
-            self.out_of_memory += 1
-        elif isinstance(failed, torch.AcceleratorError):  # the context is lost: every later call would fail as well
-            rows = f"one of the rows {start + min(batch)} to {start + max(batch)}"
-            raise RunError(
-                f"{rows} ended the context of the GPU ({first_line(failed)}); infer.batch_size=1 or scale.mode=cpu "
-                "tells which"
-            ) from failed
-        let_go(failed, self.device)  # its frames hold the activations
+        if isinstance(failed, StageLost):
+            raise failed
+        self.out_of_memory += let_go_of_batch(failed, self.device, [start + row for row in batch])
         if len(batch) == 1:
             message = f"{type(failed).__name__}: {first_line(failed)}"
             results[batch[0]] = RowResult(error=message, seconds=seconds, batch_rows=1, again=again)
@@ -105,7 +112,30 @@ class UnitRunner:
             return
         middle = len(batch) // 2
         for half in (batch[:middle], batch[middle:]):
-            self._answer(table, start, half, results, again=True)
+            self._answer(table, start, half, results=results, again=True)
+
+
+def let_go_of_batch(error: Exception, device: torch.device, rows: Sequence[int]) -> bool:
+    """Free what a failed batch holds in the frames of its error; returns whether it ran out of memory.
+
+    Raises:
+        RunError: the error ended the GPU's context. Every later call of this process would fail as well, so that no row
+            can be told apart.
+    """
+    out_of_memory, lost = is_out_of_memory(error, device=device), None
+    if not out_of_memory and isinstance(error, torch.AcceleratorError):
+        lost = error
+    else:
+        try:
+            let_go(error, device)
+        except torch.AcceleratorError as found:  # cuBLAS and other libraries report a lost context in their own words
+            lost = found
+    if lost is None:
+        return out_of_memory
+    raise RunError(
+        f"one of the rows {min(rows)} to {max(rows)} ended the context of the GPU ({first_line(error)}); "
+        "infer.batch_size=1 or scale.mode=cpu tells which"
+    ) from lost
 
 
 def _record(answers: Answers, batch: list[int], results: list[RowResult], seconds: float, again: bool) -> None:

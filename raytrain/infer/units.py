@@ -21,6 +21,34 @@ class Unit:
     rows: int
 
 
+@dataclass(frozen=True)
+class UnitReport:
+    """What a worker says about a unit that it has written.
+
+    Attributes:
+        seconds: to read, compute and write it.
+        load_s: seconds that the worker took to load the model.
+        begin, end: unix seconds.
+        stages: `StageTimes` of the unit as JSON; "" for a model that is not divided.
+        quantized: `Quantization` of the worker's model as JSON; "" without int8 weights.
+        error: why the unit was given up and no file written: more rows failed than the job allows. None otherwise.
+    """
+
+    number: int
+    rows: int
+    failed: int
+    tokens: int
+    seconds: float
+    worker: str
+    load_s: float
+    out_of_memory: int
+    begin: float
+    end: float
+    stages: str = ""
+    quantized: str = ""
+    error: str | None = None
+
+
 def unit_size(rows: int, *, generates: bool) -> int:
     """Rows of a unit by the input and the kind of model alone: the same units for any number of workers."""
     return min(max(-(-rows // UNITS), LEAST_GENERATED if generates else LEAST_PLAIN), MOST_ROWS)

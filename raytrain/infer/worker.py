@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from raytrain.config.sections import InferConfig
-from raytrain.infer.input import InputRows
+from raytrain.infer.batch_size import BatchChoice, BatchSizeSearch
+from raytrain.infer.input.rows import InputRows
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.output import write_part
+from raytrain.infer.output.folder import write_part
+from raytrain.infer.predictor import Predictor
+from raytrain.infer.quantize import COMPARED_ROWS, quantization_of, quantize_compared
 from raytrain.infer.runner import TooManyFailures, UnitRunner
-from raytrain.infer.units import Unit
+from raytrain.infer.stages.pipeline import StagePipeline
+from raytrain.infer.stages.split import SplitModule, StageSplit, local_pipeline, skeleton_of
+from raytrain.infer.units import Unit, UnitReport
+from raytrain.train.memory.device import limit_device_memory, process_budget
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,12 @@ class Work:
         parts: the folder of the units' files.
         batch_size: rows of a batch.
         most_failed: failed rows that end the job.
-        threads: CPU threads of a worker; None leaves torch's.
+        threads: CPU threads of a worker, or of each of its stages; None leaves torch's.
+        job: `digest_of` the job.
+        import_path: folder of the user's code.
+        memory_fraction, memory_limit: of the `cluster` section, for a worker's GPU.
+        processes: workers that share the memory of a machine.
+        split: how a model that does not fit one device is divided; None for a whole copy in each worker.
     """
 
     model: InferenceModel
@@ -35,40 +48,31 @@ class Work:
     batch_size: int
     most_failed: int
     threads: int | None = None
-
-
-@dataclass(frozen=True)
-class UnitReport:
-    """What a worker says about a unit that it has written.
-
-    Attributes:
-        seconds: to read, compute and write it.
-        load_s: seconds that the worker took to load the model.
-        begin, end: unix seconds.
-        error: why the unit was given up and no file written: more rows failed than the job allows. None otherwise.
-    """
-
-    number: int
-    rows: int
-    failed: int
-    tokens: int
-    seconds: float
-    worker: str
-    load_s: float
-    out_of_memory: int
-    begin: float
-    end: float
-    error: str | None = None
+    job: str = ""
+    memory_fraction: float = 1.0
+    memory_limit: int | None = None
+    processes: int = 1
+    split: StageSplit | None = None
+    import_path: str = "."
 
 
 @dataclass
 class InferenceWorker:
-    """Computes units; the first call loads the model."""
+    """Computes units; the first call loads the model.
+
+    Attributes:
+        on_rows: called after each batch with the unit and how many of its rows are done.
+        connect: returns the pipeline of a divided model's stages; by default all are in this process.
+    """
 
     work: Work
     name: str
+    on_rows: Callable[[Unit, int], None] = field(default=lambda unit, rows: None)
+    connect: Callable[[], StagePipeline] | None = None
     load_s: float = field(default=0.0, init=False)
     _runner: UnitRunner | None = field(default=None, init=False, repr=False)
+    _pipeline: StagePipeline | None = field(default=None, init=False, repr=False)
+    _quantized: str = field(default="", init=False, repr=False)
 
     def load(self) -> UnitRunner:
         """The model, ready to run."""
@@ -80,10 +84,56 @@ class InferenceWorker:
             device = torch.device(work.model.device)
             if device.type == "cuda":  # kernels of a model's own may use the current device
                 torch.cuda.set_device(device)
-            predictor = work.model.load(work.infer, work.rows.schema)
-            self._runner = UnitRunner(predictor, work.rows, work.batch_size, work.most_failed, device)
+            limit_device_memory(device, fraction=work.memory_fraction, limit=work.memory_limit)
+            module = None if work.split is None else self._split_module(work.split)
+            predictor = work.model.load(work.infer, work.rows.schema, module)
+            if work.infer.quantize is not None:
+                self._quantized = self._quantize(predictor)
+            at_once = 1 if work.split is None else work.split.inflight
+            self._runner = UnitRunner(
+                predictor, work.rows, work.batch_size, work.most_failed, device, self.on_rows, at_once
+            )
             self.load_s = time.perf_counter() - began
         return self._runner
+
+    def measure_batch(self, unit: Unit, rows: int) -> BatchChoice:
+        """Choose the rows of a batch by measuring some on the rows of a unit, and use it from now on.
+
+        Args:
+            rows: of the job.
+        """
+        runner, work = self.load(), self.work
+        processes = 1 if runner.device.type == "cuda" else work.processes
+        budget = process_budget(
+            runner.device, fraction=work.memory_fraction, limit=work.memory_limit, processes=processes
+        )
+        search = BatchSizeSearch(runner.predictor, work.rows, unit, rows, runner.device, budget)
+        choice = search.run()
+        runner.batch_size = choice.rows
+        return choice
+
+    def _split_module(self, split: StageSplit) -> SplitModule:
+        work = self.work
+        connect = self.connect or partial(local_pipeline, work.model, split, threads=work.threads)
+        self._pipeline = connect()
+        return SplitModule(skeleton_of(work.model).module, self._pipeline, inflight=split.inflight)
+
+    def _quantize(self, predictor: Predictor) -> str:
+        """Make the weights int8, and compare the answers to the first rows of the input."""
+        found = quantization_of(predictor.module)  # of weights that the device had no room for in floating point
+        if found is not None:
+            return found.to_json()
+        rows = self.work.rows
+        table = rows.read(0, min(COMPARED_ROWS, rows.rows), list(predictor.columns))
+        return quantize_compared(predictor, table).to_json()
+
+    def close(self) -> None:
+        """End the stages of a divided model."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+
+    def _stage_times(self) -> str:
+        return "" if self._pipeline is None else json.dumps(asdict(self._pipeline.take_times()))
 
     def run(self, unit: Unit) -> UnitReport:
         """Compute a unit and write its file, unless more rows of it fail than the job allows."""
@@ -96,14 +146,17 @@ class InferenceWorker:
         except TooManyFailures as error:
             return UnitReport(
                 unit.number, unit.rows, self.work.most_failed + 1, 0, time.perf_counter() - began, self.name,
-                self.load_s, runner.out_of_memory - shortages, begin, time.time(), str(error),
+                self.load_s, runner.out_of_memory - shortages, begin, time.time(), error=str(error),
             )  # fmt: skip
         ids = ids_of(table, unit, infer.id_column)
-        write_part(self.work.parts, unit, table.select(kept_columns(infer)), results, ids=ids, worker=self.name)
+        write_part(
+            self.work.parts, unit, table.select(kept_columns(infer)), results, ids=ids, worker=self.name,
+            job=self.work.job,
+        )  # fmt: skip
         return UnitReport(
             unit.number, unit.rows, sum(result.error is not None for result in results),
             sum(result.tokens for result in results), time.perf_counter() - began, self.name, self.load_s,
-            runner.out_of_memory - shortages, begin, time.time(),
+            runner.out_of_memory - shortages, begin, time.time(), self._stage_times(), self._quantized,
         )  # fmt: skip
 
 
@@ -119,17 +172,3 @@ def ids_of(table: Any, unit: Unit, column: str | None) -> Any:
     if column is not None:
         return table[column].combine_chunks()
     return pa.array(range(unit.start, unit.start + unit.rows), pa.int64())
-
-
-def duplicate_id(rows: InputRows, column: str, *, at_once: int = 1 << 20) -> tuple[Any, Sequence[int]] | None:
-    """A value of a column that occurs twice or is missing, and the rows where; None if all values are unique."""
-    seen: dict[Any, int] = {}
-    for start in range(0, rows.rows, at_once):
-        count = min(at_once, rows.rows - start)
-        for place, value in enumerate(rows.read(start, count, [column])[column].to_pylist(), start=start):
-            if value is None:
-                return None, (place,)
-            if value in seen:
-                return value, (seen[value], place)
-            seen[value] = place
-    return None

@@ -38,7 +38,7 @@ def blocks_of(trainable: Trainable, *, key: str) -> list[Block]:
         found = repeated(module)
         if not found:
             raise InputError(
-                key, seen=f"a {type(module).__name__} that repeats no module and does not name blocks",
+                key, got=f"a {type(module).__name__} that repeats no module and does not name blocks",
                 expected="a builder that returns a Trainable with `blocks`, or a model with a list of equal modules",
             )  # fmt: skip
         return found
@@ -79,7 +79,7 @@ def _named(module: nn.Module, name: str) -> list[Block]:
     except AttributeError as error:
         known = [known for known, inner in module.named_modules() if isinstance(inner, nn.ModuleList)]
         raise InputError(
-            "model.builder", seen=f"a Trainable whose blocks are {name!r}",
+            "model.builder", got=f"a Trainable whose blocks are {name!r}",
             expected=f"names of modules of {type(module).__name__}",
             remedy=f"its lists of modules: {', '.join(known[:NAMED_AT_MOST]) or 'none'}",
         ) from error  # fmt: skip
@@ -108,7 +108,7 @@ def _check(module: nn.Module, blocks: Sequence[Block], *, names_given: str) -> N
         problem = f"miss parameters of {len(missed)} like them: {abbreviated(names, NAMED_AT_MOST)}"
     if problem:
         raise InputError(
-            "model.builder", seen=f"a Trainable whose blocks ({names_given}) {problem}",
+            "model.builder", got=f"a Trainable whose blocks ({names_given}) {problem}",
             expected="all modules of their class, none inside another",
         )  # fmt: skip
 

@@ -16,10 +16,10 @@ class _Layer:
 
 
 class KeyValueCache:
-    """Keys and values of B sequences of different lengths; rows are padded at the end.
+    """Keys and values of B sequences of different lengths, padded at the beginning.
 
-    The first pass appends the prompts, each later one a token of every row. A row's next token overwrites its padding,
-    so nothing that is read was ever padding.
+    The first pass appends the prompts, each later one a token of every row. All rows end at the same place, so that a
+    pass writes one column, and their padding never changes: one mask serves all layers and passes.
 
     Args:
         lengths: tokens of each prompt, at least 1.
@@ -34,7 +34,10 @@ class KeyValueCache:
         self.lengths = [0] * len(lengths)
         self.positions_B = torch.zeros(len(lengths), dtype=torch.int64)
         self._prompts, self._capacity = list(lengths), capacity
+        self._paddings = [max(lengths) - length for length in lengths]
+        self._begin, self._end = 0, max(lengths)
         self._layers: dict[int, _Layer] = {}
+        self._seen: Tensor | None = None  # (B, 1, 1, capacity): 0 for tokens, -inf for padding; None without padding
 
     @property
     def is_empty(self) -> bool:
@@ -48,54 +51,64 @@ class KeyValueCache:
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
         """Add a layer's keys and values of a later pass; return the attention of its queries, all (B, H, 1, d)."""
-        held = self._layers[id(layer)]
-        at = self.positions_B
-        rows = torch.arange(len(at), device=at.device)
-        held.keys[rows, :, at], held.values[rows, :, at] = k[:, :, 0], v[:, :, 0]
-        end, begin = max(self.lengths) + 1, 0
-        if window is not None:
-            begin = max(0, min(self.lengths) + 1 - window)
-        mask = self._mask(begin, end, window, q.device)
-        return F.scaled_dot_product_attention(q, held.keys[:, :, begin:end], held.values[:, :, begin:end], mask)
-
-    def _mask(self, begin: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
-        """(B, 1, 1, end - begin) bool: the tokens that each row sees; None if all rows see all of them."""
-        if min(self.lengths) + 1 == end:
-            return None
-        place = torch.arange(begin, end, device=device)
-        own = self.positions_B.unsqueeze(1)
-        seen = place <= own
-        if window is not None:
-            seen &= place > own - window
-        return seen[:, None, None]
+        held, at = self._layers[id(layer)], self._end
+        held.keys[:, :, at : at + 1], held.values[:, :, at : at + 1] = k, v
+        begin = self._begin if window is None else max(self._begin, at + 1 - window)
+        mask = None if self._seen is None else self._seen[..., begin : at + 1]
+        return F.scaled_dot_product_attention(
+            q, held.keys[:, :, begin : at + 1], held.values[:, :, begin : at + 1], mask
+        )
 
     def start(self, layer: nn.Module, k: Tensor, v: Tensor) -> None:
-        """Keep a layer's keys and values of the prompts, (B, H, S, d)."""
+        """Keep a layer's keys and values of the prompts, (B, H, S, d), whose rows are padded at the end."""
         B, H, S, d = k.shape
         # zeros: a masked value that is not finite would still make the sum NaN
         held = _Layer(k.new_zeros(B, H, self._capacity, d), v.new_zeros(B, H, self._capacity, d))
-        held.keys[:, :, :S], held.values[:, :, :S] = k, v
+        if any(self._paddings):
+            for row, (length, padding) in enumerate(zip(self._prompts, self._paddings, strict=True)):
+                held.keys[row, :, padding:S], held.values[row, :, padding:S] = k[row, :, :length], v[row, :, :length]
+            if self._seen is None:
+                self._seen = self._mask(k)
+        else:
+            held.keys[:, :, :S], held.values[:, :, :S] = k, v
         self._layers[id(layer)] = held
+
+    def _mask(self, like: Tensor) -> Tensor:
+        """In the format of the queries: a mask of bools would be converted in every layer of every pass."""
+        paddings = torch.tensor(self._paddings, device=like.device).unsqueeze(1)
+        padding = torch.arange(self._capacity, device=like.device) < paddings
+        return like.new_zeros(padding.shape).masked_fill_(padding, -torch.inf)[:, None, None]
 
     def end_pass(self, x_BSD: Tensor) -> Tensor:
         """Count the tokens of a pass that all layers have seen; return what follows each row's last one, (B, 1, D)."""
         if self.is_empty:
             last = torch.tensor(self._prompts, device=x_BSD.device) - 1
             x_BSD = x_BSD[torch.arange(len(last), device=x_BSD.device), last].unsqueeze(1)
-        added = self._prompts if self.is_empty else [1] * len(self.lengths)
-        self.lengths = [have + more for have, more in zip(self.lengths, added, strict=True)]
-        self.positions_B = torch.tensor(self.lengths, device=self.positions_B.device)
+        self.advance()
         return x_BSD
+
+    def advance(self) -> None:
+        """Count the tokens of a pass."""
+        if self.is_empty:
+            self.lengths = list(self._prompts)
+            self.positions_B = torch.tensor(self.lengths, device=self.positions_B.device)
+        else:
+            self.lengths = [length + 1 for length in self.lengths]
+            self.positions_B = self.positions_B + 1
+            self._end += 1
 
     def keep(self, rows: list[int]) -> None:
         """Keep these rows only, in this order: the others have ended."""
         self.lengths = [self.lengths[row] for row in rows]
+        self._paddings = [self._paddings[row] for row in rows]
+        self._begin = min(self._paddings)
         index = torch.tensor(rows, device=self.positions_B.device)
         self.positions_B = self.positions_B[index]
+        if self._seen is not None:
+            self._seen = self._seen[index] if max(self._paddings) > self._begin else None
         for held in self._layers.values():
-            end = max(self.lengths)
             for name in ("keys", "values"):
                 full: Tensor = getattr(held, name)
                 smaller = full.new_zeros(len(rows), *full.shape[1:])
-                smaller[:, :, :end] = full[index, :, :end]
+                smaller[:, :, self._begin : self._end] = full[index, :, self._begin : self._end]
                 setattr(held, name, smaller)

@@ -52,7 +52,7 @@ def supervised(outputs_BC: Tensor, labels: Tensor, *, training: bool) -> LossOut
         return LossOutput(F.mse_loss(outputs_BC.reshape(labels.shape), labels.to(outputs_BC.dtype)))
     if outputs_BC.shape[1] == 1:
         raise InputError(
-            "model.num_classes", seen="one output and whole-number labels", expected="the number of classes"
+            "model.num_classes", got="one output and whole-number labels", expected="the number of classes"
         )
     metrics = {} if training else {"accuracy": accuracy(outputs_BC.detach(), labels)}
     return LossOutput(F.cross_entropy(outputs_BC, labels.long()), metrics=metrics)

@@ -42,7 +42,7 @@ def check_keys(
     for taken in sorted(set(ours) & set(accepted)):
         raise InputError(
             f"{key}.{taken}",
-            seen=f"a key of raytrain, and {function_name(function)} has a parameter of that name",
+            got=f"a key of raytrain, and {function_name(function)} has a parameter of that name",
             expected="a parameter of another name: raytrain's own keys are not passed on",
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -111,7 +111,7 @@ def to_trainable(result: Any) -> Trainable:
         return Trainable.from_module(result)
     raise InputError(
         "model.builder",
-        seen=f"a builder that returned {'None' if result is None else 'a ' + type(result).__name__}",
+        got=f"a builder that returned {'None' if result is None else 'a ' + type(result).__name__}",
         expected="a Trainable or a torch.nn.Module",
     )
 
@@ -122,11 +122,11 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], name: str, ke
     except RaytrainError:
         raise
     except SizeError as error:
-        raise InputError(f"{key}.{error.key}", seen=error.seen, expected=error.expected) from error
+        raise InputError(f"{key}.{error.key}", got=error.got, expected=error.expected) from error
     except (ValueError, TypeError) as error:
         raise InputError(
             key,
-            seen=f"{type(error).__name__} from {name}: {error}",
+            got=f"{type(error).__name__} from {name}: {error}",
             expected="keys that it accepts",
             remedy=f"its arguments were {', '.join(sorted(arguments)) or 'empty'}; {raised_at(error)}",
         ) from error

@@ -40,30 +40,30 @@ SOURCE_KEYS = ("vocab_size", "num_features", "num_classes", "image_shape")
 class SizeError(ValueError):
     """A key of a built-in builder has an invalid value; `key` is its name without the section."""
 
-    def __init__(self, key: str, *, seen: str, expected: str) -> None:
-        self.key, self.seen, self.expected = key, seen, expected
-        super().__init__(mismatch(key, got=seen, expected=expected))
+    def __init__(self, key: str, *, got: str, expected: str) -> None:
+        self.key, self.got, self.expected = key, got, expected
+        super().__init__(mismatch(key, got=got, expected=expected))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_size_error, (self.key, self.seen, self.expected))
+        return (_rebuild_size_error, (self.key, self.got, self.expected))
 
 
-def _rebuild_size_error(key: str, seen: str, expected: str) -> SizeError:
-    return SizeError(key, seen=seen, expected=expected)
+def _rebuild_size_error(key: str, got: str, expected: str) -> SizeError:
+    return SizeError(key, got=got, expected=expected)
 
 
 def check_counts(**values: Any) -> None:
     """Raise SizeError for the first value that is not a whole number of at least 1."""
     for key, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SizeError(key, seen=describe(value), expected="an integer >= 1")
+            raise SizeError(key, got=describe(value), expected="an integer >= 1")
 
 
 def check_count_list(key: str, values: Any) -> list[int]:
     """Return a list of whole numbers of at least 1, or one such number, as a list. Raises SizeError."""
     listed = [values] if isinstance(values, int) else values
     if not isinstance(listed, Sequence) or isinstance(listed, str):
-        raise SizeError(key, seen=describe(values), expected="a list of integers >= 1")
+        raise SizeError(key, got=describe(values), expected="a list of integers >= 1")
     for value in listed:
         check_counts(**{key: value})
     return list(listed)
@@ -72,7 +72,7 @@ def check_count_list(key: str, values: Any) -> list[int]:
 def check_dropout(dropout: Any) -> None:
     """Raise SizeError unless `dropout` is a number in [0, 1)."""
     if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
-        raise SizeError("dropout", seen=describe(dropout), expected="a number >= 0 and < 1")
+        raise SizeError("dropout", got=describe(dropout), expected="a number >= 0 and < 1")
 
 
 def check_gpt(
@@ -82,14 +82,14 @@ def check_gpt(
     check_counts(layers=layers, heads=heads, width=width, context=context, vocab_size=vocab_size)
     check_counts(window=1 if window is None else window)
     if width % heads:
-        raise SizeError("width", seen=str(width), expected=f"a multiple of heads ({heads})")
+        raise SizeError("width", got=str(width), expected=f"a multiple of heads ({heads})")
     check_dropout(dropout)
 
 
 def check_mlp(*, hidden: Any, num_features: Any, num_classes: Any, dropout: Any) -> list[int]:
     """Return the widths of an `mlp`, including input and output. Raises SizeError."""
     if num_features is None:
-        raise SizeError("num_features", seen="null", expected="a number, as this source does not provide it")
+        raise SizeError("num_features", got="null", expected="a number, as this source does not provide it")
     check_counts(num_features=num_features, num_classes=1 if num_classes is None else num_classes)
     check_dropout(dropout)
     return [num_features, *check_count_list("hidden", hidden), num_classes or 1]
@@ -98,17 +98,17 @@ def check_mlp(*, hidden: Any, num_features: Any, num_classes: Any, dropout: Any)
 def check_cnn(*, channels: Any, image_shape: Any, num_classes: Any, dropout: Any) -> tuple[int, int, int]:
     """Return the image of a `cnn` as (C, H, W). Raises SizeError, also if pooling shrinks it to nothing."""
     if image_shape is None:
-        raise SizeError("image_shape", seen="null", expected="[H, W] or [C, H, W], as this source does not provide it")
+        raise SizeError("image_shape", got="null", expected="[H, W] or [C, H, W], as this source does not provide it")
     shape = check_count_list("image_shape", image_shape)
     if len(shape) not in (2, 3):
-        raise SizeError("image_shape", seen=describe(image_shape), expected="[H, W] or [C, H, W]")
+        raise SizeError("image_shape", got=describe(image_shape), expected="[H, W] or [C, H, W]")
     depth, height, width = [1, *shape] if len(shape) == 2 else shape
     check_counts(num_classes=1 if num_classes is None else num_classes)
     check_dropout(dropout)
     stages = len(check_count_list("channels", channels))
     if min(height, width) >> stages < 1:
         raise SizeError(
-            "channels", seen=f"{stages} stages", expected=f"fewer, as each halves the image of {height} x {width}"
+            "channels", got=f"{stages} stages", expected=f"fewer, as each halves the image of {height} x {width}"
         )
     return depth, height, width
 
@@ -336,7 +336,7 @@ def known_facts(
     try:
         return known.facts(**values, **sections)
     except SizeError as error:
-        raise InputError(f"model.{error.key}", seen=error.seen, expected=error.expected) from error
+        raise InputError(f"model.{error.key}", got=error.got, expected=error.expected) from error
 
 
 def unknown_key(section: str, name: str, function: str, accepted: Iterable[str]) -> InputError:
@@ -344,7 +344,7 @@ def unknown_key(section: str, name: str, function: str, accepted: Iterable[str])
     accepted = sorted(accepted)
     return InputError(
         f"{section}.{name}",
-        seen=f"a key that {function} does not accept",
+        got=f"a key that {function} does not accept",
         expected=f"one of {', '.join(accepted) or 'no other key'}",
         remedy=suggestion(name, accepted, form=f"did you mean {section}.{{}}?"),
     )
@@ -354,7 +354,7 @@ def missing_key(section: str, name: str, function: str, accepted: Iterable[str])
     """The error for a key that a builder or dataset function requires and that is not given."""
     return InputError(
         f"{section}.{name}",
-        seen="no value",
+        got="no value",
         expected=f"a value, as {function} requires it",
         remedy=f"keys of {function}: {', '.join(sorted(accepted))}",
     )

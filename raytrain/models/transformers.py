@@ -73,7 +73,7 @@ def causal_lm(
     if context is not None:
         check_counts(context=context)
         if most is not None and context > most:
-            raise SizeError("context", seen=str(context), expected=f"at most {most}, the limit of the model in {path}")
+            raise SizeError("context", got=str(context), expected=f"at most {most}, the limit of the model in {path}")
     with quiet() as transformers:
         config = _config(path, vocab_size=vocab_size)
         module = load_module(transformers.AutoModelForCausalLM, config, path, init=init, head=False)
@@ -112,12 +112,12 @@ def classifier(
     check_installed(CLASSIFIER)
     read_config(path)
     if num_labels is None and num_classes is None:
-        raise SizeError("num_labels", seen="null", expected="a number of classes, as this source does not provide it")
+        raise SizeError("num_labels", got="null", expected="a number of classes, as this source does not provide it")
     number = num_labels if num_labels is not None else num_classes
     check_counts(num_labels=number)
     assert number is not None
     if num_classes is not None and number < num_classes:
-        raise SizeError("num_labels", seen=str(number), expected=f"at least {num_classes}, the classes of the data")
+        raise SizeError("num_labels", got=str(number), expected=f"at least {num_classes}, the classes of the data")
     with quiet() as transformers:
         config = _config(path, vocab_size=vocab_size)
         config.num_labels = number
@@ -143,7 +143,7 @@ def _config(path: str, *, vocab_size: int | None) -> Any:
     if vocab_size is not None and rows is not None and vocab_size > rows:
         seen = f"{vocab_size:,} tokens in the data"
         expected = f"at most {rows:,}, the vocabulary of the model in {path}"
-        raise InputError("data.tokenizer", seen=seen, expected=expected, remedy="auto uses the model's own tokenizer")
+        raise InputError("data.tokenizer", got=seen, expected=expected, remedy="auto uses the model's own tokenizer")
     return config
 
 
@@ -158,7 +158,7 @@ def _freeze(module: nn.Module, patterns: str | Sequence[str]) -> None:
         if not names:
             some = ", ".join(name for name, _ in list(module.named_parameters())[:3])
             raise InputError(
-                "model.freeze", seen=f"{pattern}, which no parameter matches", expected=f"names such as {some}"
+                "model.freeze", got=f"{pattern}, which no parameter matches", expected=f"names such as {some}"
             )
         for name in names:
             module.get_parameter(name).requires_grad_(False)

@@ -74,7 +74,7 @@ class RunFolder:
                 _point_latest(parent, folder)
         except (OSError, ValueError, RunError) as error:
             raise InputError(
-                "save.dir", seen=f"{save_dir} ({error})", expected="a directory or URI that can be written"
+                "save.dir", got=f"{save_dir} ({error})", expected="a directory or URI that can be written"
             ) from error
         if job is not None:
             run.write_json(run.job_mapping, _comparable(job))
@@ -94,9 +94,9 @@ class RunFolder:
                 return cls(store.uri)
         except (OSError, ValueError) as error:
             seen = f"{path} ({error})"
-            raise InputError("run folder", seen=seen, expected="the folder of a run") from error
+            raise InputError("run folder", got=seen, expected="the folder of a run") from error
         state = "an empty folder" if os.path.isdir(path) else "which does not exist"
-        raise InputError("run folder", seen=f"{path}, {state}", expected="the folder of a run")
+        raise InputError("run folder", got=f"{path}, {state}", expected="the folder of a run")
 
     # -- names ------------------------------------------------------------------------------------
 

@@ -96,11 +96,15 @@ class Attempts:
         began = self._store.changed(f"attempts/{self.current():04d}.json")
         if began is not None and ended is not None and ended > began:
             return None
+        return owner if self.lives(owner) else None
+
+    def lives(self, owner: dict[str, Any]) -> bool:
+        """Whether an owner's process is alive, on its own host by the process itself, on others by the heartbeat."""
         if owner["host"] == socket.gethostname():
             start = process_start(owner["pid"])
-            return owner if start is not None and start == owner["start"] else None
+            return start is not None and start == owner["start"]
         beat = self._read(_HEARTBEAT)
-        return owner if beat is not None and time.time() - beat["time"] < HEARTBEAT_S else None
+        return beat is not None and time.time() - beat["time"] < HEARTBEAT_S
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:

@@ -32,8 +32,22 @@ class Entry:
     size: int
 
 
+@dataclass(frozen=True)
+class WriteAdvice:
+    """What to change where a file cannot be written: on a full disk, and otherwise."""
+
+    full: str
+    other: str
+
+
+SAVES = WriteAdvice(
+    "make room, lower save.keep or point save.dir at a larger disk", "check that save.dir can be written"
+)
+ANSWERS = WriteAdvice("make room or point infer.output at a larger disk", "check that infer.output can be written")
+
+
 @contextlib.contextmanager
-def explained_writes(path: str) -> Iterator[None]:
+def explained_writes(path: str, advice: WriteAdvice = SAVES) -> Iterator[None]:
     """Turns an OSError of a write to `path` into a RunError with the file, the free space and the key."""
     try:
         yield
@@ -41,11 +55,7 @@ def explained_writes(path: str) -> Iterator[None]:
         # pyarrow loses the errno of some errors in C++; their cause is only in the message.
         full = error.errno in _DISK_FULL or "No space left" in str(error)
         free = f", {_free(path)} free there" if full else ""
-        remedy = (
-            "make room, lower save.keep or point save.dir at a larger disk"
-            if full
-            else "check that save.dir can be written"
-        )
+        remedy = advice.full if full else advice.other
         reason = error.strerror or str(error)
         raise RunError(f"{path}: cannot be written: {reason}{free}; {remedy}") from error
 
@@ -108,7 +118,8 @@ class LocalStore:
 
     is_local = True
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, advice: WriteAdvice = SAVES) -> None:
+        self.advice = advice
         self.uri = os.path.abspath(os.path.expanduser(root))
 
     def at(self, name: str) -> str:
@@ -128,7 +139,7 @@ class LocalStore:
         path = self.at(name)
         folder, last = os.path.split(path)
         temporary = os.path.join(folder, f".{last}.{secrets.token_hex(4)}.tmp")
-        with explained_writes(path):
+        with explained_writes(path, self.advice):
             os.makedirs(folder, exist_ok=True)
             try:
                 with open(temporary, "wb") as file:
@@ -145,7 +156,7 @@ class LocalStore:
         """Creates a file; False if `name` exists. Name and content appear together (a hard link of a complete file)."""
         path = self.at(name)
         temporary = f"{path}.{secrets.token_hex(4)}.tmp"
-        with explained_writes(path):
+        with explained_writes(path, self.advice):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             try:
                 Path(temporary).write_bytes(data)
@@ -172,7 +183,7 @@ class LocalStore:
     def open_write(self, name: str) -> Iterator[BinaryIO]:
         """Opens a new unbuffered file; it is on disk (fsync) when the block ends."""
         path = self.at(name)
-        with explained_writes(path):
+        with explained_writes(path, self.advice):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "wb", buffering=0) as file:
                 yield file
@@ -206,19 +217,19 @@ class LocalStore:
             return None
 
     def delete(self, name: str) -> None:
-        with explained_writes(self.at(name)), contextlib.suppress(FileNotFoundError):
+        with explained_writes(self.at(name), self.advice), contextlib.suppress(FileNotFoundError):
             os.unlink(self.at(name))
 
     def delete_tree(self, name: str) -> None:
         shutil.rmtree(self.at(name), ignore_errors=True)
 
     def make_dir(self, name: str) -> None:
-        with explained_writes(self.at(name)):
+        with explained_writes(self.at(name), self.advice):
             os.makedirs(self.at(name), exist_ok=True)
 
     def sync_dir(self, name: str) -> None:
         """Syncs a directory: new names in it survive a power loss only after this."""
-        with explained_writes(self.at(name)):
+        with explained_writes(self.at(name), self.advice):
             descriptor = os.open(self.at(name), os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -237,9 +248,10 @@ class ObjectStore:
 
     is_local = False
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, advice: WriteAdvice = SAVES) -> None:
         from pyarrow import fs
 
+        self.advice = advice
         base, mark, query = uri.partition("?")
         self.uri = f"{base.rstrip('/')}{mark}{query}"
         self.fs, root = fs.FileSystem.from_uri(self.uri)
@@ -270,7 +282,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def open_write(self, name: str) -> Iterator[Any]:
-        with explained_writes(join(self.uri, name)):
+        with explained_writes(join(self.uri, name), self.advice):
             self.fs.create_dir(posixpath.dirname(self.at(name)), recursive=True)
             with self.fs.open_output_stream(self.at(name)) as file:
                 yield file
@@ -300,24 +312,27 @@ class ObjectStore:
         return info.mtime_ns / 1e9 if info.type and info.mtime_ns is not None else None
 
     def delete(self, name: str) -> None:
-        with explained_writes(join(self.uri, name)), contextlib.suppress(FileNotFoundError):
+        with explained_writes(join(self.uri, name), self.advice), contextlib.suppress(FileNotFoundError):
             self.fs.delete_file(self.at(name))
 
     def delete_tree(self, name: str) -> None:
-        with explained_writes(join(self.uri, name)), contextlib.suppress(FileNotFoundError):
+        with explained_writes(join(self.uri, name), self.advice), contextlib.suppress(FileNotFoundError):
             self.fs.delete_dir(self.at(name))
 
     def make_dir(self, name: str) -> None:
-        with explained_writes(join(self.uri, name)):
+        with explained_writes(join(self.uri, name), self.advice):
             self.fs.create_dir(self.at(name), recursive=True)
 
     def sync_dir(self, name: str) -> None:
         """Does nothing: objects are durable once their stream is closed."""
 
 
-def open_store(path: str) -> LocalStore | ObjectStore:
-    """The store for a path or a URI. Errors: pyarrow's ValueError or OSError for a URI that it does not support."""
-    return ObjectStore(path) if "://" in path else LocalStore(path)
+def open_store(path: str, advice: WriteAdvice = SAVES) -> LocalStore | ObjectStore:
+    """The store for a path or a URI, with the advice of its errors.
+
+    Errors: pyarrow's ValueError or OSError for a URI that it does not support.
+    """
+    return ObjectStore(path, advice) if "://" in path else LocalStore(path, advice)
 
 
 # -- single files named by a job: every failure is an InputError with the key that names the file -------
@@ -339,7 +354,7 @@ def locate(path: str, *, key: str) -> tuple[Any, str]:
         return fs.FileSystem.from_uri(path)
     except (OSError, ValueError, ImportError) as error:
         raise InputError(
-            key, seen=f"{path} ({first_line(error)})", expected="a local path or a URI pyarrow can open"
+            key, got=f"{path} ({first_line(error)})", expected="a local path or a URI pyarrow can open"
         ) from error
 
 
@@ -349,14 +364,14 @@ def file_size(path: str, *, key: str) -> int:
         is_folder, size = _stat(path, key=key)
     except FileNotFoundError as error:
         where = "" if "://" in path or os.path.isabs(path) else f" (from {os.getcwd()})"
-        raise InputError(key, seen=f"no file at {path}{where}", expected="an existing file") from error
+        raise InputError(key, got=f"no file at {path}{where}", expected="an existing file") from error
     except OSError as error:
         raise unreadable(path, error, key=key) from error
     if is_folder:
         remedy = "give a list of files to read several"
-        raise InputError(key, seen=f"a directory at {path}", expected="a file", remedy=remedy)
+        raise InputError(key, got=f"a directory at {path}", expected="a file", remedy=remedy)
     if not size:
-        raise InputError(key, seen=f"an empty file at {path}", expected="a file with data in it")
+        raise InputError(key, got=f"an empty file at {path}", expected="a file with data in it")
     return size
 
 
@@ -391,4 +406,4 @@ def read_bytes(path: str, *, key: str, limit: int | None = None) -> bytes:
 def unreadable(path: str, error: BaseException, *, key: str) -> InputError:
     """The error for a file that exists but cannot be read."""
     kind = "no permission to read" if isinstance(error, PermissionError) else "cannot read"
-    return InputError(key, seen=f"{kind} {path}: {first_line(error)}", expected="a readable file")
+    return InputError(key, got=f"{kind} {path}: {first_line(error)}", expected="a readable file")

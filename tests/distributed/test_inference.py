@@ -1,9 +1,16 @@
-"""Batch inference on Ray Data's actors: the answers of one process, also when a worker is killed in the middle."""
+"""Batch inference on Ray Data's actors: the answers of one process, whatever is slow or dies in the middle."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+
+from raytrain.models.weights.stored import export_weights
 
 ROWS, UNIT = 400, 20
 GUEST = '''
@@ -68,3 +77,243 @@ def test_a_killed_worker_costs_its_unit_and_changes_no_answer(run_cli: Callable[
     timing = parquet.read_table(tmp_path / "two/timing.parquet")
     assert len(set(timing["worker"].to_pylist())) == len(workers)
     assert min(worker["load_s"] for worker in workers) > 0
+
+
+STAGED = '''
+import os
+import signal
+
+import torch
+from torch import nn
+
+
+class Fragile(nn.Linear):
+    """The last layer; its process is killed in the 9th pass, the first time that a marker can be made."""
+
+    passes, marker = 0, None
+
+    def forward(self, x):
+        self.passes += 1
+        if self.marker and self.passes == 9:
+            try:
+                os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, marker):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), Fragile(64, 3))
+        self.net[-1].marker = marker
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def build(marker=None):
+    torch.manual_seed(0)
+    return Stack(marker)
+'''
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.covers("PAR-06")
+def test_replicas_of_two_stages_answer_as_the_whole_model_also_when_a_stage_is_killed(
+    run_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Four processes, of which the second stage of one replica dies: the whole replica starts again."""
+    (tmp_path / "staged.py").write_text(STAGED)
+    built: dict[str, Any] = {}
+    exec(STAGED, built)
+    export_weights(built["build"]().state_dict(), str(tmp_path / "model.safetensors"))
+    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+    columns = {"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 4)}
+    parquet.write_table(pa.table(columns), tmp_path / "in.parquet", row_group_size=30)
+    common = ("infer", "staged:build", "model.init_from=model.safetensors", "infer.input=in.parquet",
+              f"infer.unit_rows={UNIT}", "infer.batch_size=5", "scale.threads=1")  # fmt: skip
+    whole = run_cli(*common, "infer.output=one", cwd=tmp_path)
+    assert whole.code == 0, whole.text
+    split = run_cli(*common, "infer.output=two", "infer.stages=2", "scale.workers=2",
+                    f"model.marker={tmp_path / 'killed'}", cwd=tmp_path, timeout=240)  # fmt: skip
+    assert split.code == 0, split.text
+    assert (tmp_path / "killed").exists()
+    first, second = ((tmp_path / name / "predictions.parquet").read_bytes() for name in ("one", "two"))
+    assert first == second
+    summary = json.loads((tmp_path / "two/summary.json").read_text())
+    assert len(summary["workers"]) >= 2 and sum(worker["units"] for worker in summary["workers"]) == ROWS // UNIT
+    stages = summary["stages"]
+    assert sum(stages["bytes"]) == 4 * (4 * 64 + 64 + 64 * 64 + 64 + 64 * 3 + 3) and min(stages["bytes"]) > 0
+    assert len(stages["busy"]) == 2 and all(0 < share < 1 for share in stages["busy"])
+    assert stages["passes"] >= ROWS // 5 and 0 < stages["expected_bubble"] < 1
+    assert "stages were busy" in split.text
+
+
+# ---------------------------------------------------------------- a cluster of three nodes
+
+TEXTS, TEXT_UNIT = 1009, 16
+LABELS = ("BULLISH", "BEARISH", "NEUTRAL")
+GUESTS = Path(__file__).parent / "guest"
+
+
+def write_job(folder: Path) -> None:
+    """in.jsonl with texts of many lengths and a label each, and job.yaml."""
+    draw = np.random.default_rng(0)
+    words = [
+        "the",
+        "mill",
+        "turns",
+        "and",
+        "the",
+        "river",
+        "runs",
+        "when",
+        "rain",
+        "falls",
+        "on",
+        "an",
+        "old",
+        "roof",
+        "of",
+        "stone",
+    ]
+    with (folder / "in.jsonl").open("w") as file:
+        for number in range(TEXTS):
+            text = " ".join(draw.choice(words, size=int(draw.integers(3, 12))))
+            row = {"id": f"q{number:04d}", "question": text, "label": str(draw.choice(LABELS))}
+            file.write(json.dumps(row) + "\n")
+    infer = {
+        "input": str(folder / "in.jsonl"), "template": "Q: {question} A:", "max_new_tokens": 3, "batch_size": TEXT_UNIT,
+        "unit_rows": TEXT_UNIT, "id_column": "id", "label": "label",
+    }  # fmt: skip
+    job = {
+        "name": "exact", "model": {"builder": "exact_code:build", "context": 128},
+        "data": {"source": "stdlib", "max_bytes": 10000}, "infer": infer, "scale": {"threads": 1},
+    }  # fmt: skip
+    (folder / "job.yaml").write_text(json.dumps(job))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory, start_module_python: Callable[..., Any]) -> Path:
+    """A folder with job.yaml and, in `alone`, the answers of one process that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("texts")
+    write_job(folder)
+    (folder / "orders").mkdir()
+    command = in_process(start_module_python, folder, f"infer.output={folder / 'alone'}")
+    finished = command.finish(timeout=200)
+    assert finished.code == 0, finished.text
+    return folder
+
+
+def in_process(start: Callable[..., Any], folder: Path, *more: str) -> Any:
+    """The job as a command with one worker, which needs no Ray."""
+    given = ("-m", "jobs", "infer", str(folder / "job.yaml"), *more)
+    return start(*given, cwd=GUESTS, env={"ORDERS": str(folder / "orders")})
+
+
+@pytest.fixture(scope="module")
+def disturbed(texts: Path) -> Iterator[dict[str, Any]]:
+    """What exact_inference.py saw, in the same folder."""
+    short = tempfile.mkdtemp(prefix="rtn-")  # socket paths end at 107 bytes
+    process = subprocess.Popen(
+        [sys.executable, str(GUESTS / "exact_inference.py"), short, str(texts)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=560)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        shutil.rmtree(short, ignore_errors=True)
+    lines = [line for line in out.splitlines() if line.startswith("ANSWER ")]
+    assert lines, f"{out}\n{err}"
+    yield json.loads(lines[-1][7:])
+
+
+def same(texts: Path, output: str) -> bool:
+    """Whether a job left the predictions of one process, bit for bit."""
+    alone, found = ((texts / name / "predictions.parquet").read_bytes() for name in ("alone", output))
+    return alone == found
+
+
+@pytest.mark.timeout(590)
+@pytest.mark.covers("PAR-10", "INF-03", "INF-16")
+def test_four_workers_answer_each_row_once_as_one_process_does(disturbed: dict[str, Any], texts: Path) -> None:
+    assert same(texts, "four")
+    table = parquet.read_table(texts / "four/predictions.parquet")
+    given = [json.loads(line) for line in (texts / "in.jsonl").read_text().splitlines()]
+    assert table.select(["id", "label"]).to_pylist() == [{"id": row["id"], "label": row["label"]} for row in given]
+    assert table["status"].to_pylist() == ["ok"] * TEXTS
+    assert disturbed["four"]["rows"] == TEXTS, "no row is computed by two of them"
+    timing = parquet.read_table(texts / "four/timing.parquet")
+    assert len(set(timing["worker"].to_pylist())) == 4 and not any(timing["again"].to_pylist())
+    assert timing["row"].to_pylist() == list(range(TEXTS))
+
+
+@pytest.mark.timeout(590)
+def test_four_workers_compute_four_units_in_the_time_of_one(disturbed: dict[str, Any], texts: Path) -> None:
+    """Each unit waits for three others to begin: with a worker that idles, a group would stay incomplete."""
+    seen = disturbed["four"]
+    units = -(-TEXTS // TEXT_UNIT)
+    assert seen["incomplete"] == 0 and units / max(seen["units"].values()) >= 3.5
+    assert len(seen["loads"]) == len({process for process, _ in seen["loads"]}) == 4, "one load for each worker"
+    workers = json.loads((texts / "four/summary.json").read_text())["workers"]
+    assert min(worker["load_s"] for worker in workers) > 0
+
+
+@pytest.mark.timeout(590)
+@pytest.mark.covers("INF-13")
+def test_a_worker_five_times_slower_holds_up_nothing(disturbed: dict[str, Any], texts: Path) -> None:
+    """In units of the fast worker's time; half of the units for each would take 160."""
+    seen = disturbed["slow"]
+    slow = seen["units"].pop(seen["slow"])
+    (fast,) = seen["units"].values()
+    ideal = (slow + fast) / (1 + 1 / 5)
+    assert max(fast, 5 * slow) <= 1.3 * ideal < 5 * (slow + fast) / 2
+    assert same(texts, "slow")
+
+
+@pytest.mark.timeout(590)
+@pytest.mark.covers("INF-05")
+def test_each_actor_sees_its_own_gpu(disturbed: dict[str, Any]) -> None:
+    assert disturbed["devices"] == ["0", "1"]
+
+
+@pytest.mark.timeout(590)
+def test_a_killed_worker_node_or_driver_changes_no_answer_and_costs_a_unit_a_worker(
+    disturbed: dict[str, Any], texts: Path
+) -> None:
+    for name, workers in (("worker", 1), ("node", 2)):
+        assert same(texts, name), name
+        assert 0 < disturbed[name]["rows"] - TEXTS <= workers * TEXT_UNIT, disturbed[name]
+    assert disturbed["node"]["code"] == 0
+    assert len(disturbed["worker"]["loads"]) == 3, "another worker takes the place of the killed one"
+    first, second = disturbed["driver"]["first"], disturbed["driver"]["second"]
+    assert same(texts, "driver") and len(first["units"]) == 2
+    assert 0 < first["rows"] + second["rows"] - TEXTS <= 2 * TEXT_UNIT
+
+
+@pytest.mark.timeout(300)
+def test_one_process_that_is_killed_resumes_with_the_unit_it_was_in(
+    texts: Path, start_python: Callable[..., Any], place: Any
+) -> None:
+    orders = texts / "orders"
+    shutil.rmtree(orders)
+    orders.mkdir()
+    (orders / "at").write_text("9")
+    (orders / "mode").write_text("hold")
+    command = in_process(start_python, texts, f"infer.output={texts / 'killed'}")
+    place.wait_for(lambda: list(orders.glob("held-*")), limit=120, command=command)
+    command.signal_group(signal.SIGKILL)
+    command.process.wait()
+    begun = Counter(line.split()[0] for line in (orders / "units").read_text().splitlines())
+    (orders / "mode").write_text("")
+    resumed = in_process(start_python, texts, "--resume", str(texts / "killed")).finish(timeout=120)
+    assert resumed.code == 0, resumed.text
+    units = len((orders / "units").read_text().splitlines())
+    assert sum(begun.values()) == 9 and units == -(-TEXTS // TEXT_UNIT) + 1
+    assert same(texts, "killed")

@@ -110,17 +110,26 @@ def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smalle
     probed = json.loads((Path(answer["run"]) / "memory_probe.json").read_text())["found"]
     assert "the search was for something else" not in probed["reason"]
     each, ready, there, refused = answer["required"]  # of scale.accelerator a100, where Ray has an A100
+    assert answer["inferred"], "an actor of inference runs on another type than it needs"
     assert each["accelerator_type:A100"] == 0.001 and each["GPU"] == 1 and ready and there
     assert "got b200" in refused and "A100" in refused
 
 
 @pytest.mark.timeout(260)
-def test_two_jobs_with_hosts_on_a_cluster_with_room_for_one_both_finish(tmp_path: Path) -> None:
-    """Each needs three of four CPUs: had each reserved its two hosts, both would wait for a worker forever."""
+def test_jobs_with_hosts_take_turns_and_give_back_what_they_cannot_use(tmp_path: Path) -> None:
+    """Each needs three of four CPUs: had each kept its two hosts, both would wait for a worker forever. The driver of
+    another was killed while it held the turn to reserve."""
     answer = answer_of("two_jobs.py", tmp_path, timeout=250)
-    for name in ("one", "two"):
+    for name in ("first", "second"):
         assert answer[name]["code"] == 0, answer[name]["out"]
         assert "done after 10 steps" in answer[name]["out"]
+    # the second job took the place of the first one's lost worker, which gave its hosts back and waited for its turn
+    assert "the expert hosts are given back" in answer["first"]["out"]
+    (run,) = (tmp_path / "runs").glob("first-*")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 11))
+    kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
+    assert kinds.count("expert_hosts") == 2, "given back, and started again"
 
 
 @pytest.mark.timeout(400)

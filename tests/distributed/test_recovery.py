@@ -181,3 +181,18 @@ def test_a_run_taken_over_by_another_command_stops_writing(fit: Fit, guest_job: 
     assert run.events("driver_end") == [] and run.events("fault") == []
     assert [path.name for path in run.path.glob("faults/*") if path.name.startswith("0002")] == []
     assert folder.alive() == folder.owner(), "it belongs to the new owner, and is not over"
+
+
+@pytest.mark.timeout(240)
+def test_memory_that_runs_out_while_the_weights_are_gathered_repeats_no_training(
+    fit: Fit, guest_job: Callable[..., Any]
+) -> None:
+    """The other worker must not wait for it either: the attempt ends, and the next one only says why."""
+    run = fit(guest_job(model={"builder": "guest_code:gathered_short"}, scale={"workers": 2}, save={"every": 100}))
+    assert (run.result["status"], run.result["steps"], run.result["weights"]) == ("failed", 6, None)
+    reason = run.result["reason"]
+    assert "the training is complete and its checkpoint of step 6 is kept" in reason
+    assert "could not be exported: OutOfMemoryError: planted" in reason and f"`raytrain export {run.path}`" in reason
+    assert [row["from_step"] for row in run.events("attempt")] == [0] and len(run.events("fault")) == 1
+    assert [step for step, _ in run.losses()] == list(range(1, 7)) and run.checkpoints() == [6]
+    assert "weights could not be exported" in (run.path / "report" / "report.html").read_text()

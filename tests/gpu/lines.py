@@ -23,7 +23,7 @@ class Line:
         on_cpu: whether its body runs without GPUs too.
         across: it takes one GPU more than the largest node has, added to `scale.workers`, so it runs on two nodes.
         environ: of the command, besides its own.
-        verb: of the command.
+        verb: of the command; "infer" answers rows with the weights of the line `one`.
     """
 
     name: str
@@ -68,6 +68,9 @@ LINES = [
          "all pass on cuda", test="test_devices.py"),
     Line("memory", 1, "memory that runs out is recognised: the allocator, the CUDA runtime, cuBLAS",
          "each counts as out of memory, and the process goes on", test="test_kernels.py -k memory"),
+    Line("expert-host", 1, "an expert host runs out of memory: the step is dropped there, and it goes on",
+         "the shortage is recorded, and the next rows are computed as before", test="test_kernels.py -k expert_host",
+         on_cpu=False),
     Line("grouped", 1, "the grouped product of experts equals the loop, experts without rows included",
          "\"used\"; on a GPU below 8.0, or with a wrong kernel, the reason why not", test="test_kernels.py -k grouped"),
     Line("compile", 1, "each mode of loop.compile trains and evaluates; CUDA graphs of the full model too",
@@ -87,11 +90,18 @@ LINES = [
          f"an event `out_of_memory`; {SAME}", job={"model.builder": "hungry:moe_gpt"}, equals="one", on_cpu=False),
     Line("tune", 1, "trials of `tune` in processes of their own", "done; best.yaml is written", verb="tune",
          minutes=10, on_cpu=False),
+    Line("infer", 1, "a trained model answers rows on a GPU",
+         "every row is answered; nine of ten answers are those of the CPU", verb="infer"),
     Line("subset", 2, "CUDA_VISIBLE_DEVICES shows the second GPU only", f"the plan says so; {SAME}", equals="one",
          environ={"CUDA_VISIBLE_DEVICES": "1"}, on_cpu=False),
     *_layouts(2, "two"),
     Line("two-deterministic", 2, "loop.deterministic over NCCL: two runs are equal bit by bit",
          "equal losses, all digits", job={"scale.workers": 2, "loop.deterministic": True}, equals="one"),
+    Line("two-export", 2, "the worker's GPU has no room for the experts of the host when training ends",
+         f"{SAME}; the weights are those of the checkpoint", equals="one", on_cpu=False,
+         job={"scale.workers": 1, "experts.hosts": 1, "cluster.memory_limit": 2**30}),
+    Line("two-infer", 2, "rows divided over two workers with a GPU each",
+         "the answers of one worker; nine of ten are those of the CPU", job={"scale.workers": 2}, verb="infer"),
     Line("two-memory", 2, "a worker with experts on a host runs out of memory once",
          f"an event `out_of_memory`; {SAME}", equals="one", on_cpu=False,
          job={"scale.workers": 1, "experts.hosts": 1, "model.builder": "hungry:moe_gpt"}),

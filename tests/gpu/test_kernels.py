@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from cluster.devices.inventory import local_inventory
+from experts.member.shard import ExpertShard
+from experts.placement.starting import first_placement
 from experts.routing.grouped import GroupedExperts
 from experts.routing.grouped_check import Shape, why_not
+from experts.shapes import LayerShape
+from raytrain.config.sections import OptimConfig
 from raytrain.train.memory.device import device_memory, is_out_of_memory
 from raytrain.train.memory.oom import Shortage, run_or_shortage
 from raytrain.train.session import Session
@@ -79,6 +83,28 @@ def test_memory_that_a_library_finds_missing_is_recognised() -> None:
     outcome, right, text = answers.get(timeout=120)
     process.join()
     assert right, f"{outcome}: {text}"
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_an_expert_host_without_room_drops_the_step_and_goes_on() -> None:
+    device = torch.device("cuda", 0)
+    placement = first_placement([2], hosts=1)
+    shapes = [LayerShape(64, (256, 256), "gelu")]
+    shard = ExpertShard(shapes, placement, 0, optim=OptimConfig(), dtype=torch.float32, device=device)
+    for key in shard.held():
+        shard.set_weights(key, {name: 0.02 * torch.randn(size) for name, size in shapes[0].weights(key[1]).items()})
+    few, many = torch.randn(8, 64, device=device), torch.randn(2**20, 64, device=device)
+    before = shard.forward(0, 0, few, [[4, 4]], keep=False)
+    room = torch.cuda.memory_reserved(device) + 2**28  # the products of many rows need 1 GiB
+    try:
+        torch.cuda.set_per_process_memory_fraction(room / device_memory(device)[1], device)
+        assert shard.forward(0, 0, many, [[2**19, 2**19]], keep=True) is many and shard.short is not None
+        assert shard.forward(0, 1, few, [[4, 4]], keep=True) is few, "the rest of the step is not computed"
+        shard.discard()
+        assert torch.equal(shard.forward(0, 0, few, [[4, 4]], keep=False), before)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @pytest.mark.gpu

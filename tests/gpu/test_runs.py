@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from lines import LINES, Line
+from pyarrow import parquet
+from safetensors.torch import load_file
 
 from cluster.devices.inventory import local_inventory
 
@@ -109,6 +112,46 @@ def train(line: Line, *, on_cpu: bool) -> Path:
     return run
 
 
+def answers(line: Line, run: Path, where: str, *keys: str) -> list[Any]:
+    """What `infer` answers to 24 prompts with the weights of a run."""
+    prompts, output = folder() / "prompts.jsonl", folder() / f"{line.name}-{where}-{time.time_ns()}"
+    words = ("def ", "import ", "class Name", "return self.", "for row in ", "if not ")
+    prompts.write_text("".join(json.dumps({"prompt": f"{word}{n}"}) + "\n" for word in words for n in range(4)))
+    given = [f"infer.input={prompts}", f"infer.output={output}", "infer.max_new_tokens=8", "infer.unit_rows=6",
+             "precision.dtype=fp32", *keys]  # fmt: skip
+    if os.environ.get("RAYTRAIN_GPU_ADDRESS"):
+        given.append(f"cluster.address={os.environ['RAYTRAIN_GPU_ADDRESS']}")
+    command = [sys.executable, "-m", "jobs", "infer", str(run), *given]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    device = "cpu" if "scale.mode=cpu" in keys else "cuda"
+    assert f"on {device}" in done.stdout, done.stdout
+    table = parquet.read_table(output / "predictions.parquet")
+    assert set(table["status"].to_pylist()) == {"ok"} and len(table) == 24
+    return table["prediction"].to_pylist()
+
+
+def check_answers(line: Line, run: Path, *, on_cpu: bool) -> None:
+    """One worker answers as the CPU does; ties and rounding may change a few. Several answer as one."""
+    device = ["scale.mode=cpu", "scale.threads=1"] if on_cpu else []
+    found = answers(line, run, "one", "scale.workers=1", *device)
+    if workers_of(line) > 1:
+        assert answers(line, run, "all", f"scale.workers={workers_of(line)}", *device) == found
+    plain = answers(line, run, "cpu", "scale.mode=cpu", "scale.threads=1")
+    assert sum(one == other for one, other in zip(found, plain, strict=True)) >= 0.9 * len(plain), (found, plain)
+
+
+def check_export(run: Path) -> None:
+    """The weights that the run left are those of its last checkpoint."""
+    target = folder() / f"exported-{run.name}"
+    command = [sys.executable, "-m", "jobs", "export", str(run), "--step", "last", "--to", str(target)]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    left, exported = (load_file(path / "model.safetensors") for path in (run / "weights", target))
+    assert left.keys() == exported.keys()
+    assert all(torch.equal(value, exported[name]) for name, value in left.items())
+
+
 def kill_one(line: Line, process: subprocess.Popen[str]) -> None:
     """Kill one process of the kind that the line names, once a checkpoint was saved."""
     while process.poll() is None:
@@ -168,6 +211,10 @@ def test_a_run(line: Line) -> None:
     if "RAYTRAIN_GPU_FOLDER" not in os.environ:
         pytest.skip("run by tests/gpu/run.py")
     on_cpu = not os.environ.get("RAYTRAIN_GPU_ADDRESS") and not local_inventory().devices()
+    if line.verb == "infer":
+        one = next(other for other in LINES if other.name == "one")
+        check_answers(line, newest("one") or train(one, on_cpu=on_cpu), on_cpu=on_cpu)
+        return
     run = train(line, on_cpu=on_cpu)
     if line.verb == "tune":
         assert run.stat().st_size
@@ -182,7 +229,7 @@ def test_a_run(line: Line) -> None:
     assert plan["workers"]["value"] == workers_of(line)
     if line.job.get("precision.dtype") == "bf16":
         assert plan["precision"]["value"] == ("fp16" if old else "bf16"), plan["precision"]
-    if line.across or line.gpus > int(os.environ.get("RAYTRAIN_GPU_LARGEST", "99")):
+    if not on_cpu and (line.across or line.gpus > int(os.environ.get("RAYTRAIN_GPU_LARGEST", "99"))):
         assert nodes_of(run) == 2, "all processes were on one node"
     if line.job.get("model.builder") == "hungry:moe_gpt":
         assert rows(run, "events.jsonl", "out_of_memory"), "the worker did not run out of memory"
@@ -200,5 +247,7 @@ def test_a_run(line: Line) -> None:
         if reference is None:
             reference = train(next(one for one in LINES if one.name == line.equals), on_cpu=on_cpu)
         assert found == pytest.approx(losses(reference), rel=TOLERANCES.get(line.name, 1e-3))
+    if line.job.get("experts.hosts"):
+        check_export(run)
     fallbacks = [row["reason"] for row in rows(run, "events.jsonl", "fallback")]
     assert old or not fallbacks, fallbacks  # the grouped product needs 8.0

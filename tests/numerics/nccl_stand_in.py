@@ -4,7 +4,8 @@ The rules are those of `ProcessGroupNCCL` of torch 2.13 (ProcessGroupNCCL.cpp, t
 
 - A communicator is created by its first call, which must be a collective of all members, made while they meet; each of
   them must use it from the device it was created for, which has an index if it is a GPU.
-- Two members are connected by their first message, which must be sent while they meet.
+- Two members are connected by their first message, which must be sent while they meet. All of them are connected for an
+  algorithm by the first collective that uses it: a broadcast uses rings, a sum what is fastest for its size and type.
 - `alltoall_base` and the other collectives need every member; a message of zero bytes is a message too.
 - Between `_start_coalescing` and `_end_coalescing`, sends and receives become one call. It needs the members named in
   it only, and ends when all of them have arrived: nothing is buffered. Until its end the thread that began it can make
@@ -51,6 +52,14 @@ OPEN = threading.local()
 """`depth`: how many groups of sends and receives the thread has open, of any communicator."""
 
 
+def algorithm(tensor: Tensor) -> str:
+    """Of a sum, as NCCL may choose it where a node has switches that add; they do not add float64."""
+    size = tensor.numel() * tensor.element_size()
+    if size <= 2**14:
+        return "tree"
+    return "switches" if size <= 2**22 and tensor.dtype != torch.float64 else "ring"
+
+
 def open_groups() -> int:
     """Of this thread."""
     return getattr(OPEN, "depth", 0)
@@ -86,6 +95,7 @@ class NcclStandIn:
         self._stream = ThreadPoolExecutor(1, thread_name_prefix="nccl-stream")
         self._group: list[tuple[str, Tensor, int]] | None = None
         self.connected: set[int] = set()
+        self.algorithms: set[str] = set()
         self._making = threading.Lock()
         MADE.append(self)
 
@@ -123,11 +133,20 @@ class NcclStandIn:
         if self.device is None:
             self._create(tensors[0].device)
         self._check(*tensors)
+        for tensor in tensors:
+            self._use(algorithm(tensor))
         return self._make("allreduce", lambda: self._inner.allreduce(tensors).wait())
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
         self._check(*tensors)
+        self._use("ring")
         return self._make("broadcast", lambda: self._inner.broadcast(tensors, options).wait())
+
+    def _use(self, algorithm: str) -> None:
+        if meeting():
+            self.algorithms.add(algorithm)
+        elif algorithm not in self.algorithms:
+            raise RuntimeError(f"the members would connect for {algorithm} here, lazily, while one may be late or gone")
 
     def _start_coalescing(self) -> None:
         assert self._group is None, "a call of this communicator is being made in another thread"

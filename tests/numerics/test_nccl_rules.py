@@ -5,16 +5,25 @@ What would hang on GPUs is an error here after seconds, and what runs equals the
 
 from __future__ import annotations
 
+import json
+import threading
 from dataclasses import replace
 from typing import Any
 
 import expert_shortages
+import nccl_stand_in
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from exchange import Scene, act, play
 from gang import run_gang
 from test_exchange import check_equal
 from test_expert_shortages import COLOCATED, HOSTS, LOOP, THREE, TWICE, WORKERS
+
+from experts.hosts.generation import GenerationSpec, join_as_worker, open_store
+from experts.placement.starting import first_placement
+from raytrain.train.parallel.collectives import Workers
 
 COLUMNS = ("loss", "aux_loss", "grad_norm", "eval", "counts", "load_imbalance", "loss_scale")
 SCENES = {
@@ -59,6 +68,35 @@ def test_a_host_computes_with_the_settings_of_the_workers() -> None:
     assert host == worker
     assert worker["deterministic"] and worker["cudnn_deterministic"] and worker["cublas_workspace"] == ":4096:8"
     assert not worker["cudnn_tf32"], "torch allows it unless told otherwise"
+
+
+def collectives(rank: int, world_size: int) -> list[Any]:
+    """What the workers of a generation do with their group: sums of many sizes, in all types, and broadcasts."""
+    nccl_stand_in.install()
+    store = dist.distributed_c10d._get_default_store()
+    served = open_store("127.0.0.1") if rank == 0 else None
+    if served is not None:
+        store.set("address", json.dumps(served[1]))
+    address = tuple(json.loads(store.get("address")))
+    spec = GenerationSpec(1, world_size, 0, address, "lo", "cpu", first_placement([4], hosts=1))
+    _, group, _ = join_as_worker(spec, rank=rank, wait=lambda: str(threading.Event().wait()))
+    assert group is not None
+    found: list[Any] = []
+    workers = Workers()
+    workers.use(replace(group, flags=group.payload))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for size in (1, 3000, 300_000, 7_000_000):
+            tensor = torch.full((size,), rank + 1.0, dtype=dtype)
+            workers.all_reduce([tensor])
+            found.append(float(tensor[-1]))
+    tensor = torch.full((3000,), rank + 1.0)
+    workers.broadcast([tensor])
+    return [*found, float(tensor[-1])]
+
+
+def test_nothing_is_left_to_connect_when_the_workers_have_met() -> None:
+    """A worker may be late for the first sum of large gradients, which NCCL adds in another way than one number."""
+    assert run_gang(collectives, world_size=2) == [[3.0] * 12 + [1.0]] * 2
 
 
 SHORT = {

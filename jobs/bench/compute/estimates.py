@@ -99,7 +99,7 @@ def run(options: EstimatesOptions, *, quick: bool, say: Say) -> BenchMeasurement
     for key, known in (("only", JOBS), ("layouts", LAYOUTS)):
         for name in getattr(options, key):
             if name not in known:
-                raise InputError(key, seen=name, expected=f"names of {', '.join(known)}")
+                raise InputError(key, got=name, expected=f"names of {', '.join(known)}")
     found = BenchMeasurement(
         "estimates", quick, options.model_dump(), "predicted over measured, of a step's time and memory", unit="ratio"
     )

@@ -57,7 +57,7 @@ def run(options: MemoryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         RunError: a process failed.
     """
     if options.rows % options.accumulation:
-        raise InputError("rows", seen=str(options.rows), expected=f"a multiple of accumulation {options.accumulation}")
+        raise InputError("rows", got=str(options.rows), expected=f"a multiple of accumulation {options.accumulation}")
     found = BenchMeasurement(
         "memory", quick, options.model_dump(), "bytes that a step adds to the floor, in one process", unit="bytes"
     )

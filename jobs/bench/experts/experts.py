@@ -110,13 +110,13 @@ def _layouts(options: ExpertsOptions) -> list[ExpertsLayout]:
     for text in options.layouts:
         workers, plus, hosts = text.partition("+")
         if not (plus and workers.isdigit() and hosts.isdigit() and int(workers)):
-            raise InputError("layouts", seen=text, expected="WORKERS+HOSTS such as 1+2; 2+0 is two workers, colocated")
+            raise InputError("layouts", got=text, expected="WORKERS+HOSTS such as 1+2; 2+0 is two workers, colocated")
         layouts.append(ExpertsLayout(int(workers), int(hosts)))
         if (int(hosts) or int(workers)) > options.experts:
-            raise InputError("layouts", seen=text, expected=f"at most {options.experts} to hold as many experts")
+            raise InputError("layouts", got=text, expected=f"at most {options.experts} to hold as many experts")
         for tokens in (options.tokens, *options.token_counts):
             if tokens % int(workers):
-                raise InputError("tokens", seen=f"{tokens} for {workers} workers", expected="a multiple of workers")
+                raise InputError("tokens", got=f"{tokens} for {workers} workers", expected="a multiple of workers")
     return layouts
 
 

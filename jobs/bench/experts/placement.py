@@ -150,7 +150,7 @@ def _scenario(
 ) -> None:
     experts = max(map(len, trace[0]))
     if any(len(row) != experts for row in trace[0]):
-        raise InputError("trace", seen="layers of different numbers of experts", expected="the same in every layer")
+        raise InputError("trace", got="layers of different numbers of experts", expected="the same in every layer")
     arms = _arms(hosts, experts, replicas)
     for now in range(first, len(trace)):
         forecast = predict(trace[:now])

@@ -52,7 +52,7 @@ def find_bench(name: str) -> Bench:
     benches = find_benches()
     if name not in benches:
         raise InputError(
-            "bench", seen=name, expected=f"one of {', '.join(benches)}", remedy="`raytrain bench --list` describes them"
+            "bench", got=name, expected=f"one of {', '.join(benches)}", remedy="`raytrain bench --list` describes them"
         )
     return benches[name]
 
@@ -74,7 +74,7 @@ def _with_changes(arguments: Sequence[str], *, job: bool) -> list[str]:
     """Collect `section.key=value` arguments in the option `changes` and, with `job`, a JOB.yaml in the option `job`."""
     files = [text for text in arguments if "=" not in text] if job else []
     if len(files) > 1:
-        raise InputError("arguments", seen=" ".join(files), expected="at most one JOB.yaml; keys as key=value")
+        raise InputError("arguments", got=" ".join(files), expected="at most one JOB.yaml; keys as key=value")
     changes = [text for text in arguments if "." in text.partition("=")[0] and text not in files]
     own = [text for text in arguments if text not in files and text not in changes]
     named = [f"job={json.dumps(files[0])}"] if files else []
@@ -95,7 +95,7 @@ def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: b
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(document + "\n")
     except OSError as error:
-        raise InputError("--out", seen=f"{path} ({error})", expected="a file that can be written") from error
+        raise InputError("--out", got=f"{path} ({error})", expected="a file that can be written") from error
     if found.picture is not None:
         from raytrain.report.plots import figure, png
 

@@ -98,7 +98,7 @@ def write_text(folder: Path, *, batch: int, context: int, steps: int, seed: int,
         text = b" ".join(words[i] for i in draw.integers(len(words), size=tokens // 3))[:tokens]
     whole_steps = (len(text) // context - 1) // batch
     if not whole_steps:
-        raise InputError("text", seen=f"{len(text)} bytes", expected="at least one batch of windows")
+        raise InputError("text", got=f"{len(text)} bytes", expected="at least one batch of windows")
     path = folder / "text.txt"
     path.write_bytes(text[: context * (whole_steps * batch + 1)])
     return path
@@ -118,17 +118,15 @@ def read_trace(path: str) -> list[Loads]:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            "trace", seen=f"{path} ({error})", expected="a JSONL file with one interval per line"
+            "trace", got=f"{path} ({error})", expected="a JSONL file with one interval per line"
         ) from error
     trace = [_read_interval(line, origin=f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if len(trace) < 2:
-        raise InputError("trace", seen=f"{path} with {len(trace)} intervals", expected="at least two")
+        raise InputError("trace", got=f"{path} with {len(trace)} intervals", expected="at least two")
     shape = [len(row) for row in trace[0]]
     for n, loads in enumerate(trace, 1):
         if [len(row) for row in loads] != shape:
-            raise InputError(
-                "trace", seen=f"{path} interval {n} of another shape", expected=f"experts by layer {shape}"
-            )
+            raise InputError("trace", got=f"{path} interval {n} of another shape", expected=f"experts by layer {shape}")
     return trace
 
 
@@ -138,9 +136,9 @@ def _read_interval(line: str, *, origin: str) -> Loads:
         loads = [[float(count) for count in layer] for layer in row["layers"]]
     except (ValueError, TypeError, KeyError) as error:
         expected = '{"step": n, "layers": [[rows of each expert], ...]}'
-        raise InputError("trace", seen=f"{origin}: {line[:60]}", expected=expected) from error
+        raise InputError("trace", got=f"{origin}: {line[:60]}", expected=expected) from error
     if not loads or not all(layer and min(layer) >= 0 and sum(layer) < float("inf") for layer in loads):
-        raise InputError("trace", seen=f"{origin}: {line[:60]}", expected="layers of non-negative counts")
+        raise InputError("trace", got=f"{origin}: {line[:60]}", expected="layers of non-negative counts")
     return loads
 
 

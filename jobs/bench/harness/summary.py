@@ -110,11 +110,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise InputError(str(path), seen="no such file", expected=EXPECTED) from error
+        raise InputError(str(path), got="no such file", expected=EXPECTED) from error
     except (OSError, ValueError) as error:
-        raise InputError(str(path), seen=str(error), expected=EXPECTED) from error
+        raise InputError(str(path), got=str(error), expected=EXPECTED) from error
     needed = {"bench", "environment", "gate", "ratios", "claims", "values"}
     missing = sorted(needed - set(document)) if isinstance(document, dict) else sorted(needed)
     if missing:
-        raise InputError(str(path), seen=f"JSON without {', '.join(missing)}", expected=EXPECTED)
+        raise InputError(str(path), got=f"JSON without {', '.join(missing)}", expected=EXPECTED)
     return document

@@ -101,7 +101,7 @@ def run(options: TuneOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     from jobs.bench.harness.sessions import restored_threads
 
     if options.rows & (options.rows - 1):
-        raise InputError("rows", seen=str(options.rows), expected="a power of two")
+        raise InputError("rows", got=str(options.rows), expected="a power of two")
     found = BenchMeasurement("tune", quick, options.model_dump(), "seconds of one search, or of one row of training")
     found.values["matrix_units"] = matrix_units(local_inventory().cpu_flags)
     with restored_threads():
@@ -218,7 +218,7 @@ def _measure_ceilings(
     for rows in options.ceilings:
         if rows not in searched.sizes[:-1]:
             expected = f"a power of two below {searched.sizes[-1]}"
-            raise InputError("ceilings", seen=str(rows), expected=expected)
+            raise InputError("ceilings", got=str(rows), expected=expected)
         following = searched.sizes[searched.sizes.index(rows) + 1]
         budget = (peaks[rows] + peaks[following]) // 2
         one = searched.search(("fp32",), budget=budget)

@@ -53,12 +53,10 @@ def run(options: LoopOptions, *, quick: bool, say: Say) -> BenchMeasurement:
 
 def _check(options: LoopOptions) -> None:
     if options.block_steps % LOG_EVERY:
-        raise InputError("block_steps", seen=str(options.block_steps), expected=f"a multiple of {LOG_EVERY}")
+        raise InputError("block_steps", got=str(options.block_steps), expected=f"a multiple of {LOG_EVERY}")
     for world_size in options.workers:
         if options.batch % world_size:
-            raise InputError(
-                "batch", seen=f"{options.batch} for {world_size} workers", expected="a multiple of workers"
-            )
+            raise InputError("batch", got=f"{options.batch} for {world_size} workers", expected="a multiple of workers")
 
 
 # -- steady state ---------------------------------------------------------------------------------

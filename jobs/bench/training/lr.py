@@ -74,7 +74,7 @@ def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     from jobs.bench.training.lr_ramp import run_ramp
 
     if options.lowest >= options.highest:
-        raise InputError("lowest", seen=str(options.lowest), expected=f"below highest, {options.highest}")
+        raise InputError("lowest", got=str(options.lowest), expected=f"below highest, {options.highest}")
     found = BenchMeasurement("lr", quick, options.model_dump(), "one step of the ramp")
     changes = list(options.changes) + ([] if options.threads == "auto" else [f"scale.threads={options.threads}"])
     loaded = load_spec(None if options.job is None else Path(options.job), changes)

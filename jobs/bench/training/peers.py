@@ -44,7 +44,7 @@ def run(options: PeersOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         RunError: an arm died.
     """
     if options.block_steps % LOG_EVERY:
-        raise InputError("block_steps", seen=str(options.block_steps), expected=f"a multiple of {LOG_EVERY}")
+        raise InputError("block_steps", got=str(options.block_steps), expected=f"a multiple of {LOG_EVERY}")
     found = BenchMeasurement(
         "peers", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}"
     )

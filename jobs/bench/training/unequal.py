@@ -54,7 +54,7 @@ def run(options: UnequalOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """
     if options.batch < 4 * options.micro_batch:
         expected = f"at least four micro-batches, {4 * options.micro_batch} rows"
-        raise InputError("batch", seen=str(options.batch), expected=expected)
+        raise InputError("batch", got=str(options.batch), expected=expected)
     block = f"seconds per step, the mean of {options.block_steps}"
     found = BenchMeasurement("unequal", quick, options.model_dump(), block)
     with training_pair("unequal", lambda folder: settings_of(options, folder)) as pair:

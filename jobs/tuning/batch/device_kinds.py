@@ -74,7 +74,7 @@ def _refuse_unlike(machines: DevicePool) -> None:
         names = sorted({device.name for device in devices})
         if len(names) > 1:
             raise InputError(
-                "scale.accelerator", seen=f"{' and '.join(names)} on the machine {node.host}",
+                "scale.accelerator", got=f"{' and '.join(names)} on the machine {node.host}",
                 expected="GPUs of one type per machine",
                 remedy="Ray cannot tell GPUs of one machine apart; set scale.accelerator to the type to search on",
             )  # fmt: skip

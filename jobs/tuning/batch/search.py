@@ -76,13 +76,13 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
     if dtype != "auto" and micro != "auto" and not free and not items:
         raise InputError(
             "tune",
-            seen=f"fixed values for precision.dtype ({dtype}) and loop.micro_batch_size ({micro})",
+            got=f"fixed values for precision.dtype ({dtype}) and loop.micro_batch_size ({micro})",
             expected="auto for one of them, or keys to search in tune.space",
         )
     if spec.tune.objective == "goodput" and not free:
         raise InputError(
             "tune.objective",
-            seen="goodput with a fixed loop.global_batch_size",
+            got="goodput with a fixed loop.global_batch_size",
             expected="throughput, or loop.global_batch_size: auto",
         )
     facts: dict[str, Any] = {"model_facts": checked.model_facts, "data_facts": checked.data_facts}

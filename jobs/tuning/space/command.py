@@ -107,7 +107,7 @@ def check_resources(points: Points) -> None:
     for name, wanted, key in (("GPU", gpus, "scale.workers"), ("CPU", cores, "scale.threads")):
         if wanted > there.get(name, 0):
             raise InputError(
-                key, seen=f"a trial that needs {wanted} {name}s",
+                key, got=f"a trial that needs {wanted} {name}s",
                 expected=f"at most {there.get(name, 0):g}, all that the cluster has",
                 remedy="lower scale.workers or scale.threads",
             )  # fmt: skip

@@ -107,7 +107,7 @@ def parse_space(space: Mapping[str, Any]) -> Space:
     if not flat:
         raise InputError(
             "tune.space",
-            seen="an empty mapping",
+            got="an empty mapping",
             expected="keys with the values to try, such as {optim.lr: [1e-3, 1e-2]}",
             remedy="leave it out to search batch size and precision",
         )
@@ -115,7 +115,7 @@ def parse_space(space: Mapping[str, Any]) -> Space:
         if key.split(".")[0] in _KEPT:
             raise InputError(
                 f"tune.space.{key}",
-                seen="a key that cannot differ between trials",
+                got="a key that cannot differ between trials",
                 expected="a key that changes the training, such as optim.lr or loop.global_batch_size",
             )
     return Space({key: _parsed(key, value) for key, value in flat.items()})
@@ -138,19 +138,19 @@ def _parsed(key: str, value: Any) -> Choices | Range:
     if found is None:
         broken = isinstance(value, str) and "(" in value and ")" not in value
         remedy = "put it in quotes: inside {...} a comma ends the value" if broken else ""
-        raise InputError(name, seen=describe(value), expected=GRAMMAR, remedy=remedy)
+        raise InputError(name, got=describe(value), expected=GRAMMAR, remedy=remedy)
     kind, arguments = found[1], [plain_scalar(part.strip()) for part in found[2].split(",")]
     if kind == "choice":
         return _choices(name, arguments)
-    return _range(name, kind, arguments, seen=value)
+    return _range(name, kind, arguments, got=value)
 
 
 def _choices(name: str, values: list[Any]) -> Choices:
     if not values or values == [None]:
-        raise InputError(name, seen="an empty list", expected=GRAMMAR)
+        raise InputError(name, got="an empty list", expected=GRAMMAR)
     twice = [value for place, value in enumerate(values) if any(_same(value, other) for other in values[:place])]
     if twice:
-        raise InputError(name, seen=f"{describe(twice[0])} twice", expected="each value once")
+        raise InputError(name, got=f"{describe(twice[0])} twice", expected="each value once")
     return Choices(tuple(values))
 
 
@@ -158,14 +158,14 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
-def _range(name: str, kind: str, arguments: list[Any], *, seen: str) -> Range:
+def _range(name: str, kind: str, arguments: list[Any], *, got: str) -> Range:
     numbers = [one for one in arguments if isinstance(one, int | float) and not isinstance(one, bool)]
     if len(arguments) != 2 or len(numbers) != 2 or not all(math.isfinite(one) for one in numbers):
-        raise InputError(name, seen=seen, expected=f"{kind}(low, high) with two numbers")
+        raise InputError(name, got=got, expected=f"{kind}(low, high) with two numbers")
     low, high = numbers
     if kind == "randint" and not all(isinstance(one, int) for one in numbers):
-        raise InputError(name, seen=seen, expected="randint(low, high) with two integers")
+        raise InputError(name, got=got, expected="randint(low, high) with two integers")
     if low >= high or (kind == "loguniform" and low <= 0):
         wanted = "0 < low < high" if kind == "loguniform" else "low < high"
-        raise InputError(name, seen=seen, expected=f"{kind}(low, high) with {wanted}")
+        raise InputError(name, got=got, expected=f"{kind}(low, high) with {wanted}")
     return Range(kind, low, high)

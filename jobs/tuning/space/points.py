@@ -91,7 +91,7 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
         values, why = left_out[0]
         raise InputError(
             "tune.space",
-            seen=f"a space where none of {counted(len(left_out), 'combination')} can run",
+            got=f"a space where none of {counted(len(left_out), 'combination')} can run",
             expected="at least one",
             remedy=f"{values_text(values)}: {why}",
         )
@@ -106,7 +106,7 @@ def _check_each_is_tried(space: Space, trials: list[Point], left_out: list[tuple
         for value in tried.examples:
             why = next((reason for values, reason in left_out if values[key] == value), None)
             if why is not None and not any(one.values[key] == value for one in trials):
-                raise InputError(f"tune.space.{key}", seen=render(value), expected="values that can run", remedy=why)
+                raise InputError(f"tune.space.{key}", got=render(value), expected="values that can run", remedy=why)
 
 
 def check_values(space: Space, mapping: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ def check_values(space: Space, mapping: Mapping[str, Any]) -> None:
                 if not f"{key}.".startswith(f"{error.key}."):
                     raise
                 raise InputError(
-                    f"tune.space.{key}", seen=error.seen, expected=error.expected, remedy=error.remedy
+                    f"tune.space.{key}", got=error.got, expected=error.expected, remedy=error.remedy
                 ) from error
 
 
@@ -135,18 +135,18 @@ def _check_metric(spec: JobSpec) -> None:
     if tune.metric == "eval_loss" and not evaluates:
         raise InputError(
             "tune.metric",
-            seen="eval_loss without an evaluation",
+            got="eval_loss without an evaluation",
             expected="samples_per_s, or an evaluation",
             remedy="set data.eval_fraction above 0 to hold out data for evaluation",
         )
     if tune.scheduler == "none":
         return
     if not evaluates:
-        raise InputError("tune.scheduler", seen=f"{tune.scheduler} without an evaluation", expected="none")
+        raise InputError("tune.scheduler", got=f"{tune.scheduler} without an evaluation", expected="none")
     if isinstance(loop.eval_every, int) and loop.max_steps is not None and loop.eval_every >= loop.max_steps:
         raise InputError(
             "tune.scheduler",
-            seen=f"{tune.scheduler} with a single evaluation at the end of each trial",
+            got=f"{tune.scheduler} with a single evaluation at the end of each trial",
             expected=f"loop.eval_every below loop.max_steps, {loop.max_steps}",
         )
 

@@ -51,9 +51,9 @@ class BatchSpace:
 
     def __post_init__(self) -> None:
         if not self.precisions:
-            raise InputError("precision.dtype", seen="no candidate", expected="at least one precision to measure")
+            raise InputError("precision.dtype", got="no candidate", expected="at least one precision to measure")
         if not self.sizes or list(self.sizes) != sorted(set(self.sizes)) or min(self.sizes) < 1:
-            raise InputError("tune.space", seen=f"micro-batch sizes {list(self.sizes)}", expected="ascending, from 1")
+            raise InputError("tune.space", got=f"micro-batch sizes {list(self.sizes)}", expected="ascending, from 1")
 
     @property
     def lead(self) -> str:

@@ -97,7 +97,7 @@ class LoaderPool:
             self._open.discard(number)
             kind, value = self._arrived.pop(number)
         if kind == "input":
-            raise InputError(value[0], seen=value[1], expected=value[2], remedy=value[3])
+            raise InputError(value[0], got=value[1], expected=value[2], remedy=value[3])
         if kind == "error":
             raise RunError(value)
         return value
@@ -213,7 +213,7 @@ def _read_batch(split: DatasetSplit, request: BatchRequest, seed: int) -> tuple[
     try:
         return "batch", seeded_batch(split, request.rows, seed=seed, epoch=request.epoch)
     except InputError as error:
-        return "input", (error.key, error.seen, error.expected, error.remedy)
+        return "input", (error.key, error.got, error.expected, error.remedy)
     except Exception as error:  # the training process raises it
         return "error", _failure_text(split, request, error)
 

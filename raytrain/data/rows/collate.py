@@ -34,7 +34,7 @@ def as_row(item: Any, *, key: str) -> dict[str, Any]:
     size = f" of {len(item)}" if isinstance(item, Sequence) else ""
     raise InputError(
         key,
-        seen=f"an item that is a {type(item).__name__}{size}",
+        got=f"an item that is a {type(item).__name__}{size}",
         expected="dicts of tensors or (x, y) pairs",
     )
 
@@ -87,7 +87,7 @@ def collate(values: list[Any], *, key: str, path: str) -> Any:
         for value in values:
             if value.keys() != first.keys():
                 seen = f"items with the keys {sorted(first)} and {sorted(value)}{f' in {path}' if path else ''}"
-                raise InputError(key, seen=seen, expected="the same keys in every item")
+                raise InputError(key, got=seen, expected="the same keys in every item")
         return {name: collate([v[name] for v in values], key=key, path=_join(path, name)) for name in first}
     if isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in values):
         parts = [collate(list(part), key=key, path=f"{path}[{i}]") for i, part in enumerate(zip(*values, strict=True))]
@@ -117,7 +117,7 @@ def _stack(tensors: list[Tensor], *, key: str, path: str) -> Tensor:
         seen = " and ".join(map(str, sorted(shapes)[:2]))
         raise InputError(
             key,
-            seen=f"the shapes {seen} in '{path}'",
+            got=f"the shapes {seen} in '{path}'",
             expected="shapes that differ only in their first dimension",
         )
     return stacked.to(torch.int64) if name == "labels" and is_integer(stacked) else stacked

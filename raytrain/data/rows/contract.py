@@ -214,7 +214,7 @@ def nonfinite(key: str, *, value: float, column: str, row: int) -> InputError:
     seen = "NaN" if value != value else ("inf" if value > 0 else "-inf")
     return InputError(
         key,
-        seen=f"{seen} in column '{column}' row {row}",
+        got=f"{seen} in column '{column}' row {row}",
         expected="finite numbers",
         remedy="rows count from 0; fill these values or leave the rows out",
     )

@@ -185,7 +185,7 @@ class TextSplit:
         if self._length < context + 1:
             raise InputError(
                 key,
-                seen=f"a text of {self._length} tokens",
+                got=f"a text of {self._length} tokens",
                 expected=f"at least {context + 1}: one window of model.context {context} and a token",
                 remedy="give more text, a smaller model.context, or data.eval_fraction 0 for no evaluation",
             )

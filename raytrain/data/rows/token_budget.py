@@ -72,7 +72,7 @@ def check_budget(train: Split, evaluation: Split | None, budget: int | None) -> 
         lengths = None if split is None else split.lengths(split.eval_order())
         if split is not None and lengths is None:
             raise InputError(
-                "data.tokens_per_batch", seen=f"{budget} tokens, and {name} rows whose tokens are not known",
+                "data.tokens_per_batch", got=f"{budget} tokens, and {name} rows whose tokens are not known",
                 expected="rows with input_ids in memory (text, a table, a dict of columns) for both",
                 remedy="null forms micro-batches by loop.micro_batch_size",
             )  # fmt: skip
@@ -81,6 +81,6 @@ def check_budget(train: Split, evaluation: Split | None, budget: int | None) -> 
         longest = int(np.argmax(lengths))
         if lengths[longest] > budget:
             raise InputError(
-                "data.tokens_per_batch", seen=str(budget),
+                "data.tokens_per_batch", got=str(budget),
                 expected=f"at least {int(lengths[longest])}, the tokens of row {longest}, the longest",
             )  # fmt: skip

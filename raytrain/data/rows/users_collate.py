@@ -56,7 +56,7 @@ class UsersCollate:
     def _refused(self, seen: str) -> InputError:
         return InputError(
             "data.collate",
-            seen=f"{self.name} returned {seen}",
+            got=f"{self.name} returned {seen}",
             expected="a dict of tensors on the CPU, with string keys",
         )
 

@@ -142,7 +142,7 @@ def _object_size(value: Any, *, key: str) -> tuple[int, int]:
     except (TypeError, IndexError, KeyError):
         rows, stored = 0, 0
     if not rows:
-        raise InputError(key, seen=f"a {type(value).__name__} without rows", expected="at least one row")
+        raise InputError(key, got=f"a {type(value).__name__} without rows", expected="at least one row")
     return rows, -(-stored // rows)
 
 

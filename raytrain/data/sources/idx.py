@@ -32,14 +32,14 @@ def idx_shape(data: bytes, *, path: str, key: str) -> tuple[int, ...]:
     if len(data) < 4 or data[:2] != b"\0\0":
         raise InputError(
             key,
-            seen=f"{path}, which starts with {data[:4].hex() or 'nothing'}",
+            got=f"{path}, which starts with {data[:4].hex() or 'nothing'}",
             expected="an IDX file (0000 08..)",
         )
     if data[2] != UNSIGNED_BYTE:
-        raise InputError(key, seen=f"IDX values of type 0x{data[2]:02x} in {path}", expected="bytes (type 0x08)")
+        raise InputError(key, got=f"IDX values of type 0x{data[2]:02x} in {path}", expected="bytes (type 0x08)")
     rank = data[3]
     if len(data) < 4 + 4 * rank:
-        raise InputError(key, seen=f"{path}, truncated in its header", expected=f"{rank} dimensions")
+        raise InputError(key, got=f"{path}, truncated in its header", expected=f"{rank} dimensions")
     return tuple(int(size) for size in np.frombuffer(data, dtype=">u4", count=rank, offset=4))
 
 
@@ -47,11 +47,11 @@ def _check_shape(shape: tuple[int, ...], *, path: str, key: str, ranks: tuple[in
     if len(shape) not in ranks:
         raise InputError(
             key,
-            seen=f"an IDX file of shape {shape} at {path}",
+            got=f"an IDX file of shape {shape} at {path}",
             expected=f"{what} of {' or '.join(map(str, ranks))} dimensions",
         )
     if not math.prod(shape):
-        raise InputError(key, seen=f"shape {shape} in {path}", expected=f"a file with {what}")
+        raise InputError(key, got=f"shape {shape} in {path}", expected=f"a file with {what}")
 
 
 def _unzip(data: bytes, *, path: str, key: str) -> bytes:
@@ -60,7 +60,7 @@ def _unzip(data: bytes, *, path: str, key: str) -> bytes:
     try:
         return gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(key, seen=f"a damaged gzip file at {path}: {error}", expected="a complete file") from error
+        raise InputError(key, got=f"a damaged gzip file at {path}: {error}", expected="a complete file") from error
 
 
 IMAGES = {"ranks": (3, 4), "what": "images"}
@@ -74,7 +74,7 @@ def read_shape(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> tup
         try:
             data = zlib.decompressobj(wbits=31).decompress(data, HEADER_BYTES)
         except zlib.error as error:
-            raise InputError(key, seen=f"a damaged gzip file at {path}: {error}", expected="a complete file") from error
+            raise InputError(key, got=f"a damaged gzip file at {path}: {error}", expected="a complete file") from error
     shape = idx_shape(data, path=path, key=key)
     _check_shape(shape, path=path, key=key, ranks=ranks, what=what)
     return shape
@@ -93,7 +93,7 @@ def read_idx(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> np.nd
     if len(data) - start != needed:
         raise InputError(
             key,
-            seen=f"{len(data) - start:,} bytes of values in {path}",
+            got=f"{len(data) - start:,} bytes of values in {path}",
             expected=f"{needed:,} for the shape {shape}",
         )
     return np.frombuffer(bytearray(data), dtype=np.uint8, offset=start).reshape(shape)
@@ -101,7 +101,7 @@ def read_idx(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> np.nd
 
 def _check_counts(images: int, labels: int, *, path: str, key: str) -> None:
     if images != labels:
-        raise InputError(key, seen=f"{labels:,} labels", expected=f"{images:,}, one for each image of {path}")
+        raise InputError(key, got=f"{labels:,} labels", expected=f"{images:,}, one for each image of {path}")
 
 
 def describe_idx(
@@ -167,6 +167,6 @@ def _check_same_size(train: tuple[int, ...], evaluation: tuple[int, ...], *, pat
     if train != evaluation:
         raise InputError(
             "data.eval_images",
-            seen=f"images of {tuple(evaluation)} in {path}",
+            got=f"images of {tuple(evaluation)} in {path}",
             expected=f"{tuple(train)} as in data.images",
         )

@@ -50,7 +50,7 @@ def table_pair(
     if evaluation is not None:
         missing = [n for n in (*choice.stacked, *choice.named, label) if n and n not in evaluation.column_names]
         if missing:
-            raise InputError(keys[1], seen=f"no column '{missing[0]}'", expected=f"the columns of {keys[0]}")
+            raise InputError(keys[1], got=f"no column '{missing[0]}'", expected=f"the columns of {keys[0]}")
         converted.append(convert(evaluation, choice, classes=names, key=keys[1]))
         _check_same_types(*converted, key=keys[1])
     splits = [table_split(columns) for columns in converted]
@@ -64,7 +64,7 @@ def _check_same_types(train: TableColumns, evaluation: TableColumns, *, key: str
     for name in [*train.dense, *train.ragged]:
         seen, expected = _column_type(evaluation, name), _column_type(train, name)
         if seen != expected:
-            raise InputError(key, seen=f"'{name}' as {seen}", expected=f"{expected} as in the training data")
+            raise InputError(key, got=f"'{name}' as {seen}", expected=f"{expected} as in the training data")
 
 
 def _column_type(columns: TableColumns, name: str) -> str:
@@ -114,13 +114,13 @@ def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) ->
         return table_split(convert(table, choice, classes=None, key=key))
     kind = type(data).__module__.split(".")[0]
     if kind == "ray":
-        raise InputError(key, seen="a Ray Dataset", expected=KINDS, remedy="pass its rows as a pyarrow Table")
+        raise InputError(key, got="a Ray Dataset", expected=KINDS, remedy="pass its rows as a pyarrow Table")
     if isinstance(data, (torch.utils.data.DataLoader, torch.utils.data.IterableDataset, torch.Tensor, np.ndarray)):
-        raise InputError(key, seen=f"a {type(data).__name__}", expected=KINDS)
+        raise InputError(key, got=f"a {type(data).__name__}", expected=KINDS)
     if isinstance(data, (str, tuple)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise InputError(key, seen=f"a {type(data).__name__}", expected=KINDS)
+        raise InputError(key, got=f"a {type(data).__name__}", expected=KINDS)
     if not len(data):
-        raise InputError(key, seen=f"0 rows in the {type(data).__name__}", expected="at least one row")
+        raise InputError(key, got=f"0 rows in the {type(data).__name__}", expected="at least one row")
     split = DatasetSplit(data, key=key, collate=collate)
     split.read(np.zeros(1, np.int64))  # raises InputError for an item that is no row
     return split
@@ -132,7 +132,7 @@ def as_table(data: Any, *, key: str) -> Any:
 
     table = data if isinstance(data, pa.Table) else pa.Table.from_pandas(data, preserve_index=False)
     if not table.num_rows:
-        raise InputError(key, seen="a table of 0 rows", expected="at least one row")
+        raise InputError(key, got="a table of 0 rows", expected="at least one row")
     return table
 
 
@@ -149,10 +149,10 @@ def _columns(data: Mapping[str, Any], *, key: str) -> RowSplit:
             rows[str(name)] = column.shape[0]
             check_finite(name, column, key=key)
     if not rows or not max(rows.values()):
-        raise InputError(key, seen="0 rows", expected="at least one row")
+        raise InputError(key, got="0 rows", expected="at least one row")
     if len(set(rows.values())) > 1:
         seen = ", ".join(f"{count} in '{name}'" for name, count in rows.items())
-        raise InputError(key, seen=f"different numbers of rows: {seen}", expected="the same number in every column")
+        raise InputError(key, got=f"different numbers of rows: {seen}", expected="the same number in every column")
     labels = dense.get("labels")
     if labels is not None and labels.ndim == 1 and is_integer(labels):
         check_classes(labels.numpy(), name="labels", key=key)
@@ -176,7 +176,7 @@ def _column(name: str, values: Any, *, key: str) -> torch.Tensor | Ragged:
             offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
             return Ragged(torch.cat([part for part in parts if len(part)] or parts), offsets)
     what = "a single number" if tensor is not None else f"a {type(values).__name__} that is not a column of numbers"
-    raise InputError(key, seen=f"'{name}' is {what}", expected="tensors or arrays (rows, ...)")
+    raise InputError(key, got=f"'{name}' is {what}", expected="tensors or arrays (rows, ...)")
 
 
 def memory_source(

@@ -29,7 +29,7 @@ def read_fields(paths: Sequence[str], *, fields: Mapping[str, str], key: str) ->
             for name, field in fields.items():
                 columns[name].append(_value(row, name, field, where=f"line {number} of {path}"))
     if not next(iter(columns.values())):
-        raise InputError(key, seen=f"0 rows in {', '.join(paths)}", expected="at least one row")
+        raise InputError(key, got=f"0 rows in {', '.join(paths)}", expected="at least one row")
     return columns
 
 
@@ -41,9 +41,9 @@ def _lines(path: str, *, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
             row = json.loads(line)
         except ValueError as error:
             seen = f"line {number} of {path}, which is not valid JSON ({error})"
-            raise InputError(key, seen=seen, expected="one JSON object per line") from error
+            raise InputError(key, got=seen, expected="one JSON object per line") from error
         if not isinstance(row, dict):
-            raise InputError(key, seen=f"line {number} of {path} is a {type(row).__name__}", expected="a JSON object")
+            raise InputError(key, got=f"line {number} of {path} is a {type(row).__name__}", expected="a JSON object")
         yield number, row
 
 
@@ -51,7 +51,7 @@ def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
     if field not in row:
         raise InputError(
             f"data.{name}",
-            seen=f"'{field}', which is missing in {where}",
+            got=f"'{field}', which is missing in {where}",
             expected=f"one of {', '.join(row) or 'some fields'}",
             remedy=suggestion(field, row),
         )
@@ -64,7 +64,7 @@ def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
         return value
     else:
         expected = "a string"
-    raise InputError(f"data.{name}", seen=f"{value!r} as '{field}' in {where}", expected=expected)
+    raise InputError(f"data.{name}", got=f"{value!r} as '{field}' in {where}", expected=expected)
 
 
 def class_numbers(columns: Sequence[list[Any]]) -> tuple[list[np.ndarray], int, tuple[str, ...] | None]:
@@ -74,7 +74,7 @@ def class_numbers(columns: Sequence[list[Any]]) -> tuple[list[np.ndarray], int, 
     """
     kinds = {type(value) for column in columns for value in column}
     if len(kinds) > 1:
-        raise InputError("data.label_field", seen="both whole numbers and strings", expected="one kind of label")
+        raise InputError("data.label_field", got="both whole numbers and strings", expected="one kind of label")
     if kinds == {str}:
         names = sorted({value for column in columns for value in column})
         numbers = {name: number for number, name in enumerate(names)}

@@ -124,7 +124,7 @@ def check_source(source: str) -> None:
     if not is_own(source) and source not in SOURCES:
         raise InputError(
             "data.source",
-            seen=source,
+            got=source,
             expected=f"one of {', '.join(SOURCES)}, or module:function",
             remedy=suggestion(source, SOURCES),
         )
@@ -144,7 +144,7 @@ def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str)
         if name not in known:
             raise InputError(
                 f"data.{name}",
-                seen=f"an unknown key of the source {owner}",
+                got=f"an unknown key of the source {owner}",
                 expected=f"one of {', '.join(known)}" if known else "no other key",
                 remedy=suggestion(name, known),
             )
@@ -157,7 +157,7 @@ def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str)
         else:
             continue
         raise InputError(
-            f"data.{name}", seen=seen, expected=key.expected, remedy=f"keys of the source {owner}: {', '.join(known)}"
+            f"data.{name}", got=seen, expected=key.expected, remedy=f"keys of the source {owner}: {', '.join(known)}"
         )
     return values
 
@@ -182,18 +182,18 @@ def source_keys(data: DataConfig) -> dict[str, Any]:
     """
     if data.train is not None:
         if data.source is not None:
-            raise InputError("data.source", seen=f"{data.source} together with data.train", expected="only one of them")
+            raise InputError("data.source", got=f"{data.source} together with data.train", expected="only one of them")
         if isinstance(data.train, bytes) and not isinstance(data.eval, (bytes, type(None))):
-            raise InputError("data.eval", seen=f"a {type(data.eval).__name__}", expected="bytes, like data.train")
+            raise InputError("data.eval", got=f"a {type(data.eval).__name__}", expected="bytes, like data.train")
         return check_keys(data.keys, memory_keys(data.train), owner=f"a {type(data.train).__name__} in memory")
     if data.eval is not None:
         raise InputError(
-            "data.eval", seen="an object without data.train", expected="data.train with it, or data.source instead"
+            "data.eval", got="an object without data.train", expected="data.train with it, or data.source instead"
         )
     if data.source is None:
         raise InputError(
             "data.source",
-            seen="no value",
+            got="no value",
             expected=f"one of {', '.join(SOURCES)}, module:function, or data.train",
         )
     check_source(data.source)
@@ -206,7 +206,7 @@ def idx_files(keys: Mapping[str, Any]) -> tuple[str, str, str | None, str | None
     if any(given.values()) and not all(given.values()):
         missing = next(name for name, present in given.items() if not present)
         raise InputError(
-            f"data.{missing}", seen="no value", expected="a path, since eval_images and eval_labels belong together"
+            f"data.{missing}", got="no value", expected="a path, since eval_images and eval_labels belong together"
         )
     images, labels, eval_images, eval_labels = (as_paths(keys[name])[:1] for name in SOURCES["idx"])
     return images[0], labels[0], next(iter(eval_images), None), next(iter(eval_labels), None)

@@ -149,11 +149,11 @@ def _open_own(data: DataConfig, collate: UsersCollate | None, *, on_driver: bool
     result = call_builder(function, data.keys, sections={}, key="data")
     expected = f'{{"train": ..., "eval": ...}}, each {KINDS}'
     if not isinstance(result, Mapping):
-        raise InputError("data.source", seen=f"{name} returned a {type(result).__name__}", expected=expected)
+        raise InputError("data.source", got=f"{name} returned a {type(result).__name__}", expected=expected)
     unknown = [str(part) for part in result if part not in ("train", "eval")]
     if unknown or result.get("train") is None:
         seen = f"the keys {', '.join(map(str, result)) or 'none'}"
-        raise InputError("data.source", seen=f"{name} returned a dict with {seen}", expected=expected)
+        raise InputError("data.source", got=f"{name} returned a dict with {seen}", expected=expected)
     fraction = 0.0 if "eval" in result else data.eval_fraction
     return memory_source(
         result["train"],

@@ -51,7 +51,7 @@ def _files_of(path: str, *, key: str) -> list[str]:
         return [path]
     files = [file for file in found if re.fullmatch(r"[^_.].*\.parquet", split(file)[1])]
     if not files:
-        raise InputError(key, seen=f"no *.parquet in {path}", expected="a folder with Parquet files")
+        raise InputError(key, got=f"no *.parquet in {path}", expected="a folder with Parquet files")
     return files
 
 

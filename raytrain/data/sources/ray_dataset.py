@@ -151,17 +151,17 @@ def _write_in_process(source: str, keys: Mapping[str, Any], folder: str) -> bool
             text = json.dumps({**request, "cluster": cluster})
         except TypeError as error:
             raise InputError(
-                "data", seen=f"a value that JSON cannot represent ({error})", expected="plain values"
+                "data", got=f"a value that JSON cannot represent ({error})", expected="plain values"
             ) from error
         command = [sys.executable, "-m", "raytrain.data.sources.ray_dataset", text]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     answer = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
     if done.returncode or answer is None:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise InputError("data.source", seen=f"{source}, which failed: {last}", expected="datasets")
+        raise InputError("data.source", got=f"{source}, which failed: {last}", expected="datasets")
     result = json.loads(answer)
     if "mixed" in result:
-        raise InputError("data.source", seen=result["mixed"], expected="Ray Datasets for both")
+        raise InputError("data.source", got=result["mixed"], expected="Ray Datasets for both")
     return bool(result["written"])
 
 

@@ -36,7 +36,7 @@ def stdlib_files(max_bytes: int = STDLIB_MAX_BYTES) -> tuple[list[Path], int]:
             chosen.append(path)
             total += size
     if not chosen:
-        raise InputError("data.source", seen=f"no Python source text in {root}", expected="the standard library")
+        raise InputError("data.source", got=f"no Python source text in {root}", expected="the standard library")
     return chosen, total
 
 

@@ -47,22 +47,22 @@ def read_tables(paths: Sequence[str], *, kind: str, key: str) -> Any:
         if sorted(table.column_names) != sorted(tables[0].column_names):
             raise InputError(
                 key,
-                seen=f"the columns {abbreviated(table.column_names, NAMED_AT_MOST)} in {path}",
+                got=f"the columns {abbreviated(table.column_names, NAMED_AT_MOST)} in {path}",
                 expected=f"{abbreviated(tables[0].column_names, NAMED_AT_MOST)} as in {paths[0]}",
             )
     try:
         table = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
-        raise InputError(key, seen=f"columns of different types: {error}", expected="one type per column") from error
+        raise InputError(key, got=f"columns of different types: {error}", expected="one type per column") from error
     if not table.num_rows:
-        raise InputError(key, seen=f"0 rows in {', '.join(paths)}", expected="at least one row")
+        raise InputError(key, got=f"0 rows in {', '.join(paths)}", expected="at least one row")
     return table
 
 
 def _check_names(names: Sequence[str], *, key: str) -> None:
     if len(set(names)) < len(names):
         twice = next(name for name in names if list(names).count(name) > 1)
-        raise InputError(key, seen=f"two columns named '{twice}'", expected="different names")
+        raise InputError(key, got=f"two columns named '{twice}'", expected="different names")
 
 
 def _read_table(path: str, *, kind: str, key: str) -> Any:
@@ -86,7 +86,7 @@ def _read_table(path: str, *, kind: str, key: str) -> Any:
             return json.read_json(stream)
     except pa.ArrowException as error:
         message = str(error).splitlines()[0]
-        raise InputError(key, seen=f"{path}, which cannot be read: {message}", expected=f"a {kind} file") from error
+        raise InputError(key, got=f"{path}, which cannot be read: {message}", expected=f"a {kind} file") from error
     except OSError as error:
         raise unreadable(path, error, key=key) from error
 
@@ -105,7 +105,7 @@ def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str
                 opened = parquet.ParquetFile(file)
                 meta, schema = opened.metadata, schema or opened.schema_arrow
         except pa.ArrowException as error:
-            raise InputError(key, seen=f"{path}: {str(error).splitlines()[0]}", expected="a parquet file") from error
+            raise InputError(key, got=f"{path}: {str(error).splitlines()[0]}", expected="a parquet file") from error
         rows += meta.num_rows
         for group in range(meta.num_row_groups):
             for number in range(meta.num_columns):
@@ -113,7 +113,7 @@ def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str
                 name = chunk.path_in_schema.split(".")[0]
                 sizes[name] = sizes.get(name, 0) + chunk.total_uncompressed_size
     if not rows:
-        raise InputError(key, seen=f"0 rows in {', '.join(paths)}", expected="at least one row")
+        raise InputError(key, got=f"0 rows in {', '.join(paths)}", expected="at least one row")
     return schema, rows, {name: size / rows for name, size in sizes.items()}
 
 
@@ -131,7 +131,7 @@ def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | 
         if wanted is not None and wanted not in names:
             raise InputError(
                 origin,
-                seen=f"'{wanted}', which is not in {key}",
+                got=f"'{wanted}', which is not in {key}",
                 expected=f"columns among {abbreviated(names, NAMED_AT_MOST)}",
                 remedy=suggestion(wanted, names),
             )
@@ -141,12 +141,12 @@ def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | 
         if kind == "other":
             raise InputError(
                 "data.features",
-                seen=f"column '{name}' of type {schema.field(name).type}",
+                got=f"column '{name}' of type {schema.field(name).type}",
                 expected="numbers or lists of numbers",
                 remedy="list the columns to use in data.features",
             )
     if not used:
-        raise InputError("data.features", seen="no column", expected=f"some of {abbreviated(names, NAMED_AT_MOST)}")
+        raise InputError("data.features", got="no column", expected=f"some of {abbreviated(names, NAMED_AT_MOST)}")
     own = features is None and label is None
     stacked = tuple(name for name in used if kinds[name] == "number" and not own)
     return ColumnChoice(stacked, tuple(name for name in used if name not in stacked), label)
@@ -165,7 +165,7 @@ def column_kind(kind: Any) -> str:
 def no_label(name: str, kind: Any) -> InputError:
     """The error for a column whose type cannot be a label."""
     expected = "whole numbers or strings for classes, fractions for regression"
-    return InputError("data.label", seen=f"column '{name}' of type {kind}", expected=expected)
+    return InputError("data.label", got=f"column '{name}' of type {kind}", expected=expected)
 
 
 def is_text(kind: Any) -> bool:
@@ -201,7 +201,7 @@ def convert(table: Any, choice: ColumnChoice, *, classes: tuple[str, ...] | None
     for name in (*choice.stacked, *choice.named):
         if column_kind(table.schema.field(name).type) == "other":
             seen = f"column '{name}' of type {table.schema.field(name).type}"
-            raise InputError(key, seen=seen, expected="numbers or lists of numbers")
+            raise InputError(key, got=seen, expected="numbers or lists of numbers")
     if choice.stacked:
         parts = [_numbers(table, name, key=key).astype(np.float32) for name in choice.stacked]
         columns.dense["x"] = np.stack(parts, axis=1)
@@ -246,7 +246,7 @@ def check_present(column: Any, name: str, *, key: str, offsets: np.ndarray | Non
         row = _row_of(int(np.argmax(column.is_null().to_numpy())), offsets)
         raise InputError(
             key,
-            seen=f"a missing value in column '{name}' row {row}",
+            got=f"a missing value in column '{name}' row {row}",
             expected="finite numbers",
             remedy="rows are numbered from 0; fill in these values or remove the rows",
         )
@@ -301,6 +301,6 @@ def check_classes(labels: np.ndarray, *, name: str, key: str) -> None:
         row = int(np.argmax(wrong))
         raise InputError(
             key,
-            seen=f"the class {labels[row]} in column '{name}' row {row}",
+            got=f"the class {labels[row]} in column '{name}' row {row}",
             expected=f"class numbers of at least 0, or {IGNORED_LABEL} for rows without a label",
         )

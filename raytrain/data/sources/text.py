@@ -46,7 +46,7 @@ class CharVocabulary:
         if unknown:
             raise InputError(
                 "data.vocabulary",
-                seen=f"the character {unknown[0]!r}",
+                got=f"the character {unknown[0]!r}",
                 expected=f"one of the {self.size} characters of the training text",
             )
         numbers = {character: number for number, character in enumerate(self.characters)}
@@ -61,7 +61,7 @@ def check_context(context: int | None) -> int:
     if context is None:
         raise InputError(
             "model.context",
-            seen="no value",
+            got="no value",
             expected="a number of tokens",
             remedy="text is split into windows of model.context tokens",
         )
@@ -91,7 +91,7 @@ def text_facts(
         if tokens < least:
             raise InputError(
                 key,
-                seen=f"{tokens:,} tokens for {use}",
+                got=f"{tokens:,} tokens for {use}",
                 expected=f"at least {least:,} with model.context {context}",
                 remedy="give more text, or a smaller model.context or data.eval_fraction",
             )
@@ -184,7 +184,7 @@ def _check_utf8(text: bytes, path: str) -> None:
     except UnicodeDecodeError as error:
         raise InputError(
             "data.vocabulary",
-            seen=f"chars, and byte {error.start} of {path} is not valid UTF-8",
+            got=f"chars, and byte {error.start} of {path} is not valid UTF-8",
             expected="UTF-8 text",
             remedy="vocabulary: bytes accepts any file",
         ) from error

@@ -138,7 +138,7 @@ def _decoded(path: str, *, key: str) -> str:
         return read_bytes(path, key=key).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            key, seen=f"byte {error.start} of {path}, which is not valid UTF-8", expected="UTF-8 text"
+            key, got=f"byte {error.start} of {path}, which is not valid UTF-8", expected="UTF-8 text"
         ) from error
 
 
@@ -153,7 +153,7 @@ def _documents(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> T
     kept = [[row for row in part if row is not None] for part in rows]
     if not kept[0]:
         seen, expected = "no row with a label to learn", "texts of at least two tokens, and prompts shorter than this"
-        raise InputError("data.max_length", seen=seen, expected=expected)
+        raise InputError("data.max_length", got=seen, expected=expected)
     lost = sum(map(len, rows)) - sum(map(len, kept))
     limit = length + (not same)
     shortened = sum(len(one.ids) > limit for part in parts for one in part)
@@ -272,12 +272,12 @@ def resolve_text_keys(data: DataConfig, model: ModelConfig) -> DataConfig:
 
 def _resolve_text(data: DataConfig, keys: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     if model.builder == CLASSIFIER:
-        raise InputError("data.source", seen="text with a classifier", expected="jsonl with text_field and label_field")
+        raise InputError("data.source", got="text with a classifier", expected="jsonl with text_field and label_field")
     folder = keys["tokenizer"]
     if folder is None and model.builder == CAUSAL_LM and "vocabulary" not in data.keys:
         folder = "auto"
     if folder is not None and "vocabulary" in data.keys:
-        raise InputError("data.vocabulary", seen="both this key and data.tokenizer", expected="only one of them")
+        raise InputError("data.vocabulary", got="both this key and data.tokenizer", expected="only one of them")
     labels = _resolve_labels(keys["labels"], model, usual="next")
     changed = {} if folder is None else {"tokenizer": _resolve_tokenizer(folder, model)}
     return changed if folder is None and labels == "next" else {**changed, "labels": labels}
@@ -289,7 +289,7 @@ def _resolve_rows(data: DataConfig, keys: dict[str, Any], model: ModelConfig) ->
         extra = next((name for name in ROW_KEYS if name in data.keys), None)
         if extra is not None:
             expected = "data.text_field as well, or data.prompt_field and data.completion_field"
-            raise InputError(f"data.{extra}", seen="this key without a text field", expected=expected)
+            raise InputError(f"data.{extra}", got="this key without a text field", expected=expected)
         return {}
     _check_fields(data, keys, fields, model)
     return {
@@ -302,21 +302,21 @@ def _resolve_rows(data: DataConfig, keys: dict[str, Any], model: ModelConfig) ->
 def _check_fields(data: DataConfig, keys: dict[str, Any], fields: list[str], model: ModelConfig) -> None:
     expected = "text_field, text_field and label_field, or prompt_field and completion_field"
     if fields not in (["text_field"], ["text_field", "label_field"], ["prompt_field", "completion_field"]):
-        raise InputError(f"data.{fields[-1]}", seen=" and ".join(fields), expected=expected)
+        raise InputError(f"data.{fields[-1]}", got=" and ".join(fields), expected=expected)
     for name in ("features", "label"):
         if name in data.keys:
-            raise InputError(f"data.{name}", seen=f"both this key and data.{fields[0]}", expected="only one of them",
+            raise InputError(f"data.{name}", got=f"both this key and data.{fields[0]}", expected="only one of them",
                              remedy="for the class of a text, use data.label_field")  # fmt: skip
     classes = "label_field" in fields
     if classes and keys["packing"] == "packed":
-        raise InputError("data.packing", seen="packed with data.label_field", expected="padded: one text per row")
+        raise InputError("data.packing", got="packed with data.label_field", expected="padded: one text per row")
     if _is_ours(model) and model.builder not in KEYS and keys["packing"] == "packed":
-        raise InputError("data.packing", seen=f"packed with {model.builder}, which does not support position_ids",
+        raise InputError("data.packing", got=f"packed with {model.builder}, which does not support position_ids",
                          expected="padded", remedy="the texts of a row would attend to each other")  # fmt: skip
     if model.builder in KEYS and classes is (model.builder == CAUSAL_LM):
         name = (model.builder or "").rpartition(":")[2]
         seen = f"{' and '.join(fields)} with {name}"
-        raise InputError("data.label_field", seen=seen, expected="label_field with classifier, and only there")
+        raise InputError("data.label_field", got=seen, expected="label_field with classifier, and only there")
 
 
 def _resolve_tokenizer(given: str, model: ModelConfig) -> str:
@@ -326,7 +326,7 @@ def _resolve_tokenizer(given: str, model: ModelConfig) -> str:
     path = model.keys.get("path")
     if isinstance(path, str):
         return path
-    raise InputError("data.tokenizer", seen="auto for a model without a folder (model.path)",
+    raise InputError("data.tokenizer", got="auto for a model without a folder (model.path)",
                      expected="a folder with a tokenizer")  # fmt: skip
 
 
@@ -350,6 +350,6 @@ def _resolve_length(given: Any, model: ModelConfig) -> int:
         return min(wanted, most) if isinstance(most, int) else wanted
     if isinstance(most, int) and given > most:
         remedy = "longer texts are truncated"
-        raise InputError("data.max_length", seen=str(given), expected=f"at most {most}, the limit of the model",
+        raise InputError("data.max_length", got=str(given), expected=f"at most {most}, the limit of the model",
                          remedy=remedy)  # fmt: skip
     return given

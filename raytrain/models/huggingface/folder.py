@@ -32,7 +32,7 @@ def check_installed(builder: str) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise InputError(
             "model.builder",
-            seen=f"{builder}, and transformers is not installed",
+            got=f"{builder}, and transformers is not installed",
             expected="transformers 5 or newer",
             remedy="pip install 'raytrain[transformers]'",
         )
@@ -45,19 +45,19 @@ def read_config(path: Any) -> dict[str, Any]:
         InputError: `path` is not such a folder; nothing is downloaded.
     """
     if not isinstance(path, str) or not path:
-        raise InputError("model.path", seen=repr(path), expected=EXPECTED)
+        raise InputError("model.path", got=repr(path), expected=EXPECTED)
     if not os.path.isdir(path):
         seen = f"a file at {path}" if os.path.exists(path) else f"no folder at {path}"
-        raise InputError("model.path", seen=seen, expected=EXPECTED, remedy="nothing is downloaded")
+        raise InputError("model.path", got=seen, expected=EXPECTED, remedy="nothing is downloaded")
     try:
         with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
             config = json.load(file)
     except FileNotFoundError as error:
-        raise InputError("model.path", seen=f"no config.json in {path}", expected=EXPECTED) from error
+        raise InputError("model.path", got=f"no config.json in {path}", expected=EXPECTED) from error
     except (OSError, ValueError) as error:
-        raise InputError("model.path", seen=f"{path}/config.json: {first_line(error)}", expected=EXPECTED) from error
+        raise InputError("model.path", got=f"{path}/config.json: {first_line(error)}", expected=EXPECTED) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise InputError("model.path", seen=f"no model_type in {path}/config.json", expected=EXPECTED)
+        raise InputError("model.path", got=f"no model_type in {path}/config.json", expected=EXPECTED)
     return config
 
 
@@ -76,7 +76,7 @@ def check_patterns(patterns: Any) -> list[str]:
     """`model.freeze` as a list. Raises InputError unless all are strings."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(listed, Sequence) or not all(isinstance(one, str) and one for one in listed):
-        raise InputError("model.freeze", seen=repr(patterns), expected="a list of patterns such as model.layers.0.*")
+        raise InputError("model.freeze", got=repr(patterns), expected="a list of patterns such as model.layers.0.*")
     return list(listed)
 
 

@@ -48,7 +48,7 @@ def open_config(path: str) -> Any:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         expected = "a model that this version of transformers knows"
-        raise InputError("model.path", seen=f"{path}: {first_line(error)}", expected=expected) from error
+        raise InputError("model.path", got=f"{path}: {first_line(error)}", expected=expected) from error
 
 
 def load_module(auto: Any, config: Any, path: str, *, init: str, head: bool) -> PreTrainedModel:
@@ -59,7 +59,7 @@ def load_module(auto: Any, config: Any, path: str, *, init: str, head: bool) -> 
         head: tensors outside the model's trunk may be missing or of another size; they are initialised randomly.
     """
     if init not in ("weights", "random"):
-        raise SizeError("init", seen=repr(init), expected="weights or random")
+        raise SizeError("init", got=repr(init), expected="weights or random")
     on_meta = torch.get_default_device().type == "meta"
     try:
         if init == "random" or on_meta:
@@ -77,7 +77,7 @@ def load_module(auto: Any, config: Any, path: str, *, init: str, head: bool) -> 
         if isinstance(error, SizeError):
             raise
         expected = f"a model and weights for {auto.__name__}"
-        raise InputError("model.path", seen=f"{path}: {first_line(error)}", expected=expected) from error
+        raise InputError("model.path", got=f"{path}: {first_line(error)}", expected=expected) from error
     if found:
         raise misfit(found, path, key="model.path")
     module.config.use_cache = False  # a key-value cache is for generation only, and hides that rows are packed

@@ -30,9 +30,9 @@ def check_tokenizer(path: str, *, key: str = "data.tokenizer") -> None:
     """Raise InputError if the folder holds no tokenizer or transformers is not installed."""
     if not has_tokenizer(path):
         seen = f"no tokenizer in {path}" if os.path.isdir(path) else f"no folder at {path}"
-        raise InputError(key, seen=seen, expected=EXPECTED, remedy="nothing is downloaded")
+        raise InputError(key, got=seen, expected=EXPECTED, remedy="nothing is downloaded")
     if importlib.util.find_spec("transformers") is None:
-        raise InputError(key, seen=f"{path}, and transformers is not installed", expected="transformers 5 or newer",
+        raise InputError(key, got=f"{path}, and transformers is not installed", expected="transformers 5 or newer",
                          remedy="pip install 'raytrain[transformers]'")  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def open_tokenizer(path: str, *, key: str = "data.tokenizer") -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # a broken file can raise any exception
         seen = f"{path}: {type(error).__name__}: {first_line(error)}"
-        raise InputError(key, seen=seen, expected=EXPECTED) from error
+        raise InputError(key, got=seen, expected=EXPECTED) from error
 
 
 def pad_id(tokenizer: Any) -> int:

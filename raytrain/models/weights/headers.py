@@ -65,10 +65,10 @@ def find_weights(path: str, *, key: str) -> StoredWeights:
             store = open_store(folder)
             if store.exists(name):
                 return _from_files(store, [name], origin=path, key=key)
-            raise InputError(key, seen=f"no file at {path}", expected=EXPECTED)
+            raise InputError(key, got=f"no file at {path}", expected=EXPECTED)
         return _from_folder(_follow_latest(path), path, key=key)
     except (OSError, ValueError) as error:
-        raise InputError(key, seen=f"{path}, which cannot be read: {first_line(error)}", expected=EXPECTED) from error
+        raise InputError(key, got=f"{path}, which cannot be read: {first_line(error)}", expected=EXPECTED) from error
 
 
 def _follow_latest(path: str) -> Store:
@@ -90,7 +90,7 @@ def _from_folder(store: Store, path: str, *, key: str) -> StoredWeights:
         if complete:
             return _from_checkpoint(open_store(join(store.uri, f"checkpoints/{complete[-1]}")), key=key)
         seen = f"the run {path} without exported weights or a complete checkpoint"
-        raise InputError(key, seen=seen, expected=EXPECTED)
+        raise InputError(key, got=seen, expected=EXPECTED)
     if "COMPLETE" in names and "manifest.json" in names:
         return _from_checkpoint(store, key=key)
     if INDEX in names:
@@ -101,7 +101,7 @@ def _from_folder(store: Store, path: str, *, key: str) -> StoredWeights:
     pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
     raise InputError(
         key,
-        seen=f"no weights in {path}" if names else f"nothing at {path}",
+        got=f"no weights in {path}" if names else f"nothing at {path}",
         expected=EXPECTED,
         remedy=f"{pickles[0]} may run code when it is read: save it as safetensors first" if pickles else "",
     )
@@ -112,11 +112,11 @@ def _from_index(store: Store, names: list[str], path: str, *, key: str) -> Store
     files = sorted(set(file_of.values()))
     for file in files:
         if file not in names:
-            raise InputError(key, seen=f"no {file} in {path}", expected=f"every file that {INDEX} names")
+            raise InputError(key, got=f"no {file} in {path}", expected=f"every file that {INDEX} names")
     found = _from_files(store, files, origin=path, key=key)
     for name, file in file_of.items():
         if name not in found.shapes:
-            raise InputError(key, seen=f"no tensor {name} in {path}", expected=f"it in {file}, as {INDEX} says")
+            raise InputError(key, got=f"no tensor {name} in {path}", expected=f"it in {file}, as {INDEX} says")
     return found
 
 
@@ -124,7 +124,7 @@ def _from_checkpoint(store: Store, *, key: str) -> StoredWeights:
     manifest = json.loads(store.read_bytes("manifest.json"))
     if manifest.get("stacked"):
         raise InputError(
-            key, seen=f"the checkpoint {store.uri}, of which other processes hold a part in files of their own",
+            key, got=f"the checkpoint {store.uri}, of which other processes hold a part in files of their own",
             expected=EXPECTED, remedy="`raytrain export RUN --step N` writes the complete weights",
         )  # fmt: skip
     split = tuple(manifest.get("split", {}).get("model", ()))
@@ -147,7 +147,7 @@ def _from_files(store: Store, files: list[str], *, origin: str, key: str, split:
                 shape = (shapes[name][0] + shape[0], *shape[1:])
             elif name in shapes:
                 seen = f"{name} in {file_of[name]} and in {file} of {origin}"
-                raise InputError(key, seen=seen, expected="each tensor in one file")
+                raise InputError(key, got=seen, expected="each tensor in one file")
             shapes[name], file_of[name] = shape, file
         # safetensors' save_model notes tied weights like this, and so does `export_weights`
         aliases |= {alias: name for alias, name in notes.items() if alias not in header and name in header}
@@ -170,5 +170,5 @@ def read_header(store: Store, file: str, *, key: str) -> dict[str, Any]:
         if not all(isinstance(entry["shape"], list) for name, entry in header.items() if name != "__metadata__"):
             raise ValueError("a header without shapes")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(key, seen=f"{path}: {first_line(error)}", expected="a safetensors file") from error
+        raise InputError(key, got=f"{path}: {first_line(error)}", expected="a safetensors file") from error
     return header

@@ -105,7 +105,7 @@ def misfit(found: Mapping[str, list[str]], origin: str, *, key: str = KEY, remed
     kinds = [f"{len(names)} {kind} ({abbreviated(names, NAMED_AT_MOST)})" for kind, names in found.items()]
     return InputError(
         key,
-        seen=f"{origin}: {'; '.join(kinds)}",
+        got=f"{origin}: {'; '.join(kinds)}",
         expected="the names and shapes of this model",
         remedy=remedy or "the weights belong to another model or to other sizes",
     )

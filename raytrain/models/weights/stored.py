@@ -69,7 +69,7 @@ class StoredTensors(Mapping[str, Tensor]):
             try:
                 self._opened[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise InputError(path, seen=str(error), expected="a safetensors file") from error
+                raise InputError(path, got=str(error), expected="a safetensors file") from error
         return self._opened[file]
 
 

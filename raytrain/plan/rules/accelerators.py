@@ -52,14 +52,14 @@ def ray_type(text: str, nodes: Sequence[Node], inventory: Inventory, *, key: str
         return names[0]
     if names:
         raise InputError(
-            key, seen=text, expected=f"one type, {' or '.join(names)}", remedy="Ray requires one type for a process"
+            key, got=text, expected=f"one type, {' or '.join(names)}", remedy="Ray requires one type for a process"
         )
     others = [node.host for node in inventory.nodes if node.devices and node not in nodes]
     if not others and all(of_type(node, device, text) for node in nodes for device in node.devices):
         return None
     hosts = ", ".join(node.host for node in nodes)
     raise InputError(
-        key, seen=text, expected="a type that Ray knows",
+        key, got=text, expected="a type that Ray knows",
         remedy=f"Ray names no type on {hosts}: start Ray there with --resources"
         f" '{{\"accelerator_type:{text}\": 1}}'; available: {inventory.describe()}",
     )  # fmt: skip

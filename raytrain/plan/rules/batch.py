@@ -37,15 +37,15 @@ def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
     """
     if loop.global_batch_size == "auto":
         raise InputError(
-            "loop.global_batch_size", seen="auto", expected="a number",
+            "loop.global_batch_size", got="auto", expected="a number",
             remedy="`raytrain tune` searches for the best batch size",
         )  # fmt: skip
     if data_facts is not None:
         if data_facts.train_rows < 1:
-            raise InputError("data", seen="no training rows", expected="at least one", remedy=data_facts.reason)
+            raise InputError("data", got="no training rows", expected="at least one", remedy=data_facts.reason)
         if loop.global_batch_size > data_facts.train_rows:
             raise InputError(
-                "loop.global_batch_size", seen=str(loop.global_batch_size),
+                "loop.global_batch_size", got=str(loop.global_batch_size),
                 expected=f"at most {data_facts.train_rows}, the number of training rows",
                 remedy=f"set loop.global_batch_size={data_facts.train_rows} or less, or add data "
                 f"({data_facts.reason})",
@@ -70,7 +70,7 @@ def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], split
         chosen = Resolved(micro, reason)
     elif loop.micro_batch_size > total:
         raise InputError(
-            "loop.micro_batch_size", seen=str(loop.micro_batch_size),
+            "loop.micro_batch_size", got=str(loop.micro_batch_size),
             expected=f"at most loop.global_batch_size, {total}",
         )  # fmt: skip
     else:
@@ -235,7 +235,7 @@ def choose_export(save: SaveConfig, loop: LoopConfig, *, data_facts: DataFacts |
     evaluates = data_facts is None or data_facts.eval_rows > 0
     if save.export == "best" and not evaluates:
         raise InputError(
-            "save.export", seen="best without evaluation rows", expected="auto or last, or an eval split",
+            "save.export", got="best without evaluation rows", expected="auto or last, or an eval split",
             remedy="data.eval_fraction keeps a part of the data for evaluation",
         )  # fmt: skip
     if save.export != "auto":

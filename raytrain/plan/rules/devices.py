@@ -37,6 +37,12 @@ class DevicePool:
     def on_gpu(self) -> bool:
         return self.device.value == "cuda"
 
+    @property
+    def required_type(self) -> str | None:
+        """Ray's accelerator type if `scale.accelerator` names one; None for any device."""
+        name = str(self.accelerator.value)
+        return None if name.partition(":")[0] in ("cpu", "cuda") else name
+
     def without(self, excluded: Mapping[str, Sequence[Device]]) -> DevicePool:
         """The pool without the devices in `excluded` ({host name: devices})."""
         left = ((node, tuple(one for one in own if one not in excluded.get(node.host, ()))) for node, own in self.pool)
@@ -99,7 +105,7 @@ def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ..
         several = several or "Ray assigns the GPUs of a cluster"
     if numbered and several:
         raise InputError(
-            "scale.accelerator", seen=text, expected=f"a device type, since {several}",
+            "scale.accelerator", got=text, expected=f"a device type, since {several}",
             remedy=f"available: {inventory.describe()}",
         )  # fmt: skip
 
@@ -114,7 +120,7 @@ def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ..
     pool = tuple((node, devices) for node, devices in pairs if devices)
     if not pool and text != "auto":
         raise InputError(
-            "scale.accelerator", seen=text, expected="a device of these machines",
+            "scale.accelerator", got=text, expected="a device of these machines",
             remedy=f"available: {inventory.describe()}",
         )  # fmt: skip
     return pool
@@ -139,7 +145,7 @@ def _refuse_contradiction(scale: ScaleConfig, text: str) -> None:
         expected = "more than one device with scale.mode multi_gpu"
     else:
         return
-    raise InputError("scale.accelerator", seen=text, expected=expected)
+    raise InputError("scale.accelerator", got=text, expected=expected)
 
 
 def _mode(scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bool, warnings: list[str]) -> Resolved:
@@ -208,7 +214,7 @@ def choose_precision(
     if problem:
         if not precision.fallback:
             raise InputError(
-                "precision.dtype", seen=precision.dtype, expected=f"a format for this device: {problem}",
+                "precision.dtype", got=precision.dtype, expected=f"a format for this device: {problem}",
                 remedy=f"use {instead}, or precision.fallback: true",
             )  # fmt: skip
         return _fell_back(instead, f"{precision.dtype} was asked for, but {problem}", warnings)

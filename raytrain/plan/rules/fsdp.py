@@ -30,7 +30,7 @@ def hosts_under_fsdp(requested: Any) -> Resolved:
     if requested in (0, "auto"):
         return Resolved(0, "scale.strategy fsdp: every worker holds its rows of all experts")
     raise InputError(
-        "experts.hosts", seen=str(requested), expected="0 or auto with scale.strategy fsdp",
+        "experts.hosts", got=str(requested), expected="0 or auto with scale.strategy fsdp",
         remedy="expert hosts with sharded workers are not supported yet; scale.strategy expert_parallel has hosts",
     )  # fmt: skip
 
@@ -39,7 +39,7 @@ def refuse_unmeasured(scale: ScaleConfig, precision: PrecisionConfig) -> None:
     """Raises InputError for a choice that needs a measurement, since `fsdp` measures nothing."""
     if scale.strategy == "fsdp" and precision.fp32_layers == "auto":
         raise InputError(
-            "precision.fp32_layers", seen="auto with scale.strategy fsdp", expected="a list of layers, or null",
+            "precision.fp32_layers", got="auto with scale.strategy fsdp", expected="a list of layers, or null",
             remedy=UNMEASURED,
         )  # fmt: skip
 

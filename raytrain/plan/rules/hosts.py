@@ -43,7 +43,7 @@ def choose_hosts(
         if requested == "auto":
             return Resolved(0, "scale.strategy data_parallel: every worker holds all experts")
         raise InputError(
-            "experts.hosts", seen=str(requested), expected="0 or auto with scale.strategy data_parallel",
+            "experts.hosts", got=str(requested), expected="0 or auto with scale.strategy data_parallel",
             remedy="scale.strategy expert_parallel distributes the experts",
         )  # fmt: skip
     if isinstance(requested, dict):
@@ -153,7 +153,7 @@ def choose_inflight(
         return None
     if requested == 2 and loop.activation_checkpointing:
         raise InputError(
-            "experts.inflight", seen="2 with loop.activation_checkpointing true", expected="1 or auto with it",
+            "experts.inflight", got="2 with loop.activation_checkpointing true", expected="1 or auto with it",
             remedy="a block that is recomputed in backward would draw random numbers out of order;"
             " loop.activation_checkpointing false keeps the activations of two micro-batches",
         )  # fmt: skip
@@ -180,7 +180,7 @@ def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warning
     remote = hosts.value not in ("none", 0)
     if scale.overlap is True and remote:
         raise InputError(
-            "scale.overlap", seen=f"true with experts.hosts {hosts.value}", expected="auto or false with it",
+            "scale.overlap", got=f"true with experts.hosts {hosts.value}", expected="auto or false with it",
             remedy="with remote experts, gradients are reduced after the vote on the step; experts.hosts 0 keeps the"
             " experts in every worker",
         )  # fmt: skip
@@ -208,7 +208,7 @@ def choose_sync_batchnorm(scale: ScaleConfig, hosts: Resolved, *, workers: int, 
         return None
     if hosts.value not in ("none", 0):
         raise InputError(
-            "scale.sync_batchnorm", seen=f"true with experts.hosts {hosts.value}", expected="false with it",
+            "scale.sync_batchnorm", got=f"true with experts.hosts {hosts.value}", expected="false with it",
             remedy="in passes without rows a worker runs the experts only; experts.hosts 0 keeps them in every worker",
         )  # fmt: skip
     if workers == 1:
@@ -221,7 +221,7 @@ def _check_cores(requested: int, inventory: Inventory) -> None:
     if requested > CPU_OVERLOAD * max(1, inventory.cpus):
         expected = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core"
         remedy = f"lower experts.hosts; available: {inventory.describe()}"
-        raise InputError("experts.hosts", seen=str(requested), expected=expected, remedy=remedy)
+        raise InputError("experts.hosts", got=str(requested), expected=expected, remedy=remedy)
 
 
 def _checked_kinds(requested: dict[str, int], machines: DevicePool, inventory: Inventory) -> dict[str, int]:
@@ -229,7 +229,7 @@ def _checked_kinds(requested: dict[str, int], machines: DevicePool, inventory: I
     there = f"available: {inventory.describe()}"
     if not machines.on_gpu:
         raise InputError(
-            "experts.hosts", seen=host_kinds_text(requested), expected="a number, as this run is on CPUs", remedy=there
+            "experts.hosts", got=host_kinds_text(requested), expected="a number, as this run is on CPUs", remedy=there
         )
     spelled: Counter[str] = Counter()
     for kind, number in requested.items():
@@ -237,17 +237,17 @@ def _checked_kinds(requested: dict[str, int], machines: DevicePool, inventory: I
         have = sum(of_type(node, device, kind) for node in mine for device in node.devices)
         if have < number:
             expected = f"at most {have}" if have else "an accelerator type of these machines"
-            raise InputError("experts.hosts", seen=f"{number} {kind}", expected=expected, remedy=there)
+            raise InputError("experts.hosts", got=f"{number} {kind}", expected=expected, remedy=there)
         mixed = [node.host for node in mine if len({device.name for device in node.devices}) > 1]
         if mixed:
             raise InputError(
-                "experts.hosts", seen=f"{number} {kind} with {mixed[0]}, which has GPUs of several kinds",
+                "experts.hosts", got=f"{number} {kind} with {mixed[0]}, which has GPUs of several kinds",
                 expected="a number", remedy="Ray knows one accelerator type per machine",
             )  # fmt: skip
         name = ray_type(kind, mine, inventory, key="experts.hosts")
         if name is None:
             raise InputError(
-                "experts.hosts", seen=f"{number} {kind}", expected="a number", remedy="Ray names no type on its nodes"
+                "experts.hosts", got=f"{number} {kind}", expected="a number", remedy="Ray names no type on its nodes"
             )
         spelled[name] += number
     return dict(spelled)
@@ -272,7 +272,7 @@ def _check_left(
     gpus = "there is 1 GPU" if there == 1 else f"there are {there} GPUs"
     title = host_kinds_text(requested) if isinstance(requested, dict) else str(requested)
     raise InputError(
-        "experts.hosts", seen=title if scale.workers == "auto" else f"{title} with {workers} workers",
+        "experts.hosts", got=title if scale.workers == "auto" else f"{title} with {workers} workers",
         expected=f"{expected}: {gpus}, each expert host needs one, and {takers}",
         remedy=f"lower {keys}, or set experts.hosts colocated, which needs no GPU of its own"
         f" ({inventory.describe()})",
@@ -282,7 +282,7 @@ def _check_left(
 def _refuse_strategy(scale: ScaleConfig, what: str) -> None:
     if scale.strategy == "expert_parallel":
         raise InputError(
-            "scale.strategy", seen=f"expert_parallel with {what}", expected="data_parallel or auto",
+            "scale.strategy", got=f"expert_parallel with {what}", expected="data_parallel or auto",
             remedy="models with experts: experts.models:moe_gpt, experts.models:moe_mlp, and your own builder with"
             " experts.num_experts set",
         )  # fmt: skip

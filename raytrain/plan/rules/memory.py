@@ -323,7 +323,7 @@ def check_limit(
         if one_row is not None and (estimated := one_row.value_or(0)) > least:
             likely = f"; {size_text(estimated)} are estimated for one row"
         raise InputError(
-            key, seen=f"{size_text(limit)} for each process",
+            key, got=f"{size_text(limit)} for each process",
             expected=f"more than {size_text(least)}, the least that a worker needs: {parts_text(parts)}{likely}",
             remedy="null uses cluster.memory_fraction instead" if key == "cluster.memory_limit" else "",
         )  # fmt: skip

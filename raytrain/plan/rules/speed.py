@@ -38,7 +38,7 @@ def choose_compile(
         return None
     if loop.compile == "max-autotune" and loop.deterministic:
         raise InputError(
-            "loop.compile", seen="max-autotune with loop.deterministic true", expected="default or reduce-overhead",
+            "loop.compile", got="max-autotune with loop.deterministic true", expected="default or reduce-overhead",
             remedy="max-autotune picks the fastest kernels by timing them, so the choice can differ between starts",
         )  # fmt: skip
     if loop.compile == "reduce-overhead" and on_gpu:
@@ -48,7 +48,7 @@ def choose_compile(
         other = "scale.strategy fsdp" if sharded else "loop.activation_checkpointing"
         if sharded or loop.activation_checkpointing:
             raise InputError(
-                "loop.compile_parts", seen=f"all with {other}", expected="blocks, or names of parts, with it",
+                "loop.compile_parts", got=f"all with {other}", expected="blocks, or names of parts, with it",
                 remedy="both work block by block",
             )  # fmt: skip
     if missing is not None:
@@ -88,7 +88,7 @@ def _refuse_graphs_of_parts(loop: LoopConfig, strategy: Choice) -> None:
     for key, is_divided in divided.items():
         if is_divided:
             raise InputError(
-                "loop.compile", seen=f"reduce-overhead on a GPU with {key} {seen[key]}",
+                "loop.compile", got=f"reduce-overhead on a GPU with {key} {seen[key]}",
                 expected="default or max-autotune with it",
                 remedy="its CUDA graphs work for the full model only (loop.compile_parts all): torch refuses to pass"
                 " the output of one graph to another (pytorch #152887)",
@@ -105,7 +105,7 @@ def choose_cudnn_benchmark(loop: LoopConfig, machines: DevicePool) -> Resolved |
         return Resolved(True, "until there are batches of too many shapes")
     if loop.cudnn_benchmark and loop.deterministic:
         raise InputError(
-            "loop.cudnn_benchmark", seen="true with loop.deterministic true", expected="auto or false with it",
+            "loop.cudnn_benchmark", got="true with loop.deterministic true", expected="auto or false with it",
             remedy="the search picks kernels by timing them",
         )  # fmt: skip
     return Resolved(loop.cudnn_benchmark, "loop.cudnn_benchmark")

@@ -130,7 +130,7 @@ def _check_fits(facts: DataFacts, room: DataRoom) -> None:
         else f", {size_text(room.model_bytes)} of it for weights, optimizer and activations"
     )
     raise InputError(
-        "data.storage", seen=f"resident for {size_text(need)} of data",
+        "data.storage", got=f"resident for {size_text(need)} of data",
         expected=f"at most {size_text(max(0, most))}: a worker may use {size_text(room.allowed or 0)}{model_part}",
         remedy="auto keeps what fits and streams the rest; stream keeps nothing",
     )  # fmt: skip

@@ -74,7 +74,7 @@ def _check_requested(
         remedy = "each worker needs a row of every global batch"
     else:
         return
-    raise InputError("scale.workers", seen=str(requested), expected=expected, remedy=remedy)
+    raise InputError("scale.workers", got=str(requested), expected=expected, remedy=remedy)
 
 
 def spread(workers: int, machines: DevicePool, inventory: Inventory) -> dict[str, int]:

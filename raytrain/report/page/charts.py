@@ -62,6 +62,7 @@ def chart(
     tick: Callable[[float], str] | None = None,
     wide: bool = False,
     note: str = "",
+    at: Callable[[float], str] | None = None,
 ) -> str:
     """A figure with axes, gridlines, legend and tooltips; "" if no curve has a point.
 
@@ -71,6 +72,7 @@ def chart(
         tick: formats a y value at the axis.
         wide: span both columns of the page.
         note: a line below the title.
+        at: formats an x value in a tooltip; None where x counts steps.
     """
     curves = [curve for curve in curves if curve.points]
     if not curves:
@@ -81,7 +83,7 @@ def chart(
         left, right = left - 0.5, right + 0.5
     low, high, above = _y_range(curves, from_zero=from_zero)
     frame = _Frame(left, right, low, high)
-    x_ticks = [x for x in ticks(left, right, 6) if float(x).is_integer()]
+    x_ticks = [x for x in ticks(left, right, 6) if at is not None or float(x).is_integer()]
     y_ticks = ticks(low, high, 5)
     if above:
         note = f"{note} {above} point{'s' if above > 1 else ''} above the axis.".strip()
@@ -97,7 +99,7 @@ def chart(
         f'<div class="plot"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
         f'aria-label="{esc(_aria_label(title, curves, write))}">{grid}<path class="axis" d="M0 1000H1000"/>'
         f"{stems}{lines}</svg>{_labels(x_ticks, y_ticks, frame, tick or short)}"
-        f"{_bands(curves, marks, frame, write)}</div></figure>"
+        f"{_bands(curves, marks, frame, write, at or _step)}</div></figure>"
     )
 
 
@@ -189,7 +191,14 @@ def _labels(x_ticks: Sequence[float], y_ticks: Sequence[float], frame: _Frame, t
     return "".join(ys) + "".join(xs)
 
 
-def _bands(curves: Sequence[Curve], marks: Sequence[Mark], frame: _Frame, write: Callable[[float], str]) -> str:
+def _step(value: float) -> str:
+    return f"step {int(value):,}"
+
+
+def _bands(
+    curves: Sequence[Curve], marks: Sequence[Mark], frame: _Frame, write: Callable[[float], str],
+    at: Callable[[float], str],
+) -> str:  # fmt: skip
     """Hover bands over the plot, each with a vertical line and the values at its step."""
     steps = sorted({x for curve in curves for x, _ in curve.points})
     if len(steps) > _BANDS:
@@ -206,7 +215,7 @@ def _bands(curves: Sequence[Curve], marks: Sequence[Mark], frame: _Frame, write:
         events = "".join(f"<br>{esc(label)}" for label in near[:2])
         out.append(
             f'<div class="hit {side}" style="left:{start:.2f}%;width:{end - start:.2f}%">'
-            f'<i style="left:{hair:.1f}%"></i><span class="tip">step {int(step):,}{rows}{events}</span></div>'
+            f'<i style="left:{hair:.1f}%"></i><span class="tip">{esc(at(step))}{rows}{events}</span></div>'
         )
     return "".join(out)
 

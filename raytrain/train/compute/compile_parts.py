@@ -45,7 +45,7 @@ def parts_to_compile(trainable: Trainable, loop: LoopConfig, *, on_gpu: bool = F
         parts = _named(module, asked)
     if graphs and len(parts) > 1:
         raise InputError(
-            KEY, seen=f"{len(parts)} parts with loop.compile reduce-overhead on a GPU", expected="all, or loop.compile"
+            KEY, got=f"{len(parts)} parts with loop.compile reduce-overhead on a GPU", expected="all, or loop.compile"
             " default", remedy="torch refuses to pass the output of one CUDA graph to another (pytorch #152887)",
         )  # fmt: skip
     if loop.activation_checkpointing:
@@ -54,7 +54,7 @@ def parts_to_compile(trainable: Trainable, loop: LoopConfig, *, on_gpu: bool = F
             inside = [again[id(inner)] for inner in part.modules() if inner is not part and id(inner) in again]
             if inside:
                 raise InputError(
-                    KEY, seen=f"{name or 'the whole model'}, around {inside[0]}",
+                    KEY, got=f"{name or 'the whole model'}, around {inside[0]}",
                     expected="blocks, or parts of them, with loop.activation_checkpointing",
                     remedy="loop.compile_parts: blocks; a compiled part cannot contain blocks that backward recomputes",
                 )  # fmt: skip
@@ -69,7 +69,7 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[Block]:
         if not found:
             ends = {full.rpartition(".")[2] for full in every if not full.rpartition(".")[2].isdigit()}
             raise InputError(
-                KEY, seen=name, expected="auto, all, blocks, or names of the model's modules, or ends of such names",
+                KEY, got=name, expected="auto, all, blocks, or names of the model's modules, or ends of such names",
                 remedy=near_names(name, [*ends, *every], otherwise=sorted(ends)),
             )  # fmt: skip
         chosen += [block for full, part in found for block in called_modules(full, part)]

@@ -166,8 +166,7 @@ def _counted(
 ) -> PassCost:  # fmt: skip
     module = without_state(trainable.module, dtype=policy.master_dtype, device=device).train(not scored)
     if drawn:
-        for parameter in module.parameters():
-            nn.init.normal_(parameter.data, std=0.02)
+        _fill(module, like=trainable.module)
     copied = replace(trainable, module=module)
     if recomputed:
         recompute(copied)
@@ -183,6 +182,18 @@ def _counted(
             total = output.loss if output.aux is None else output.loss + output.aux
             total.backward()
     return PassCost(counter.peak, counter.flops, counter.moved, counter.operations)
+
+
+def _fill(module: nn.Module, *, like: nn.Module) -> None:
+    """Give a copy the buffers of its original, zeros where that has no storage, and drawn weights.
+
+    They are the same in every pass: weights and buffers may decide how many rows each expert gets.
+    """
+    draw = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter.data, std=0.02, generator=draw)
+    for buffer, original in zip(module.buffers(), like.buffers(), strict=True):
+        buffer.zero_() if original.is_meta else buffer.copy_(original)
 
 
 class _Counter(TorchDispatchMode):

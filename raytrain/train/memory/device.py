@@ -127,6 +127,17 @@ def limit_device_memory(
     return share
 
 
+def room_on(device: torch.device) -> int | None:
+    """Bytes that this process can allocate in addition to what it uses, less what libraries may allocate at a time;
+    None on a CPU. Releases the allocator's cache, whose blocks may be too small."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    free, total = device_memory(device)
+    share = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
+    return max(0, int(min(free, share)) - _little(total))
+
+
 def is_out_of_memory(error: BaseException, *, device: torch.device | None, budget: int | None = None) -> bool:
     """Whether an error means that memory ran out. The only function that decides this.
 
@@ -159,7 +170,11 @@ def _little_is_free(device: torch.device) -> bool:
         free, total = device_memory(device)
     except RuntimeError:  # the error has broken the CUDA context: it was no failed allocation
         return False
-    return free < max(LITTLE_FREE_BYTES, LITTLE_FREE_FRACTION * total)
+    return free < _little(total)
+
+
+def _little(total: int) -> int:
+    return int(max(LITTLE_FREE_BYTES, LITTLE_FREE_FRACTION * total))
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

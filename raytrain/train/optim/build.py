@@ -99,7 +99,7 @@ def hidden_matrices(module: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
     } - (others | vectors)
     if not found:
         raise InputError(
-            "optim.name", seen="muon for a model without a trainable matrix inside repeated blocks",
+            "optim.name", got="muon for a model without a trainable matrix inside repeated blocks",
             expected="adamw or sgd", remedy="a builder that returns a Trainable names its `blocks`",
         )  # fmt: skip
     return found

@@ -3,6 +3,10 @@
 A pass yields its turn to the other before it waits for another process, and continues when the turn comes back, in
 strict alternation. Although each pass has its own thread, the order of all operations depends only on the two passes,
 so it is the same in every process that runs the same two.
+
+On a GPU both passes use one stream. A pass queues its wait for a message only when it has the turn again, behind the
+products of the other pass: the message travels meanwhile, on a stream of the process group. A stream for each pass
+would add nothing but products of both at the same time, and two streams that add to the same gradients.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def parts_named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     for name in names:
         if name not in known:
             remedy = near_names(name, list(known), otherwise=list(known))
-            raise InputError(KEY, seen=name, expected="names of the model's modules", remedy=remedy)
+            raise InputError(KEY, got=name, expected="names of the model's modules", remedy=remedy)
         found |= dict.fromkeys(part for _, part in called_modules(name, known[name]))
     return list(found)
 

@@ -156,6 +156,21 @@ def short_once(mark: Path) -> None:
         raise torch.OutOfMemoryError("planted: tried to allocate 2.00 GiB")
 
 
+def gathered_short(width: int = 16) -> Any:
+    """Rank 0 runs out of memory when the complete module is gathered."""
+    from raytrain.trainable import LocalState, Trainable
+
+    class Short(LocalState):
+        def gather_module(self, module: Any) -> Any:
+            if dist.get_rank() == 0:
+                raise torch.OutOfMemoryError("planted: tried to allocate 2.00 GiB")
+            return None
+
+    trainable = Trainable.from_module(net(width, dropout=0.0))
+    trainable.remote = Short()
+    return trainable
+
+
 class Watcher:
     """A good observer that tries to change what it sees."""
 
@@ -238,3 +253,17 @@ class Paces:
     def metrics(self, row: dict[str, Any]) -> None:
         while row["step"] > int(Path(os.environ["PACED"]).read_text()):
             time.sleep(0.05)
+
+
+class FallsOnce:
+    """Holds rank 0 at step 6 until there is a file `$FALL`, and then kills it, once."""
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        fall = Path(os.environ["FALL"])
+        fallen = fall.with_suffix(".done")
+        if row["kind"] != "train" or row["step"] != 6 or fallen.exists():
+            return
+        while not fall.exists():
+            time.sleep(0.05)
+        fallen.touch()
+        os.kill(os.getpid(), signal.SIGKILL)

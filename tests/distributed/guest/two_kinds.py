@@ -17,20 +17,25 @@ from cluster.environment import ray_environment
 os.environ.update(ray_environment())
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
+import pyarrow as pa
 import ray
 import torch
+from pyarrow import parquet
 from ray.cluster_utils import Cluster
 from ray.train import ScalingConfig
 from rich.console import Console
 
-from cluster.devices.inventory import Inventory, Node, inventory_from_ray
+from cluster.devices.inventory import Inventory, Node, inventory_from_ray, local_inventory
 from jobs.driver.plan import plan_job
+from jobs.inference.plan import plan_inference
+from jobs.inference.target import open_target
 from jobs.job.spec import load_spec
 from jobs.train import train
 from jobs.tune import run_tune
 from raytrain.config.yaml12 import load_yaml
 from raytrain.errors import InputError
 from raytrain.execution.trainer import accelerator_type, worker_resources
+from raytrain.infer.ray_data import run_units
 from raytrain.models.mlp import mlp
 from raytrain.trainable import Trainable
 
@@ -75,12 +80,28 @@ def required(cluster: Cluster, job: dict[str, Any]) -> list[Any]:
     group = ray.util.placement_group([each])
     ready = group.wait(60)
     places = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
+    ray.util.remove_placement_group(group)
     try:
         planned("b200")
         refused = ""
     except InputError as error:
         refused = str(error)
     return [each, ready, places == {node.node_id}, refused]
+
+
+def inferred(runs: Path) -> bool:
+    """Whether the actor that needs an A100 computed on the node that has one."""
+    x = pa.FixedSizeListArray.from_arrays(pa.array([0.0] * 32, pa.float32()), 4)
+    parquet.write_table(pa.table({"x": x}), runs / "x.parquet")
+    given = ["model.hidden=[8]", "model.num_features=4", "model.num_classes=3", f"infer.input={runs / 'x.parquet'}",
+             f"infer.output={runs / 'answers'}", "infer.unit_rows=4"]  # fmt: skip
+    plan = plan_inference(
+        open_target("raytrain.models.mlp:mlp", given, local_inventory()), local_inventory(), resume=None
+    )
+    with plan.output.claimed(plan.identity):
+        found = run_units(plan.work(), plan.units, workers=1, at_once=1, cpus=1, gpus=0, accelerator="A100")
+        workers = {report.worker[:8] for report in found}
+    return workers == {node["NodeID"][:8] for node in ray.nodes() if "accelerator_type:A100" in node["Resources"]}
 
 
 def main() -> None:
@@ -113,6 +134,7 @@ def main() -> None:
     result = train(load_yaml(Path(sweep.best or "").read_text(), origin="best.yaml"), quiet=True)
     answer = {"sweep": sweep.folder, "seen": seen, "status": result.status, "run": result.run}
     answer["required"] = required(cluster, job)
+    answer["inferred"] = inferred(runs)
     print("ANSWER", json.dumps(answer), flush=True)
     ray.shutdown()
     cluster.shutdown()

@@ -55,6 +55,7 @@ from raytrain.errors import InputError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.execution.failure_policy import decide
 from raytrain.infer.predictor import TextPredictor
+from raytrain.models.gpt import gpt
 from raytrain.models.weights.stored import export_weights
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
@@ -211,6 +212,15 @@ def prompts_job(folder: Path) -> dict[str, Any]:
     }
 
 
+def stages_job(folder: Path) -> dict[str, Any]:
+    """`prompts_job` with a model of two blocks whose weights are in a file, so that it can be divided."""
+    job = prompts_job(folder)
+    job["model"]["layers"] = 2
+    keys = {name: value for name, value in job["model"].items() if name != "builder"}
+    export_weights(gpt(**keys, vocab_size=256).module.state_dict(), str(folder / "w.safetensors"))
+    return job | {"model": {**job["model"], "init_from": str(folder / "w.safetensors")}}
+
+
 # ---------------------------------------------------------------- where a key shows
 
 
@@ -331,7 +341,15 @@ def inferred(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
         "units": timing["unit"], "batches": timing["batch_rows"], "tokens": timing["tokens"],
         "files": sorted(entry.name for entry in output.iterdir()),
         "folder": output.name[:4], "quality": result.summary["quality"] is None,
+        **_of_stages(result.summary["stages"]), "int8": result.summary["quantized"] is not None,
     }  # fmt: skip
+
+
+def _of_stages(stages: dict[str, Any] | None) -> dict[str, Any]:
+    """How many stages a summary names, what they hold, and the batches in flight."""
+    if stages is None:
+        return {"stages": 1, "held": None, "inflight": None}
+    return {"stages": len(stages["stages"]), "held": stages["stages"], "inflight": stages["inflight"]}
 
 
 class Silent:
@@ -658,6 +676,11 @@ FLAGS = {
     "infer.weights": Flag(weighed, "step", "last", "3", ("save.every=1", "save.keep=all"), job=rows_job),
     "infer.batch_size": infers("batches", "4", "5"),
     "infer.unit_rows": infers("units", "8", "10"),
+    "infer.stages": Flag(inferred, "stages", "1", "2", job=stages_job),
+    "infer.stage_policy": Flag(inferred, "held", "balanced", "balanced_low_0", ("infer.stages=2",), job=stages_job),
+    "infer.stage_map": Flag(inferred, "held", "[]", "['tokens', '0-1, norm, head']", job=stages_job),
+    "infer.inflight": Flag(inferred, "inflight", "1", "3", ("infer.stages=2",), job=stages_job),
+    "infer.quantize": infers("int8", "null", "int8"),
     "infer.max_samples": infers("ids", "null", "7"),
     "infer.max_failures": Flag(failing, "status", "0.01", "1.0", job=prompts_job),
     "infer.id_column": infers("ids", "null", "key"),

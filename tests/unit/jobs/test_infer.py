@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 
 from cluster.devices.inventory import CAPABILITIES, Device, Inventory, local_inventory
 from jobs.__main__ import main
-from jobs.infer import InferResult, _workers, infer
+from jobs.infer import infer
+from jobs.inference.plan import workers_of
+from jobs.inference.result import InferResult
 from jobs.inference.target import Target, open_target
 from raytrain.errors import InputError, RunError
 from raytrain.infer.worker import InferenceWorker
@@ -266,14 +268,27 @@ def test_the_gpus_that_scale_names_compute_in_a_format_they_have(
 
 def test_more_workers_than_gpus_are_refused(model: torch.nn.Module) -> None:
     inventory = machine("T4", "A100", "A100")
-    assert _workers(target_on(inventory, "scale.workers=3"), inventory, 9) == 3
-    assert _workers(target_on(inventory, "scale.accelerator=A100"), inventory, 9) == 2
-    assert _workers(target_on(inventory, "scale.workers=9", "scale.mode=cpu"), inventory, 9) == 9
+    assert workers_of(target_on(inventory, "scale.workers=3"), 9, inventory) == 3
+    assert workers_of(target_on(inventory, "scale.accelerator=A100"), 9, inventory) == 2
+    assert workers_of(target_on(inventory, "scale.workers=9", "scale.mode=cpu"), 9, inventory) == 9
     for overrides, most in (((), 3), (("scale.accelerator=T4",), 1)):
         with pytest.raises(InputError, match=f"scale.workers: got 4, expected at most {most}, one for each GPU"):
-            _workers(target_on(inventory, "scale.workers=4", *overrides), inventory, 9)
+            workers_of(target_on(inventory, "scale.workers=4", *overrides), 9, inventory)
     with pytest.raises(InputError, match=r"scale\.accelerator: got .?cuda:7"):
         target_on(inventory, "scale.accelerator=cuda:7")
+
+
+def test_a_cluster_holds_no_more_replicas_than_it_has_devices_for_all_their_stages(model: torch.nn.Module) -> None:
+    """Two replicas that each hold one core of three would wait for each other's forever."""
+    here = replace(local_inventory().nodes[0], devices=(), cpus=3)
+    inventory = replace(local_inventory(), nodes=(here, replace(here, cpus=2)))
+    target = target_on(inventory, "scale.workers=4", "cluster.address=10.0.0.1:6379")
+    assert [workers_of(target, 9, inventory, stages=stages) for stages in (1, 2, 5)] == [4, 2, 1]
+    with pytest.raises(InputError, match=r"infer\.stages: got 6, expected at most 5, one for each CPU core"):
+        workers_of(target, 9, inventory, stages=6)
+    gpus = machine("A100", "A100", "A100")
+    on_gpus = target_on(gpus, "scale.workers=2", "cluster.address=10.0.0.1:6379").on(gpus)
+    assert [workers_of(on_gpus, 9, gpus, stages=stages) for stages in (1, 2)] == [2, 1]
 
 
 @pytest.mark.covers("INF-22")

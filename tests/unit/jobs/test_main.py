@@ -96,7 +96,7 @@ def test_a_verb_of_a_later_version_is_refused_by_name_after_its_job_was_read(ver
     ("raised", "code", "words"),
     [
         (RunError("the disk is full"), 1, "error: the disk is full"),
-        (InputError("data.path", seen="x", expected="y"), 2, "error: data.path: got x, expected y"),
+        (InputError("data.path", got="x", expected="y"), 2, "error: data.path: got x, expected y"),
         (Interrupted("SIGTERM"), 130, "interrupted"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],

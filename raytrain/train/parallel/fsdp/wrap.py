@@ -108,7 +108,7 @@ def check(module: nn.Module, blocks: list[Block]) -> None:
     scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise InputError(
-            KEY, seen=f"fsdp with scalar parameters ({', '.join(scalars[:5])})", expected="parameters with rows",
+            KEY, got=f"fsdp with scalar parameters ({', '.join(scalars[:5])})", expected="parameters with rows",
             remedy="give them the shape (1,), or scale.strategy data_parallel",
         )  # fmt: skip
     owners: dict[int, set[str]] = defaultdict(set)
@@ -124,7 +124,7 @@ def check(module: nn.Module, blocks: list[Block]) -> None:
     shared = [name for name, parameter in module.named_parameters() if id(parameter) in several]
     if shared:
         raise InputError(
-            KEY, seen=f"fsdp with weights that a block shares with something outside it ({', '.join(shared[:5])})",
+            KEY, got=f"fsdp with weights that a block shares with something outside it ({', '.join(shared[:5])})",
             expected="weights that are tied within one block, or outside the blocks",
             remedy="scale.strategy data_parallel",
         )  # fmt: skip

@@ -219,6 +219,17 @@ def test_a_host_that_does_not_respond_is_reported_then_replaced() -> None:
     assert "retry.host_silence_s" in lines[0] and directory.report()[1] == []
 
 
+def test_a_replacement_that_dies_with_its_host_is_one_death() -> None:
+    """Such as a spare on the node that was lost: users would read of two deaths of one host."""
+    directory = Directory(fails=frozenset({3}))
+    directory.joined_by(gang=1)
+    directory.made[1].dead.set()
+    assert directory.ended(1).startswith("expert host 1 died")
+    spec, _ = directory.joined_by(gang=1)
+    assert [(death.who, death.pid) for death in spec.deaths] == [("expert host 1", 2)]
+    assert len(directory.made) == 4 and directory.report()[0] == {0: "id of 1", 1: "id of 4"}
+
+
 def test_what_a_host_has_to_say_is_for_the_driver_to_print() -> None:
     directory = Directory()
     directory.joined_by(gang=1)

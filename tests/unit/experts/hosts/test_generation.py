@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from experts.hosts import generation
 from experts.hosts.generation import GenerationSpec, GenerationWatch, connect, open_group
@@ -61,3 +66,36 @@ def test_a_group_opened_after_the_end_is_aborted_at_once() -> None:
         pass
     watch.abort_at_end(Group())
     assert ended == ["over"]
+
+
+@pytest.mark.parametrize(
+    ("other", "hip", "environ", "refused"),
+    [
+        (("boot-a", "0000:17:00"), None, "", True),
+        (("boot-a", "0000:31:00"), None, "", False),
+        (("boot-b", "0000:17:00"), None, "", False),
+        (("boot-a", "0000:17:00"), None, "1", False),
+        (("boot-a", "0000:17:00"), "6.4", "", False),
+    ],
+)
+def test_members_on_parts_of_one_gpu_are_refused_by_name(
+    address: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: tuple[str, str], hip: str | None,
+    environ: str, refused: bool,
+) -> None:  # fmt: skip
+    """As Ray gives two MIG devices of one GPU to a worker and to a host: each sees its own as cuda:0."""
+    (tmp_path / "boot_id").write_text("boot-a\n")
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x17, pci_device_id=0)
+    monkeypatch.setattr(generation, "BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(generation, "JointGroup", lambda *_given, **more: more["device"])
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", environ or "0")
+    two = replace(spec(address), workers=1, hosts=1, device="cuda")
+    store = connect(address, who="expert host 0", limit=5.0)
+    store.set("generation-1/place/1", json.dumps({"node": "b", "machine": other[0], "gpu": other[1]}))
+    if refused:
+        with pytest.raises(RunError, match=r"worker 0 and expert host 0 use the same GPU 0000:17:00 of b.*MIG"):
+            open_group(two, rank=0)
+    else:
+        assert open_group(two, rank=0) == torch.device("cuda", 0)

@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from experts.exchange import host as exchange
+from experts.exchange.host import ExpertSetup, HostServer
 from experts.hosts import host as module
 from experts.hosts.host import ExpertHost, HostPlace, ProcessLimits
+from experts.member import checkpoint
+from experts.placement.starting import first_placement
+from experts.shapes import LayerShape
+from experts.transport.protocol import bytes_tensor
+from raytrain.config.sections import OptimConfig
+from raytrain.errors import StateLost
+from raytrain.train.compute.process_settings import ProcessSettings
 
 
 @pytest.fixture
@@ -59,3 +68,40 @@ def test_a_host_whose_thread_waits_for_the_device_after_an_abort_ends_its_proces
     host.abort(0, "a host died")
     assert exits == ([1] if device == "cuda" else [])
     waits.set()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_host_that_reads_a_large_checkpoint_leaves_at_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The others wait for it in the next generation, no longer than a minute; and no thread of it waits for a GPU."""
+    monkeypatch.setattr(module, "LEAVE_S", 20.0)
+    monkeypatch.setattr(os, "_exit", lambda _code: pytest.fail("nothing is wrong with this host"))
+    monkeypatch.setattr(ProcessLimits, "apply", lambda *_given: 1.0)
+    shapes, placement = [LayerShape(4, (8, 8), "gelu")], first_placement([2], hosts=1)
+    reads, goes_on = threading.Event(), threading.Event()
+
+    def read(_folder: str, _name: str) -> Any:
+        reads.set()
+        goes_on.wait()
+
+    monkeypatch.setattr(checkpoint, "read_tensors_of", read)
+    monkeypatch.setattr(checkpoint, "read_manifest", lambda _folder: {"experts": {"one": [[0, 0], [0, 1]]}})
+    setup = ExpertSetup(shapes, OptimConfig(), torch.float32, "/nowhere", "step_1", ProcessSettings.current())
+    payload = bytes_tensor(setup.encode())
+    group: Any = SimpleNamespace(size=2, holders=[1], abort=lambda _reason: None)
+    monkeypatch.setattr(exchange, "from_first", lambda *_given, **_more: payload)
+    server = HostServer(group, host=0, generation=1, placement=placement, device=torch.device("cpu"))
+    ended: list[str] = []
+
+    def serve() -> None:
+        try:
+            server._set_up(SimpleNamespace(width=len(payload)), [])  # type: ignore[arg-type]
+        except StateLost as error:
+            ended.append(str(error))
+
+    host = ExpertHost(threads=torch.get_num_threads(), device=device, directory=None)
+    host._group, host._server, host._thread = group, server, threading.Thread(target=serve, daemon=True)
+    host._thread.start()
+    assert reads.wait(20)
+    host.abort(0, "another host died")
+    assert ended == ["the generation ended while its experts were read from a checkpoint"]
+    goes_on.set()

@@ -15,6 +15,7 @@ from experts.transport import nccl as module
 from experts.transport.nccl import CONSTRUCTION, ERROR_HANDLING, abort_nccl, exchange_pairs, nccl
 from experts.transport.process_group import JointGroup, abort_groups, gloo
 from experts.transport.protocol import Aborted, Channel
+from raytrain.train.parallel.buckets import BUCKET_BYTES
 
 CPU = torch.device("cpu")
 
@@ -29,6 +30,7 @@ class Played:
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         self.options, self.environ = options, dict(os.environ)
         self._size, self.devices, self.sent, self.open = size, list[torch.device](), list[int](), 0
+        self.sums = list[tuple[torch.dtype, int]]()
         self.made.append(self)
 
     class Options:
@@ -41,8 +43,12 @@ class Played:
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         assert not self.open, "this thread has an open group: the call would never begin"
         self.devices.append(tensors[0].device)
-        tensors[0].fill_(self._size)
+        self.sums.append((tensors[0].dtype, tensors[0].numel()))
+        tensors[0].mul_(self._size)
         return SimpleNamespace(wait=lambda: self._meet("first call"))
+
+    def broadcast(self, tensors: list[torch.Tensor], _options: Any) -> Any:
+        return SimpleNamespace(wait=lambda: self._meet("broadcast"))
 
     def _start_coalescing(self) -> None:
         self.open += 1
@@ -96,6 +102,15 @@ def test_the_pairs_that_exchange_rows_connect_in_the_meeting(played: type[Played
     """Two members connect with their first message, which would wait for a dead member without a limit later."""
     group = opened(limit_s=20.0, size=4, partners=[2, 3])
     assert group.sent == [2, 3] and played.happened == ["first call", "pairs"]
+
+
+def test_a_group_for_collectives_runs_them_in_the_meeting(played: type[Played]) -> None:
+    """The largest sum has more bytes than a bucket of gradients, whose first sum would otherwise connect them."""
+    group = opened(limit_s=20.0, size=2, collectives=True)
+    sizes = [size for dtype, size in group.sums if dtype == torch.float32]
+    assert sizes == [1, 2**12, 2**18, 2**23] and 4 * sizes[-1] > BUCKET_BYTES["cuda"]
+    assert {dtype for dtype, _ in group.sums} == {torch.float32, torch.float64}
+    assert played.happened[-1] == "broadcast" and set(group.devices) == {CPU}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +178,28 @@ def test_memory_that_runs_out_in_an_exchange_is_no_loss_of_a_member(
         group.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.parametrize(
+    ("device", "channel", "send", "into", "says"),
+    [
+        ("cpu", Channel.TO_HOLDERS, "meta", None, "'to holders' of this group carries tensors on cpu, got meta"),
+        ("cpu", Channel.TO_HOLDERS, "cpu", "meta", "'to holders' of this group carries tensors on cpu, got meta"),
+        ("cuda", Channel.TO_WORKERS, "cpu", None, "'to workers' of this group carries tensors on cuda, got cpu"),
+        ("cuda", Channel.CONTROL, "meta", None, "'control' of this group carries tensors on cpu, got meta"),
+    ],
+)
+def test_a_channel_refuses_tensors_of_another_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, channel: Channel, send: str, into: str | None, says: str
+) -> None:
+    """One member on the CPU and one on a GPU would wait for each other in two groups."""
+    monkeypatch.setattr("experts.transport.process_group.gloo", lambda *_given, **_more: None)
+    monkeypatch.setattr("experts.transport.process_group.nccl", lambda *_given, **_more: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    group = JointGroup(None, name="a", rank=0, size=2, workers=1, holders=[1], device=torch.device(device))
+    received = None if into is None else torch.empty(0, 3, device=into)
+    with pytest.raises(ValueError, match=says):
+        group.exchange(torch.empty(0, 3, device=send), [0, 0], [0, 0], channel=channel, into=received)
+
+
 @pytest.mark.parametrize("set_before", [None, "1"])
 def test_no_watchdog_ends_the_process(
     played: type[Played], monkeypatch: pytest.MonkeyPatch, set_before: str | None
@@ -201,11 +238,11 @@ def test_without_a_name_the_users_choice_stays(played: type[Played]) -> None:
     assert opened(limit_s=20.0).environ["NCCL_SOCKET_IFNAME"] == "before"
 
 
-@pytest.mark.parametrize("stuck", ["first call", "pairs"])
+@pytest.mark.parametrize("stuck", ["first call", "pairs", "broadcast"])
 def test_a_member_that_died_before_the_first_call_is_noticed_in_the_meeting(played: type[Played], stuck: str) -> None:
     played.stuck = stuck
     with pytest.raises(RuntimeError, match=r"communicator a was not connected: still waiting after 0\.2 s"):
-        opened(size=2, partners=[1])
+        opened(size=2, partners=[1], collectives=True)
     assert played.happened[-1] == "abort"
 
 

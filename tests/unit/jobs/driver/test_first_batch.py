@@ -298,6 +298,6 @@ def test_a_model_that_does_not_fit_the_mask_is_told_before_the_start(
     check(Masked() if needs_mask else Plain())
     with pytest.raises(InputError) as refused:
         check(Plain() if needs_mask else Masked())
-    assert ("that Plain.forward does not accept" if needs_mask else "that Masked.forward needs") in refused.value.seen
-    assert "attention_mask" in refused.value.seen and "data.collate" in refused.value.remedy
+    assert ("that Plain.forward does not accept" if needs_mask else "that Masked.forward needs") in refused.value.got
+    assert "attention_mask" in refused.value.got and "data.collate" in refused.value.remedy
     assert ("differ in length" if needs_mask else "equal lengths") in refused.value.remedy

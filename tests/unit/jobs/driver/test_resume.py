@@ -108,7 +108,7 @@ def test_experts_are_stored_inside_the_model_or_separately(
         return
     with pytest.raises(InputError, match="step 10") as caught:
         resumed.checked_against(plan)
-    assert (caught.value.key, caught.value.expected) == ("experts.hosts", expected) and "asked" in caught.value.seen
+    assert (caught.value.key, caught.value.expected) == ("experts.hosts", expected) and "asked" in caught.value.got
 
 
 def test_the_same_rule_holds_for_a_job_file(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +12,9 @@ import pytest
 
 from cluster.checks.ray_job import JOB_ENVIRONMENT
 from jobs.driver import watch as module
+from jobs.driver.signals import Interrupted
 from jobs.driver.watch import HEAD_SILENT_S, LOOK_EVERY_S, ClusterWatch, LostNode, renewed_stop_check
-from raytrain.errors import ClusterLost
+from raytrain.errors import ClusterLost, RunError
 from raytrain.execution.controller import lost_nodes
 from raytrain.runs.folder import RunFolder
 
@@ -23,12 +26,18 @@ def row(name: str, *, alive: bool = True) -> dict[str, Any]:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Ray, as the driver sees it: the nodes, whether the head answers, the dead daemons."""
-    seen = SimpleNamespace(nodes=[row("1"), row("2")], answers=True, dead=[], now=0.0)
+    seen = SimpleNamespace(nodes=[row("1"), row("2")], answers=True, dead=[], now=0.0, controllers=[])
     context = SimpleNamespace(gcs_address="10.0.0.1:6379")
     monkeypatch.setattr("ray.nodes", lambda: seen.nodes)
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
     monkeypatch.setattr(module, "answers", lambda address: seen.answers and address == context.gcs_address)
     monkeypatch.setattr(module, "dead_daemons", lambda: seen.dead)
+
+    def controller() -> int | None:
+        assert seen.answers, "a call would wait"
+        return seen.controllers.pop(0) if seen.controllers else None
+
+    monkeypatch.setattr(module, "controller_pid", controller)
     return seen
 
 
@@ -69,6 +78,69 @@ def test_a_dead_daemon_is_noticed_at_once(ray: SimpleNamespace, local: bool) -> 
     ray.dead = ["gcs_server"]
     with pytest.raises(ClusterLost, match="gcs_server died"):
         looked(watch, ray, seconds=0)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_the_controller_is_looked_up_until_it_is_there(ray: SimpleNamespace, local: bool) -> None:
+    watch = ClusterWatch(local=local, clock=lambda: ray.now)
+    ray.controllers = [None, 41, 42]
+    found = [(looked(watch, ray, seconds=LOOK_EVERY_S), watch.controller)[1] for _ in range(4)]
+    assert found == [None, 41, 41, 41]
+
+
+class Waiting:
+    """A `_Fit` whose thread waits until its controller's process has ended, or forever."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, pid: int | None) -> None:
+        self.killed: list[tuple[int, int]] = []
+        self.over = threading.Event()
+        monkeypatch.setattr("os.kill", self._kill)
+        self.fitting: Any = module._Fit.__new__(module._Fit)
+        self.fitting._watch = SimpleNamespace(controller=pid)
+        self.fitting._thread = threading.Thread(target=self.over.wait, daemon=True)
+        self.fitting._thread.start()
+
+    def _kill(self, pid: int, number: int) -> None:
+        self.killed.append((pid, number))
+        self.over.set()
+
+
+def test_fit_ends_with_its_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(monkeypatch, pid=41)
+    assert waiting.fitting.end(20.0) and waiting.killed == [(41, signal.SIGKILL)]
+    assert waiting.fitting.end(0.0) and len(waiting.killed) == 1, "it has ended"
+    unknown = Waiting(monkeypatch, pid=None)
+    assert not unknown.fitting.end(0.0) and unknown.killed == []
+    unknown.over.set()
+
+
+@pytest.mark.parametrize(
+    ("raised", "ends", "expected", "words"),
+    [
+        (ClusterLost("gone"), True, ClusterLost, "^gone$"),
+        (ClusterLost("gone"), False, RunError, "gone, and Ray Train did not end within 30 s: resume the run"),
+        (Interrupted("early"), False, Interrupted, "early"),
+    ],
+)
+def test_ray_is_left_only_once_fit_has_ended(
+    raised: Exception, ends: bool, expected: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def end(limit: float) -> bool:
+        limits.append(limit)
+        return ends
+
+    def watched(*_: Any, **__: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(module, "_Fit", lambda *_, **__: SimpleNamespace(end=end))
+    monkeypatch.setattr(module, "_watched", watched)
+    given: dict[str, Any] = dict.fromkeys(("data", "signals", "console"))
+    activity = SimpleNamespace(begin=lambda what: None)
+    with pytest.raises(expected, match=words) as caught:
+        module.fit_watched(None, None, None, activity=activity, **given)  # type: ignore[arg-type]
+    assert type(caught.value) is expected and len(limits) == 1
 
 
 def test_a_line_says_what_ran_on_a_node_and_what_happens_next() -> None:

@@ -316,7 +316,7 @@ def test_a_value_is_checked_before_the_question_whether_it_is_built() -> None:
 def test_parallel_modes_that_do_not_exist_are_refused_by_name(strategy: str) -> None:
     error = mistake(None, [f"scale.strategy={strategy}"])
     assert (error.key, error.exit_code) == ("scale.strategy", 2)
-    assert strategy in error.seen
+    assert strategy in error.got
     assert all(name in error.expected for name in ("data_parallel", "fsdp", "expert_parallel"))
 
 

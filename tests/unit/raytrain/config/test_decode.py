@@ -265,8 +265,8 @@ def test_a_key_is_an_identifier(section: type[Section], key: Any) -> None:
 
 
 def test_a_huge_value_and_an_object_are_described_in_short() -> None:
-    assert len(mistake(LoopConfig, {"epochs": list(range(10_000))}).seen) < 120
-    assert mistake(LoopConfig, {"epochs": Path("x")}).seen.endswith("(a Python object)")
+    assert len(mistake(LoopConfig, {"epochs": list(range(10_000))}).got) < 120
+    assert mistake(LoopConfig, {"epochs": Path("x")}).got.endswith("(a Python object)")
 
 
 # ---------------------------------------------------------------- and back

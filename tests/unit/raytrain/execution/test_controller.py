@@ -40,8 +40,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def writer(run: RunFolder, told: list[Any] | None = None) -> FaultWriter:
-    report = (told if told is not None else []).append
-    return FaultWriter(run.path, OWNER, SimpleNamespace(report_progress=SimpleNamespace(remote=report)))
+    def report(phase: str, **fields: Any) -> None:
+        told.append((phase, fields)) if told is not None else None
+
+    return FaultWriter(run.path, OWNER, SimpleNamespace(report_group=SimpleNamespace(remote=report)))
 
 
 def test_a_worker_on_a_lost_node_is_the_cause_and_names_the_node(run: RunFolder) -> None:
@@ -53,7 +55,7 @@ def test_a_worker_on_a_lost_node_is_the_cause_and_names_the_node(run: RunFolder)
     (fault,) = read_faults(run, since=1)
     assert (fault.rank, fault.error, fault.message) == (2, "WorkerDied", "its node 10.0.0.2 was lost")
     assert fault.traceback == "", "deaths are not compared"
-    assert told == [{"phase": RESTARTING, "activity": ""}]
+    assert told == [(RESTARTING, {"activity": ""})]
     assert run.read_json("faults/0001-rank00000.json")["message"] == "gloo: closed", "the worker's own record stays"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.execution.driver_channel import RESTARTING, DriverChannel, open_channel, signs_of_life
+from raytrain.execution.driver_channel import RESTARTING, SETTING_UP, DriverChannel, open_channel, signs_of_life
 
 
 def test_a_stop_request_ends_every_wait_and_persists() -> None:
@@ -112,7 +112,29 @@ def test_signs_of_life_last_until_a_worker_returns_or_the_workers_restart(monkey
         ((rank, (last, where)),) = asyncio.run(channel.last_signs()).items()
         assert (rank, where) == (3, f"on 10.0.0.1 (pid {os.getpid()})") and last > 0
     assert asyncio.run(channel.last_signs()) == {} and told[-1] == "leave"
-    for phase, left in (("training", 1), (RESTARTING, 0)):
-        asyncio.run(channel.sign_of_life(0, "here"))
-        asyncio.run(channel.report_progress({"phase": phase}))
-        assert len(asyncio.run(channel.last_signs())) == left
+    asyncio.run(channel.sign_of_life(0, "here"))
+    asyncio.run(channel.report_progress({"phase": "training"}))
+    assert len(asyncio.run(channel.last_signs())) == 1
+    asyncio.run(channel.report_group(RESTARTING))
+    assert asyncio.run(channel.last_signs()) == {}
+
+
+def test_late_messages_of_a_failed_group_are_dropped_until_the_next_one_starts() -> None:
+    """A survivor noticed the death after the controller: the driver must go on to say that the workers restart."""
+
+    async def tell() -> None:
+        channel = DriverChannel()
+        await channel.report_group(SETTING_UP, nodes={0: "a"})
+        await channel.report_progress({"phase": "training", "activity": "in step 3"})
+        await channel.report_group(RESTARTING, activity="")
+        await channel.report_progress({"phase": "recovering", "activity": "in step 4"})
+        await channel.sign_of_life(0, "on a")
+        assert await channel.progress() == {"phase": RESTARTING, "activity": "", "nodes": {0: "a"}}
+        assert await channel.last_signs() == {}, "it would be reported as silent"
+        await channel.report_group(SETTING_UP, nodes={0: "b"})
+        await channel.report_progress({"phase": "training"})
+        await channel.sign_of_life(0, "on b")
+        assert await channel.progress() == {"phase": "training", "activity": "", "nodes": {0: "b"}}
+        assert [where for _, where in (await channel.last_signs()).values()] == ["on b"]
+
+    asyncio.run(tell())

@@ -12,7 +12,9 @@ import pytest
 from pyarrow import parquet
 
 from raytrain.errors import InputError
-from raytrain.infer.input import InputRows, check_columns, converted, input_files
+from raytrain.infer.input.convert import converted
+from raytrain.infer.input.files import input_files
+from raytrain.infer.input.rows import InputRows, check_columns
 
 ROWS = [{"name": f"row {number}", "size": number * 3} for number in range(103)]
 
@@ -119,3 +121,61 @@ def test_a_missing_column_is_named_with_its_key(tmp_path: Path) -> None:
     check_columns(schema, {"infer.label": "size", "infer.id_column": None})
     with pytest.raises(InputError, match=r"infer.label: got 'sise'.*name, size.*did you mean.*size"):
         check_columns(schema, {"infer.label": "sise"})
+
+
+def test_columns_that_only_some_rows_have_are_null_in_the_others(tmp_path: Path) -> None:
+    lines = [{"q": f"why {row}"} for row in range(10)]
+    lines += [{"n": row, "q": f"how {row}"} for row in range(10)] + [{"q": "z", "n": 0.5, "deep": {"a": [1]}}]
+    write(tmp_path / "in.jsonl", lines)
+    names = {"q": None, "n": None, "deep": None}
+    found = opened(tmp_path / "in.jsonl", tmp_path).read(0, 21).to_pylist()
+    assert found == [{**names, **line} for line in lines]
+    (tmp_path / "in.json").write_text(json.dumps(lines))
+    assert opened(tmp_path / "in.json", tmp_path).read(0, 21).to_pylist() == found
+
+
+def test_files_of_one_folder_may_have_other_columns_where_each_row_names_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write(folder / "a.jsonl", [{"q": "one"}, {"q": "two"}])
+    write(folder / "b.jsonl", [{"q": "three", "n": 3}])
+    rows = opened(folder, tmp_path, join=True)
+    assert rows.schema.names == ["q", "n"]
+    assert rows.read(1, 2).to_pylist() == [{"q": "two", "n": None}, {"q": "three", "n": 3}]
+    assert rows.read(0, 1, ["n"]).to_pylist() == [{"n": None}]
+    assert [part.to_pylist() for part in rows.column("q", at_once=2)] == [["one", "two"], ["three"]]
+
+
+@pytest.mark.parametrize("at", [3, 20])
+def test_a_column_of_two_types_is_refused_by_name(at: int, tmp_path: Path) -> None:
+    lines = [{"q": "why", "size": row} for row in range(30)]
+    lines[at] = {"q": "why", "size": "large"}
+    write(tmp_path / "in.jsonl", lines)
+    with pytest.raises(InputError, match=r"in.jsonl: .*size.*expected one type a column"):
+        opened(tmp_path / "in.jsonl", tmp_path)
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_csv_column_gets_a_type_that_all_its_values_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain.infer.input.convert.BLOCK_BYTES", 100)
+    lines = ["id,size,note,whole"] + [f"{row},{row},,{row}" for row in range(50)] + ["A50,0.5,late,50"]
+    (tmp_path / "in.csv").write_text("\n".join(lines) + "\n")
+    rows = opened(tmp_path / "in.csv", tmp_path)
+    assert [str(one.type) for one in rows.schema] == ["string", "double", "string", "int64"]
+    assert rows.read(49, 2).to_pylist() == [
+        {"id": "49", "size": 49.0, "note": "", "whole": 49}, {"id": "A50", "size": 0.5, "note": "late", "whole": 50},
+    ]  # fmt: skip
+
+
+def test_a_changed_file_is_converted_again(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [{"q": "one"}])
+    assert opened(tmp_path / "in.jsonl", tmp_path).read(0, 1).to_pylist() == [{"q": "one"}]
+    write(tmp_path / "in.jsonl", [{"q": "two"}])
+    assert opened(tmp_path / "in.jsonl", tmp_path).read(0, 1).to_pylist() == [{"q": "two"}]
+
+
+def test_parquet_files_whose_types_do_not_go_together_are_refused_by_name(tmp_path: Path) -> None:
+    for name, value in (("a", 1), ("b", "x")):
+        parquet.write_table(pa.table({"size": [value]}), tmp_path / f"{name}.parquet")
+    with pytest.raises(InputError, match=r"b.parquet: .*size.*int64 vs string, expected one type a column"):
+        InputRows.at([str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from raytrain.infer.input import InputRows
+from raytrain.errors import RunError
+from raytrain.infer.input.rows import InputRows
 from raytrain.infer.predictor import Answers
 from raytrain.infer.runner import TooManyFailures, UnitRunner
 from raytrain.infer.units import Unit
@@ -85,3 +86,39 @@ def test_a_model_that_fails_for_every_row_is_given_up_early(rows: InputRows) -> 
     with pytest.raises(TooManyFailures, match="RuntimeError: broken"):
         UnitRunner(model, rows, 64, most_failed=2).run(Unit(0, 0, 200))
     assert len(model.batches) < 15
+
+
+def test_an_error_that_ends_the_gpus_context_ends_the_job_at_once(rows: InputRows) -> None:
+    """Every later call would fail as well, so that no row could be told apart; a lack of memory is no such error."""
+
+    def fails(numbers: list[int]) -> None:
+        error = torch.AcceleratorError("CUDA error: device-side assert triggered\nmore")
+        error.error_code = 710 if 40 in numbers else 2  # pyright: ignore[reportAttributeAccessIssue]
+        if 40 in numbers or len(numbers) > 4:
+            raise error
+
+    model = Doubler(fails)
+    runner = UnitRunner(model, rows, 8, most_failed=200)
+    with pytest.raises(
+        RunError, match=r"one of the rows 40 to 47 ended the context of the GPU \(CUDA error: device-side"
+    ):
+        runner.run(Unit(0, 32, 16))
+    assert [len(batch) for batch in model.batches] == [8, 4, 4, 8] and runner.out_of_memory == 1
+
+
+def test_a_librarys_error_ends_the_job_where_the_context_is_lost(
+    rows: InputRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS has its own words for it; the next call of the CUDA runtime says so."""
+
+    def fails(numbers: list[int]) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`")
+
+    def lost(_error: BaseException | None, _device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("raytrain.infer.runner.let_go", lost)
+    model = Doubler(fails)
+    with pytest.raises(RunError, match=r"one of the rows 0 to 7 ended the context of the GPU \(CUDA error: CUBLAS_ST"):
+        UnitRunner(model, rows, 8, most_failed=200).run(Unit(0, 0, 16))
+    assert len(model.batches) == 1

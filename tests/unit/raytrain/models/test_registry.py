@@ -66,9 +66,9 @@ def test_a_dataset_function_has_its_own_section_in_messages() -> None:
 def test_the_builders_own_value_and_type_errors_are_input_errors() -> None:
     def picky(*, size: Any) -> Any:
         if size == 0:
-            raise SizeError("size", seen="0", expected="more")
+            raise SizeError("size", got="0", expected="more")
         if size == 1:
-            raise InputError("model.size", seen="1", expected="2")
+            raise InputError("model.size", got="1", expected="2")
         raise ValueError("13 is unlucky") if size == 13 else KeyError(size)
 
     with pytest.raises(InputError, match=r"model: got ValueError from .*picky: 13 is unlucky"):

@@ -208,7 +208,7 @@ def test_weights_that_do_not_fit_are_one_message(models: Path, tmp_path: Path) -
     with pytest.raises(InputError) as error:
         check_on_driver(spec)
     assert error.value.key == "model.path"
-    assert "9 missing (model.layers.2." in error.value.seen and "and 4 more); 6 misshapen (" in error.value.seen
+    assert "9 missing (model.layers.2." in error.value.got and "and 4 more); 6 misshapen (" in error.value.got
 
 
 @pytest.mark.parametrize(

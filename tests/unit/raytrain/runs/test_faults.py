@@ -41,7 +41,7 @@ def test_an_exception_is_recorded_with_type_first_line_and_location() -> None:
 @pytest.mark.parametrize(
     ("error", "final"),
     [
-        (InputError("data.source", seen="x", expected="y"), True),
+        (InputError("data.source", got="x", expected="y"), True),
         (DevicePlacementError("w is on meta"), True),
         (RunError("a full disk"), True),
         (OutOfMemory("a smaller micro-batch may fit"), False),

@@ -107,7 +107,7 @@ def test_a_save_dir_that_cannot_be_written_is_wrong_input(place, tmp_path):
     }[place]
     with pytest.raises(InputError) as caught:
         RunFolder.create(path, "a")
-    assert caught.value.key == "save.dir" and path in caught.value.seen
+    assert caught.value.key == "save.dir" and path in caught.value.got
     assert (tmp_path / "file").read_text() == "mine"
     assert os.listdir(tmp_path / "taken") == ["latest"]
 

@@ -130,16 +130,16 @@ def test_without_held_out_rows_there_is_no_evaluation(tmp_path: Path) -> None:
 )
 def test_a_text_too_short_for_its_windows(tmp_path: Path, text: str, context: int, seen: str, expected: str) -> None:
     error = refused(source="text", path=write_text(tmp_path, "t", text), context=context)
-    assert (error.key, error.seen, error.expected) == ("data.path", seen, expected)
+    assert (error.key, error.got, error.expected) == ("data.path", seen, expected)
     assert "data.eval_fraction" in error.remedy
 
 
 def test_files_that_cannot_be_text(tmp_path: Path) -> None:
     missing = refused(source="text", path=str(tmp_path / "none.txt"))
-    assert missing.key == "data.path" and "no file at" in missing.seen and "none.txt" in missing.seen
+    assert missing.key == "data.path" and "no file at" in missing.got and "none.txt" in missing.got
     folder = refused(source="text", path=str(tmp_path))
-    assert str(tmp_path) in folder.seen and "a directory" in folder.seen
-    assert "an empty file" in refused(source="text", path=write_text(tmp_path, "empty", "")).seen
+    assert str(tmp_path) in folder.got and "a directory" in folder.got
+    assert "an empty file" in refused(source="text", path=write_text(tmp_path, "empty", "")).got
     good = write_text(tmp_path, "good", "x" * 100)
     assert refused(source="text", path=good, eval_path=str(tmp_path / "no")).key == "data.eval_path"
     assert refused(source="text", path=good, context=None).key == "model.context"
@@ -234,14 +234,14 @@ def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
     good, marks = write_idx(tmp_path, "i", pixels), write_idx(tmp_path, "l", labels)
     section = {"source": "idx", "images": good, "labels": marks}
     fewer = refused(**{**section, "labels": write_idx(tmp_path, "few", labels[:19])})
-    assert fewer.key == "data.labels" and "19 labels" in fewer.seen and "20" in fewer.expected
+    assert fewer.key == "data.labels" and "19 labels" in fewer.got and "20" in fewer.expected
     swapped = refused(**{**section, "images": marks, "labels": good})
-    assert swapped.key == "data.images" and "shape (20,)" in swapped.seen
+    assert swapped.key == "data.images" and "shape (20,)" in swapped.got
     floats = refused(**{**section, "images": write_idx(tmp_path, "f", pixels, magic=0x0D)})
-    assert "0x0d" in floats.seen
+    assert "0x0d" in floats.got
     text = refused(**{**section, "images": write_text(tmp_path, "t", "hello world")})
-    assert text.key == "data.images" and "68656c6c" in text.seen
-    assert "shape (0, 4, 5)" in refused(**{**section, "images": write_idx(tmp_path, "none", pixels[:0])}).seen
+    assert text.key == "data.images" and "68656c6c" in text.got
+    assert "shape (0, 4, 5)" in refused(**{**section, "images": write_idx(tmp_path, "none", pixels[:0])}).got
     (tmp_path / "cut").write_bytes(Path(good).read_bytes()[:-7])
     with pytest.raises(InputError, match=r"data.images: got 393 bytes of values.*expected 400"):
         opened(**{**section, "images": str(tmp_path / "cut")})
@@ -303,7 +303,7 @@ class Endless(torch.utils.data.IterableDataset):
 def test_objects_that_are_not_datasets_are_named(train: Any, seen: str) -> None:
     with pytest.raises(InputError) as caught:
         opened(train=train)
-    assert caught.value.key == "data.train" and seen in caught.value.seen
+    assert caught.value.key == "data.train" and seen in caught.value.got
 
 
 OWN = """
@@ -364,7 +364,7 @@ def test_a_function_of_the_users_gets_every_key_that_is_not_ours(own: str) -> No
 def test_wrong_functions_of_the_users_are_named(own: str, function: str, keys: dict, key: str, seen: str) -> None:
     with pytest.raises(InputError) as caught:
         opened(source=f"{own}:{function}", **keys)
-    assert caught.value.key.startswith(key) and seen in caught.value.seen
+    assert caught.value.key.startswith(key) and seen in caught.value.got
 
 
 # -- keys ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from raytrain.train.memory.device import (
     limit_device_memory,
     process_budget,
     processes_sharing,
+    room_on,
 )
 from raytrain.train.memory.oom import Shortage, run_or_shortage
 from raytrain.train.parallel.collectives import Workers
@@ -235,3 +236,25 @@ def test_more_than_an_address_space_limit_in_a_child_is_caught_as_out_of_memory(
     assert found["type"] == "RuntimeError" and found["oom"] is True and found["python"] is True
     assert 400 <= found["mib"] <= 600
     assert found["goes_on"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "reserved", "room"),
+    [
+        (30 * GIB, 1.0, 50 * GIB, 28.4),  # the GPU's own memory decides: 1.6 GiB of 80 are left to libraries
+        (30 * GIB, 0.75, 50 * GIB, 8.4),  # this process may have 60 GiB
+        (GIB, 1.0, 50 * GIB, 0),
+        (30 * GIB, 0.5, 50 * GIB, 0),
+    ],
+)
+def test_room_is_what_the_gpu_and_this_process_have_left_once_the_cache_is_empty(
+    monkeypatch: pytest.MonkeyPatch, free: int, share: float, reserved: int, room: float
+) -> None:
+    cached = [7 * GIB]
+    gpu_with(monkeypatch, 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free - sum(cached), 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: reserved + sum(cached))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: share)
+    assert room_on(GPU) == pytest.approx(room * GIB, abs=1)
+    assert room_on(CPU) is None

@@ -8,25 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain.infer.generate import Sampling
+from raytrain.infer.text.generate import Sampling
 from raytrain.trainable import MASK
 
 
 @torch.no_grad()
 def greedy_answers(
-    module: nn.Module, codec: Any, sampling: Sampling, prompts: list[list[int]], *, numbers: Sequence[int]
+    module: nn.Module, codec: Any, prompts: list[list[int]], *, sampling: Sampling, numbers: Sequence[int]
 ) -> list[list[int]]:
     """Continue prompts, padded on the left, with `module.generate`; the answers without the token that ends them."""
     del numbers
     from transformers import GenerationConfig, StoppingCriteriaList
 
     device = next(module.parameters()).device
-    longest = max(map(len, prompts))
-    pad = next(iter(sampling.end_ids), 0)
-    ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = torch.tensor(prompt), 1
+    ids, mask, pad = padded_left(prompts, sampling)
+    longest = ids.shape[1]
     config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens, do_sample=False, num_beams=1, pad_token_id=pad,
         eos_token_id=sorted(sampling.end_ids) or None, use_cache=True,
@@ -41,6 +37,17 @@ def greedy_answers(
         end = next((at for at, token in enumerate(row) if token in sampling.end_ids), len(row))
         answers.append(row[:end])
     return answers
+
+
+def padded_left(prompts: Sequence[Sequence[int]], sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(ids, mask, padding id) of prompts as transformers wants them to generate: (B, S) int64, S of the longest."""
+    longest = max(map(len, prompts))
+    pad = next(iter(sampling.end_ids), 0)
+    ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = torch.tensor(prompt), 1
+    return ids, mask, pad
 
 
 class _Stops:

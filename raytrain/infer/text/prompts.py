@@ -47,7 +47,7 @@ class Prompt:
     def _text(self, row: dict[str, Any]) -> str:
         for name, value in row.items():
             if value is None:
-                raise InputError(self.key, seen=f"no value in the column {name}", expected="a value in every row")
+                raise InputError(self.key, got=f"no value in the column {name}", expected="a value in every row")
         text = self._joined(row)
         return text if self.chat is None else self.chat(text)
 
@@ -75,7 +75,7 @@ def prompt_of(
             known = ", ".join(templates) or "none is given in infer.templates"
             raise InputError(
                 "infer.template",
-                seen=template,
+                got=template,
                 expected=f"one of infer.templates ({known}), or a text with {{column}}",
                 remedy=suggestion(template, templates),
             )  # fmt: skip
@@ -84,7 +84,7 @@ def prompt_of(
     if column is None or column not in names:
         seen = "no value" if field is None else f"'{field}', which is not in infer.input"
         raise InputError(
-            "infer.prompt_field", seen=seen, expected=f"one of its columns {', '.join(names)}",
+            "infer.prompt_field", got=seen, expected=f"one of its columns {', '.join(names)}",
             remedy="" if field is None else suggestion(field, names),
         )  # fmt: skip
     return Prompt((("", column),), "infer.prompt_field", chat)
@@ -95,13 +95,13 @@ def _parts(template: str, names: list[str]) -> tuple[tuple[str, str | None], ...
     try:
         parts = [(text, field) for text, field, _, _ in string.Formatter().parse(template)]
     except ValueError as error:
-        raise InputError("infer.template", seen=f"{template!r}: {error}", expected="a text with {column}") from error
+        raise InputError("infer.template", got=f"{template!r}: {error}", expected="a text with {column}") from error
     for _, field in parts:
         if field is not None and field not in names:
             raise InputError(
-                "infer.template", seen=f"the field {{{field}}}", expected=f"columns of infer.input: {', '.join(names)}",
+                "infer.template", got=f"the field {{{field}}}", expected=f"columns of infer.input: {', '.join(names)}",
                 remedy=suggestion(field, names) or "write {{ and }} for braces in the text",
             )  # fmt: skip
     if all(field is None for _, field in parts):
-        raise InputError("infer.template", seen=f"{template!r} without a column", expected="a text with {column}")
+        raise InputError("infer.template", got=f"{template!r} without a column", expected="a text with {column}")
     return tuple(parts)

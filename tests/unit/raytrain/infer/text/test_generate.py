@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
 from experts.models import moe_gpt
-from raytrain.infer.generate import Sampling, choose, cut_at_stop, generate
+from raytrain.infer.text.generate import Sampling, choose, cut_at_stop, generate
 from raytrain.models.gpt import gpt
 
 PROMPTS = [[1, 2, 3], [4] * 20, [7, 8], [9] * 11, [5]]

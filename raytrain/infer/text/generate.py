@@ -103,7 +103,7 @@ class _Batch:
         self.module, self.sampling, self.context, self.decode = module, sampling, context, decode
         self.device = next(module.parameters()).device
         self.alive = list(rows)
-        self.draws = {row.number: _uniforms(sampling, row.number) for row in rows}
+        self.uniforms_BN = self._uniforms()
         self.masked = MASK in inspect.signature(module.forward).parameters
         self.step = 0
 
@@ -112,7 +112,7 @@ class _Batch:
         if getattr(self.module, "takes_cache", False):
             self._cached()
         while self.alive and self.step < self.sampling.max_new_tokens:
-            self._append(self._forward(self._windows(), None))
+            self._append(self._choose(self._forward(self._windows(), None)))
 
     def _cached(self) -> None:
         longest = max(len(row.prompt) for row in self.alive)
@@ -121,21 +121,24 @@ class _Batch:
             room = min(room, self.context - longest + 1)
         if room < 1:
             return
-        cache = KeyValueCache([len(row.prompt) for row in self.alive], capacity=longest + room - 1)
-        given = [row.prompt for row in self.alive]
-        for _ in range(room):
-            kept = self._append(self._forward(given, cache))
-            if not self.alive:
+        new_cache: Callable[..., Any] = getattr(self.module, "new_cache", KeyValueCache)  # of a model over stages
+        cache = new_cache([len(row.prompt) for row in self.alive], capacity=longest + room - 1)
+        logits_BV = self._forward([row.prompt for row in self.alive], cache)
+        for left in reversed(range(room)):
+            tokens_B = self._choose(logits_BV)
+            kept = self._append(tokens_B)
+            if not left or not kept:
                 return
-            if len(kept) < len(given):
+            if len(kept) < len(tokens_B):
                 cache.keep(kept)
-            given = [row.answer[-1:] for row in self.alive]
+                tokens_B = tokens_B[kept]
+            logits_BV = _logits(self.module(input_ids=tokens_B.unsqueeze(1), cache=cache))[:, -1]
 
     def _windows(self) -> list[list[int]]:
         return [row.ids if self.context is None else row.ids[-self.context :] for row in self.alive]
 
-    def _forward(self, given: list[list[int]], cache: KeyValueCache | None) -> Tensor:
-        """(B, V) float64 logits of each row's next token, on the CPU."""
+    def _forward(self, given: list[list[int]], cache: Any | None) -> Tensor:
+        """(B, V) logits of each row's next token."""
         lengths = [len(ids) for ids in given]
         padded = torch.zeros(len(given), max(lengths), dtype=torch.int64)
         for row, ids in enumerate(given):
@@ -151,15 +154,36 @@ class _Batch:
         if logits.shape[1] > 1:
             last = torch.tensor(lengths, device=logits.device) - 1
             logits = logits[torch.arange(len(given), device=logits.device), last]
-        return logits.reshape(len(given), -1).double().cpu()
+        return logits.reshape(len(given), -1)
 
-    def _append(self, logits_BV: Tensor) -> list[int]:
+    def _uniforms(self) -> Tensor | None:
+        """(B, N) float64: the draws of each row, a pure function of the seed and the row's number; None if greedy."""
+        sampling = self.sampling
+        if sampling.temperature == 0:
+            return None
+        draws = [
+            np.random.Generator(np.random.Philox(key=[sampling.seed % 2**64, row.number % 2**64])).random(
+                sampling.max_new_tokens
+            )
+            for row in self.alive
+        ]
+        return torch.from_numpy(np.stack(draws)).to(self.device)
+
+    def _choose(self, logits_BV: Tensor) -> Tensor:
+        """(B,): each row's next token, on the model's device."""
+        if self.uniforms_BN is None:
+            return logits_BV.argmax(-1)
+        return choose(logits_BV.double(), self.sampling, self.uniforms_BN[:, self.step])
+
+    def _append(self, tokens_B: Tensor) -> list[int]:
         """Give each row its next token; drop rows that have ended. Returns the places of those that continue."""
-        uniforms = np.array([self.draws[row.number][self.step] for row in self.alive])
-        tokens = choose(logits_BV, self.sampling, torch.from_numpy(uniforms)).tolist()
         self.step += 1
+        tokens = tokens_B.tolist()
         kept = [place for place, row in enumerate(self.alive) if not self._ends(row, tokens[place])]
-        self.alive = [self.alive[place] for place in kept]
+        if len(kept) < len(tokens):
+            self.alive = [self.alive[place] for place in kept]
+            if self.uniforms_BN is not None:
+                self.uniforms_BN = self.uniforms_BN[kept]
         return kept
 
     def _ends(self, row: _Row, token: int) -> bool:
@@ -202,14 +226,6 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> Tensor:
     place = torch.searchsorted(total, drawn, right=True).clamp(max=total.shape[1] - 1)
     place = torch.minimum(place, (ordered > 0).sum(-1, keepdim=True) - 1)
     return tokens.gather(1, place).squeeze(1)
-
-
-def _uniforms(sampling: Sampling, row: int) -> np.ndarray:
-    """The draws of one row, a pure function of the seed and the row's number."""
-    if sampling.temperature == 0:
-        return np.zeros(sampling.max_new_tokens)
-    generator = np.random.Generator(np.random.Philox(key=[sampling.seed % 2**64, row % 2**64]))
-    return generator.random(sampling.max_new_tokens)
 
 
 def _logits(output: Any) -> Tensor:

@@ -1,0 +1,220 @@
+"""The parts of `bench infer` about workers: what the pool costs, pulled units, and workers that only sleep.
+
+Times are those from the begin of the first unit to the end of the last one, as `summary.json` has them: the start of
+Ray and of the workers is not in them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
+from jobs.bench.inference.infer_models import VOCABULARY
+from raytrain.config.sections import InferConfig, ModelConfig
+from raytrain.infer.input.rows import InputRows
+from raytrain.infer.model import InferenceModel
+from raytrain.infer.output.folder import part_name
+from raytrain.infer.ray_data import run_units
+from raytrain.infer.units import Unit, UnitReport, units_of
+from raytrain.infer.worker import InferenceWorker, Work
+
+#: Seconds of one worker of the pool over those of the same units in this process.
+GOAL_POOL = Goal(at_most=1.05)
+#: Seconds of two equal shards over those of units that two workers pull, one worker at half speed.
+GOAL_PULL = Goal(at_least=1.3)
+#: Seconds of one sleeping worker over those of four.
+GOAL_FOUR = Goal(at_least=3.8)
+FOUR = 4
+#: A job begins when all its workers have loaded the model, so that its time is that of a steady pool.
+STARTED_WITHIN_S = 300
+MODELS = "jobs.bench.inference.infer_models"
+
+Arm = Callable[[Work, list[Unit]], list[UnitReport]]
+
+
+def measure_workers(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """The parts that need a cluster, on one."""
+    from ray.data import DataContext
+
+    from jobs.driver.runtime import connected
+
+    DataContext.get_current().wait_for_min_actors_s = STARTED_WITHIN_S
+    say("starting Ray")
+    with (
+        TemporaryDirectory(prefix="bench-infer-") as folder,
+        connected("local", num_cpus=FOUR + 1, num_gpus=0, verbose=False),
+    ):
+        for part, measure in (("pool", _measure_pool), ("pull", _measure_pull), ("four", _measure_four)):
+            if part in options.parts:
+                measure(options, found, Path(folder), say)
+
+
+def _pooled(work: Work, units: list[Unit], *, workers: int) -> list[UnitReport]:
+    return list(run_units(work, units, workers=workers, at_once=workers, cpus=1, gpus=0))
+
+
+def _here(work: Work, units: list[Unit]) -> list[UnitReport]:
+    worker = InferenceWorker(work, "this process")
+    worker.load()
+    return [worker.run(unit) for unit in units]
+
+
+def _halves(work: Work, units: list[Unit]) -> list[UnitReport]:
+    """Equal shards for two workers, fixed before they start."""
+    workers = [InferenceWorker(replace(work, rows=replace(work.rows)), name) for name in ("a", "b")]
+    for worker in workers:
+        worker.load()
+    reports: list[UnitReport] = []
+    shards = units[: len(units) // 2], units[len(units) // 2 :]
+    threads = [
+        threading.Thread(target=_shard, args=(worker, shard, reports))
+        for worker, shard in zip(workers, shards, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return reports
+
+
+def _shard(worker: InferenceWorker, units: Sequence[Unit], reports: list[UnitReport]) -> None:
+    for unit in units:
+        reports.append(worker.run(unit))
+
+
+def _wall(reports: Sequence[UnitReport]) -> float:
+    return max(report.end for report in reports) - min(report.begin for report in reports)
+
+
+class _Jobs:
+    """Runs the same units again and again, each time into a folder of its own, and compares what was written."""
+
+    def __init__(self, work: Work, units: list[Unit], folder: Path) -> None:
+        self.work, self.units, self.folder = work, units, folder
+        self.reports: dict[str, list[list[UnitReport]]] = {}
+        self.answers: dict[str, set[tuple[Any, ...]]] = {}
+        self._numbers = count()
+
+    def run(self, name: str, arm: Arm) -> float:
+        """Seconds of one job."""
+        parts = self.folder / f"parts-{next(self._numbers)}"
+        model = self.work.model
+        if "claim" in model.model.keys:
+            model = replace(model, model=ModelConfig(**{**model.model.model_dump(exclude_none=True),
+                                                        "claim": f"{parts}.claim"}))  # fmt: skip
+        parts.mkdir(parents=True)
+        reports = arm(replace(self.work, model=model, parts=str(parts)), self.units)
+        self.reports.setdefault(name, []).append(reports)
+        self.answers.setdefault(name, set()).add(tuple(_answers(parts, self.units)))
+        return _wall(reports)
+
+    def gate(self, found: BenchMeasurement, what: str) -> None:
+        """All jobs wrote the same predictions."""
+        distinct = set[tuple[Any, ...]]().union(*self.answers.values())
+        rows = sum(unit.rows for unit in self.units)
+        equal = len(distinct) == 1 and all(len(one) == rows for one in distinct)
+        jobs = sum(map(len, self.reports.values()))
+        found.gate(Check(f"{what}: every job wrote the same answer to each row", equal, f"{jobs} jobs of {rows} rows"))
+
+
+def _answers(parts: Path, units: Sequence[Unit]) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    for unit in units:
+        yield from parquet.read_table(parts / part_name(unit.number))["prediction"].to_pylist()
+
+
+def _measure_pool(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
+    """What the pool costs: one worker of it against the loop in this process, each with one thread."""
+    rows, unit_rows = options.units * options.unit_rows, options.unit_rows
+    keys = {name: getattr(options, name) for name in ("layers", "heads", "width", "seed")}
+    keys |= {"context": options.prompt + options.answer, "vocab_size": VOCABULARY}
+    model = InferenceModel(ModelConfig(builder=f"{MODELS}:seeded_gpt", **keys), facts={"vocab_size": VOCABULARY})
+    found_in = _text_rows(folder / "text.parquet", rows, options)
+    work = Work(model, InferConfig(max_new_tokens=options.answer), found_in, "", unit_rows, 0, 1)
+    jobs = _Jobs(work, units_of(rows, unit_rows), folder / "pool")
+    arms: dict[str, Arm] = {"one worker": partial(_pooled, workers=1), "this process": _here}
+    with _one_thread():
+        times = _measured(options, jobs, arms, "pool", say)
+    found.arms |= times
+    jobs.gate(found, "pool")
+    found.compare(times, of="one worker", to="this process", goal=GOAL_POOL,
+                  name="seconds, one worker of the pool / this process")  # fmt: skip
+    idle = [1 - sum(one.seconds for one in reports) / _wall(reports) for reports in jobs.reports["one worker"]]
+    found.values["share of the time in which the pool's worker waits for a unit"] = idle
+
+
+def _measure_pull(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
+    work, units = _sleeping(options, folder, units=max(1, options.sleep_units // 2), claim=True)
+    jobs = _Jobs(work, units, folder / "pull")
+    arms: dict[str, Arm] = {"equal shards": _halves, "pulled": partial(_pooled, workers=2)}
+    times = _measured(options, jobs, arms, "pull", say)
+    found.arms |= times
+    jobs.gate(found, "pull")
+    found.compare(times, of="equal shards", to="pulled", goal=GOAL_PULL,
+                  name="seconds, equal shards / pulled units, one of two workers at half speed")  # fmt: skip
+
+
+def _measure_four(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
+    work, units = _sleeping(options, folder, units=options.sleep_units, claim=False)
+    jobs = _Jobs(work, units, folder / "four")
+    arms: dict[str, Arm] = {
+        "one sleeping worker": partial(_pooled, workers=1), "four sleeping workers": partial(_pooled, workers=FOUR)
+    }  # fmt: skip
+    times = _measured(options, jobs, arms, "four", say)
+    found.arms |= times
+    jobs.gate(found, "four")
+    found.compare(times, of="one sleeping worker", to="four sleeping workers", goal=GOAL_FOUR,
+                  name="seconds, one sleeping worker / four")  # fmt: skip
+
+
+def _measured(options: Any, jobs: _Jobs, arms: dict[str, Arm], part: str, say: Say) -> dict[str, list[float]]:
+    say(f"{part}: {options.jobs} times {len(arms)} jobs of {len(jobs.units)} units")
+    blocks = {name: partial(jobs.run, name, arm) for name, arm in arms.items()}
+    return alternate(blocks, blocks=options.jobs, dropped=0)
+
+
+def _sleeping(options: Any, folder: Path, *, units: int, claim: bool) -> tuple[Work, list[Unit]]:
+    """Units whose batches sleep; of two workers, one sleeps twice as long with `claim`."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows, unit_rows = units * 8, 8
+    path = folder / "numbers.parquet"
+    parquet.write_table(pa.table({"x": [float(row) for row in range(rows)]}), path)
+    keys = {"seconds": options.sleep_ms / 1e3, **({"claim": "one for each job"} if claim else {})}
+    model = InferenceModel(ModelConfig(builder=f"{MODELS}:sleeper", **keys))
+    work = Work(model, InferConfig(), InputRows.at([str(path)]), "", unit_rows, 0, 1)
+    return work, units_of(rows, unit_rows)
+
+
+def _text_rows(path: Path, rows: int, options: Any) -> InputRows:
+    import numpy as np
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    draw = np.random.default_rng(options.seed)
+    lengths = draw.integers(max(1, options.prompt // 2), options.prompt + 1, rows)
+    texts = [bytes(draw.integers(97, 123, length).astype(np.uint8)).decode() for length in lengths]
+    parquet.write_table(pa.table({"text": texts}), path)
+    return InputRows.at([str(path)])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,98 @@
+"""Computes the units of a plan: in this process, or on a cluster that is running or started for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from cluster.devices.inventory import local_inventory
+from jobs.driver.plan import show_only_picked
+from jobs.driver.runtime import connected
+from jobs.inference.plan import InferencePlan
+from raytrain.infer.batch_size import BatchChoice
+from raytrain.infer.output.progress import rows_in_progress
+from raytrain.infer.units import Unit, UnitReport
+from raytrain.infer.worker import InferenceWorker, Work
+
+
+class UnitComputation:
+    """Computes units and writes their files: one worker in this process, more on a Ray cluster.
+
+    A model that runs in this process is loaded at once, so that one that does not load leaves nothing behind.
+
+    Args:
+        say: prints a line.
+    Raises:
+        InputError: the model does not fit the input or its weights.
+    """
+
+    def __init__(self, planned: InferencePlan, *, verbose: bool, say: Callable[[str], None]) -> None:
+        self._planned, self._work, self._verbose, self._say = planned, planned.work(), verbose, say
+        self._address = planned.target.address
+        self._here: InferenceWorker | None = None
+        self._done: dict[int, int] = {}
+        if planned.workers == 1 and self._address == "local" and not _needs_actors(planned):
+            self._here = InferenceWorker(_on_own_devices(planned, self._work), "this process", self._note)
+            self._here.load()
+
+    def _note(self, unit: Unit, rows: int) -> None:
+        self._done = {unit.number: rows}
+
+    def in_progress(self) -> dict[int, int]:
+        """Unit -> rows that are done of it, of units that may not be complete."""
+        return self._done if self._here is not None else rows_in_progress(self._work.parts)
+
+    def reports(self, units: Sequence[Unit]) -> Iterator[UnitReport]:
+        """Compute units; yields what is complete, in any order."""
+        if self._here is not None:
+            if self._planned.measures_batch:
+                self._use(self._here.measure_batch(self._planned.units[0], self._planned.rows.rows))
+            yield from map(self._here.run, units)
+            self._here.close()
+        elif units:
+            yield from self._on_ray(units)
+
+    def _on_ray(self, units: Sequence[Unit]) -> Iterator[UnitReport]:
+        from raytrain.infer.ray_data import measure_batch, run_units
+
+        work, workers, machines = self._work, self._planned.workers, self._planned.target.machines
+        gpus = 1 if machines.on_gpu else 0
+        if gpus:
+            if self._address == "local":
+                show_only_picked(str(machines.accelerator.value), local_inventory())
+            work = _on_first_gpu(work)
+        kind = None if self._address == "local" else machines.required_type
+        count = workers * self._planned.stages.stages
+        with connected(self._address, num_cpus=count + 1, num_gpus=count * gpus, verbose=self._verbose) as cluster:
+            if self._planned.measures_batch:
+                first, rows = self._planned.units[0], self._planned.rows.rows
+                choice = measure_batch(work, first, rows, cpus=1, gpus=gpus, accelerator=kind)
+                self._use(choice)
+                work = replace(work, batch_size=choice.rows)
+            at_once = workers if cluster.local else 1
+            yield from run_units(
+                work, units, workers=workers, at_once=at_once, cpus=1, gpus=gpus, accelerator=kind
+            )  # fmt: skip
+
+    def _use(self, choice: BatchChoice) -> None:
+        self._planned.output.record_batch(choice.to_json())
+        self._say(f"batch: {choice.rows:,} rows ({choice.reason}; {choice.seconds:.1f} s)")
+
+
+def _on_first_gpu(work: Work) -> Work:
+    """Ray shows each actor its own GPU alone."""
+    return replace(work, model=replace(work.model, device="cuda:0"))
+
+
+def _needs_actors(planned: InferencePlan) -> bool:
+    """Whether the stages of one worker need a process each: a limit of a process's memory is no limit of threads."""
+    on_cpu = planned.target.model.device == "cpu"
+    return planned.stages.split is not None and on_cpu and planned.target.spec.cluster.memory_limit is not None
+
+
+def _on_own_devices(planned: InferencePlan, work: Work) -> Work:
+    """The stages of one worker on the GPUs of this machine."""
+    if work.split is None or not work.model.device.startswith("cuda"):
+        return work
+    gpus = planned.target.machines.gpus[: work.split.plan.stages]
+    return replace(work, split=replace(work.split, devices=tuple(f"cuda:{gpu.index}" for gpu in gpus)))

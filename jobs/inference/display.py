@@ -1,0 +1,163 @@
+"""What `infer` prints: the plan, progress, and what was computed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jobs.driver.progress import PLAIN_EVERY_S, QUIET_S, Clock
+from jobs.inference.plan import InferencePlan
+from raytrain.config.sections import InferConfig
+from raytrain.errors import RunError
+from raytrain.plan.text import size_text
+from raytrain.report.inference import PAGE
+from raytrain.runs.storage import join
+
+#: Seconds between two signs of life of a command.
+BEAT_EVERY_S = 5.0
+
+
+def print_plan(planned: InferencePlan, console: Console) -> None:
+    """Print what will be computed, and where."""
+    size, model = planned.units[0].rows, planned.target.model
+    here = planned.workers == 1 and planned.target.address == "local"
+    where = "this process" if here else "1 worker" if planned.workers == 1 else f"{planned.workers} workers"
+    count = planned.stages.stages
+    stages = f", {count} stages each" if count > 1 else ""
+    for name, value in (
+        ("model", f"{planned.target.name}, {model.dtype} on {model.device.split(':')[0]}"),
+        ("input", f"{planned.rows.rows:,} rows in {len(planned.units):,} units of {size:,}"),
+        ("batch", _batch(planned)),
+        ("workers", f"{where}{stages} with {planned.threads} threads each"),
+        *planned.stages.lines(),
+        ("output", planned.output.path),
+    ):
+        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+    for warning in planned.target.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _batch(planned: InferencePlan) -> str:
+    if planned.measures_batch:
+        return "measured on some of the rows before the first unit"
+    return f"{planned.batch_size:,} rows ({planned.batch_reason})"
+
+
+class InferenceDisplay:
+    """Shows how many rows are done: a bar on a terminal, otherwise lines, at least one every `QUIET_S` seconds.
+
+    A context manager: a thread calls `tick` every second.
+
+    Args:
+        rows: of the input.
+        earlier: rows that an earlier command has computed.
+        in_progress: unit -> rows that are done of it, of units that may not be complete.
+        beat: called every few seconds.
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(
+        self, console: Console, *, rows: int, earlier: int, in_progress: Callable[[], Mapping[int, int]],
+        beat: Callable[[], None] = lambda: None, clock: Clock = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._console, self._rows, self._earlier, self._clock = console, rows, earlier, clock
+        self._in_progress, self._beat = in_progress, beat
+        self._complete: dict[int, int] = {}
+        self._began = self._last = self._beaten = clock()
+        self._shown = 0
+        self._over = threading.Event()
+        self._bar = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows  {task.fields[figures]}"), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), console=console, transient=True,
+        )  # fmt: skip
+        self._task = self._bar.add_task("inference", total=rows, figures="")
+
+    def __enter__(self) -> InferenceDisplay:
+        if self._console.is_terminal:
+            self._bar.start()
+        threading.Thread(target=self._run, daemon=True, name="progress").start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def complete(self, unit: int, rows: int) -> None:
+        """A unit of so many rows is complete."""
+        self._complete[unit] = rows
+
+    def tick(self) -> None:
+        """Show what is new, if it is time."""
+        now = self._clock()
+        if now - self._beaten >= BEAT_EVERY_S:
+            self._beaten = now
+            self._beat()
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=self._earlier + self._done(), figures=self._rate(now))
+        elif now - self._last >= PLAIN_EVERY_S:
+            done = self._done()
+            if done == self._shown and now - self._last < QUIET_S:
+                return
+            self._last, self._shown = now, done
+            rows = f"{self._earlier + done:,} of {self._rows:,} rows"
+            self._console.print(f"{rows}, {self._rate(now)}{self._left(now)}", markup=False, highlight=False)
+
+    def _done(self) -> int:
+        """Rows that this command has computed."""
+        complete = dict(self._complete)
+        partial = {unit: rows for unit, rows in self._in_progress().items() if unit not in complete}
+        return sum(complete.values()) + sum(partial.values())
+
+    def _rate(self, now: float) -> str:
+        return f"{self._done() / max(now - self._began, 1e-9):,.1f} rows/s"
+
+    def _left(self, now: float) -> str:
+        done = self._done()
+        if not done:
+            return f" after {now - self._began:.0f} s"
+        left = max(self._rows - self._earlier - done, 0) * (now - self._began) / done
+        return f", about {left:,.0f} s left"
+
+    def _run(self) -> None:
+        while not self._over.wait(1.0):
+            with contextlib.suppress(RunError, OSError):  # of the output's storage: the workers tell of it
+                self.tick()
+
+
+def print_summary(
+    planned: InferencePlan, infer: InferConfig, about: dict[str, Any], summary: dict[str, Any], console: Console
+) -> None:
+    """Print the figures of a finished job."""
+    rate = summary["rows_per_s"]
+    tokens = f", {summary['tokens_per_s']:,.0f} tokens/s" if summary["tokens_per_s"] else ""
+    speed = f", {rate:,.1f} rows/s{tokens}" if rate else ""
+    lines = [f"done: {about['rows']:,} rows, {about['failed']:,} failed{speed}"]
+    quality = summary["quality"]
+    if quality and quality.get("accuracy") is not None:
+        lines.append(f"accuracy {quality['accuracy']:.4f}, F1 {quality['f1']:.4f} (mean over classes)")
+    quantized = summary["quantized"]
+    if quantized:
+        compared = f"{quantized['same']} of {quantized['rows']} answers are those of the weights before"
+        lines.append(
+            f"int8: {quantized['layers']} linear layers in {size_text(quantized['after'])} instead of "
+            f"{size_text(quantized['before'])}; {compared if quantized['rows'] else 'not compared: no room for both'}"
+        )
+    stages = summary["stages"]
+    if stages:
+        busy = ", ".join(f"{share:.0%}" for share in stages["busy"])
+        lines.append(
+            f"stages were busy {busy} of the time: they waited {stages['bubble']:.0%}, stages of equal speed wait "
+            f"{stages['expected_bubble']:.0%} with {stages['passes'] / max(stages['rounds'], 1):.1f} passes a round"
+        )
+    lines.append(f"predictions {join(planned.output.path, f'predictions.{infer.format}')}")
+    lines.append(f"report {join(planned.output.path, PAGE)}")
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,285 @@
+"""The plan of an inference job: which rows in which units, in which batches, on how many workers, written where."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count
+from typing import Any
+
+from cluster.devices.inventory import Inventory
+from jobs.inference.stages import StageChoice, choose_stages
+from jobs.inference.target import Target
+from raytrain.config.decode import encode
+from raytrain.config.sections import InferConfig
+from raytrain.data.sources.ray_dataset import is_ray_dataset
+from raytrain.errors import InputError, RunError
+from raytrain.infer.batch_size import reason_not_to_measure, usual_rows
+from raytrain.infer.input.convert import converted, write_joined
+from raytrain.infer.input.files import NAMED_BY_ROW, fingerprint, input_files
+from raytrain.infer.input.ids import duplicate_id
+from raytrain.infer.input.rows import InputRows, check_columns
+from raytrain.infer.output.folder import CONVERTED, RESULT_COLUMNS, TIMING_COLUMNS, OutputFolder, digest_of
+from raytrain.infer.units import Unit, unit_size, units_of
+from raytrain.infer.worker import Work, kept_columns
+from raytrain.runs.storage import join, open_store
+
+#: Batches of a unit for each stage of a divided model: a pipeline needs several to be full.
+BATCHES_OF_STAGE = 4
+#: Keys of the section that the answers do not depend on, or that are in the identity of a job by their effect.
+UNIMPORTANT = (
+    "input", "output", "max_failures", "batch_size", "unit_rows", "weights", "stages", "stage_policy", "stage_map",
+    "inflight",
+)  # fmt: skip
+DATASET = "input.parquet"
+MEASURED, MEASURED_BEFORE = "measured", "measured by the interrupted command"
+
+
+@dataclass(frozen=True)
+class InferencePlan:
+    """An inference job that is ready to run.
+
+    Attributes:
+        rows: the input as Parquet.
+        units: all of them, also those that an earlier command has computed.
+        batch_size: rows of a batch; used where measuring fails, if `measures_batch`.
+        threads: CPU threads of a worker, or of each of its stages.
+        stages: whether and how the model is divided.
+        identity: what the answers depend on.
+        paths: of the input as it was given; empty if it was no files.
+        batch_reason: why a batch has its rows.
+    """
+
+    target: Target
+    rows: InputRows
+    units: list[Unit]
+    output: OutputFolder
+    batch_size: int
+    workers: int
+    threads: int
+    stages: StageChoice
+    identity: dict[str, Any]
+    paths: tuple[str, ...]
+    batch_reason: str
+
+    @property
+    def measures_batch(self) -> bool:
+        """Whether the rows of a batch are measured before the first unit."""
+        return self.batch_reason == MEASURED
+
+    @property
+    def job(self) -> str:
+        """What the files of this job carry."""
+        return digest_of(self.identity)
+
+    def work(self) -> Work:
+        """What every worker gets."""
+        cluster = self.target.spec.cluster
+        return Work(
+            self.target.model, self.target.spec.infer, self.rows, self.output.parts, self.batch_size, self.most_failed,
+            self.threads, self.job, cluster.memory_fraction, cluster.memory_limit, self.workers, self.stages.split,
+            import_path=os.getcwd(),
+        )  # fmt: skip
+
+    @property
+    def most_failed(self) -> int:
+        """Rows that may fail."""
+        return math.floor(self.target.spec.infer.max_failures * self.rows.rows)
+
+    def check_unchanged(self) -> None:
+        """Raise RunError if a file of the input is another one than when it was planned."""
+        for path, known in zip(self.paths, self.identity["input"], strict=False):
+            if fingerprint(path) != known:
+                raise RunError(
+                    f"{path} changed while its rows were computed, so that the predictions are of two versions of it; "
+                    "use a new infer.output"
+                )
+
+
+def plan_inference(
+    target: Target, inventory: Inventory, *, resume: str | None, data: Any = None, scratch: str | None = None
+) -> InferencePlan:
+    """Open the input, divide it into units, and choose batches and workers.
+
+    Args:
+        resume: the output folder of an interrupted command, None to begin.
+        data: a Ray Dataset or an Arrow table, instead of `infer.input`.
+        scratch: where input of other formats is converted, None for the output folder.
+    Raises:
+        InputError: the input cannot be read, or does not fit the keys of the `infer` section. Nothing is left of what
+            was written.
+    """
+    output = OutputFolder(_absolute(resume or target.spec.infer.output or _new_folder(target)))
+    output.check_free(resume=resume is not None)
+    try:
+        rows, paths, prints = _input(target.spec.infer, scratch or join(output.path, CONVERTED), data)
+        return _planned(target, inventory, output, rows, paths, prints)
+    except BaseException:
+        if output.identity() is None:
+            output.forget()
+        raise
+
+
+def _input(infer: InferConfig, folder: str, data: Any) -> tuple[InputRows, tuple[str, ...], list[str]]:
+    """The rows, the files that they come from, and the fingerprints of these."""
+    if data is not None:
+        path = join(folder, DATASET)
+        write_joined(lambda: _tables_of(data), path, origin="the input")
+        return InputRows.at([path], limit=infer.max_samples), (), [fingerprint(path)]
+    if not infer.input:
+        raise InputError("infer.input", got="no value", expected="the files or folders of rows to answer")
+    given = [infer.input] if isinstance(infer.input, str) else list(infer.input)
+    files = input_files([_absolute(one) for one in given])
+    rows = InputRows.at(converted(files, folder), limit=infer.max_samples, join=files.kind in NAMED_BY_ROW)
+    return rows, files.paths, [fingerprint(path) for path in files.paths]
+
+
+def _absolute(path: str) -> str:
+    """A path that means the same in workers, whose working directory is another."""
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def _tables_of(data: Any) -> Iterable[Any]:
+    if not is_ray_dataset(data):
+        return [data]
+    from raytrain.infer.ray_data import dataset_tables
+
+    return dataset_tables(data)
+
+
+def _planned(
+    target: Target, inventory: Inventory, output: OutputFolder, rows: InputRows, paths: tuple[str, ...],
+    prints: Sequence[str],
+) -> InferencePlan:  # fmt: skip
+    infer = target.spec.infer
+    if not rows.rows:
+        raise InputError("infer.input", got="no rows", expected="at least one row")
+    check_columns(rows.schema, {
+        "infer.id_column": infer.id_column, "infer.label": infer.label,
+        **{f"infer.keep[{number}]": name for number, name in enumerate(infer.keep)},
+    })  # fmt: skip
+    _check_names(kept_columns(infer))
+    if infer.id_column is not None:
+        _check_ids(rows, infer.id_column)
+    stages = choose_stages(target, rows=_batch_of_stages(target, 1)[0])
+    batch, reason = _batch_of_stages(target, stages.stages)
+    size = infer.unit_rows if isinstance(infer.unit_rows, int) else unit_size(rows.rows, generates=_generates(target))
+    if not isinstance(infer.unit_rows, int) and stages.stages > 1:
+        size = max(size, BATCHES_OF_STAGE * stages.stages * batch)
+    units = units_of(rows.rows, size)
+    workers = workers_of(target, len(units), inventory, stages=stages.stages)
+    threads = _threads(target, inventory, workers * stages.stages)
+    if stages.stages == 1:
+        batch, reason = _batch(target, rows.rows, size, output.measured_batch())
+    settings = {key: value for key, value in encode(infer).items() if key not in UNIMPORTANT}
+    identity = {
+        **target.identity, "input": list(prints), "rows": rows.rows,
+        "unit_rows": size, "batch_size": "auto" if reason in (MEASURED, MEASURED_BEFORE) else batch,
+        "dtype": target.model.dtype, "seed": target.model.seed,
+        **{f"infer.{key}": value for key, value in settings.items()},
+    }  # fmt: skip
+    return InferencePlan(target, rows, units, output, batch, workers, threads, stages, identity, paths, reason)
+
+
+def _check_names(kept: Sequence[str]) -> None:
+    for name in kept:
+        if name in ("id", *RESULT_COLUMNS, *TIMING_COLUMNS):
+            raise InputError("infer.keep", got=f"{name}, a column that raytrain writes", expected="another name")
+
+
+def _check_ids(rows: InputRows, column: str) -> None:
+    found = duplicate_id(rows, column)
+    if found is not None:
+        value, places = found
+        what = f"no value in row {places[0]}" if value is None else f"{value!r} in rows {places[0]} and {places[1]}"
+        raise InputError("infer.id_column", got=f"the column {column} with {what}", expected="a unique id in every row")
+
+
+def _new_folder(target: Target) -> str:
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    parent = join(target.run.path, "predictions") if target.run is not None else os.path.abspath("predictions")
+    names = {entry.name for entry in open_store(parent).entries("")}
+    stem = f"{target.name}-{stamp}"
+    return join(
+        parent, next(name for number in count(1) if (name := f"{stem}-{number}" if number > 1 else stem) not in names)
+    )
+
+
+def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int = 1) -> int:
+    """Workers of the job, at most one for each unit; each of them has as many devices as the model has stages.
+
+    Raises:
+        InputError: there are fewer GPUs here, and one worker more would wait for one without end; or the cluster has
+            fewer devices than the model has stages.
+    """
+    wanted, gpus = target.spec.scale.workers, len(target.machines.gpus)
+    local = target.address == "local"
+    if not local and stages > 1:
+        units = min(units, _replicas(target, inventory, stages))
+    if local and 0 < gpus < stages:
+        raise InputError(
+            "infer.stages", got=str(stages), expected=f"at most {gpus}, one for each GPU",
+            remedy=f"use fewer, or scale.mode=cpu; available: {inventory.describe()}",
+        )  # fmt: skip
+    if not isinstance(wanted, int):
+        gpus = min(gpus, 1) if target.machines.mode.value == "single_gpu" and stages == 1 else gpus
+        return min(max(gpus // stages, 1), units)
+    if local and gpus and min(wanted, units) * stages > gpus:
+        each = "one for each GPU" if stages == 1 else f"one for every {stages} GPUs"
+        raise InputError(
+            "scale.workers", got=str(wanted), expected=f"at most {gpus // stages}, {each}",
+            remedy=f"use fewer, or scale.mode=cpu; available: {inventory.describe()}",
+        )  # fmt: skip
+    return min(wanted, units)
+
+
+def _replicas(target: Target, inventory: Inventory, stages: int) -> int:
+    """Replicas of a model over stages that a cluster has room for; one more would hold what another one waits for."""
+    gpus = len(target.machines.gpus)
+    devices, kind = (gpus, "GPU") if gpus else (sum(node.cpus or 0 for node in inventory.nodes), "CPU core")
+    if devices < stages:
+        raise InputError(
+            "infer.stages", got=str(stages), expected=f"at most {devices}, one for each {kind} of the cluster"
+        )
+    return devices // stages
+
+
+def _threads(target: Target, inventory: Inventory, processes: int) -> int:
+    """Threads of a process where the processes are divided equally over the machines."""
+    wanted = target.spec.scale.threads
+    nodes = [node.cpus for node in inventory.nodes if node.cpus] or [1]
+    return wanted if isinstance(wanted, int) else max(1, min(nodes) // math.ceil(processes / len(nodes)))
+
+
+def _batch(target: Target, rows: int, unit_rows: int, measured: dict[str, Any] | None) -> tuple[int, str]:
+    """Rows of a batch, and why; they are still to be measured if the reason is `MEASURED`.
+
+    Args:
+        measured: what the interrupted command measured.
+    """
+    wanted, generates = target.spec.infer.batch_size, _generates(target)
+    if isinstance(wanted, int):
+        return wanted, "infer.batch_size"
+    if measured is not None:
+        return measured["rows"], MEASURED_BEFORE
+    reason = reason_not_to_measure(rows, unit_rows, generates=generates)
+    return usual_rows(generates=generates), reason or MEASURED
+
+
+def _batch_of_stages(target: Target, stages: int) -> tuple[int, str]:
+    """Rows of a batch of a model over several stages, and why: not one large batch, but several in flight."""
+    wanted, generates = target.spec.infer.batch_size, _generates(target)
+    if isinstance(wanted, int):
+        return wanted, "infer.batch_size"
+    usual = usual_rows(generates=generates)
+    return max(
+        1, usual if generates or stages == 1 else usual // (BATCHES_OF_STAGE * stages)
+    ), "several batches are in flight"
+
+
+def _generates(target: Target) -> bool:
+    """Whether the answers are texts of many tokens, as far as is known before the model is loaded."""
+    return "vocab_size" in target.model.facts or target.model.tokenizer is not None

@@ -1,0 +1,68 @@
+"""What an inference job returns to Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from raytrain.errors import RunError
+from raytrain.infer.output.merge import FORMATS
+from raytrain.runs.storage import join, locate, open_store
+
+
+@dataclass(frozen=True)
+class InferResult:
+    """What an inference job left.
+
+    Attributes:
+        status: "done", or "failed" if more rows failed than `infer.max_failures` allows.
+        output: the folder.
+        rows, failed: rows of the input, and those without a prediction.
+        summary: the figures of summary.json.
+    """
+
+    status: str
+    output: str
+    rows: int
+    failed: int
+    summary: dict[str, Any]
+
+    @property
+    def predictions(self) -> str:
+        """Path or URI of the file with the predictions.
+
+        Raises:
+            RunError: there is none, because the job failed.
+        """
+        store = open_store(self.output)
+        for kind in FORMATS:
+            if store.exists(f"predictions.{kind}"):
+                return join(self.output, f"predictions.{kind}")
+        raise RunError(f"{self.output} holds no predictions")
+
+    def table(self) -> Any:
+        """The predictions as an Arrow table, in input order."""
+        import pyarrow as pa
+
+        return pa.Table.from_batches(self.batches())
+
+    def batches(self) -> Iterator[Any]:
+        """The predictions as Arrow record batches, in input order; one is in memory at a time."""
+        from pyarrow import csv, json, parquet
+
+        filesystem, inner = locate(self.predictions, key="infer.output")
+        if inner.endswith(".parquet"):
+            yield from parquet.ParquetFile(filesystem.open_input_file(inner)).iter_batches()
+        elif inner.endswith(".csv"):
+            yield from csv.open_csv(filesystem.open_input_stream(inner))
+        else:
+            yield from json.read_json(filesystem.open_input_stream(inner)).to_batches()
+
+    def dataset(self) -> Any:
+        """The predictions as a Ray Dataset, which reads them where it is used."""
+        import ray
+
+        filesystem, inner = locate(self.predictions, key="infer.output")
+        readers = {"parquet": ray.data.read_parquet, "csv": ray.data.read_csv, "jsonl": ray.data.read_json}
+        return readers[inner.rpartition(".")[2]](inner, filesystem=filesystem)

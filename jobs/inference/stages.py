@@ -1,0 +1,165 @@
+"""Decides whether the model of an inference job is divided over stages, and how."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jobs.inference.target import Target
+from raytrain.config.sections import InferConfig
+from raytrain.errors import InputError
+from raytrain.infer.quantize import KEY as QUANTIZE
+from raytrain.infer.stages.estimate import InferenceMemory, inference_memory, sizes_of_config, sizes_of_keys
+from raytrain.infer.stages.plan import (
+    KEY,
+    MAP,
+    POLICY,
+    ModelPart,
+    StagePlan,
+    fewest_stages,
+    mapped_stages,
+    plan_stages,
+)
+from raytrain.infer.stages.split import StageSplit, skeleton_of, stored_weights
+from raytrain.infer.stages.weights import check_weights
+from raytrain.models.huggingface.folder import read_config
+from raytrain.plan.text import size_text
+
+#: Tokens of a prompt that the estimate counts, where the model's context is not smaller.
+PROMPT_TOKENS = 512
+HALF = ("bf16", "fp16")
+#: Weights stay in float32; autocast converts what a product needs.
+WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """How the model is held.
+
+    Attributes:
+        split: None for a whole copy in each worker.
+        memory: the estimate of a whole copy, None where the sizes are not known.
+        limit: bytes that a device may use, None where unknown.
+    """
+
+    split: StageSplit | None
+    memory: InferenceMemory | None
+    limit: int | None
+
+    @property
+    def stages(self) -> int:
+        """Devices that hold a replica of the model."""
+        return 1 if self.split is None else self.split.plan.stages
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What the plan says about it."""
+        lines = []
+        if self.memory is not None:
+            fits = "" if self.limit is None else f" of {size_text(self.limit)} that a device may use"
+            lines.append(("memory", f"about {size_text(self.memory.total)}{fits} ({self.memory})"))
+        if self.split is not None:
+            plan = self.split.plan
+            lines += [(f"stage {stage}", plan.describe(stage)) for stage in range(plan.stages)]
+            lines.append(("in flight", f"{self.split.inflight} batches at a time in each replica"))
+        return lines
+
+
+def choose_stages(target: Target, *, rows: int) -> StageChoice:
+    """Divide the model as the keys say; with `infer.stages` auto only if a whole copy does not fit a device.
+
+    Args:
+        rows: of a batch.
+    Raises:
+        InputError: keys that contradict each other, a map that does not hold every part once and in order, a model
+            that cannot be divided, or one that does not fit the devices.
+    """
+    infer, limit = target.spec.infer, device_limit(target)
+    if infer.quantize is not None:
+        return _one_copy(infer, limit)
+    memory = memory_of(target, rows=rows)
+    if infer.stage_map:
+        if infer.stages not in ("auto", len(infer.stage_map)):
+            got = f"{infer.stages} with a map of {len(infer.stage_map)} stages"
+            raise InputError(KEY, got=got, expected=f"auto or {len(infer.stage_map)}")
+        if infer.stage_policy != "auto":
+            raise InputError(POLICY, got=f"{infer.stage_policy} beside {MAP}", expected="auto, or no map")
+        return _chosen(target, mapped_stages(_parts(target), infer.stage_map), memory, limit)
+    if infer.stage_policy == "sequential" and limit is None and infer.stages != 1:
+        raise InputError(
+            POLICY, got="sequential without a known memory of a device", expected="cluster.memory_limit, or balanced"
+        )
+    if isinstance(infer.stages, int):
+        if infer.stages == 1:
+            return StageChoice(None, memory, limit)
+        parts = _parts(target)
+        return _chosen(target, plan_stages(parts, infer.stages, policy=infer.stage_policy, limit=limit), memory, limit)
+    if memory is None or limit is None or memory.total <= limit:
+        return StageChoice(None, memory, limit)
+    return _chosen(target, _fewest(target, _parts(target), memory, limit), memory, limit)
+
+
+def _one_copy(infer: InferConfig, limit: int | None) -> StageChoice:
+    """The choice for int8 weights, which stages do not have."""
+    if infer.stage_map or infer.stages not in (1, "auto"):
+        got = f"{infer.quantize} with {MAP if infer.stage_map else f'{KEY} {infer.stages}'}"
+        raise InputError(QUANTIZE, got=got, expected="null, or one stage")
+    return StageChoice(None, None, limit)
+
+
+def device_limit(target: Target) -> int | None:
+    """Bytes that the model may use on a device, None where unknown.
+
+    On CPUs only `cluster.memory_limit` counts: stages on one machine would share its memory.
+    """
+    cluster = target.spec.cluster
+    gpus = target.machines.gpus
+    free = [gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in gpus]
+    known = [int(cluster.memory_fraction * min(free))] if free else []
+    known += [cluster.memory_limit] if cluster.memory_limit else []
+    return min(known, default=None)
+
+
+def memory_of(target: Target, *, rows: int) -> InferenceMemory | None:
+    """The estimate of a whole copy, from the headers of its weights; None if it has none."""
+    model = target.model
+    path = model.model.keys.get("path")
+    if model.model.init_from is None and not isinstance(path, str):
+        return None
+    weights = WEIGHT_BYTES * stored_weights(model).parameters
+    sizes = sizes_of_keys(model.model.keys, model.facts)
+    if sizes is None and isinstance(path, str):
+        sizes = sizes_of_config(read_config(path))
+    tokens = PROMPT_TOKENS + target.spec.infer.max_new_tokens
+    return inference_memory(weights, sizes, rows=rows, tokens=tokens, value_bytes=2 if model.dtype in HALF else 4)
+
+
+def _parts(target: Target) -> list[ModelPart]:
+    from raytrain.infer.stages.sequence import parts_of
+
+    trainable = skeleton_of(target.model)
+    check_weights(trainable.module, stored_weights(target.model))
+    return parts_of(trainable)
+
+
+def _fewest(target: Target, parts: list[ModelPart], memory: InferenceMemory, limit: int) -> StagePlan:
+    """The fewest stages of which each fits with its share of the caches."""
+    gpus = len(target.machines.gpus)
+    most = min(len(parts), gpus) if gpus else len(parts)
+
+    def room(stages: int) -> int:
+        caches = memory.cache * _inflight(target, stages) / stages
+        return limit - math.ceil(memory.activations + caches)
+
+    return fewest_stages(parts, room, most=most, policy=target.spec.infer.stage_policy)
+
+
+def _inflight(target: Target, stages: int) -> int:
+    """Batches in flight: two for each stage, so that one waits while another is computed."""
+    wanted = target.spec.infer.inflight
+    return wanted if isinstance(wanted, int) else 2 * stages
+
+
+def _chosen(target: Target, plan: StagePlan, memory: InferenceMemory | None, limit: int | None) -> StageChoice:
+    if plan.stages == 1:
+        return StageChoice(None, memory, limit)
+    return StageChoice(StageSplit(plan, _inflight(target, plan.stages)), memory, limit)

@@ -1,0 +1,229 @@
+"""Input of other formats as Parquet, in a streamed pass, so that any range of rows can be read without the ones before
+it. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from raytrain.errors import InputError, first_line
+from raytrain.infer.input.files import KEY, InputFiles, fingerprint
+from raytrain.infer.input.rows import fitted, joined
+from raytrain.runs.atomic import whole_file
+from raytrain.runs.storage import ANSWERS, join, locate, open_store, unreadable
+
+TEXT_COLUMN = "text"
+BLOCK_BYTES = 8 << 20
+LINES_AT_ONCE = 10_000
+_CSV_ERROR = re.compile(r"In CSV column #(\d+): .*CSV conversion error to (\w+)")
+_WIDER = {"null": "int64", "int64": "double"}
+"""The type of a CSV column -> the next one to try where a later value does not fit it; else text."""
+
+
+class _OtherColumnsError(Exception):
+    """A later part of a file has columns, or types of them, that those before it have not."""
+
+
+def converted(files: InputFiles, folder: str, *, rows_at_once: int = LINES_AT_ONCE) -> list[str]:
+    """Write files of another format as Parquet in `folder`, one for each; returns the paths. Parquet is left alone.
+
+    A file that was converted before is not converted again: its name holds the fingerprint of the original.
+
+    Raises:
+        InputError: a file that cannot be read, or has no rows.
+        RunError: the folder cannot be written.
+    """
+    if files.kind == "parquet":
+        return list(files.paths)
+    store, written = open_store(folder), []
+    for number, path in enumerate(files.paths):
+        name = f"input-{number:05d}-{fingerprint(path)}.parquet"
+        if not store.exists(name):
+            _convert(path, files.kind, join(folder, name), rows_at_once)
+        written.append(join(folder, name))
+    return written
+
+
+def _convert(path: str, kind: str, target: str, rows_at_once: int) -> None:
+    import pyarrow as pa
+
+    try:
+        if kind == "csv":
+            _write_csv(path, target, rows_at_once)
+        else:
+            write_joined(
+                partial(_json_or_text, path, kind, rows_at_once), target, origin=path, rows_at_once=rows_at_once
+            )
+    except pa.ArrowException as error:
+        raise InputError(KEY, got=f"{path}: {first_line(error)}", expected=f"a {kind} file") from error
+
+
+def write_tables(
+    tables: Iterable[Any], target: str, *, origin: str, schema: Any = None, rows_at_once: int = LINES_AT_ONCE
+) -> None:
+    """Write tables as one Parquet file, with the schema of the first one if none is given.
+
+    Args:
+        origin: where the rows come from, for messages.
+    Raises:
+        InputError: there are no rows.
+        _OtherColumnsError: a table does not fit the schema.
+    """
+    from pyarrow import parquet
+
+    writer, rows = None, 0
+    with whole_file(target, ANSWERS) as sink, contextlib.ExitStack() as stack:
+        for table in tables:
+            if writer is None:
+                schema = schema or table.schema.remove_metadata()
+                writer = stack.enter_context(parquet.ParquetWriter(sink, schema))
+            if not joined([schema, table.schema.remove_metadata()], origin).equals(schema):
+                raise _OtherColumnsError
+            writer.write_table(fitted(table, schema), row_group_size=rows_at_once)
+            rows += table.num_rows
+        if writer is None or not rows:
+            raise InputError(KEY, got=f"no rows in {origin}", expected="at least one row")
+
+
+def write_joined(
+    tables: Callable[[], Iterable[Any]], target: str, *, origin: str, rows_at_once: int = LINES_AT_ONCE
+) -> None:
+    """Write tables as one Parquet file with the columns of all of them, nulls where one lacks a column.
+
+    Args:
+        tables: gives them, in order. It is called again, twice, where later ones have other columns than the first:
+            once for all columns, once to write.
+        origin: where the rows come from, for messages.
+    Raises:
+        InputError: there are no rows, or the types of a column do not go together.
+    """
+    try:
+        write_tables(tables(), target, origin=origin, rows_at_once=rows_at_once)
+    except _OtherColumnsError:
+        schema = None
+        for table in tables():
+            own = table.schema.remove_metadata()
+            schema = own if schema is None else joined([schema, own], origin)
+        write_tables(tables(), target, origin=origin, schema=schema, rows_at_once=rows_at_once)
+
+
+def _stream(path: str) -> Any:
+    filesystem, inner = locate(path, key=KEY)
+    try:
+        return filesystem.open_input_stream(inner)
+    except OSError as error:
+        raise unreadable(path, error, key=KEY) from error
+
+
+# ---------------------------------------------------------------- CSV
+
+
+def _write_csv(path: str, target: str, rows_at_once: int) -> None:
+    """The types of the columns follow from the first block. Where a later value does not fit, the file is read again
+    with a wider type."""
+    import pyarrow as pa
+
+    types: dict[str, Any] = {}
+    while True:
+        try:
+            write_tables(_csv_tables(path, types), target, origin=path, rows_at_once=rows_at_once)
+            return
+        except pa.ArrowInvalid as error:
+            found = _CSV_ERROR.search(str(error))
+            if found is None:
+                raise
+            name = _csv_names(path)[int(found[1])]
+            if types.get(name) == pa.string():
+                raise
+            types[name] = pa.type_for_alias(_WIDER.get(found[2], "string"))
+
+
+def _csv_tables(path: str, types: dict[str, Any]) -> Iterator[Any]:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    convert = csv.ConvertOptions(column_types=types)
+    with _stream(path) as stream:
+        reader = csv.open_csv(stream, read_options=csv.ReadOptions(block_size=BLOCK_BYTES), convert_options=convert)
+        yield from (pa.Table.from_batches([batch]) for batch in reader if batch.num_rows)
+
+
+def _csv_names(path: str) -> list[str]:
+    from pyarrow import csv
+
+    with _stream(path) as stream:
+        return csv.open_csv(stream).schema.names
+
+
+# ---------------------------------------------------------------- JSON and text
+
+
+def _json_or_text(path: str, kind: str, rows_at_once: int) -> Iterator[Any]:
+    """Tables of the rows of one file, in order."""
+    try:
+        with _stream(path) as stream:
+            if kind == "json":
+                yield _table(_json_rows(stream.read(), path), path)
+                return
+            lines: list[dict[str, Any]] = []
+            for number, raw in enumerate(io.BufferedReader(stream), start=1):
+                line = _decoded(raw.rstrip(b"\r\n"), path, number)
+                if kind == "jsonl" and line.strip():
+                    lines.append(_json_object(line, path, number))
+                elif kind == "text":
+                    lines.append({TEXT_COLUMN: line})
+                if len(lines) == rows_at_once:
+                    yield _table(lines, path)
+                    lines = []
+            if lines:
+                yield _table(lines, path)
+    except OSError as error:
+        raise unreadable(path, error, key=KEY) from error
+
+
+def _table(rows: list[dict[str, Any]], path: str) -> Any:
+    """The rows with the columns of all of them; a row that lacks one has null there."""
+    import pyarrow as pa
+
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows])
+        except (pa.ArrowException, OverflowError) as error:
+            raise InputError(
+                KEY, got=f"{path}: the column {name} with values of several types ({first_line(error)})",
+                expected="one type a column", remedy="write one type, or leave the column out",
+            ) from error  # fmt: skip
+    return pa.table(columns)
+
+
+def _decoded(line: bytes, path: str, number: int) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(KEY, got=f"{path} line {number}, which is not UTF-8", expected="UTF-8 text") from error
+
+
+def _json_object(line: str, path: str, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(KEY, got=f"{path} line {number}: {error}", expected="a JSON object on each line") from error
+    if not isinstance(row, dict):
+        raise InputError(KEY, got=f"{path} line {number}: a {type(row).__name__}", expected="a JSON object")
+    return row
+
+
+def _json_rows(text: bytes, path: str) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(KEY, got=f"{path}: {error}", expected="a JSON array of objects") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(KEY, got=f"{path}, which is no array of objects", expected="a JSON array of objects")
+    return rows

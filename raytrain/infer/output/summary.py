@@ -1,0 +1,253 @@
+"""What an inference job did, in figures: rows and tokens per second, latencies, workers, and the quality of classes or
+values where the right answers are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raytrain.infer.stages.pipeline import StageTimes
+from raytrain.infer.stages.split import StageSplit
+from raytrain.infer.units import UnitReport
+
+SLOWEST = 10
+#: Failed rows that are named, the first ones of the input.
+FAILURES = 20
+#: Units whose times are kept; of more, neighbours are left out.
+TIMES = 1000
+UNKNOWN = "unknown"
+
+
+@dataclass
+class TableFigures:
+    """Figures of all rows, from one table after another; memory grows with the number of batches, not of rows.
+
+    Attributes:
+        label: the column with right answers, None if there is none.
+    """
+
+    label: str | None
+    rows: int = field(default=0, init=False)
+    tokens: int = field(default=0, init=False)
+    again: int = field(default=0, init=False)
+    _seconds: list[Any] = field(default_factory=list, init=False)
+    _slowest: list[tuple[float, Any]] = field(default_factory=list, init=False)
+    _failures: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _errors: Counter[str] = field(default_factory=Counter, init=False)
+    _quality: ClassQuality | ValueQuality | None = field(default=None, init=False)
+
+    def add(self, table: Any) -> None:
+        """The rows of one unit's file; tables come in input order."""
+        seconds = table["seconds"].to_numpy()
+        self.rows += table.num_rows
+        self.tokens += int(table["tokens"].to_numpy().sum())
+        self.again += int(table["again"].to_numpy(zero_copy_only=False).sum())
+        self._seconds.append(np.unique(seconds, return_counts=True))  # the rows of a batch share their seconds
+        first = np.argsort(-seconds, kind="stable")[:SLOWEST]
+        found = [(float(seconds[at]), table["id"][int(at)].as_py()) for at in first]
+        self._slowest = sorted([*self._slowest, *found], key=lambda one: -one[0])[:SLOWEST]
+        self._add_failures(table)
+        if self.label is not None:
+            self._score(table[self.label], table["prediction"])
+
+    def _add_failures(self, table: Any) -> None:
+        errors = table["error"]
+        if errors.null_count == table.num_rows:
+            return
+        for row, error in enumerate(errors.to_pylist()):
+            if error is not None:
+                self._errors[error.partition(":")[0]] += 1
+                if len(self._failures) < FAILURES:
+                    self._failures.append({"id": table["id"][row].as_py(), "error": error})
+
+    def _score(self, labels: Any, predictions: Any) -> None:
+        from pyarrow import types
+
+        if self._quality is None:
+            self._quality = ValueQuality() if types.is_floating(labels.type) else ClassQuality()
+        for label, prediction in zip(labels.to_pylist(), predictions.to_pylist(), strict=True):
+            self._quality.add(label, prediction)
+
+    def figures(self) -> dict[str, Any]:
+        """For summary.json."""
+        values, counts = (np.concatenate(one) for one in zip(*self._seconds, strict=True))
+        return {
+            "rows": self.rows, "tokens": self.tokens, "computed_again": self.again,
+            "latency_s": {"p50": quantile(values, counts, 0.5), "p95": quantile(values, counts, 0.95)},
+            "slowest": [{"id": name, "seconds": seconds} for seconds, name in self._slowest],
+            "failures": self._failures, "errors": dict(self._errors.most_common()),
+            "quality": None if self._quality is None else self._quality.figures(),
+        }  # fmt: skip
+
+
+def quantile(values: Any, counts: Any, share: float) -> float:
+    """As `np.quantile` of the values, each repeated as often as `counts` says."""
+    order = np.argsort(values, kind="stable")
+    ends, ordered = np.cumsum(counts[order]), values[order]
+    place = share * (ends[-1] - 1)
+    low, high = (
+        float(ordered[np.searchsorted(ends, at, side="right")]) for at in (math.floor(place), math.ceil(place))
+    )
+    return low + (high - low) * (place - math.floor(place))
+
+
+def summarise(
+    figures: dict[str, Any], reports: Sequence[UnitReport], *, wall_s: float, split: StageSplit | None = None
+) -> dict[str, Any]:
+    """The figures of a merged job.
+
+    Args:
+        figures: of `TableFigures`.
+        reports: of the units that this command computed; those of an earlier one are only counted.
+        wall_s: from the first unit's begin to the last one's end.
+        split: how the model was divided over stages.
+    """
+    rows, made = sum(report.rows for report in reports), sum(report.tokens for report in reports)
+    return {
+        **figures, "computed_now": rows, "wall_s": wall_s, "rows_per_s": rows / wall_s if wall_s else None,
+        "tokens_per_s": made / wall_s if wall_s and made else None,
+        "out_of_memory": sum(report.out_of_memory for report in reports), "workers": _workers(reports),
+        "times": _times(reports), "stages": None if split is None else stage_figures(split, reports),
+        "quantized": next((json.loads(report.quantized) for report in reports if report.quantized), None),
+    }  # fmt: skip
+
+
+def stage_figures(split: StageSplit, reports: Sequence[UnitReport]) -> dict[str, Any] | None:
+    """How busy the stages of all replicas were; None if nothing was computed now."""
+    times = [StageTimes(**json.loads(report.stages)) for report in reports if report.stages]
+    if not times:
+        return None
+    total = StageTimes([0.0] * split.plan.stages)
+    for one in times:
+        total.add(one)
+    return {
+        "stages": [split.plan.describe(stage) for stage in range(split.plan.stages)], "bytes": split.plan.bytes,
+        "busy": [seconds / max(total.wall_s, 1e-9) for seconds in total.busy_s], "bubble": total.bubble,
+        "expected_bubble": total.expected_bubble(split.inflight), "passes": total.passes, "rounds": total.rounds,
+        "inflight": split.inflight,
+    }  # fmt: skip
+
+
+def _times(reports: Sequence[UnitReport]) -> list[dict[str, Any]]:
+    """When each unit was computed, in seconds from the first one's begin."""
+    zero, every = min((one.begin for one in reports), default=0.0), -(-len(reports) // TIMES) or 1
+    return [
+        {"unit": one.number, "worker": one.worker, "rows": one.rows, "begin_s": one.begin - zero,
+         "end_s": one.end - zero}
+        for one in sorted(reports, key=lambda one: one.begin)[::every]
+    ]  # fmt: skip
+
+
+def _workers(reports: Sequence[UnitReport]) -> list[dict[str, Any]]:
+    by_worker: dict[str, list[UnitReport]] = defaultdict(list)
+    for report in reports:
+        by_worker[report.worker].append(report)
+    return [
+        {
+            "worker": name, "units": len(own), "rows": sum(one.rows for one in own),
+            "busy_s": sum(one.seconds for one in own), "load_s": own[0].load_s,
+            "rows_per_s": sum(one.rows for one in own) / max(sum(one.seconds for one in own), 1e-9),
+        }
+        for name, own in sorted(by_worker.items())
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- quality
+
+
+@dataclass
+class ClassQuality:
+    """Counts of (right class, predicted class), from which all figures follow. Classes are compared as texts.
+
+    Attributes:
+        counts: (label, prediction) -> rows; a failed row, or a prediction that is no label, counts as `unknown`.
+    """
+
+    labels: set[str] = field(default_factory=set)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def add(self, label: Any, prediction: Any) -> None:
+        """One row; a row without a label is left out."""
+        if label is None:
+            return
+        self.labels.add(str(label))
+        self.counts[str(label), UNKNOWN if prediction is None else str(prediction).strip()] += 1
+
+    def figures(self) -> dict[str, Any]:
+        """Accuracy, precision, recall and F1 of each class and their means over classes, and the confusion matrix."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for (label, prediction), rows in self.counts.items():
+            counts[label, prediction if prediction in self.labels else UNKNOWN] += rows
+        names = sorted(self.labels)
+        total = counts.total()
+        classes = {name: _class_figures(name, counts) for name in names}
+        unknown = sum(rows for (_, prediction), rows in counts.items() if prediction == UNKNOWN)
+        means = {key: _mean(one[key] for one in classes.values()) for key in ("precision", "recall", "f1")}
+        columns = [*names, UNKNOWN] if unknown and UNKNOWN not in names else names
+        return {
+            "rows": total, "unknown": unknown,
+            "accuracy": sum(counts[name, name] for name in names) / total if total else None,
+            **means, "classes": classes,
+            "confusion": {"labels": names, "predictions": columns,
+                          "rows": [[counts[label, column] for column in columns] for label in names]},
+        }  # fmt: skip
+
+
+def _class_figures(name: str, counts: Counter[tuple[str, str]]) -> dict[str, Any]:
+    right = counts[name, name]
+    predicted = sum(rows for (_, prediction), rows in counts.items() if prediction == name)
+    actual = sum(rows for (label, _), rows in counts.items() if label == name)
+    precision, recall = right / predicted if predicted else 0.0, right / actual if actual else 0.0
+    f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+    return {"precision": precision, "recall": recall, "f1": f1, "rows": actual}
+
+
+@dataclass
+class ValueQuality:
+    """Errors of predicted values; failed rows are counted apart."""
+
+    rows: int = 0
+    failed: int = 0
+    absolute: float = 0.0
+    squared: float = 0.0
+
+    def add(self, label: Any, prediction: Any) -> None:
+        """One row; a row without a label is left out."""
+        if label is None:
+            return
+        if prediction is None:
+            self.failed += 1
+            return
+        error = float(prediction) - float(label)
+        self.rows, self.absolute, self.squared = self.rows + 1, self.absolute + abs(error), self.squared + error**2
+
+    def figures(self) -> dict[str, Any]:
+        """Mean absolute error, and the root of the mean squared error."""
+        if not self.rows:
+            return {"rows": 0, "failed": self.failed}
+        root = math.sqrt(self.squared / self.rows)
+        return {
+            "rows": self.rows,
+            "failed": self.failed,
+            "mean_absolute_error": self.absolute / self.rows,
+            "rmse": root,
+        }
+
+
+def quality_of(pairs: Iterable[tuple[Any, Any]], *, values: bool) -> dict[str, Any]:
+    """The figures of (label, prediction) pairs."""
+    measured: ClassQuality | ValueQuality = ValueQuality() if values else ClassQuality()
+    for label, prediction in pairs:
+        measured.add(label, prediction)
+    return measured.figures()
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return sum(known) / len(known) if known else 0.0

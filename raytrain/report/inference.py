@@ -1,0 +1,195 @@
+"""The report page of batch inference: from `manifest.json` and `summary.json` of an output folder, HTML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raytrain.report.figures import plain_number, seconds, size
+from raytrain.report.page.charts import Curve, Point, chart
+from raytrain.report.page.style import esc, page
+from raytrain.report.page.tables import shown, table
+from raytrain.runs.storage import join, open_store
+
+MANIFEST, SUMMARY = "manifest.json", "summary.json"
+PAGE = "report/report.html"
+#: Points of a curve of rows per second, and the most workers that have a curve of their own.
+POINTS, CURVES = 60, 8
+
+
+def is_inference(path: str) -> bool:
+    """Whether a folder holds the complete output of batch inference."""
+    store = open_store(path)
+    return store.exists(MANIFEST) and store.exists(SUMMARY)
+
+
+def build_inference_report(path: str) -> str:
+    """Write `report/report.html` of a folder for which `is_inference` holds; returns its path."""
+    store = open_store(path)
+    manifest, summary = (json.loads(store.read_bytes(name)) for name in (MANIFEST, SUMMARY))
+    name = path.rstrip("/").rpartition("/")[2]
+    store.write_bytes(PAGE, inference_page(name, manifest, summary).encode("utf-8", "replace"))
+    return join(path, PAGE)
+
+
+def inference_page(name: str, manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """The complete page; sections without figures are left out."""
+    sections = [
+        ("speed", "Speed", _curves(summary)),
+        ("workers", "Workers", _workers(summary)),
+        ("slowest", "Slowest rows", _slowest(summary)),
+        ("failures", "Failures", _failures(manifest, summary)),
+        ("quality", "Quality", _quality(summary.get("quality"))),
+        ("batch", "Batch", _batch(manifest.get("batch"))),
+        ("files", "Files", _files(manifest)),
+        ("config", "What the predictions depend on", _config(manifest.get("job") or {})),
+    ]
+    present = [(key, title, body) for key, title, body in sections if body]
+    links = "".join(f'<a href="#{key}">{esc(title)}</a>' for key, title, _ in present)
+    body = "".join(f'<section id="{key}"><h2>{esc(title)}</h2>{body}</section>' for key, title, body in present)
+    head = _head(name, manifest, summary)
+    return page(f"{name} - raytrain", f"{head}<nav>{links}</nav>{_tiles(manifest, summary)}{body}")
+
+
+def _head(name: str, manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    rows, failed = manifest["rows"], manifest["failed"]
+    tone, state = ("warning", "done, with failed rows") if failed else ("good", "done")
+    lead = f"{rows - failed:,} of {rows:,} rows have a prediction."
+    if summary["computed_now"] < rows:
+        lead += f" The last command computed {summary['computed_now']:,} of them; its times are shown."
+    return (
+        f'<header><p class="brand">raytrain inference</p><div class="head"><h1>{esc(name)}</h1>'
+        f'<span class="pill {tone}">{esc(state)}</span></div><p class="lead">{esc(lead)}</p></header>'
+    )
+
+
+def _tiles(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    quality, latency = summary.get("quality") or {}, summary["latency_s"]
+    load = max((one["load_s"] for one in summary["workers"]), default=0.0)
+    accuracy = quality.get("accuracy")
+    tiles = [
+        ("Rows", f"{manifest['rows']:,}", f"{manifest['units']:,} units"),
+        ("Failed", f"{manifest['failed']:,}", f"{summary['computed_again']:,} computed again"),
+        ("Rows per second", plain_number(summary["rows_per_s"]), "model load apart"),
+        ("Tokens per second", plain_number(summary["tokens_per_s"]), f"{summary['tokens']:,} tokens"),
+        ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", "of the units"),
+        ("Latency of a batch", seconds(latency["p50"]), f"p95 {seconds(latency['p95'])}"),
+        ("Model load", seconds(load) if load else "", "slowest worker"),
+        ("Accuracy", f"{accuracy:.2%}" if accuracy is not None else "", _f1(quality)),
+        ("Mean absolute error", plain_number(quality.get("mean_absolute_error")), _rmse(quality)),
+    ]
+    cells = "".join(
+        f'<dl class="tile"><dt>{esc(name)}</dt><dd>{esc(value)}<small>{esc(note)}</small></dd></dl>'
+        for name, value, note in tiles
+        if value and value != "-"
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _f1(quality: Mapping[str, Any]) -> str:
+    return f"F1 {quality['f1']:.4f}" if quality.get("f1") is not None else ""
+
+
+def _rmse(quality: Mapping[str, Any]) -> str:
+    return f"RMSE {plain_number(quality['rmse'])}" if "rmse" in quality else ""
+
+
+def rate_over_time(times: Sequence[Mapping[str, Any]], *, points: int = POINTS) -> list[Point]:
+    """(seconds, rows/s) at the middle of equal intervals; the rows of a unit are spread over its time."""
+    end = max((one["end_s"] for one in times), default=0.0)
+    if end <= 0:
+        return []
+    width, rows = end / points, [0.0] * points
+    for one in times:
+        begin, length = one["begin_s"], max(one["end_s"] - one["begin_s"], 1e-9)
+        for number in range(int(begin / width), min(points, int(one["end_s"] / width) + 1)):
+            inside = min((number + 1) * width, one["end_s"]) - max(number * width, begin)
+            rows[number] += one["rows"] * max(inside, 0.0) / length
+    return [((number + 0.5) * width, count / width) for number, count in enumerate(rows)]
+
+
+def _curves(summary: Mapping[str, Any]) -> str:
+    times = summary.get("times") or []
+    workers = sorted({one["worker"] for one in times})
+    fewer = max(2, min(POINTS, len(times)))
+    curves = [Curve("all workers" if len(workers) > 1 else "rows/s", rate_over_time(times, points=fewer), "c1")]
+    if 1 < len(workers) <= CURVES:
+        for number, name in enumerate(workers):
+            own = [one for one in times if one["worker"] == name]
+            end = max(one["end_s"] for one in own)
+            count = max(2, round(fewer * end / max(one["end_s"] for one in times)))
+            curves.append(Curve(name, rate_over_time(own, points=count), f"c{number % 8 + 2}"))
+    note = "Over the seconds since the first unit began."
+    drawn = chart("Rows per second", curves, from_zero=True, wide=True, at=seconds, note=note)
+    return f'<div class="charts">{drawn}</div>' if drawn else ""
+
+
+def _workers(summary: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            esc(one["worker"]), f"{one['units']:,}", f"{one['rows']:,}", esc(plain_number(one["rows_per_s"])),
+            esc(seconds(one["busy_s"])), f"{one['busy_s'] / summary['wall_s']:.0%}" if summary["wall_s"] else "-",
+            esc(seconds(one["load_s"])),
+        ]
+        for one in summary["workers"]
+    ]  # fmt: skip
+    names = ("Units", "Rows", "Rows per second", "Busy", "Busy share", "Model load")
+    columns = [("Worker", "k"), *((name, "n") for name in names)]
+    return f'<div class="card">{table(columns, rows)}</div>' if rows else ""
+
+
+def _slowest(summary: Mapping[str, Any]) -> str:
+    rows = [[esc(one["id"]), esc(seconds(one["seconds"]))] for one in summary["slowest"]]
+    return f'<div class="card">{table([("Row", "k"), ("Seconds of its batch", "n")], rows)}</div>' if rows else ""
+
+
+def _failures(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    rows = [[esc(one["id"]), esc(one["error"])] for one in summary.get("failures") or []]
+    if not rows:
+        return ""
+    kinds = ", ".join(f"{count:,} {name}" for name, count in summary["errors"].items())
+    left = manifest["failed"] - len(rows)
+    more = f" The first {len(rows)} are listed." if left else ""
+    body = table([("Row", "k"), ("Error", "")], rows, stack=True)
+    return f'<p class="note">{esc(kinds)}.{more}</p><div class="card">{body}</div>'
+
+
+def _quality(quality: Mapping[str, Any] | None) -> str:
+    if not quality or not quality.get("classes"):
+        return ""
+    columns = [("Class", "k"), ("Rows", "n"), ("Precision", "n"), ("Recall", "n"), ("F1", "n")]
+    rows = [
+        [esc(name), f"{one['rows']:,}", *(f"{one[key]:.4f}" for key in ("precision", "recall", "f1"))]
+        for name, one in quality["classes"].items()
+    ]
+    counts = quality["confusion"]
+    wide = [("Right answer", "k"), *((str(name), "n") for name in counts["predictions"])]
+    lines = [
+        [esc(name), *(f"{count:,}" for count in row)]
+        for name, row in zip(counts["labels"], counts["rows"], strict=True)
+    ]
+    return f'<div class="card">{table(columns, rows)}{table(wide, lines)}</div>'
+
+
+def _batch(batch: Mapping[str, Any] | None) -> str:
+    if not batch:
+        return ""
+    rows = [
+        [f"{one['rows']:,}", esc(plain_number(one["rows_per_s"])), esc(size(one["peak_bytes"]))]
+        for one in batch["measured"]
+    ]
+    columns = [("Rows of a batch", "k"), ("Rows per second", "n"), ("Peak memory", "n")]
+    lead = f"{batch['rows']:,} rows: {batch['reason']}. The search took {seconds(batch['seconds'])}."
+    body = f'<div class="card">{table(columns, rows)}</div>' if rows else ""
+    return f'<p class="note">{esc(lead)}</p>{body}'
+
+
+def _files(manifest: Mapping[str, Any]) -> str:
+    rows = [[esc(name), esc(size(one["bytes"])), esc(one["sha256"])] for name, one in manifest["files"].items()]
+    return f'<div class="card">{table([("File", "k"), ("Size", "n"), ("SHA-256", "v")], rows)}</div>'
+
+
+def _config(job: Mapping[str, Any]) -> str:
+    rows = [[esc(name), shown(value)] for name, value in sorted(job.items()) if value not in (None, (), [], {})]
+    return f'<div class="card">{table([("Key", "k"), ("Value", "v")], rows)}</div>' if rows else ""

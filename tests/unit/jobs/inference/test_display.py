@@ -1,0 +1,72 @@
+"""Progress is shown at least every 30 seconds, also inside a long unit of another process."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jobs.inference.display import InferenceDisplay
+from raytrain.infer.output.progress import WorkerProgress, rows_in_progress
+from raytrain.infer.units import Unit
+
+
+class Shown:
+    """A display whose clock the test sets; nothing ticks by itself."""
+
+    def __init__(self, parts: str, *, terminal: bool = False) -> None:
+        self.now, self.out, self.beats = 0.0, io.StringIO(), 0
+        console = Console(file=self.out, width=120, force_terminal=terminal, highlight=False)
+        self.display = InferenceDisplay(
+            console, rows=1000, earlier=100, in_progress=lambda: rows_in_progress(parts), beat=self.beat,
+            clock=lambda: self.now,
+        )  # fmt: skip
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    def until(self, second: int) -> list[str]:
+        """The lines printed meanwhile."""
+        self.out.seek(0)
+        self.out.truncate()
+        while self.now < second:
+            self.now += 1
+            self.display.tick()
+        return self.out.getvalue().splitlines()
+
+
+def test_a_line_comes_every_30_seconds_and_counts_rows_of_units_that_are_not_complete(tmp_path: Path) -> None:
+    shown, worker = Shown(str(tmp_path)), WorkerProgress(str(tmp_path), "node-1", every_s=0)
+    assert shown.until(65) == ["100 of 1,000 rows, 0.0 rows/s after 30 s", "100 of 1,000 rows, 0.0 rows/s after 60 s"]
+    worker.report(Unit(3, 300, 100), 40)
+    WorkerProgress(str(tmp_path), "node-2", every_s=0).report(Unit(4, 400, 100), 20)
+    assert shown.until(75) == ["160 of 1,000 rows, 0.9 rows/s, about 980 s left"]  # 60 rows in 70 s, 840 are left
+    assert shown.until(99) == []
+    shown.display.complete(3, 100)  # its file still says 40
+    WorkerProgress(str(tmp_path), "node-3", every_s=0).report(Unit(5, 500, 100), 30)
+    assert shown.until(100) == ["250 of 1,000 rows, 1.5 rows/s, about 500 s left"]
+    assert shown.beats == 20
+
+
+def test_a_worker_writes_its_progress_every_few_seconds_only(tmp_path: Path) -> None:
+    worker = WorkerProgress(str(tmp_path), "node-1", every_s=1e9)
+    worker.report(Unit(3, 300, 100), 40)
+    assert list(tmp_path.iterdir()) == [] and rows_in_progress(str(tmp_path)) == {}
+
+
+def test_progress_that_cannot_be_written_harms_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    WorkerProgress(str(tmp_path / "file"), "node-1", every_s=0).report(Unit(0, 0, 10), 5)
+    assert rows_in_progress(str(tmp_path / "file")) == {}
+
+
+def test_a_terminal_has_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Shown(str(tmp_path), terminal=True)
+    shown.display.complete(0, 400)
+    shown.now = 10.0
+    with shown.display:
+        shown.display.tick()
+    text = shown.out.getvalue()
+    assert "500/1,000 rows" in text and "40.0 rows/s" in text

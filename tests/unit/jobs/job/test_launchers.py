@@ -1,0 +1,69 @@
+"""Options of other launchers mean the keys that do the same here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.__main__ import main
+from jobs.job.launchers import INFERENCE, LAUNCHER, as_keys
+from raytrain.errors import InputError
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> object:
+    """`plan(*arguments)`: what `infer --dry-run` prints for twelve questions."""
+    rows = [json.dumps({"text": f"why {row}", "n": row}) for row in range(12)]
+    (tmp_path / "in.jsonl").write_text("\n".join(rows))
+    job = {
+        "model": {"builder": "raytrain.models.gpt:gpt", "layers": 1, "heads": 2, "width": 16, "context": 64},
+        "data": {"source": "stdlib", "max_bytes": 10000}, "infer": {"unit_rows": 1},
+    }  # fmt: skip
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    monkeypatch.chdir(tmp_path)
+
+    def printed(*arguments: str) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(["infer", "job.yaml", "--dry-run", *arguments])
+        sys.stdout.flush()
+        said = capsys.readouterr()
+        assert stop.value.code == 0, said.err
+        return said.out
+
+    return printed
+
+
+def test_options_of_accelerate_give_workers_and_precision(plan: object) -> None:
+    assert callable(plan)
+    found = plan("infer.input=in.jsonl", "--num_processes", "4", "--num_machines=1", "--mixed_precision", "bf16")
+    assert "4 workers" in found and "bf16 on cpu" in found
+    assert "fp32 on cpu" in plan("infer.input=in.jsonl", "--mixed-precision", "no")
+    with pytest.raises(InputError, match=r"--num_machines: got 4, expected 1, or the address of a Ray cluster"):
+        as_keys(["--num_machines", "4"], LAUNCHER)
+    given = ["--num_machines", "4", "--num_processes=16", "cluster.address=10.0.0.4:6379"]
+    assert as_keys(given, LAUNCHER) == ["scale.workers=16", "cluster.address=10.0.0.4:6379"]
+
+
+@pytest.mark.covers("CLI-18", "CLI-19")
+def test_names_of_other_inference_commands_are_understood(plan: object) -> None:
+    assert callable(plan)
+    assert "12 rows" in plan("--data_source", "in.jsonl", "--max_samples", "None")
+    assert "5 rows" in plan("--data_source=in.jsonl", "--max-samples", "5")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["--resume", "out", "-v", "a.b=1"], ["--resume", "out", "-v", "a.b=1"]),
+        (["--strategy", "short"], ["infer.template=short"]),
+        (["--output_dir=out", "--temperature", "0"], ["infer.output=out", "infer.temperature=0"]),
+    ],
+)
+def test_other_arguments_stay_as_they_are(given: list[str], found: list[str]) -> None:
+    assert as_keys(given, LAUNCHER | INFERENCE) == found
+    with pytest.raises(InputError, match="--strategy: got no value"):
+        as_keys(["--strategy"], INFERENCE)
