@@ -50,7 +50,7 @@ class Orders:
     def together(self, place: int, at: int) -> None:
         """Units are computed in groups of `at`: each waits for the others of its group. A group that stays incomplete
         is written down."""
-        if not self._wait(lambda: len(self._lines("units")) >= -(-place // at) * at, limit=15):
+        if not self._wait(lambda: len(self._lines("units")) >= -(-place // at) * at):
             self._append("incomplete", self.me)
 
     def slow(self, place: int, at: int) -> None:
