@@ -25,7 +25,8 @@ class InferOptions(BenchOptions):
     MEASURES: ClassVar[str] = "batch inference: generation in batches, against a plain loop and transformers; workers"
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "heads": 2, "width": 16, "prompt": 6, "tokens": 4, "long": 20, "batches": [1, 4], "blocks": 2,
-        "jobs": 1, "units": 4, "unit_rows": 2, "answer": 2, "sleep_ms": 20, "sleep_units": 4, "stage_blocks": 1,
+        "jobs": 1, "units": 4, "unit_rows": 2, "answer": 2,
+        "steady_units": 3, "steady_rows": 4, "sleep_ms": 20, "sleep_units": 4, "stage_blocks": 1,
         "stage_layers": 2, "stage_width": 16, "stage_rows": 2, "stage_tokens": 8, "micro_batches": 2,
         "parts": ["batches", "transformers", "length"],
     }  # fmt: skip
@@ -41,10 +42,12 @@ class InferOptions(BenchOptions):
     long: Count = Field(512, description="tokens of a long answer")
     batches: list[Count] = Field([1, 4, 16], description="rows of a batch")
     jobs: Count = Field(3, description="repetitions of jobs with workers; each runs one job of every arm")
-    units: Count = Field(32, description="units of such a job that are computed")
-    unit_rows: Count = Field(16, description="rows of a unit that is computed, one batch")
+    units: Count = Field(32, description="small units of a job that are computed")
+    unit_rows: Count = Field(16, description="rows of a small unit that is computed, one batch")
+    steady_units: Count = Field(16, description="units of a steady job")
+    steady_rows: Count = Field(256, description="rows of a unit of a steady job, in batches of unit_rows")
     answer: Count = Field(24, description="tokens of an answer of a worker")
-    sleep_ms: Count = Field(300, description="milliseconds of a unit of a worker that sleeps")
+    sleep_ms: Count = Field(600, description="milliseconds of a unit of a worker that sleeps")
     sleep_units: Count = Field(64, description="units that one worker sleeps through, or four; two workers take half")
     stage_blocks: Count = Field(7, description="repetitions of the batches over stages that are kept")
     stage_layers: Count = Field(8, description="of the GPT over stages")

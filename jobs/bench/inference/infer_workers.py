@@ -1,7 +1,8 @@
 """The parts of `bench infer` about workers: what the pool costs, pulled units, and workers that only sleep.
 
 Times are those from the begin of the first unit to the end of the last one, as `summary.json` has them: the start of
-Ray and of the workers is not in them.
+Ray and of the workers is not in them. A steady run is timed from the end of its first unit, in which a process
+computes its first batch.
 """
 
 from __future__ import annotations
@@ -94,11 +95,19 @@ def _wall(reports: Sequence[UnitReport]) -> float:
     return max(report.end for report in reports) - min(report.begin for report in reports)
 
 
+def _steady(reports: Sequence[UnitReport]) -> float:
+    """Seconds from the end of the first unit to the end of the last one."""
+    ends = [report.end for report in reports]
+    return max(ends) - min(ends)
+
+
 class _Jobs:
     """Runs the same units again and again, each time into a folder of its own, and compares what was written."""
 
-    def __init__(self, work: Work, units: list[Unit], folder: Path) -> None:
-        self.work, self.units, self.folder = work, units, folder
+    def __init__(
+        self, work: Work, units: list[Unit], folder: Path, seconds: Callable[[Sequence[UnitReport]], float] = _wall
+    ) -> None:
+        self.work, self.units, self.folder, self.seconds = work, units, folder, seconds
         self.reports: dict[str, list[list[UnitReport]]] = {}
         self.answers: dict[str, set[tuple[Any, ...]]] = {}
         self._numbers = count()
@@ -114,7 +123,7 @@ class _Jobs:
         reports = arm(replace(self.work, model=model, parts=str(parts)), self.units)
         self.reports.setdefault(name, []).append(reports)
         self.answers.setdefault(name, set()).add(tuple(_answers(parts, self.units)))
-        return _wall(reports)
+        return self.seconds(reports)
 
     def gate(self, found: BenchMeasurement, what: str) -> None:
         """All jobs wrote the same predictions."""
@@ -134,22 +143,27 @@ def _answers(parts: Path, units: Sequence[Unit]) -> Iterator[Any]:
 
 def _measure_pool(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
     """What the pool costs: one worker of it against the loop in this process, each with one thread."""
-    rows, unit_rows = options.units * options.unit_rows, options.unit_rows
     keys = {name: getattr(options, name) for name in ("layers", "heads", "width", "seed")}
     keys |= {"context": options.prompt + options.answer, "vocab_size": VOCABULARY}
     model = InferenceModel(ModelConfig(builder=f"{MODELS}:seeded_gpt", **keys), facts={"vocab_size": VOCABULARY})
-    found_in = _text_rows(folder / "text.parquet", rows, options)
-    work = Work(model, InferConfig(max_new_tokens=options.answer), found_in, "", unit_rows, 0, 1)
-    jobs = _Jobs(work, units_of(rows, unit_rows), folder / "pool")
-    arms: dict[str, Arm] = {"one worker": partial(_pooled, workers=1), "this process": _here}
-    with _one_thread():
-        times = _measured(options, jobs, arms, "pool", say)
-    found.arms |= times
-    jobs.gate(found, "pool")
-    found.compare(times, of="one worker", to="this process", goal=GOAL_POOL,
-                  name="seconds, one worker of the pool / this process")  # fmt: skip
-    idle = [1 - sum(one.seconds for one in reports) / _wall(reports) for reports in jobs.reports["one worker"]]
-    found.values["share of the time in which the pool's worker waits for a unit"] = idle
+    for kind, units, unit_rows, seconds, goal in (
+        ("steady", options.steady_units, options.steady_rows, _steady, GOAL_POOL),
+        ("small units", options.units, options.unit_rows, _wall, None),
+    ):
+        rows = units * unit_rows
+        found_in = _text_rows(folder / f"text-{unit_rows}.parquet", rows, options)
+        work = Work(model, InferConfig(max_new_tokens=options.answer), found_in, "", options.unit_rows, 0, 1)
+        jobs = _Jobs(work, units_of(rows, unit_rows), folder / f"pool-{unit_rows}", seconds)
+        one, here = f"one worker, {kind}", f"this process, {kind}"
+        arms: dict[str, Arm] = {one: partial(_pooled, workers=1), here: _here}
+        with _one_thread():
+            times = _measured(options, jobs, arms, f"pool, {kind}", say)
+        found.arms |= times
+        jobs.gate(found, f"pool, {kind}")
+        found.compare(times, of=one, to=here, goal=goal,
+                      name=f"seconds, one worker of the pool / this process, units of {unit_rows} rows")  # fmt: skip
+        idle = [1 - sum(report.seconds for report in reports) / _wall(reports) for reports in jobs.reports[one]]
+        found.values[f"share of the time in which the pool's worker waits for a unit of {unit_rows} rows"] = idle
 
 
 def _measure_pull(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
