@@ -194,6 +194,7 @@ def test_other_formats_hold_the_same_answers(run: Callable[..., InferResult], ki
     assert [{key: row[key] for key in ("id", "prediction")} for row in found] == first
 
 
+@pytest.mark.covers("INF-07")
 def test_ids_come_from_a_column_of_unique_values(
     run: Callable[..., InferResult], rows: np.ndarray, tmp_path: Path
 ) -> None:

@@ -205,7 +205,7 @@ def test_what_is_wrong_before_the_first_row_leaves_no_folder(
     assert not Path("out").exists()
 
 
-@pytest.mark.covers("INF-06")
+@pytest.mark.covers("INF-06", "INF-07", "SRC-15")
 def test_the_merge_refuses_parts_that_are_missing_or_of_another_job_and_lists_them(
     x: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
