@@ -13,13 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.devices.inventory import Inventory
-from jobs.driver.attempts import RunAttempts
-from jobs.driver.plan import plan_job
+from jobs.driver.attempts import RunAttempts, RunPlanner
 from jobs.driver.progress import Activity
 from jobs.driver.result import Result, close_run, result_of
 from jobs.driver.resume import Resumed, open_resumed
-from jobs.driver.run_folder import OpenRun, open_run
 from jobs.driver.runtime import cluster_address
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import resolved
@@ -111,7 +108,7 @@ def train_loaded(
         InputError: the job or the machines are wrong; no run folder was made.
         Interrupted: a signal arrived before the run folder was made.
     """
-    from jobs.driver.checks import check_on_driver, rates_of_driver  # imports torch
+    from jobs.driver.checks import check_on_driver  # imports torch
 
     spec = resolved(loaded.spec)
     with Activity(console) as activity:
@@ -120,21 +117,10 @@ def train_loaded(
     if checked.note is not None:
         console.print(checked.note, markup=False, soft_wrap=True)
 
-    def open_planned(inventory: Inventory) -> OpenRun:
-        plan = plan_job(
-            loaded,
-            inventory=inventory,
-            model_facts=checked.model_facts,
-            data_facts=checked.data_facts,
-            rates=rates_of_driver(spec, inventory),
-            hosts_of_run=None if resumed is None else resumed.hosts(),
-        )
-        return open_run(loaded, spec, plan, inventory, resumed=resumed, began=began, console=console)
-
     attempts = RunAttempts(
         spec,
         address=cluster_address(spec.cluster.address),
-        open_planned=open_planned,
+        planner=RunPlanner(loaded, spec, checked, resumed=resumed, began=began, console=console),
         data=checked.handed,
         signals=signals,
         console=console,

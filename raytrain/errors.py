@@ -68,6 +68,19 @@ class ResourcesTaken(ClusterLost):
     """The workers find no room in the cluster: what the run holds is given back, and it waits for all of it again."""
 
 
+class WorkersChange(ResourcesTaken):
+    """The cluster has room for another number of workers than an elastic run has: it continues with that number.
+
+    Args:
+        workers: the number to continue with.
+        reason: why, as a sentence.
+    """
+
+    def __init__(self, workers: int, reason: str) -> None:
+        super().__init__(reason)
+        self.workers = workers
+
+
 class OutOfMemory(RunError):
     """A device or the memory budget of a process is exhausted."""
 

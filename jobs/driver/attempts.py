@@ -7,27 +7,86 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
-from jobs.driver.plan import show_only_picked
+from jobs.driver.plan import plan_job, show_only_picked
 from jobs.driver.progress import Activity
 from jobs.driver.result import Result, close_run
-from jobs.driver.run_folder import OpenRun
+from jobs.driver.resume import Resumed
+from jobs.driver.run_folder import OpenRun, open_run, replan
 from jobs.driver.runtime import cluster_size, connected
 from jobs.driver.signals import StopSignals
-from jobs.job.spec import JobSpec
+from jobs.job.spec import JobSpec, LoadedSpec
 from raytrain.config.sections import RetryConfig
-from raytrain.errors import ClusterLost, ResourcesTaken, RunError
+from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution.driver_channel import AttemptResult
+from raytrain.plan.choice import Resolved
+from raytrain.plan.plan import Plan
 from raytrain.runs.lease import this_process
+
+if TYPE_CHECKING:  # imports torch
+    from jobs.driver.checks import Checked
 
 #: What the driver does first, by `cluster_address`.
 CONNECTING = {"local": "starting Ray", "connected": "looking at the Ray that this process is connected to"}
+
+
+@dataclass(frozen=True)
+class RunPlanner:
+    """Plans a job for the machines that are there, and opens its run folder.
+
+    Attributes:
+        spec: the job of `loaded` with absolute paths.
+        checked: what the checks on the driver found.
+        resumed: the run to resume; None makes a new one.
+        began: when the command started, in unix seconds.
+    """
+
+    loaded: LoadedSpec
+    spec: JobSpec
+    checked: Checked
+    _: KW_ONLY
+    resumed: Resumed | None
+    began: float
+    console: Console
+
+    def open(self, inventory: Inventory) -> OpenRun:
+        """The run folder, with the plan for these machines.
+
+        Raises:
+            InputError: the machines do not fit the job.
+        """
+        hosts = None if self.resumed is None else self.resumed.hosts()
+        plan = self._plan(inventory, hosts_of_run=hosts)
+        return open_run(
+            self.loaded, self.spec, plan, inventory, resumed=self.resumed, began=self.began, console=self.console
+        )
+
+    def change_workers(self, opened: OpenRun, inventory: Inventory, workers: Resolved) -> OpenRun:
+        """The same run, with the plan for another number of workers.
+
+        Raises:
+            InputError: the machines do not fit the job.
+        """
+        plan = self._plan(inventory, hosts_of_run=opened.plan.hosts.value_or(None), workers=workers)
+        return replan(opened, self.spec, plan, inventory)
+
+    def _plan(self, inventory: Inventory, *, hosts_of_run: Any, workers: Resolved | None = None) -> Plan:
+        from jobs.driver.checks import rates_of_driver  # imports torch
+
+        return plan_job(
+            self.loaded,
+            inventory=inventory,
+            model_facts=self.checked.model_facts,
+            data_facts=self.checked.data_facts,
+            rates=rates_of_driver(self.spec, inventory),
+            hosts_of_run=hosts_of_run,
+            workers=workers,
+        )
 
 
 class RunAttempts:
@@ -35,7 +94,7 @@ class RunAttempts:
 
     Args:
         address: as `cluster_address` returns it.
-        open_planned: plans for an inventory and opens the run folder.
+        planner: plans the job and opens the run folder.
         data: the data that the driver read for all workers, or None.
         signals: stops the run.
 
@@ -50,7 +109,7 @@ class RunAttempts:
         spec: JobSpec,
         *,
         address: str,
-        open_planned: Callable[[Inventory], OpenRun],
+        planner: RunPlanner,
         data: Any,
         signals: StopSignals,
         console: Console,
@@ -59,7 +118,8 @@ class RunAttempts:
         self.opened: OpenRun | None = None
         self.result = AttemptResult("interrupted", "interrupted before the first step")
         self.closed: Result | None = None
-        self._spec, self._address, self._open_planned = spec, address, open_planned
+        self._spec, self._address, self._planner = spec, address, planner
+        self._workers: Resolved | None = None  # another number of workers, with which the next connection continues
         self._data, self._signals, self._console, self._verbose = data, signals, console, verbose
 
     def run(self) -> None:
@@ -71,15 +131,18 @@ class RunAttempts:
         """
         if self._address == "local":  # planned before Ray starts: the plan says how large the private cluster is
             inventory = local_inventory()
-            self.opened = self._open_planned(inventory)
+            self.opened = self._planner.open(inventory)
             show_only_picked(str(self.opened.plan.choices()["accelerator"].value_or("cpu")), inventory)
         while True:
             try:
                 self._connect_and_fit()
                 return
             except ClusterLost as error:
-                if self.opened is None or self._address == "connected":  # the connection is the caller's
+                change = error if isinstance(error, WorkersChange) else None
+                kept = self._address != "connected" or change is not None  # the connection is the caller's
+                if self.opened is None or not kept:
                     raise
+                self._workers = None if change is None else Resolved(change.workers, str(change))
                 self.opened = next_attempt(
                     self.opened, error, retry=self._spec.retry, fallback=self._spec.precision.fallback
                 )
@@ -101,7 +164,11 @@ class RunAttempts:
                 self._signals.install()
                 if self.opened is None:  # a running cluster: Ray knows its machines
                     activity.begin("checking the nodes of the cluster")
-                    self.opened = self._open_planned(inventory_from_ray())
+                    self.opened = self._planner.open(inventory_from_ray())
+                elif self._workers is not None:
+                    activity.begin(f"planning for {self._workers.value} workers")
+                    self.opened = self._planner.change_workers(self.opened, inventory_from_ray(), self._workers)
+                    self._workers = None
                 activity.begin("preparing the workers' job")
                 from jobs.driver.watch import fit_watched  # imports Ray, which reads the environment of `connected`
 

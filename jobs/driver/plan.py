@@ -55,6 +55,7 @@ def plan_job(
     data_facts: DataFacts | None = None,
     rates: MachineRates | None = None,
     hosts_of_run: Any = None,
+    workers: Resolved | None = None,
 ) -> Plan:
     """The plan of a job, with its full configuration and the source of each value.
 
@@ -66,6 +67,7 @@ def plan_job(
         rates: measured on these machines; None uses those that an earlier run has kept, if the job is for this machine.
         hosts_of_run: of a resumed run, what `experts.hosts: auto` chose at its start: its checkpoints hold the experts
             so, and threads follow from it.
+        workers: of an elastic run that continues with another number of workers, that number and why.
 
     Raises:
         InputError: the machines do not fit the job, or its data cannot be read; the error names the key.
@@ -83,24 +85,27 @@ def plan_job(
     sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))
     asked = configured_hosts(spec)
     keeps = hosts_of_run not in (None, "none") and asked == "auto"
+    scale = spec.scale if workers is None else spec.scale.model_copy(update={"workers": workers.value})
     plan = make_plan(
         model=spec.model, data=spec.data, optim=spec.optim, precision=spec.precision, loop=spec.loop, save=spec.save,
-        scale=spec.scale, cluster=spec.cluster, experts_hosts=hosts_of_run if keeps else asked,
-        experts_inflight=spec.experts.inflight, seed=spec.seed, name=spec.name,
-        inventory=machines, model_facts=sized, data_facts=data_facts,
-        compile_missing=_compile_missing(spec, inventory), measured=rates or _kept_rates(machines),
-        share_out=_share_out(spec, sized, machines),
+        scale=scale, cluster=spec.cluster, experts_hosts=hosts_of_run if keeps else asked, name=spec.name,
+        experts_inflight=spec.experts.inflight, seed=spec.seed, inventory=machines, model_facts=sized,
+        data_facts=data_facts, compile_missing=_compile_missing(spec, inventory),
+        measured=rates or _kept_rates(machines), share_out=_share_out(spec, sized, machines),
     )  # fmt: skip
     on_gpu = plan.device.value_or(None) == "cuda"
     if on_gpu and separate_hosts(plan.hosts) and sized is not None and sized.experts is not None:
         check_room(sized.experts, spec.experts, machines.devices(), hosts=separate_hosts(plan.hosts))
     assert isinstance(plan.hosts, Resolved) and isinstance(plan.workers, Resolved)  # never deferred
-    facts = sized.experts if sized is not None else None
-    idle = idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)
-    warnings = [*plan.warnings, *unchecked, *idle, *warn_of_named_devices(spec)]
+    facts = None if sized is None else sized.experts
+    warnings = [*plan.warnings, *unchecked, *warn_of_named_devices(spec)]
+    warnings += idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)
     hosts = _explained_for_own_builder(plan.hosts, spec, seen=model_facts is not None)
     hosts = replace(hosts, reason="auto chose this for the run that is resumed") if keeps else hosts
-    return replace(plan, hosts=hosts, warnings=warnings, config=encode(spec), sources=dict(loaded.sources))
+    return replace(
+        plan, hosts=hosts, workers=workers or plan.workers, warnings=warnings, config=encode(spec),
+        sources=dict(loaded.sources),
+    )  # fmt: skip
 
 
 def _kept_rates(machines: Inventory) -> MachineRates | None:

@@ -93,6 +93,23 @@ def open_run(
     return OpenRun(run, plan, attempt, claimed=attempt)
 
 
+def replan(opened: OpenRun, spec: JobSpec, plan: Plan, inventory: Inventory) -> OpenRun:
+    """The run with another plan, for another number of workers; the records of the plan are written again.
+
+    Raises:
+        InputError: a check of the machines failed.
+    """
+    run = opened.run
+    checks = _checked(spec, plan, inventory)
+    plan = replace(plan, files=replace(plan.files, value=run.path))
+    workers, before = _value(plan.workers), _value(opened.plan.workers)
+    reason = getattr(plan.workers, "reason", "")
+    run.append_event(event("decision", what="workers", value=workers, before=before, reason=reason))
+    run.write_json(run.plan, plan.to_json())
+    run.write_json(run.preflight, [check.to_json() for check in checks])
+    return replace(opened, plan=plan)
+
+
 def _checked(spec: JobSpec, plan: Plan, inventory: Inventory) -> list[CheckResult]:
     """The results of the checks before the start. Errors: InputError for the first that failed."""
     checks = preflight_of(plan, spec.save.dir, inventory)

@@ -24,10 +24,11 @@ from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster, answers
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
-from raytrain.errors import ClusterLost, ResourcesTaken, RunError
+from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution import driver_channel, trainer
 from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult
 from raytrain.execution.ray_private import controller_pid, dead_daemons
+from raytrain.plan.elastic import ElasticWorkers
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 from raytrain.runs.storage import join
@@ -67,6 +68,7 @@ def fit_watched(
         Interrupted: a signal arrived before the first step.
         RunError: Ray gave up.
         ClusterLost: Ray itself was lost.
+        WorkersChange: an elastic run continues with another number of workers.
     """
     fitting = _Fit(spec, opened, cluster, data=data, console=console, activity=activity)
     activity.begin("")
@@ -84,7 +86,7 @@ def fit_watched(
 def _watched(fitting: _Fit, spec: JobSpec, opened: OpenRun, *, signals: StopSignals, console: Console) -> AttemptResult:
     """`fit_watched` once `fit` runs."""
     stop_at: float | None = None
-    unanswered = 0
+    unanswered, change = 0, None
     with TrainingDisplay(console) as display:
         while fitting.running(wait_s=POLL_EVERY_S):
             opened.run.heartbeat()
@@ -101,8 +103,15 @@ def _watched(fitting: _Fit, spec: JobSpec, opened: OpenRun, *, signals: StopSign
                 return AttemptResult("interrupted", "exited without waiting for the workers", workers_running=True)
             if stop_at is None:
                 fitting.check_cluster(display)
+            if change is None and fitting.change is not None:
+                change = fitting.change
+                fitting.channel.request_stop.remote()
+                display.print_lines(f"{change}; the workers save and return")
         _show_progress(fitting, display, signals, last=True)
-    return fitting.result(stopping=signals.asked.is_set())
+    result = fitting.result(stopping=signals.asked.is_set())
+    if change is not None and result.status == "interrupted" and not signals.asked.is_set():
+        raise change
+    return result
 
 
 class _Fit:
@@ -126,6 +135,11 @@ class _Fit:
         self.progress: Mapping[str, Any] = {}
         self.silent_ranks = SilentRanks()
         self._grace_s, self._stop_judged = spec.retry.stop_grace_s, False
+        self.change: WorkersChange | None = None  # wanted, once the workers have saved
+        bounds, workers = spec.scale.workers, int(opened.plan.workers.value)  # pyright: ignore[reportAttributeAccessIssue]
+        self._elastic = None
+        if isinstance(bounds, tuple) and not cluster.local:
+            self._elastic = ElasticWorkers(bounds, workers)
         job = train_job(
             spec,
             opened.plan,
@@ -179,6 +193,7 @@ class _Fit:
         Raises:
             ClusterLost: Ray itself was lost.
             ResourcesTaken: the workers have found no room for `GIVE_BACK_S`, while this run holds expert hosts.
+            WorkersChange: there is no room for all workers of an elastic run, but for fewer.
         """
         lost = self._watch.lost_nodes()
         waiting = self.progress.get("phase", STARTING) in (STARTING, RESTARTING)
@@ -196,10 +211,29 @@ class _Fit:
                 event("node_lost", node=address, ranks=found.ranks, hosts=found.hosts, reason=line)
             )
             display.print_lines(line)
+        self._look_at_room(waiting=waiting)
         if waiting and self._hosts.reserved and display.waiting_s > GIVE_BACK_S and self.missing():
             raise ResourcesTaken(
                 f"the workers found no room for {GIVE_BACK_S:.0f} s ({self.missing()}): the expert hosts are given back"
             )
+
+    def _look_at_room(self, *, waiting: bool) -> None:
+        """An elastic run continues with the workers that fit: at once where the others cannot start, and where more
+        fit, after its workers have saved (`change`).
+
+        Raises:
+            WorkersChange: there is no room for all workers, but for fewer.
+        """
+        if self._elastic is None or self.change is not None or not self._watch.looked_now:
+            return
+        if waiting and not trainer.waits_for_room(ray.util.placement_group_table()):
+            return
+        if not waiting and self.progress.get("phase") != "training":
+            return
+        change = self._elastic.decide(room=trainer.free_room(self._plan), waiting=waiting)
+        if change is not None and waiting:
+            raise change
+        self.change = change
 
     def measured_stop(self) -> list[str]:
         """Once the workers have measured what a stop takes: a line if a submitted job is not left that long, or if it
@@ -292,11 +326,13 @@ class ClusterWatch:
 
     Attributes:
         controller: process id of Ray Train's controller, once it was seen.
+        looked_now: the last call looked at the nodes.
     """
 
     def __init__(self, *, local: bool, clock: Clock = time.monotonic) -> None:
         self._local, self._clock = local, clock
         self.controller: int | None = None
+        self.looked_now = False
         self._looked = self._answered = clock()
         self._alive: dict[str, str] = {}
 
@@ -310,14 +346,16 @@ class ClusterWatch:
         if dead:
             raise ClusterLost(f"Ray's process {' and '.join(dead)} died")
         now = self._clock()
-        if now - self._looked < LOOK_EVERY_S:
+        self.looked_now = now - self._looked >= LOOK_EVERY_S
+        if not self.looked_now:
             return {}
         self._looked = now
         if self._local:
             self.controller = self.controller or controller_pid()
             return {}
         head = ray.get_runtime_context().gcs_address
-        if not answers(head):  # a call to it would wait
+        self.looked_now = answers(head)
+        if not self.looked_now:  # a call to it would wait
             if now - self._answered >= HEAD_SILENT_S:
                 raise ClusterLost(f"the head of the cluster at {head} does not answer")
             return {}

@@ -217,6 +217,8 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
     """
     wanted, gpus = target.spec.scale.workers, len(target.machines.gpus)
     local = target.address == "local"
+    if isinstance(wanted, tuple):  # the pool of a cluster grows from one worker to all that it finds room for
+        wanted = max(wanted[0], min(wanted[1], gpus // stages)) if local and gpus else wanted[1]
     if not local and stages > 1:
         units = min(units, _replicas(target, inventory, stages))
     if local and 0 < gpus < stages:

@@ -277,15 +277,9 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
 
 def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
     """Key -> (whether its value is implemented, the implemented values, the remedy)."""
-    loop, scale = spec.loop, spec.scale
     return {
-        "scale.workers": (
-            not isinstance(scale.workers, tuple),
-            "an integer >= 1 or auto",
-            "elastic worker counts are not available in this version",
-        ),
         "loop.global_batch_size": (
-            loop.global_batch_size != "auto",
+            spec.loop.global_batch_size != "auto",
             "an integer >= 1",
             "`raytrain tune` searches for a batch size",
         ),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from raytrain.checkpoint.reader import LoadedCheckpoint, load, newest_valid
 from raytrain.data.rows.batches import Cursor
-from raytrain.execution.failure_policy import RecoveryDecision, decide, origins
+from raytrain.execution.failure_policy import RecoveryDecision, decide, origins, restarted_from
 from raytrain.execution.reporter import Superseded
 from raytrain.execution.rollback import skipped_to
 from raytrain.runs.faults import Fault
@@ -78,6 +78,8 @@ def agree_on_start(
         decision = decide(
             faults, retry=job.retry, fallback=job.precision.fallback, resumed_from=starts, less_memory=less_memory
         )
+        if faults and faults[-1].attempt < attempt - 1 and decision.action == "go_on":  # an elastic run's change
+            decision = replace(decision, reason=f"attempt {attempt - 1} did not fail; {restarted_from(step)}")
         if unread is not None and decision.action != "stop":
             raise unread
         cursor = skipped_to(rows, step)

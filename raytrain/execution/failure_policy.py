@@ -92,15 +92,16 @@ def _decide(
     if without_progress >= retry.restarts_without_progress:
         return RecoveryDecision("stop", f"{without_progress} restarts without progress; the last fault was {what}")
     if newest.rank is None:
-        return RecoveryDecision("go_on", f"{newest.message}; {_from(resumed_from[-1])}")
-    return RecoveryDecision("go_on", f"rank {newest.rank} {_when(newest)} ({what}); {_from(resumed_from[-1])}")
+        return RecoveryDecision("go_on", f"{newest.message}; {restarted_from(resumed_from[-1])}")
+    return RecoveryDecision("go_on", f"rank {newest.rank} {_when(newest)} ({what}); {restarted_from(resumed_from[-1])}")
 
 
 def _when(fault: Fault) -> str:
     return "failed" if fault.step is None else f"failed at step {fault.step}"
 
 
-def _from(step: int) -> str:
+def restarted_from(step: int) -> str:
+    """Where an attempt starts, as words."""
     return (
         f"restarted from the checkpoint of step {step}" if step else "restarted from step 0: there is no checkpoint yet"
     )
@@ -128,7 +129,7 @@ def _after_out_of_memory(fault: Fault, what: str, step: int, less_memory: str) -
     where = f"rank {fault.rank} ran out of memory at step {fault.step} ({what})"
     if fault.micro_batch and fault.micro_batch > 1:
         half = halved(fault.micro_batch)
-        return RecoveryDecision("go_on", f"{where}; {_from(step)} with micro-batches of {half}")
+        return RecoveryDecision("go_on", f"{where}; {restarted_from(step)} with micro-batches of {half}")
     return RecoveryDecision("stop", f"{where} with loop.micro_batch_size 1. {less_memory}".rstrip())
 
 

@@ -14,6 +14,7 @@ name, the run still works, but starts more slowly or is less well protected from
 | `...scaling_policy.FixedScalingPolicy` | request no workers from an autoscaler | Ray's own policy requests them |
 | `WorkerGroup.get_workers`, `.shutdown`, `Worker.actor` | end workers that formed no process group | left to Ray |
 | `ray._private.state.actors` | end Train's controller, so that the driver can leave Ray | the run ends with an error |
+| `ray._private.state.available_resources_per_node` | an elastic run finds room | it keeps its number of workers |
 | `ray._private.worker._global_node.dead_processes` | notice at once that a daemon died | Ray's calls fail later |
 
 Without `Config.initialize`, a private cluster cannot start in a process that imported Ray before the command: Ray then
@@ -177,6 +178,12 @@ def controller_pid() -> int | None:
         if row["JobID"] == job and row["ActorClassName"] == "TrainController" and row["State"] == "ALIVE"
     ]
     return max(alive, key=lambda row: row["StartTime"])["Pid"] if alive else None
+
+
+def free_by_node() -> list[dict[str, float]]:
+    """What each node of the cluster has free: {resource: amount}; nothing where Ray does not tell."""
+    free = find("ray._private.state", "available_resources_per_node")
+    return list(free().values()) if free is not None else []
 
 
 def dead_daemons() -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -19,9 +20,10 @@ from ray.train.torch import TorchTrainer
 from raytrain.errors import ClusterLost, RunError, first_line
 from raytrain.execution.controller import Collectives, FaultWriter
 from raytrain.execution.driver_channel import AttemptResult, keep
-from raytrain.execution.ray_private import local_trainer
+from raytrain.execution.ray_private import free_by_node, local_trainer
 from raytrain.execution.worker import train_loop_per_worker
 from raytrain.plan.choice import Resolved
+from raytrain.plan.elastic import room_for
 from raytrain.plan.plan import Plan
 from raytrain.runs.storage import split
 from raytrain.train.job import TrainJob
@@ -116,6 +118,20 @@ def missing_for_workers(each: dict[str, float], number: int, free: dict[str, flo
     who = "1 worker needs" if number == 1 else f"{number} workers need"
     each_of = "" if number == 1 else " each"
     return f"{who} {want}{each_of}, {have} are free"
+
+
+def free_room(plan: Plan) -> int:
+    """Workers that fit what the nodes of the cluster have free."""
+    each = worker_resources(plan, local=False)
+    kind = accelerator_type(plan, local=False)
+    if kind is not None:
+        each[f"accelerator_type:{kind}"] = 0.001  # as Ray requires it
+    return room_for(each, free_by_node())
+
+
+def waits_for_room(groups: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a placement group of `ray.util.placement_group_table()` has not been placed."""
+    return any(group["state"] in ("PENDING", "PREPARED", "RESCHEDULING") for group in groups.values())
 
 
 def _value(choice: Any) -> Any:

@@ -257,7 +257,7 @@ def test_four_workers_answer_each_row_once_as_one_process_does(disturbed: dict[s
 
 
 @pytest.mark.timeout(590)
-@pytest.mark.covers("PAR-11", "PERF-32", "PERF-35", "PERF-36")
+@pytest.mark.covers("PAR-11", "PERF-32", "PERF-36")
 def test_four_workers_compute_four_units_in_the_time_of_one(disturbed: dict[str, Any], texts: Path) -> None:
     """Each unit waits for three others to begin: with a worker that idles, a group would stay incomplete."""
     seen = disturbed["four"]

@@ -132,6 +132,33 @@ def test_jobs_with_hosts_take_turns_and_give_back_what_they_cannot_use(tmp_path:
     assert kinds.count("expert_hosts") == 2, "given back, and started again"
 
 
+@pytest.mark.covers("NODE-08")
+@pytest.mark.timeout(400)
+def test_an_elastic_run_goes_on_with_fewer_workers_and_grows_when_a_node_arrives(tmp_path: Path) -> None:
+    """Each step trains on the samples that it has with one worker, to rounding: no sample is lost or seen twice."""
+    answer = answer_of("elastic_nodes.py", tmp_path, timeout=390)
+    assert answer["code"] == 0, answer["out"]
+    (run,) = (tmp_path / "runs").glob("nodes-*")
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    attempts = [(row["workers"], row["from_step"]) for row in events if row["kind"] == "attempt"]
+    assert [workers for workers, _ in attempts] == [2, 1, 2]
+    assert attempts[0][1] == 0 and attempts[1][1] in range(20, 51, 5)
+    assert attempts[2][1] >= 50, "the workers saved before the run grew"
+    changes = [row for row in events if row.get("what") == "workers"]
+    assert [(row["before"], row["value"]) for row in changes] == [(2, 1), (1, 2)]
+    assert all("losses equal to rounding" in row["reason"] for row in changes)
+    assert len([row for row in events if row["kind"] == "fault"]) == 1, "to grow is no fault"
+    assert json.loads((run / "plan.json").read_text())["choices"]["workers"]["value"] == 2
+    assert "attempt 3: attempt 2 did not fail; restarted from the checkpoint of step" in answer["out"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row["kind"] == "train"]
+    assert [row["step"] for row in trained] == list(range(1, 91))
+    alone = {row["step"]: row["loss"] for row in answer["alone"]}
+    np.testing.assert_allclose([row["loss"] for row in trained], [alone[step] for step in range(1, 91)], rtol=1e-4)
+    account = json.loads((run / "result.json").read_text())["time"]
+    assert account["restart"] > 0, "what the two changes took"
+
+
 @pytest.mark.timeout(400)
 def test_a_run_continues_after_nodes_under_its_workers_and_hosts_are_lost(tmp_path: Path) -> None:
     """First no other node has room, until one is added; then another has."""

@@ -60,13 +60,18 @@ def choose_hosts(
 def leave_gpus_to_hosts(
     workers: Resolved, requested: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory
 ) -> Resolved:
-    """`scale.workers: auto` on GPUs leaves one GPU to each configured expert host."""
-    if scale.workers != "auto" or scale.strategy in ("data_parallel", "fsdp"):
+    """`scale.workers: auto` or a range on GPUs leaves one GPU to each configured expert host."""
+    if isinstance(scale.workers, int) or scale.strategy in ("data_parallel", "fsdp"):
         return workers
     left = len(machines.without(gpus_of_hosts(requested, machines, inventory)).gpus)
-    if not 0 < left < workers.value:
+    if not least_workers(scale) <= left < workers.value:
         return workers
     return Resolved(left, f"one per remaining GPU; {number_of_hosts(requested)} go to the expert hosts")
+
+
+def least_workers(scale: ScaleConfig) -> int:
+    """Workers that a run needs at least."""
+    return 1 if scale.workers == "auto" else scale.workers if isinstance(scale.workers, int) else scale.workers[0]
 
 
 def gpus_of_hosts(requested: Any, machines: DevicePool, inventory: Inventory) -> dict[str, list[Device]]:
@@ -258,7 +263,7 @@ def _check_left(
 ) -> None:
     """Raises InputError if the expert hosts leave too few GPUs for the workers."""
     there = len(machines.gpus)
-    least = 1 if scale.workers == "auto" else workers
+    least = least_workers(scale)
     if isinstance(requested, dict):
         left = len(machines.without(gpus_of_hosts(requested, machines, inventory)).gpus)
     else:

@@ -30,6 +30,8 @@ def count_workers(
         InputError: more workers than GPUs, than `CPU_OVERLOAD` per core or than rows of a global batch, or a number
             that contradicts the mode.
     """
+    if isinstance(scale.workers, tuple):
+        return _count_elastic(scale.workers, scale, machines, inventory, global_batch=global_batch)
     requested = scale.workers if isinstance(scale.workers, int) else None
     mode = machines.mode.value
     if requested is not None:
@@ -55,15 +57,28 @@ def count_workers(
     return Resolved(count, reason)
 
 
+def _count_elastic(
+    bounds: tuple[int, int], scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int
+) -> Resolved:
+    """As many workers of `scale.workers: [min, max]` as there are GPUs, on CPUs cores, for them."""
+    least, most = bounds
+    _check_requested(least, scale, machines, inventory, global_batch=global_batch)
+    single = "single_gpu" in (machines.mode.value, scale.mode)
+    there = 1 if single else len(machines.gpus) if machines.on_gpu else inventory.cpus
+    what = "GPU" if machines.on_gpu else "CPU core"
+    reason = f"scale.workers [{least}, {most}], and the machines have {there} {what}{'' if there == 1 else 's'}"
+    return Resolved(max(least, min(most, there, global_batch)), reason)
+
+
 def _check_requested(
     requested: int, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int
 ) -> None:
-    """Raises `InputError`, naming the machines found, if they cannot run `scale.workers` workers."""
+    """Raises `InputError`, naming the machines found, if they cannot run `requested` workers."""
     there = f"available: {inventory.describe()}"
     gpus = len(machines.gpus)
     if requested > 1 and scale.mode == "single_gpu":
         expected, remedy = "1 with scale.mode single_gpu", f"set scale.mode or scale.workers; {there}"
-    elif requested == 1 and machines.mode.value == "multi_gpu":
+    elif scale.workers == 1 and machines.mode.value == "multi_gpu":
         expected, remedy = "2 or more with scale.mode multi_gpu", "scale.mode single_gpu trains on one"
     elif machines.on_gpu and requested > gpus:
         expected, remedy = f"at most {gpus}, one per GPU", there
@@ -74,7 +89,8 @@ def _check_requested(
         remedy = "each worker needs a row of every global batch"
     else:
         return
-    raise InputError("scale.workers", got=str(requested), expected=expected, remedy=remedy)
+    got = str(requested) if isinstance(scale.workers, int) else f"{list(scale.workers)}"
+    raise InputError("scale.workers", got=got, expected=expected, remedy=remedy)
 
 
 def spread(workers: int, machines: DevicePool, inventory: Inventory) -> dict[str, int]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,13 @@ def job_in(folder: Path, address: str) -> dict[str, Any]:
 
 
 class Story:
-    """The cluster and the command; waits for what the run folder and the output say."""
+    """The cluster and the command; waits for what the run folder and the output say.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        job: makes the job from the folder of the run and the address of the cluster.
+    """
+
+    def __init__(self, folder: Path, job: Callable[[Path, str], dict[str, Any]]) -> None:
         self.folder = folder
         folder.mkdir()
         (folder / "text.txt").write_text("the mill turns and the river runs. " * 200)
@@ -52,7 +57,7 @@ class Story:
         head = {"num_cpus": 1, "include_dashboard": False, "node_ip_address": "127.0.0.1", "_system_config": QUICK}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.second = self.node(2)
-        (folder / "job.yaml").write_text(json.dumps(job_in(folder, self.cluster.address)))
+        (folder / "job.yaml").write_text(json.dumps(job(folder, self.cluster.address)))
         self.out = (folder / "out.txt").open("w")
         self.command = subprocess.Popen(
             [sys.executable, "-m", "jobs", "train", str(folder / "job.yaml")],
@@ -92,13 +97,17 @@ class Story:
         self.wait_for('"step": 50,', "metrics.jsonl")
         self.node(4)
         self.cluster.remove_node(third, allow_graceful=False)
+        self.finish()
+        print("ANSWER", json.dumps(self.answer), flush=True)
+
+    def finish(self) -> None:
+        """Let the command train to its end, and end the cluster."""
         self.go(1000)
         code = self.command.wait(LIMIT_S)
         self.out.close()
-        answer = {"code": code, "out": (self.folder / "out.txt").read_text()}
-        print("ANSWER", json.dumps(answer), flush=True)
+        self.answer: dict[str, Any] = {"code": code, "out": (self.folder / "out.txt").read_text()}
         self.cluster.shutdown()
 
 
 if __name__ == "__main__":
-    Story(Path(sys.argv[2])).tell()
+    Story(Path(sys.argv[2]), job_in).tell()

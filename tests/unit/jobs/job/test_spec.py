@@ -278,7 +278,6 @@ def test_keys_that_a_resume_may_change(key: str, may: bool) -> None:
 @pytest.mark.parametrize(
     ("override", "remedy"),
     [
-        ("scale.workers=[1, 2]", "elastic worker counts are not available in this version"),
         ("loop.global_batch_size=auto", "`raytrain tune` searches for a batch size"),
     ],
 )

@@ -115,7 +115,7 @@ MISTAKES = {
     "patience without evaluation": Mistake("loop.patience", "loop: {patience: 2}",
                                            overrides=["data.eval_fraction=0"], says=("data.eval_fraction",)),
     # what comes later
-    "elastic workers": Mistake("scale.workers", "scale: {workers: [1, 2]}", says=("not available in this version",)),
+    "fewer at most than at least": Mistake("scale.workers", "scale: {workers: [2, 1]}", says=("min <= max",)),
     "searched batch size": Mistake("loop.global_batch_size", overrides=["loop.global_batch_size=auto"]),
     # what is no YAML, and no override
     "open bracket": Mistake(FILE, "loop: {max_steps: 3", says=("line",)),

@@ -254,6 +254,33 @@ def test_impossible_worker_counts_are_refused(inventory: Inventory, scale: dict[
     assert said in refused("scale.workers", inventory=inventory, scale=scale)
 
 
+@pytest.mark.parametrize(
+    ("inventory", "bounds", "workers"),
+    [
+        (FOUR_GPUS, [1, 8], 4),
+        (FOUR_GPUS, [2, 3], 3),
+        (CPU, [1, 4], 4),
+        (CPU, [1, 40], 8),
+        (machines(node(cpus=1), node("b", cpus=1), node("c", cpus=1)), [1, 2], 2),
+        (CPU, [10, 12], 10),
+    ],
+)
+def test_elastic_workers_are_as_many_of_the_range_as_there_are_devices(
+    inventory: Inventory, bounds: list[int], workers: int
+) -> None:
+    assert value(plan(inventory, scale={"workers": bounds}), "workers") == workers
+
+
+@pytest.mark.parametrize(("inventory", "bounds"), [(ONE_GPU, [2, 4]), (FOUR_GPUS, [5, 6]), (CPU, [33, 64])])
+def test_a_range_above_the_devices_is_refused_as_it_was_given(inventory: Inventory, bounds: list[int]) -> None:
+    assert f"got {bounds}" in refused("scale.workers", inventory=inventory, scale={"workers": bounds})
+
+
+def test_elastic_workers_are_never_more_than_rows_and_leave_gpus_to_hosts() -> None:
+    assert value(plan(FOUR_GPUS, scale={"workers": [1, 4]}, loop={"global_batch_size": 3}), "workers") == 3
+    assert value(plan(FOUR_GPUS, scale={"workers": [1, 4]}, experts_hosts=2), "workers") == 2
+
+
 def test_each_worker_needs_a_row_of_the_global_batch() -> None:
     text = refused("scale.workers", scale={"workers": 5}, loop={"global_batch_size": 4})
     assert "loop.global_batch_size, 4 rows" in text
