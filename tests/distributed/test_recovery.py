@@ -72,7 +72,7 @@ def test_out_of_memory_halves_the_micro_batch_and_does_not_change_the_losses(
                 model={"builder": "guest_code:short_net", "note": str(tmp_path / name)},
                 precision={"dtype": "fp64"},
                 loop={"max_steps": 16},
-                save={"every": 5},
+                save={"every": 5, "asynchronous": False},
                 scale={"workers": workers, "strategy": strategy},
                 retry={"restarts_without_progress": 0},
             )

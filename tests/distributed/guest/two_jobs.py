@@ -1,7 +1,7 @@
 """Jobs with expert hosts on a cluster with room for one at a time; what they did as one JSON line.
 
 Each needs three of four CPUs. `killed` is ended while it waits with the turn to reserve; `first` then trains, loses its
-worker to a job that waits, `second`, and gives its hosts back; both finish.
+worker's place to a job that waits, `second`, and gives its hosts back; both finish.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ os.environ["RAY_TMPDIR"] = sys.argv[1]
 import ray
 import ray.exceptions
 from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
 
 from experts.hosts.reservation import NAMESPACE, TURN
 
 LIMIT_S = 200
+EAGER = {"gcs_create_placement_group_retry_min_interval_ms": 5, "gcs_create_placement_group_retry_max_interval_ms": 10}
+"""The group that waits gets what becomes free before one that is made a moment later."""
 COMMAND = """
 import sys
 import experts.hosts.reservation as reservation, jobs.driver.watch as watch
@@ -70,7 +73,7 @@ class Story:
         folder.mkdir()
         os.environ["FALL"] = str(folder / "fall")
         (folder / "text.txt").write_text("the mill turns and the river runs. " * 200)
-        head = {"num_cpus": 4, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
+        head = {"num_cpus": 4, "include_dashboard": False, "node_ip_address": "127.0.0.1", "_system_config": EAGER}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=self.cluster.address, log_to_driver=False)
         self.commands: dict[str, subprocess.Popen[bytes]] = {}
@@ -110,6 +113,10 @@ class Story:
     def free(self) -> float:
         return ray.available_resources().get("CPU", 0.0)
 
+    def pending(self) -> int:
+        """Groups that wait for room."""
+        return sum(group["state"] == "PENDING" for group in placement_group_table().values())
+
     def tell(self) -> None:
         actor: Any = ray.remote(num_cpus=2)(Other)
         other = actor.remote()
@@ -124,8 +131,12 @@ class Story:
         self.wait_for_turn("first")
         ray.kill(other)
         self.wait(lambda: "training  step" in self.out("first"), "the first run trains")
+        small: Any = ray.remote(num_cpus=1)(Other)
+        rest = small.remote()  # so that the second run finds no place for its hosts, and none for its worker
+        ray.get(rest.here.remote())
         self.start("second")
         self.wait_for_turn("second")
+        self.wait(lambda: self.pending() == 2, "the second run waits for both")
         (self.folder / "fall").touch()
         codes = {name: self.commands[name].wait(LIMIT_S) for name in ("second", "first")}
         answer = {name: {"code": code, "out": self.out(name)} for name, code in codes.items()}
