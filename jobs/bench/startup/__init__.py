@@ -1,0 +1,1 @@
+"""What passes before the first step."""
