@@ -42,7 +42,7 @@ def test_the_first_steps_of_three_commands_are_compared(tmp_path: Path, monkeypa
 
 
 def test_a_command_without_a_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RunError, match="jobs train .* took no step"):
+    with pytest.raises(RunError, match=r"jobs train .* took no step"):
         measured(monkeypatch, tmp_path / "b.json", lambda *_, **__: None)
 
 
