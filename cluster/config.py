@@ -38,7 +38,7 @@ Text = Annotated[str, Field(min_length=1)]
 class TelemetryConfig(Section):
     """What is monitored while a job runs; none of these keys affects the training itself."""
 
-    every: Positive = Field(default=5.0, description="seconds between two samples of a node")
+    every: NonNegative = Field(default=5.0, description="seconds between two samples of a node; 0: none")
     observers: list[Text] = Field(default=[], description="module:Class of user-defined observers, called on rank 0")
     tensorboard: bool = Field(default=True, description="write TensorBoard files in addition to metrics.jsonl")
 

@@ -164,15 +164,17 @@ def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inv
 
 @main.command()
 @click.argument("runs", nargs=-1, metavar="[RUN_DIR | OUTPUT_DIR | FILE.json ...]")
-def report(runs: tuple[str, ...]) -> None:
-    """Write the report of each run folder (default: runs/latest).
+@click.option("-f", "--follow", is_flag=True, help="watch one run in the terminal until it ends, with its exit code")
+def report(runs: tuple[str, ...], follow: bool) -> None:
+    """Write the report of each run folder (default: runs/latest), and print what stands out.
 
     Several runs are also compared. The report of an output folder of `infer` is written as well, and the FILE.json of a
     benchmark as Markdown tables.
     """
+    from jobs.report import follow_run
     from jobs.report import report as write
 
-    sys.exit(write(list(runs)))
+    sys.exit(follow_run(list(runs)) if follow else write(list(runs)))
 
 
 @main.command()

@@ -10,10 +10,12 @@ from cluster.devices.limits import ROOT
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of this process: currently resident, and the peak since the start or the last `reset_peak`."""
+    """Bytes of this process: currently resident, the peak since the start or the last `reset_peak`, and the part of the
+    resident bytes that is not of mapped files."""
 
     rss: int
     peak: int
+    anonymous: int = 0
 
 
 def process_memory(*, root: Path = ROOT) -> MemoryUse:
@@ -28,10 +30,10 @@ def process_memory(*, root: Path = ROOT) -> MemoryUse:
         return MemoryUse(rss=0, peak=0)
     for line in lines:
         name, _, value = line.partition(":")
-        if name in ("VmRSS", "VmHWM"):
+        if name in ("VmRSS", "VmHWM", "RssAnon"):
             fields[name] = int(value.split()[0]) * 1024
     rss = fields.get("VmRSS", 0)
-    return MemoryUse(rss=rss, peak=max(rss, fields.get("VmHWM", 0)))
+    return MemoryUse(rss=rss, peak=max(rss, fields.get("VmHWM", 0)), anonymous=fields.get("RssAnon", rss))
 
 
 def reset_peak(*, root: Path = ROOT) -> bool:

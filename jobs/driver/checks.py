@@ -164,4 +164,5 @@ def train_job(
         claimed_attempt=claimed or attempt,
         cluster=spec.cluster,
         found=spec.tune.found,
+        telemetry_every=spec.telemetry.every,
     )

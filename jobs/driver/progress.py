@@ -202,7 +202,7 @@ class SilentRanks:
 
 
 def figures(row: dict[str, Any]) -> str:
-    """Loss, rate and memory of a row in one short line."""
+    """Loss, rate and memory of a row in one short line, and the time `left` where it is given."""
     parts = []
     if row.get("kind") == "eval":
         parts.append(f"eval loss {row['loss']:.4f}")
@@ -214,4 +214,6 @@ def figures(row: dict[str, Any]) -> str:
         parts.append(f"{row['samples_per_s']:,.0f} samples/s")
     if row.get("peak_memory_bytes"):
         parts.append(f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB")
+    if row.get("left"):
+        parts.append(str(row["left"]))
     return "  ".join(parts)

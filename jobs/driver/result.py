@@ -80,7 +80,9 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console) -> Res
         first = f"{result.reason}; " if result.reason else ""
         raise RunError(f"{first}the end of the run was not recorded either: {error}") from error
     if not result.workers_running:
-        print_result(console, run, record, report=_report(run, result))
+        report = _report(run, result)
+        print_findings(console, run)
+        print_result(console, run, record, report=report)
     if record["status"] == "interrupted":
         when = "" if record["steps"] else " before the first step"
         console.print(f"interrupted{when}; resume with: raytrain train --resume {run.path}", soft_wrap=True)
@@ -199,6 +201,15 @@ def process_start(now: float) -> float:
         return now
     # a notebook's process may be hours old: count only the start of a command's own interpreter
     return started if now - started < 30 else now
+
+
+def print_findings(console: Console, run: RunFolder) -> None:
+    """Print what the records of a run show to be wrong, with the key to change; nothing for a healthy run."""
+    from raytrain.report.findings.rules import diagnose, finding_lines
+    from raytrain.report.records import read_records
+
+    for line in finding_lines(diagnose(read_records(run))):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_result(console: Console, run: RunFolder, record: Mapping[str, Any], *, report: str) -> None:

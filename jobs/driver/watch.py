@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,7 @@ class _Fit:
         self.channel = driver_channel.open_channel()
         self.progress: Mapping[str, Any] = {}
         self.silent_ranks = SilentRanks()
+        self._warned: set[str] | None = None
         self._grace_s, self._stop_judged = spec.retry.stop_grace_s, False
         self.change: WorkersChange | None = None  # wanted, once the workers have saved
         bounds, workers = spec.scale.workers, int(opened.plan.workers.value)  # pyright: ignore[reportAttributeAccessIssue]
@@ -244,6 +245,19 @@ class _Fit:
         self._stop_judged = True
         return renewed_stop_check(self._run_folder, stop_s, grace_s=self._grace_s)
 
+    def new_warnings(self, warnings: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Record the warnings of telemetry that this run has not had yet, and return their lines."""
+        if not warnings:
+            return []
+        if self._warned is None:  # those of earlier commands on the same run count too
+            events = self._run_folder.read_rows(self._run_folder.events)
+            self._warned = {str(row.get("key")) for row in events if row["kind"] == "warning"}
+        new = [row for row in warnings if row["key"] not in self._warned]
+        for row in new:
+            self._warned.add(row["key"])
+            self._run_folder.append_event(event("warning", **row))
+        return [f"warning: {row['reason']}" for row in new]
+
     def missing(self) -> str:
         """What the workers that are being started still need; "" where nothing is missing."""
         if self._cluster.local or self.progress.get("phase", STARTING) not in (STARTING, RESTARTING):
@@ -266,16 +280,23 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
     channel = fitting.channel
     try:
         answers = ray.get(
-            [channel.progress.remote(), channel.printed_lines.remote(last=last), channel.last_signs.remote()],
+            [
+                channel.progress.remote(),
+                channel.printed_lines.remote(last=last),
+                channel.last_signs.remote(),
+                channel.warnings.remote(),
+            ],
             timeout=ANSWER_TIMEOUT_S,
         )
     except ray.exceptions.RayError:  # too slow, or it died: `fit` reports the outcome
         display.show(dict(fitting.progress), missing=fitting.missing)
         return False
-    fitting.progress, lines, signs = answers
+    fitting.progress, lines, signs, warnings = answers
     if lines:
         display.print_lines(lines)
     for line in fitting.measured_stop():
+        display.print_lines(line)
+    for line in fitting.new_warnings(warnings):
         display.print_lines(line)
     for line in fitting.silent_ranks.lines(signs, now=time.time()):
         display.print_lines(line)

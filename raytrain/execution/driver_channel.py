@@ -51,6 +51,7 @@ class DriverChannel:
         self._seen: dict[int, tuple[float, str]] = {}
         self._lines: dict[str, dict[int, str]] = {}
         self._next: dict[str, int] = {}
+        self._warnings: dict[str, dict[str, Any]] = {}
 
     async def keep(self, value: Any) -> list[Any]:
         """Driver: store a value for the workers; returns [reference]. See `raytrain.execution.ray_private`, which says
@@ -95,6 +96,20 @@ class DriverChannel:
     async def last_signs(self) -> dict[int, tuple[float, str]]:
         """Driver: (unix time of the last sign of life, where) of each worker that has not returned."""
         return self._seen
+
+    async def warn(self, key: str, what: str, text: str, figures: dict[str, Any]) -> None:
+        """The telemetry of a node: a warning. The first of each key is kept.
+
+        Args:
+            what: the kind of the warning.
+            text: what is printed.
+            figures: its numbers, for the event.
+        """
+        self._warnings.setdefault(key, {"key": key, "what": what, "reason": text, **figures})
+
+    async def warnings(self) -> list[dict[str, Any]]:
+        """Driver: the first warning of each key, {"key", "what", "reason", ...}."""
+        return list(self._warnings.values())
 
     async def progress(self) -> dict[str, Any]:
         """Driver: the newest value of every progress field."""

@@ -37,6 +37,7 @@ from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
 from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, StepReports, Superseded
 from raytrain.execution.rollback import RewindPolicy, RollbackPolicy
+from raytrain.execution.telemetry import node_telemetry
 from raytrain.runs.faults import NOT_EXPORTED, Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.mirror import MirroredFolder
@@ -70,7 +71,10 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
         job: TrainJob = cloudpickle.loads(ray.get(config["job"]))
         data = None if config["data"] is None else ray.get(config["data"])
         local_rank = ray.train.get_context().get_local_rank()
-        return Worker(job, workers=workers, local_rank=local_rank, channel=channel).run(data)
+        worker = Worker(job, workers=workers, local_rank=local_rank, channel=channel)
+        every, limit = job.telemetry_every if local_rank == 0 else 0.0, job.cluster.memory_limit
+        with node_telemetry(job.run_path, every=every, limit=limit, channel=channel, tags=worker.position):
+            return worker.run(data)
 
 
 class Worker:
@@ -298,6 +302,11 @@ class Worker:
 
     def _checkpoint_every(self) -> int | str:
         return self.job.plan.checkpoint_every.value_or("auto")
+
+    def position(self) -> dict[str, Any]:
+        """The attempt and the step, for the rows of telemetry; called from other threads."""
+        session = self.session
+        return {"attempt": self.attempt, "step": session.state.step if session else self.from_step}
 
     # -- the end of an attempt --------------------------------------------------------------------
 

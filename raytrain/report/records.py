@@ -42,7 +42,8 @@ class ConfigRow:
 class RunRecords:
     """Everything that a run folder holds, as plain values; empty or None for what is missing.
 
-    `train_rows` is the size of the train split; `train`, `evals` and `loads` are rows of the metrics.
+    `train_rows` is the size of the train split; `train`, `evals` and `loads` are rows of the metrics, `telemetry`
+    those of all nodes in order of time.
     """
 
     name: str
@@ -58,6 +59,7 @@ class RunRecords:
     train: list[Row] = field(default_factory=list)
     evals: list[Row] = field(default_factory=list)
     loads: list[Row] = field(default_factory=list)
+    telemetry: list[Row] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)
     result: dict[str, Any] | None = None
     sample: dict[str, Any] | None = None
@@ -102,6 +104,7 @@ def read_records(run: RunFolder) -> RunRecords:
         train=_by_step(row for row in metrics if row.get("kind") == "train"),
         evals=_by_step(row for row in metrics if row.get("kind") == "eval"),
         loads=_by_step(row for row in _rows(run, run.experts, unreadable) if row.get("kind") == "load"),
+        telemetry=_telemetry(run, unreadable),
         events=events,
         result=_mapping(run, run.result, unreadable) or None,
         sample=_mapping(run, run.sample, unreadable) or None,
@@ -114,6 +117,14 @@ def _unusable(plan: Row) -> list[str]:
     """The GPUs that the machines of the plan have and that could not be used, with the reasons."""
     inventory = plan.get("inventory")
     return [str(line) for line in listed(inventory.get("unusable"))] if isinstance(inventory, Mapping) else []
+
+
+def _telemetry(run: RunFolder, unreadable: list[str]) -> list[Row]:
+    """The rows of every node, in order of time."""
+    files = [entry.name for entry in run.store.entries("telemetry") if entry.name.endswith(".jsonl")]
+    rows = [row for name in files for row in _rows(run, join(run.path, f"telemetry/{name}"), unreadable)]
+    known = [row for row in rows if isinstance(row.get("devices"), list) and number(row.get("time")) is not None]
+    return sorted(known, key=lambda row: number(row.get("time")) or 0.0)
 
 
 def number(value: Any) -> float | None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import statistics
 import tempfile
 import threading
 import time
@@ -51,13 +52,26 @@ class StepRecord:
 
 
 def spreads(
-    times: Sequence[float], *, step_s: Sequence[float], data_s: Sequence[float], peak: Sequence[float]
+    times: Sequence[float],
+    *,
+    step_s: Sequence[float],
+    data_s: Sequence[float],
+    waited_s: Sequence[float],
+    peak: Sequence[float],
 ) -> dict[str, float]:
     """Columns of a StepRecord: how this worker's step times (`times`, sorted) and the workers' means vary.
 
-    Times in seconds, memory in bytes.
+    Times in seconds, memory in bytes. Workers that wait for each other take equally long for a step: `work_time_s` is a
+    step without the waiting, of the median and of the slowest worker, and `slowest_rank` is who that is.
     """
+    work = [step - waited for step, waited in zip(step_s, waited_s, strict=True)]
+    slowest = max(range(len(work)), key=work.__getitem__)
     return {
+        "wait_time_s": sum(waited_s) / len(waited_s),
+        "work_time_s_median": statistics.median_low(work),
+        "work_time_s_max": work[slowest],
+        "slowest_rank": slowest,
+        "slowest_data_time_s": data_s[slowest],
         "step_ms_p50": 1e3 * times[len(times) // 2],
         "step_ms_p95": 1e3 * times[min(len(times) - 1, int(0.95 * len(times)))],
         "step_time_s_min": min(step_s),

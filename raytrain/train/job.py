@@ -30,6 +30,7 @@ class TrainJob:
 
     Attributes:
         found: the result of a search for this job (`tune.found`).
+        telemetry_every: seconds between two samples of a node; 0: none.
         builder_sections: sections that a builder may take by parameter name, such as {"experts": ...}.
         run_path: path of the run folder.
         import_path: working directory of the command, appended to the workers' `sys.path`.
@@ -58,6 +59,7 @@ class TrainJob:
     builder_sections: dict[str, Any] = field(default_factory=dict)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     found: TuneFound | None = None
+    telemetry_every: float = 0.0
 
     def less_memory(self, precision: str | None) -> str:
         """What reduces the memory of a worker, in a sentence, without what is in force already.

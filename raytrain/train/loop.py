@@ -49,6 +49,7 @@ class TrainingLoop:
         reporter, saver: rank 0's write; those of the other workers do nothing.
         should_stop: rank 0's stop flag (a signal arrived), read once a step; with several workers before the step.
         peak_memory: `() -> bytes` for the logged rows.
+        memory: further figures of this worker's memory for the logged rows.
         clock: the attempt's, where several loops make up one attempt.
         sizing: the micro-batch size, across out-of-memory errors.
         switches: what the session has switched on.
@@ -62,6 +63,7 @@ class TrainingLoop:
     saver: Saver
     should_stop: Callable[[], bool]
     peak_memory: Callable[[], int]
+    memory: Callable[[], dict[str, int]] = dict
     clock: Clock = field(default_factory=Clock)
     sizing: MicroBatchSize
     switches: Switches
@@ -124,7 +126,8 @@ class TrainingLoop:
         self.clock.add("communication", output.communication_s)
         self.clock.add("compute", seconds - fetching.seconds - output.communication_s)
         tokens = len(indices) * self.loader.tokens_per_row
-        self._interval.add(seconds, fetching, samples=len(indices), tokens=tokens)
+        waited_s = output.communication_s
+        self._interval.add(seconds, fetching, waited_s=waited_s, samples=len(indices), tokens=tokens)
         return output
 
     def _report_sent(self, names: list[str], *, step: int) -> None:
@@ -217,7 +220,7 @@ class TrainingLoop:
         row = read_row(
             self.step, output, self._interval, self._nonfinite, number=state.step, epoch=self._epoch,
             skipped_before=self._skipped_before, peak_memory=self.peak_memory,
-            extra=self.switches.metrics(),
+            extra={**self.switches.metrics(), **self.memory()},
         )  # fmt: skip
         state.final_loss = row.record.loss
         self.reporter.metrics(row.record.to_row())

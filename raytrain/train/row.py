@@ -27,6 +27,7 @@ class LogInterval:
     Attributes:
         steps: their number. recent_s: seconds of each of the last `RECENT_STEPS`.
         step_s: seconds of all steps. data_s, data_cpu_s: of these, fetching batches (`Fetching`).
+        waited_s: of these, waiting for other processes.
         samples, tokens: trained on, by all workers.
         since: when the interval began; moved on by what is not training.
     """
@@ -36,17 +37,19 @@ class LogInterval:
     step_s: float = 0.0
     data_s: float = 0.0
     data_cpu_s: float = 0.0
+    waited_s: float = 0.0
     samples: float = 0.0
     tokens: float = 0.0
     since: float = field(default_factory=lambda: time.perf_counter())
 
-    def add(self, step_s: float, fetching: Fetching, *, samples: int, tokens: int) -> None:
+    def add(self, step_s: float, fetching: Fetching, *, waited_s: float, samples: int, tokens: int) -> None:
         """Add one step."""
         self.steps += 1
         self.recent_s.append(step_s)
         self.step_s += step_s
         self.data_s += fetching.seconds
         self.data_cpu_s += fetching.cpu_s
+        self.waited_s += waited_s
         self.samples += samples
         self.tokens += tokens
 
@@ -93,14 +96,15 @@ def read_row(
     own = [
         interval.step_s / interval.steps,
         interval.data_s / interval.steps,
+        interval.waited_s / interval.steps,
         float(peak_memory()),
         loss_share,
         aux_share,
     ]
     own += [] if log is None else log.host_values()
     workers = step.workers.all_gather_floats(own)
-    step_s, data_s, peak, losses, auxes = zip(*(row[:5] for row in workers), strict=True)
-    model = None if log is None else log.close(number, of_model, [row[5:] for row in workers])
+    step_s, data_s, waited_s, peak, losses, auxes = zip(*(row[:6] for row in workers), strict=True)
+    model = None if log is None else log.close(number, of_model, [row[6:] for row in workers])
     record = StepRecord(
         step=number,
         epoch=epoch,
@@ -115,7 +119,7 @@ def read_row(
         peak_memory_bytes=int(max(peak)),
         loss_scale=scale if scaler.enabled else None,
         extra={
-            **spreads(times, step_s=step_s, data_s=data_s, peak=peak),
+            **spreads(times, step_s=step_s, data_s=data_s, waited_s=waited_s, peak=peak),
             "data_cpu_share": interval.data_cpu_s / elapsed,
             "skipped_steps": skipped_before + int(skipped),
             **extra,

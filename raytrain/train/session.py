@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from raytrain.train.evaluation import evaluate
 from raytrain.train.job import StepSettings, TrainJob, limits_of
 from raytrain.train.loader import BatchLoader, data_plan
 from raytrain.train.loop import TrainingLoop
-from raytrain.train.memory.device import limit_device_memory, processes_sharing
+from raytrain.train.memory.device import limit_device_memory, memory_in_use, processes_sharing
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.optim.build import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers
@@ -247,7 +248,8 @@ class Session:
         return TrainingLoop(
             step=self.step, loader=self.loader, evaluate=self.evaluate if self.source.eval is not None else None,
             limits=self.limits(), reporter=reporter, saver=saver or NeverSaves(), should_stop=should_stop,
-            peak_memory=self.peak_memory, clock=clock or Clock(), sizing=self.sizing, switches=self.switches,
+            peak_memory=self.peak_memory, memory=partial(memory_in_use, self.device), clock=clock or Clock(),
+            sizing=self.sizing, switches=self.switches,
         )  # fmt: skip
 
     def evaluate(self, step: int) -> dict[str, Any]:

@@ -36,6 +36,12 @@ def test_a_row_holds_least_mean_and_most_over_the_workers() -> None:
             values = [values[index] for values in told]
             assert row[f"{name}_min"] == min(values) and row[f"{name}_max"] == max(values)
             assert math.isclose(row[name], sum(values) / 2) and min(values) < max(values)
+        work = [seconds - waited for seconds, _, waited, *_ in told]
+        assert row["work_time_s_max"] == max(work) > row["work_time_s_median"] == min(work)
+        assert work[row["slowest_rank"]] == max(work) and math.isclose(
+            row["wait_time_s"], (told[0][2] + told[1][2]) / 2
+        )
+        assert row["slowest_data_time_s"] == told[row["slowest_rank"]][1]
         assert row["peak_memory_bytes_min"] == 1000 and row["peak_memory_bytes_mean"] == 1500.0
         assert row["peak_memory_bytes"] == 2000
     assert [r["loss"] for r in ranks[0]["rows"]] == [r["loss"] for r in ranks[1]["rows"]]

@@ -7,8 +7,9 @@ it to `RULES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from raytrain.report.findings.bottleneck import memory_warnings, step_limits, throttling
 from raytrain.report.findings.experts import experts
 from raytrain.report.findings.failures import failure, fall_backs, restarts, unusable_devices
 from raytrain.report.findings.finding import SEVERITIES, Finding
@@ -26,6 +27,9 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     fall_backs,
     unusable_devices,
     shortages,
+    memory_warnings,
+    step_limits,
+    throttling,
     limiting_part,
     clipping,
     step_times,
@@ -38,3 +42,12 @@ def diagnose(records: RunRecords) -> list[Finding]:
     """All findings, the worst first."""
     found = [finding for rule in RULES for finding in rule(records)]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[str]:
+    """The findings that ask for something, a line each, for a terminal."""
+    return [
+        f"finding: {one.title}: {one.evidence}" + (f". {one.remedy}" if one.remedy else "")
+        for one in findings
+        if one.severity in ("error", "warning")
+    ]

@@ -12,11 +12,6 @@ from raytrain.report.records import RunRecords, number
 SAVE_BUDGET = 0.03
 
 
-def _of_data(records: RunRecords) -> str:
-    resident = records.planned("storage") == "resident"
-    return advice(("set data.storage: resident if the split fits", resident), ("make samples cheaper to read", False))
-
-
 def _of_saving(records: RunRecords) -> str:
     return advice(
         ("set save.every: auto or a larger number", False),
@@ -24,17 +19,7 @@ def _of_saving(records: RunRecords) -> str:
     )
 
 
-def _of_communication(records: RunRecords) -> str:
-    return advice(
-        ("raise loop.global_batch_size", False),
-        ("use fewer workers", records.planned("workers") == 1),
-        ("choose a faster cluster.interface", False),
-    )
-
-
 _LIMITS: tuple[tuple[str, float, str, Callable[[RunRecords], str]], ...] = (
-    ("data", 0.15, "Waiting for data", _of_data),
-    ("communication", 0.25, "Waiting for communication", _of_communication),
     (
         "eval",
         0.25,

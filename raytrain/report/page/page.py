@@ -11,6 +11,7 @@ from raytrain.report.figures import outcome, plain_number, seconds, size, summar
 from raytrain.report.findings.finding import Finding
 from raytrain.report.findings.rules import diagnose
 from raytrain.report.page.charts import Curve, Mark, chart, smoothed
+from raytrain.report.page.devices import telemetry_charts
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import configuration, epochs, machine, plan_table, sample, time_table, timeline
 from raytrain.report.records import RunRecords, number, series, values
@@ -27,6 +28,7 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
     sections = [
         ("findings", "What stands out", _findings(findings)),
         ("curves", "Curves", _curves(records)),
+        ("devices", "Devices", telemetry_charts(records)),
         ("experts", "Experts", _pictures(pictures or {})),
         ("sample", "A sample of its text", sample(records)),
         ("time", "Where the time went", time_table(records)),

@@ -177,6 +177,19 @@ def _little(total: int) -> int:
     return int(max(LITTLE_FREE_BYTES, LITTLE_FREE_FRACTION * total))
 
 
+def memory_in_use(device: torch.device) -> dict[str, int]:
+    """Columns of a logged row, in bytes: what this process's tensors take, and what its allocator holds.
+
+    On a CPU, whose allocator keeps no account, the process's pages without mapped files, and its whole resident set.
+    """
+    if device.type == "cuda":
+        used, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    else:
+        memory = process_memory()
+        used, held = memory.anonymous, memory.rss
+    return {"memory_allocated_bytes": int(used), "memory_reserved_bytes": int(held)}
+
+
 def device_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of a GPU. On one that shares the machine's memory (Jetson, GB10), CUDA counts only unused
     pages as free, although the kernel would give it those of its page cache too: there, the machine's figure counts.

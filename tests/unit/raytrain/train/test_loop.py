@@ -288,7 +288,7 @@ def test_the_times_of_a_row_are_those_of_all_its_steps() -> None:
     interval, fetching = LogInterval(), Fetching()
     fetching.seconds, fetching.cpu_s = 0.25, 0.125
     for step in range(2 * RECENT_STEPS):
-        interval.add(1.0 if step < RECENT_STEPS else 3.0, fetching, samples=2, tokens=4)
+        interval.add(1.0 if step < RECENT_STEPS else 3.0, fetching, waited_s=0.5, samples=2, tokens=4)
     assert (interval.steps, interval.step_s) == (2 * RECENT_STEPS, 4.0 * RECENT_STEPS)
     assert list(interval.recent_s) == [3.0] * RECENT_STEPS
     assert (interval.data_s, interval.data_cpu_s) == (0.5 * RECENT_STEPS, 0.25 * RECENT_STEPS)

@@ -121,8 +121,6 @@ def test_an_out_of_memory_error_is_reported_with_the_size_that_fitted():
 @pytest.mark.parametrize(
     ("part", "title"),
     [
-        ("data", "Waiting for data"),
-        ("communication", "Waiting for communication"),
         ("eval", "Evaluation takes much of the time"),
         ("save", "Checkpoints cost more than their budget of 3 %"),
         ("startup", "Start-up takes much of the time"),
@@ -137,6 +135,62 @@ def test_the_part_of_time_that_limits(part: str, title: str):
     busy = {one.title: one for one in diagnose(records(train=train, result=account(compute=990.0, **{part: 10.0})))}
     assert title not in busy and busy["Limited by compute"].severity == "good"
     assert busy["Limited by compute"].evidence.startswith("99% of"), "the share of the time that is computation"
+
+
+STEP = {"step_time_s": 1.0, "data_time_s": 0.02, "wait_time_s": 0.1, "data_cpu_share": 0.0, "slowest_data_time_s": 0.02,
+        "work_time_s_median": 0.9, "work_time_s_max": 0.92, "slowest_rank": 1}  # fmt: skip
+
+
+def limits(**columns: Any) -> dict[str, Any]:
+    """Findings about what a step waits for, by title."""
+    found = diagnose(records(train=rows(FALLING, **{**STEP, **columns})))
+    return {one.title: one for one in found if one.severity == "warning"}
+
+
+@pytest.mark.covers("MON-09", "MON-10")
+def test_a_step_that_waits_for_data_is_input_bound_and_the_number_is_that_of_the_later_half() -> None:
+    assert limits(data_time_s=[0.9] * 20 + [0.14] * 20) == {}, "the warm-up does not count"
+    (title, found), *others = limits(data_time_s=[0.01] * 20 + [0.4] * 20, data_cpu_share=0.3).items()
+    assert (title, others) == ("Input-bound: steps wait for data", [])
+    assert "40% of a step of 1.0 s" in found.evidence and "training process itself computes 75%" in found.evidence
+    assert "data.loader_workers" in found.remedy
+
+
+def test_a_step_that_waits_for_other_workers_is_sync_bound_unless_one_of_them_is_slow() -> None:
+    assert limits(wait_time_s=0.24) == {}
+    (title, found), *others = limits(wait_time_s=0.4).items()
+    assert (title, others) == ("Sync-bound: steps wait for other workers", []) and "40% of a step" in found.evidence
+    assert "loop.global_batch_size" in found.remedy
+    slow = {"work_time_s_max": 0.9, "work_time_s_median": 0.5, "wait_time_s": 0.4, "slowest_rank": 3}
+    (title, found), *others = limits(**slow).items()
+    assert (title, others) == ("Rank 3 holds the others up", [])
+    assert "rank 3 works 0.9 s of each step, 1.80 times the median" in found.evidence.replace("0.90 s", "0.9 s")
+    assert "slowest in 20 of 20 rows" in found.evidence and "scale.shares: auto" in found.remedy
+    (found,) = limits(**slow, slowest_data_time_s=0.5).values()
+    assert "0.5 s of it are spent on its data" in found.evidence and "data.loader_workers" in found.remedy
+
+
+def test_the_slowest_worker_is_no_straggler_if_it_changes_or_is_hardly_slower() -> None:
+    slow = {"work_time_s_max": 0.9, "work_time_s_median": 0.5}
+    assert limits(**slow, slowest_rank=[n % 3 for n in range(40)]) == {}
+    assert limits(work_time_s_max=0.62, work_time_s_median=0.5) == {}
+    assert "Rank 1 holds the others up" in limits(work_time_s_max=0.63, work_time_s_median=0.5)
+    few = records(train=rows(FALLING[:8], **{**STEP, **slow}))
+    assert [one for one in diagnose(few) if one.severity == "warning"] == []
+
+
+@pytest.mark.covers("TRB-03")
+def test_warnings_of_telemetry_and_slowed_devices_are_findings() -> None:
+    text = "the memory of worker (pid 7) on n grows by 5 MiB a minute: look for tensors that are kept"
+    grows = {"kind": "warning", "what": "memory_growth", "reason": text}
+    (found,) = [one for one in diagnose(records(events=[grows])) if one.title == "Memory grows without end"]
+    assert found.evidence == text.partition(": ")[0] and found.remedy == "Look for tensors that are kept."
+    hot = {"device": "cuda:0", "throttle": ["thermal (hardware)"]}
+    cool = {**hot, "throttle": ["power cap"]}
+    telemetry = [{"node": "n", "time": n, "devices": [hot if n % 3 == 0 else cool]} for n in range(30)]
+    (found,) = [one for one in diagnose(records(telemetry=telemetry)) if one.severity == "warning"]
+    assert found.title == "cuda:0 of n is slowed down" and found.evidence == "thermal (hardware) in 33% of 30 samples"
+    assert not titles(records(telemetry=[{"node": "n", "time": n, "devices": [cool]} for n in range(30)]))
 
 
 def test_graph_breaks_are_reported_with_their_number_and_reason():
@@ -255,8 +309,8 @@ UNEVEN = rows(FALLING, load_imbalance=3.0)
         ("Overfitting", RISING, "export", "best", "last", "se the best checkpoint"),
         ("Memory ran out", {"events": SHORT}, "loop.micro_batch_size", "auto", 8, "auto measure it"),
         ("loaded unevenly", {"train": UNEVEN}, "experts.balance", "both", "loss", "experts.balance: both"),
-        ("Waiting for data", {"result": account(data=50.0, compute=50.0), "train": rows(FALLING)}, "storage",
-         "resident", "stream", "data.storage: resident"),
+        ("Input-bound", {"train": rows(FALLING, step_time_s=1.0, data_time_s=0.5)}, "storage", "resident", "stream",
+         "data.storage: resident"),
         ("Checkpoints cost", {"result": account(save=50.0, compute=50.0), "train": rows(FALLING)},
          "save.asynchronous", True, False, "save.asynchronous: true"),
     ],

@@ -1,0 +1,125 @@
+"""Warnings about memory from the rows of one node: nearly full, or growing without end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.telemetry.trend import TrendTest
+
+#: A device is nearly full above this fraction of its memory: the default of `cluster.memory_fraction`, up to which a
+#: run plans. What lies above is for the driver, the kernel and other processes.
+HIGH = 0.9
+#: Growth is looked for after this many steps of an attempt: the allocator's caches, the optimizer's state and the first
+#: evaluation come before. And over at least this many, since a few steps show no trend.
+WARM_UP_STEPS, LEAST_STEPS = 20, 40
+
+
+@dataclass(frozen=True)
+class MemoryWarning:
+    """A warning; `key` is the same for every warning of one cause, of which a run shows the first only.
+
+    Attributes:
+        what: "high_memory" or "memory_growth".
+        text: one sentence with the figures and what to change.
+        figures: the numbers of `text`.
+    """
+
+    key: str
+    what: str
+    text: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class MemoryWatch:
+    """Looks for memory that is nearly full, and for memory that grows without end.
+
+    Args:
+        limit: bytes that one process of the run may use (`cluster.memory_limit`), or None.
+        high: fraction of a limit above which a warning is due.
+    """
+
+    def __init__(self, *, limit: int | None = None, high: float = HIGH) -> None:
+        self._limit, self._high = limit, high
+        self._trends: dict[tuple[str, Any], TrendTest] = {}
+        self._began: tuple[Any, int] | None = None
+
+    def look(self, row: Mapping[str, Any]) -> list[MemoryWarning]:
+        """The warnings that this row of telemetry gives rise to; a caller shows each `key` once."""
+        found = []
+        steps = self._steps(row)
+        for device in row["devices"]:
+            found += self._full_device(row["node"], device)
+            if device["kind"] != "cpu" and device["memory_run"] is not None:
+                found += self._growing(row, steps, device["device"], "", device["memory_run"])
+        for process in row["processes"]:
+            if self._limit and process["rss"] > self._high * self._limit:
+                found.append(self._full_process(row["node"], process))
+            found += self._growing(row, steps, process["pid"], process["name"], process["anonymous"])
+        alive = {process["pid"] for process in row["processes"]} | {device["device"] for device in row["devices"]}
+        self._trends = {key: trend for key, trend in self._trends.items() if key[1] in alive}
+        return found
+
+    def _steps(self, row: Mapping[str, Any]) -> int:
+        """Steps of this attempt so far; a new attempt begins anew."""
+        if self._began is None or self._began[0] != row["attempt"]:
+            self._began = row["attempt"], row["step"]
+            self._trends.clear()
+        return row["step"] - self._began[1]
+
+    def _full_device(self, node: str, device: Mapping[str, Any]) -> list[MemoryWarning]:
+        used, total = device["memory_used"], device["memory_total"]
+        if not used or not total or used <= self._high * total:
+            return []
+        own, other = device["memory_run"], device["memory_other"]
+        whose = "" if own is None else f", {_mib(own)} of it by this run and {_mib(other)} by others"
+        text = (
+            f"{device['device']} of {node} uses {used / total:.0%} of its {_mib(total)} of memory{whose}: "
+            "lower loop.micro_batch_size, or end what else runs there"
+        )
+        figures = {"used": used, "total": total, "run": own, "other": other}
+        return [MemoryWarning(f"high {node} {device['device']}", "high_memory", text, figures)]
+
+    def _full_process(self, node: str, process: Mapping[str, Any]) -> MemoryWarning:
+        assert self._limit is not None
+        text = (
+            f"{process['name']} (pid {process['pid']}) on {node} uses {_mib(process['rss'])}, "
+            f"{process['rss'] / self._limit:.0%} of cluster.memory_limit ({_mib(self._limit)}): "
+            "lower loop.micro_batch_size or raise the limit"
+        )
+        figures = {"used": process["rss"], "total": self._limit, "pid": process["pid"]}
+        return MemoryWarning(f"high {node} process {process['pid']}", "high_memory", text, figures)
+
+    def _growing(self, row: Mapping[str, Any], steps: int, who: Any, name: str, used: int) -> list[MemoryWarning]:
+        if steps < WARM_UP_STEPS:
+            return []
+        trend = self._trends.setdefault((row["node"], who), TrendTest())
+        found = trend.add(row["time"], used, ready=steps >= WARM_UP_STEPS + LEAST_STEPS)
+        if found is None:
+            return []
+        title = f"{name} (pid {who})" if name else str(who)
+        device = next((one for one in row["devices"] if one["device"] == who), row["devices"][0])
+        free = (device["memory_total"] or 0) - (device["memory_used"] or 0)
+        left = f"; at this rate memory is full in {_duration(free / found.bytes_per_s)}" if free > 0 else ""
+        step_s = 1.5 * found.seconds / (steps - WARM_UP_STEPS)  # the trend is of the last two thirds of the steps
+        each = found.bytes_per_s * step_s
+        text = (
+            f"the memory of {title} on {row['node']} grows by {_mib(60 * found.bytes_per_s)} a minute, "
+            f"about {each / 2**20:.2g} MiB a step, from "
+            f"{_mib(found.first)} to {_mib(found.last)} in {_duration(found.seconds)}{left}: look for tensors that are "
+            "kept between steps, such as losses collected in a list without .item()"
+        )
+        rates = {"bytes_per_s": found.bytes_per_s, "bytes_per_step": each}
+        figures = {**rates, "seconds": found.seconds, "first": found.first, "last": found.last}
+        return [MemoryWarning(f"growth {row['node']} {who}", "memory_growth", text, figures)]
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -1,0 +1,157 @@
+"""What a step waits for: its data, other workers, one slow worker, or memory that is nearly full.
+
+All figures are of the second half of the logged rows: the first holds warm-up and, on short runs, little else. Each
+row is the mean of its log interval, so that evaluations and checkpoints are not in it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from raytrain.config.messages import advice
+from raytrain.report.figures import seconds
+from raytrain.report.findings.finding import Finding
+from raytrain.report.records import Row, RunRecords, first_text, number, percentile
+
+#: A step waits for data this much of its time: without the wait the run would be 1 / (1 - 0.15) = 18 % faster.
+#: Prefetching normally hides all of it, so that a healthy run is below 0.05.
+DATA_SHARE = 0.15
+#: Of the sum of gradients one expects some: 0.25 is where another layout or larger batches pay (33 % faster at most).
+WAIT_SHARE = 0.25
+#: One worker needs this much longer than the median of all. Everybody waits for it: at 1.25, for 20 % of a step.
+STRAGGLER_RATIO = 1.25
+#: The same worker is the slowest in this share of the rows; by chance, of two workers and five rows, it is so in 6 %.
+STRAGGLER_ROWS, LEAST_ROWS = 0.8, 5
+#: Part of the slow worker's time that is spent on its data, for the data to be the cause.
+OWN_DATA = 0.5
+
+
+def step_limits(records: RunRecords) -> list[Finding]:
+    """Input-bound, a straggling worker, or bound by the exchange between workers."""
+    rows = [row for row in records.train[len(records.train) // 2 :] if number(row.get("step_time_s"))]
+    found = straggler(rows)
+    data = share(rows, "data_time_s")
+    if data is not None and data > DATA_SHARE and not found:
+        found.append(_input_bound(records, rows, data))
+    waiting = share(rows, "wait_time_s")
+    if waiting is not None and waiting > WAIT_SHARE and not found:
+        found.append(_sync_bound(records, rows, waiting))
+    return found
+
+
+def share(rows: Sequence[Row], key: str) -> float | None:
+    """The median fraction of a step that a column takes; None under three rows."""
+    parts = [number(row.get(key)) / number(row["step_time_s"]) for row in rows if number(row.get(key)) is not None]  # type: ignore[operator]
+    return percentile(parts, 0.5) if len(parts) >= 3 else None
+
+
+def straggler(rows: Sequence[Row]) -> list[Finding]:
+    """One worker that is slower than the others in nearly every row."""
+    known = [row for row in rows if number(row.get("work_time_s_median"))]
+    if len(known) < LEAST_ROWS:
+        return []
+    (rank, times), *_ = Counter(int(number(row.get("slowest_rank")) or 0) for row in known).most_common(1)
+    ratios = [_of(row, "work_time_s_max") / _of(row, "work_time_s_median") for row in known]
+    ratio = statistics.median(ratios)
+    if times < STRAGGLER_ROWS * len(known) or ratio < STRAGGLER_RATIO:
+        return []
+    own = [row for row in known if row.get("slowest_rank") == rank]
+    work, typical = (statistics.median(_of(row, f"work_time_s_{key}") for row in own) for key in ("max", "median"))
+    data = statistics.median(_of(row, "slowest_data_time_s") for row in own)
+    evidence = (
+        f"rank {rank} works {seconds(work)} of each step, {ratio:.2f} times the median of all workers "
+        f"({seconds(typical)}), and is the slowest in {times} of {len(known)} rows"
+    )
+    if data > OWN_DATA * (work - typical):
+        evidence += f"; {seconds(data)} of it are spent on its data"
+        remedy = "Raise data.loader_workers, or make its part of the data as quick to read as that of the others."
+    else:
+        remedy = (
+            "See what else runs on its node (telemetry of the report) and whether its device is slowed down; where the "
+            "device is slower, scale.shares: auto gives it fewer rows."
+        )
+    return [Finding("warning", f"Rank {rank} holds the others up", evidence, remedy)]
+
+
+def _of(row: Row, key: str) -> float:
+    return number(row.get(key)) or 0.0
+
+
+def _input_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Finding:
+    step = percentile([_of(row, "step_time_s") for row in rows], 0.5) or 0.0
+    cpu = percentile([_of(row, "data_cpu_share") for row in rows], 0.5) or 0.0
+    inside = records.configured("data.loader_workers") in (0, "auto") and cpu > part / 2
+    evidence = f"{part:.0%} of a step of {seconds(step)} is spent waiting for data"
+    evidence += f", of which the training process itself computes {cpu / part:.0%}" if cpu > 0.01 else ""
+    resident = records.planned("storage") == "resident"
+    remedy = advice(
+        ("set data.storage: resident if the split fits", resident),
+        ("raise data.loader_workers" if inside else "raise data.loader_workers and data.prefetch", False),
+        ("make samples cheaper to read", False),
+    )
+    return Finding("warning", "Input-bound: steps wait for data", evidence, remedy)
+
+
+def _sync_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Finding:
+    step = percentile([_of(row, "step_time_s") for row in rows], 0.5) or 0.0
+    evidence = (
+        f"{part:.0%} of a step of {seconds(step)} is spent waiting for other processes, and no worker is slower "
+        "than the others"
+    )
+    hosts = percentile([_of(row, "transport_s") for row in rows], 0.5) or 0.0
+    evidence += f"; {seconds(hosts)} of it in the exchange with the experts" if hosts else ""
+    remedy = advice(
+        ("raise loop.global_batch_size", False),
+        ("set experts.hosts: 0, which replicates the experts", not hosts),
+        ("set scale.overlap: true", bool(records.planned("overlap"))),
+        ("use fewer workers", records.planned("workers") == 1),
+        ("choose a faster cluster.interface", False),
+    )
+    return Finding("warning", "Sync-bound: steps wait for other workers", evidence, remedy)
+
+
+MEMORY_TITLES = {
+    "high_memory": "Memory is nearly full",
+    "memory_growth": "Memory grows without end",
+    "telemetry_ended": "Telemetry ended early",
+}
+
+
+def memory_warnings(records: RunRecords) -> list[Finding]:
+    """The warnings of telemetry: memory that is nearly full, or that grows."""
+    found = []
+    for row in records.of_kind("warning"):
+        evidence, _, remedy = first_text(row, "reason").partition(": ")
+        remedy = f"{remedy[:1].upper()}{remedy[1:]}." if remedy else ""
+        found.append(Finding("warning", MEMORY_TITLES.get(str(row.get("what")), "Warning"), evidence, remedy))
+    return found
+
+
+def throttling(records: RunRecords) -> list[Finding]:
+    """Devices that were slowed down in a considerable part of the samples."""
+    seen: dict[tuple[str, str], Counter[str]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in records.telemetry:
+        for device in row["devices"]:
+            name = str(row.get("node")), str(device.get("device"))
+            counts[name] += 1
+            seen.setdefault(name, Counter()).update(device.get("throttle") or [])
+    return [
+        Finding(
+            "warning",
+            f"{device} of {node} is slowed down",
+            f"{reason} in {times / counts[node, device]:.0%} of {counts[node, device]} samples",
+            "See to its cooling and power limit; the other devices wait for it.",
+        )
+        for (node, device), reasons in seen.items()
+        for reason, times in reasons.items()
+        if reason in HARMFUL and times > THROTTLED_SHARE * counts[node, device] and counts[node, device] >= LEAST_ROWS
+    ]
+
+
+#: Reasons that slow a device down below what it is set to; a power cap is normal under full load.
+HARMFUL = ("hardware slowdown", "thermal (software)", "thermal (hardware)", "power brake")
+#: Share of the samples in which a device is slowed down.
+THROTTLED_SHARE = 0.1
