@@ -1,17 +1,39 @@
-"""The verb `report`: writes report pages of run folders and of bench measurements."""
+"""The verb `report`: writes report pages of run folders and of bench measurements, and follows a live run.
+
+`--follow` watches a run from another process, through its run folder only.
+"""
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from raytrain.errors import InputError
+from rich.console import Console
+
+from jobs.driver.progress import TrainingDisplay
+from raytrain.errors import InputError, RunError
 from raytrain.report.build import build_report, compare
+from raytrain.report.figures import cause_of, outcome, seconds, size
 from raytrain.report.findings.rules import diagnose, finding_lines
 from raytrain.report.inference import build_inference_report, is_inference
 from raytrain.report.records import read_records
 from raytrain.runs.folder import RunFolder
+from raytrain.runs.records import rows_of
+from raytrain.runs.storage import LocalStore
 
 NEWEST = "runs/latest"
+LOOK_EVERY_S = 0.5
+#: Between two lines about the devices.
+DEVICES_EVERY_S = 30.0
+CODES = {"done": 0, "failed": 1, "interrupted": 130}
+#: A run that is not alive and has no result is given up after this long: its end may be being written.
+GIVE_UP_S = 10.0
+SHOWN = {"warning": "warning: ", "node_lost": "", "out_of_memory": "out of memory: ", "death": "", "hang": "hang: "}
+"""Kinds of events whose reason is shown -> what stands before it."""
 
 
 def report(paths: list[str]) -> int:
@@ -56,10 +78,6 @@ def follow_run(paths: list[str]) -> int:
         InputError: more than one, or not a run.
         RunError: the run ended without a result.
     """
-    from rich.console import Console
-
-    from jobs.follow import follow
-
     if len(paths) > 1:
         raise InputError("--follow", got=f"{len(paths)} runs", expected="one run")
     path = paths[0] if paths else NEWEST
@@ -75,3 +93,152 @@ def _open(path: str) -> RunFolder:
             expected="the folder of a run, as printed when `raytrain train` starts",
         )
     return run
+
+
+class NewRows:
+    """The rows of a JSONL file that were added since the last call.
+
+    On a local path only the new part is read; a file that was replaced (rows after a checkpoint are removed at a
+    restart) is read again, and rows of steps that were shown are left out by the caller.
+    """
+
+    def __init__(self, run: RunFolder, name: str) -> None:
+        self._run, self._name = run, name
+        self._offset, self._inode, self._seen = 0, 0, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The new complete rows; [] where the file does not exist."""
+        store = self._run.store
+        if not isinstance(store, LocalStore):
+            rows = self._run.read_rows(self._name)
+            new, self._seen = rows[self._seen :] if len(rows) >= self._seen else rows, len(rows)
+            return new
+        try:
+            with open(store.at(self._name), "rb") as file:
+                about = os.fstat(file.fileno())
+                if about.st_ino != self._inode or about.st_size < self._offset:
+                    self._offset, self._inode = 0, about.st_ino
+                file.seek(self._offset)
+                data = file.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return []
+        self._offset += len(data) + 1 if data else 0
+        return rows_of(data, origin=self._name)
+
+
+def follow(run: RunFolder, *, console: Console, clock: Callable[[], float] = time.monotonic) -> int:
+    """Show the run until it ends; returns the exit code of the run. Ctrl-C ends the view, and the run continues.
+
+    Raises:
+        RunError: the run ended without a result: its driver was killed.
+    """
+    view = RunView(run, console=console, clock=clock)
+    try:
+        with view.display:
+            while not view.update():
+                time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        console.print(f"no longer watching; the run continues in {run.path}", markup=False, soft_wrap=True)
+        return 130
+    return view.close()
+
+
+class RunView:
+    """What the view has shown of a run; `update` shows what is new."""
+
+    def __init__(self, run: RunFolder, *, console: Console, clock: Callable[[], float]) -> None:
+        self.display = TrainingDisplay(console, clock=clock)
+        self._run, self._console, self._clock = run, console, clock
+        self._metrics, self._events = NewRows(run, "metrics.jsonl"), NewRows(run, "events.jsonl")
+        self._telemetry: dict[str, NewRows] = {}
+        self._devices: dict[str, str] = {}
+        self._devices_shown = clock() - DEVICES_EVERY_S + 2 * LOOK_EVERY_S
+        self._progress: dict[str, Any] = {"phase": "starting workers"}
+        self._step_s: list[float] = []
+        self._dead_since: float | None = None
+
+    def update(self) -> bool:
+        """Show what is new; returns whether the run has ended."""
+        alive = self._run.alive() is not None  # asked first: what the run writes last is read below
+        if "max_steps" not in self._progress and self._run.exists(self._run.plan):
+            choices = self._run.read_json(self._run.plan)["choices"]
+            self._progress["max_steps"] = choices.get("max_steps", {}).get("value") or 1
+        for row in self._events.read():
+            self._show_event(row)
+        for row in self._metrics.read():
+            self._take(row)
+        self.display.show(self._progress, missing=self._remaining)
+        self._show_devices()
+        if alive:
+            self._dead_since = None
+            return False
+        if self._run.exists(self._run.result):
+            return True
+        self._dead_since = self._dead_since or self._clock()
+        return self._clock() - self._dead_since > GIVE_UP_S
+
+    def close(self) -> int:
+        """Say how the run ended; returns its exit code.
+
+        Raises:
+            RunError: it has no result.
+        """
+        records = read_records(self._run)
+        state = outcome(records)
+        if records.result is None:
+            raise RunError(f"{state.sentence} Resume it with: raytrain train --resume {self._run.path}")
+        for line in finding_lines(diagnose(records)):
+            self.display.print_lines(line)
+        self._console.print(state.sentence, markup=False, highlight=False, soft_wrap=True)
+        return CODES.get(state.status, 1)
+
+    def _take(self, row: dict[str, Any]) -> None:
+        if row["kind"] == "train":
+            self._step_s = [*self._step_s[-19:], float(row.get("step_time_s") or 0.0)]
+        self._progress.update(phase="training", step=row["step"], row={**row, "left": self._remaining()})
+
+    def _remaining(self) -> str:
+        """The time left for the steps that are left, evaluations and checkpoints not counted."""
+        steps = int(self._progress.get("max_steps") or 0) - int(self._progress.get("step") or 0)
+        if not self._step_s or steps <= 0:
+            return ""
+        return f"about {seconds(steps * statistics.median(self._step_s))} left"
+
+    def _show_event(self, row: Mapping[str, Any]) -> None:
+        kind = row["kind"]
+        if kind in SHOWN:
+            self.display.print_lines(f"{SHOWN[kind]}{row.get('reason', '')}")
+        elif kind == "attempt":
+            again = f", from step {row['from_step']}" if row["attempt"] > 1 else ""
+            self.display.print_lines(f"attempt {row['attempt']}: {row['workers']} workers on {row['device']}{again}")
+            self._progress.update(phase="training", step=row["from_step"])
+        elif kind == "fault":
+            self.display.print_lines(f"rank {row.get('rank')} failed: {cause_of(row)}")
+            self._progress["phase"] = "restarting the workers"
+        elif kind == "attempt_end":
+            self._progress["phase"] = "ending"
+
+    def _show_devices(self) -> None:
+        """A line with the newest sample of every node, every `DEVICES_EVERY_S` seconds."""
+        for entry in self._run.store.entries("telemetry"):
+            rows = self._telemetry.setdefault(entry.name, NewRows(self._run, f"telemetry/{entry.name}")).read()
+            if rows:
+                self._devices[entry.name] = device_line(rows[-1])
+        if self._devices and self._clock() - self._devices_shown >= DEVICES_EVERY_S:
+            self._devices_shown = self._clock()
+            for line in self._devices.values():
+                self.display.print_lines(line)
+
+
+def device_line(row: Mapping[str, Any]) -> str:
+    """The devices of one node in one line: `n: cpu 97 %, 3.1 GiB of 23.5 GiB; cuda:0 99 %, 61 GiB of 80 GiB, 64 C`."""
+    parts = []
+    for device in row["devices"]:
+        busy = "" if device["utilisation"] is None else f" {device['utilisation']:.0f} %"
+        used, total = device["memory_used"], device["memory_total"]
+        memory = f", {size(used)} of {size(total)}" if used is not None and total else ""
+        heat = "" if device["temperature_c"] is None else f", {device['temperature_c']:.0f} C"
+        power = "" if device["power_w"] is None else f", {device['power_w']:.0f} W"
+        slowed = f", slowed down: {', '.join(device['throttle'])}" if device["throttle"] else ""
+        parts.append(f"{device['device']}{busy}{memory}{heat}{power}{slowed}")
+    return f"{row['node']}: {'; '.join(parts)}"

@@ -46,7 +46,7 @@ MORE_ENTRIES = {
     "raytrain/data/sources": (14, "a data format is one module"),
     "raytrain/execution": (
         14,
-        "the edge to Ray: a module for each thing that a worker, the controller or the driver does",
+        "the edge to Ray: a module for each thing that workers and controller do",
     ),
     "raytrain/train": (16, "a run reads straight through its modules: session, loop, step and what they hold"),
 }

@@ -10,6 +10,8 @@ from raytrain.report.findings.finding import Finding
 from raytrain.report.records import RunRecords, number
 
 SAVE_BUDGET = 0.03
+#: Differences of this size are those of the operating system, which gives a core to another process for so long.
+TIME_SLICE_MS = 10.0
 
 
 def _of_saving(records: RunRecords) -> str:
@@ -61,7 +63,7 @@ def limiting_part(records: RunRecords) -> list[Finding]:
 def step_times(records: RunRecords) -> list[Finding]:
     """Step times that vary."""
     low, high = step_ms(records)
-    if len(records.train) < 20 or not low or not high or high / low < 1.5:
+    if len(records.train) < 20 or not low or not high or high / low < 1.5 or high - low < TIME_SLICE_MS:
         return []
     seen = f"p50 {seconds(low / 1000)}, p95 {seconds(high / 1000)} ({high / low:.1f} times)"
     remedy = "Other load, uneven samples or too many threads: see scale.threads and the telemetry."

@@ -1,0 +1,194 @@
+"""Telemetry, diagnosis and the live view of real runs, each with a planted fault."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain.report.records import read_records
+from raytrain.runs.folder import RunFolder
+
+PLANTED = Path(__file__).parent / "guest" / "planted.py"
+LIMIT_S = 200
+
+
+def planted_job(place: Any, *, model: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
+    """A job on the planted model and rows."""
+    shutil.copy(PLANTED, place.folder)
+    return place.job(
+        model={"builder": "planted:net", **(model or {})},
+        **{"data": {"source": "planted:rows", "eval_fraction": 0.0}, **sections},
+    )
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run of two workers of which rank 1 is slow, what was seen while it ran, and the ends of three commands."""
+
+    run: Any
+    metrics: str
+    command: Any
+    viewer: Any
+    stopped_viewer: Any
+
+
+@pytest.fixture(scope="module")
+def watched(module_place: Any, start_module_python: Callable[..., Any]) -> Iterator[Watched]:
+    place, start = module_place, start_module_python
+    job = planted_job(
+        place,
+        model={"slow_rank": 1, "delay_s": 0.05},
+        loop={"max_steps": 400, "global_batch_size": 16, "log_every": 5},
+        scale={"workers": 2, "threads": 1},
+        telemetry={"every": 0.2, "tensorboard": False},
+    )
+    env = {**place.env, "RAY_metrics_report_interval_ms": "500"}
+    command = start("-m", "jobs", "train", str(place.write(job)), cwd=place.folder, env=env)
+    place.wait_for(place.steps_of(1, more_than=1), limit=90, command=command)
+    viewers = [
+        start("-m", "jobs", "report", "--follow", str(place.run.path), cwd=place.folder, env=place.env)
+        for _ in range(2)
+    ]
+    ports = [file.read_text() for file in place.temp.glob("*/r/session_*/metrics_export_port_*")]
+    found: list[str] = []
+
+    def scraped() -> bool:
+        for port in ports:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                    text = answer.read().decode()
+            except OSError:
+                continue
+            if "raytrain_memory_used_bytes" in text:
+                found.append(text)
+        return bool(found)
+
+    place.wait_for(scraped, limit=60, command=command)
+    first = Path(f"/proc/{viewers[1].process.pid}")
+    assert first.exists()
+    viewers[1].process.send_signal(signal.SIGINT)
+    stopped = viewers[1].finish(timeout=30)
+    ended = command.finish(timeout=LIMIT_S)
+    yield Watched(place.run, found[0], ended, viewers[0].finish(timeout=30), stopped)
+
+
+def telemetry_of(run: Any) -> list[dict[str, Any]]:
+    (file,) = (run.path / "telemetry").iterdir()
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.timeout(LIMIT_S + 100)
+@pytest.mark.covers("MON-05", "MON-13", "CLI-17", "CLI-37")
+def test_each_node_has_one_file_with_a_row_every_interval_until_the_end(watched: Watched) -> None:
+    assert watched.command.code == 0, watched.command.text
+    rows = telemetry_of(watched.run)
+    gaps = [after["time"] - before["time"] for before, after in itertools.pairwise(rows)]
+    assert len(rows) > 10 and min(gaps) > 0.15, "one sampler: with two the rows would come twice as often"
+    assert {row["attempt"] for row in rows} == {1} and rows[-1]["step"] >= 350
+    last = rows[-1]
+    workers = [one for one in last["processes"] if "RayTrainWorker" in one["name"]]
+    assert len(workers) == 2 and all(one["rss"] > 100 << 20 for one in workers)
+    cpu = last["devices"][0]
+    assert 0 < cpu["utilisation"] <= 100 and cpu["memory_run"] >= sum(one["rss"] for one in workers)
+
+
+@pytest.mark.covers("MON-15")
+def test_the_figures_of_the_run_are_on_the_prometheus_endpoint(watched: Watched) -> None:
+    node = telemetry_of(watched.run)[0]["node"]
+    line = next(line for line in watched.metrics.splitlines() if line.startswith("ray_raytrain_memory_total_bytes{"))
+    assert f'node="{node}"' in line and f'run="{watched.run.path.name}"' in line and 'device="cpu"' in line
+    assert float(line.rpartition(" ")[2]) == telemetry_of(watched.run)[0]["devices"][0]["memory_total"]
+    assert watched.metrics.count("ray_raytrain_process_rss_bytes{") >= 2
+
+
+@pytest.mark.covers("MON-10")
+def test_a_slow_rank_is_named_with_its_figures_and_a_key(watched: Watched) -> None:
+    named = [line for line in watched.command.out.splitlines() if line.startswith("finding: ")]
+    assert len(named) == 1 and "Rank 1 holds the others up: rank 1 works" in named[0] and "scale.shares" in named[0]
+    rows = [row for row in watched.run.rows("train") if row["step"] > 200]
+    assert {row["slowest_rank"] for row in rows} == {1}
+    assert all(row["work_time_s_max"] - row["work_time_s_median"] > 0.04 for row in rows)
+
+
+@pytest.mark.covers("MON-02")
+def test_the_rows_and_the_report_hold_the_memory_and_the_curves_of_the_devices(watched: Watched) -> None:
+    for row in watched.run.rows("train"):
+        assert (
+            50 << 20 < row["memory_allocated_bytes"] < row["memory_reserved_bytes"] <= row["peak_memory_bytes"] * 1.05
+        )
+    page = (watched.run.path / "report" / "report.html").read_text()
+    assert all(title in page for title in ("Utilisation (%)", "Memory in use (GiB)", "Memory of the run (GiB)"))
+    records = read_records(RunFolder(str(watched.run.path)))
+    assert len(records.telemetry) == len(telemetry_of(watched.run))
+
+
+@pytest.mark.covers("MON-11", "VIS-11")
+def test_another_process_follows_the_run_and_ends_with_its_exit_code(watched: Watched) -> None:
+    viewer, stopped = watched.viewer, watched.stopped_viewer
+    assert viewer.code == 0, viewer.text
+    assert "attempt 1: 2 workers on cpu" in viewer.out and re.search(r"training  step \d+/400  loss \d", viewer.out)
+    assert re.search(r"about [\d.]+ (s|ms) left", viewer.out) and re.search(r": cpu \d+ %, .* GiB of ", viewer.out)
+    assert "Rank 1 holds the others up" in viewer.out and viewer.out.rstrip().splitlines()[-1].startswith(
+        "Done: 400 steps"
+    )
+    assert stopped.code == 130 and "the run continues" in stopped.out and watched.command.code == 0
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.covers("MON-10")
+def test_slow_rows_are_input_bound_and_every_0_takes_no_samples(fit: Callable[..., Any], place: Any) -> None:
+    run = fit(
+        planted_job(
+            place,
+            data={
+                "source": "planted:rows",
+                "seconds": 0.003,
+                "eval_fraction": 0.0,
+                "loader_workers": 0,
+                "storage": "stream",
+            },
+            loop={"max_steps": 16, "log_every": 1, "global_batch_size": 8},
+            telemetry={"every": 0, "tensorboard": False},
+        )
+    )
+    assert not (run.path / "telemetry").exists()
+    page = (run.path / "report" / "report.html").read_text()
+    assert "Input-bound: steps wait for data" in page and "data.loader_workers" in page
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_router_that_prefers_one_expert_is_unbalanced(fit: Callable[..., Any], place: Any) -> None:
+    shutil.copy(PLANTED, place.folder)
+    job = place.job(
+        model={"builder": "planted:skewed", "width": 8, "num_features": 8, "num_classes": 4},
+        data={"source": "planted:rows", "eval_fraction": 0.0},
+        experts={"num_experts": 4, "hidden": 8, "hosts": 0, "top_k": 1, "balance": "none"},
+        loop={"max_steps": 16, "log_every": 1, "global_batch_size": 8},
+    )
+    run = fit(job)
+    page = (run.path / "report" / "report.html").read_text()
+    assert "Experts are loaded unevenly" in page and "4 times the mean load" in page and "experts.balance: both" in page
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_healthy_run_has_no_finding(fit: Callable[..., Any], place: Any) -> None:
+    run = fit(
+        planted_job(
+            place,
+            loop={"max_steps": 60, "log_every": 1, "global_batch_size": 64},
+            telemetry={"every": 0.2, "tensorboard": False},
+        )
+    )
+    page = (run.path / "report" / "report.html").read_text()
+    assert 'class="card finding warning"' not in page and 'class="card finding error"' not in page
+    assert run.events("warning") == [] and len(telemetry_of(run)) >= 1
