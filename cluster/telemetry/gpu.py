@@ -90,7 +90,7 @@ class NvmlReader:
 
         handle = ask("memory_used", lambda: nvml.nvmlDeviceGetHandleByUUID(device.uuid))
         if handle is None:
-            keys = dict.fromkeys(_FIGURES)
+            keys: dict[str, Any] = dict.fromkeys(_FIGURES)
             return DeviceSample("cuda", device.index, device.name, device.uuid,
                                 **reading(keys, dict.fromkeys(_FIGURES, reasons["memory_used"])))  # fmt: skip
         memory = ask("memory_used", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))

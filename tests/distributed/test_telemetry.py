@@ -88,7 +88,7 @@ def telemetry_of(run: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(LIMIT_S + 100)
-@pytest.mark.covers("MON-05", "MON-13", "CLI-17", "CLI-37")
+@pytest.mark.covers("MON-13", "CLI-37")
 def test_each_node_has_one_file_with_a_row_every_interval_until_the_end(watched: Watched) -> None:
     assert watched.command.code == 0, watched.command.text
     rows = telemetry_of(watched.run)
@@ -120,7 +120,6 @@ def test_a_slow_rank_is_named_with_its_figures_and_a_key(watched: Watched) -> No
     assert all(row["work_time_s_max"] - row["work_time_s_median"] > 0.04 for row in rows)
 
 
-@pytest.mark.covers("MON-02")
 def test_the_rows_and_the_report_hold_the_memory_and_the_curves_of_the_devices(watched: Watched) -> None:
     for row in watched.run.rows("train"):
         assert (
@@ -132,7 +131,6 @@ def test_the_rows_and_the_report_hold_the_memory_and_the_curves_of_the_devices(w
     assert len(records.telemetry) == len(telemetry_of(watched.run))
 
 
-@pytest.mark.covers("MON-11", "VIS-11")
 def test_another_process_follows_the_run_and_ends_with_its_exit_code(watched: Watched) -> None:
     viewer, stopped = watched.viewer, watched.stopped_viewer
     assert viewer.code == 0, viewer.text
@@ -145,7 +143,7 @@ def test_another_process_follows_the_run_and_ends_with_its_exit_code(watched: Wa
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.covers("MON-10")
+@pytest.mark.covers("MON-10", "CLI-17")
 def test_slow_rows_are_input_bound_and_every_0_takes_no_samples(fit: Callable[..., Any], place: Any) -> None:
     run = fit(
         planted_job(

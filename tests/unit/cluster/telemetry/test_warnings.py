@@ -95,7 +95,6 @@ def row(step: int, *, processes: list[dict[str, Any]] | None = None, used: float
     }  # fmt: skip
 
 
-@pytest.mark.covers("MEM-07")
 def test_a_nearly_full_device_and_a_process_near_its_limit_are_named_with_their_figures() -> None:
     watch = MemoryWatch(limit=1000 * MIB)
     calm = {"pid": 5, "name": "worker", "rss": int(HIGH * 1000 * MIB), "anonymous": 10}
