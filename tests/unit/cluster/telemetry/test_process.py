@@ -14,8 +14,8 @@ SLACK = 8 << 20
 
 def test_resident_and_peak_are_read_in_bytes(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/status").write_text("Name:\tx\nVmHWM:\t  300 kB\nVmRSS:\t  200 kB\n")
-    assert process_memory(root=tmp_path) == MemoryUse(rss=200 * 1024, peak=300 * 1024)
+    (tmp_path / "proc/self/status").write_text("Name:\tx\nVmHWM:\t  300 kB\nVmRSS:\t  200 kB\nRssAnon:\t  50 kB\n")
+    assert process_memory(root=tmp_path) == MemoryUse(rss=200 * 1024, peak=300 * 1024, anonymous=50 * 1024)
 
 
 def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
