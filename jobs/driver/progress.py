@@ -17,7 +17,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from raytrain.execution.driver_channel import STARTING
+from raytrain.config.messages import abbreviated
+from raytrain.execution.driver_channel import SIGN_EVERY_S, STARTING
+
+#: A step is late after this many times its usual duration, and after this long; with torch.compile, which may compile
+#: again inside a step, after `COMPILE_S`.
+STEPS_LATE, LEAST_STEP_S, COMPILE_S = 10.0, 5.0, 300.0
+#: Rank 0 reports its step this often (`raytrain.execution.reporter`), so that its last step may be this old.
+REPORT_EVERY_S = 5.0
+#: The driver waits this long for the workers' answers to the question where they are.
+ANSWER_LIMIT_S = 10.0
 
 #: A new step is shown at most this often.
 PLAIN_EVERY_S = 10.0
@@ -199,6 +208,78 @@ class SilentRanks:
         for rank in self._reported.keys() - signs.keys():  # another process has taken its place, or will
             del self._reported[rank]
         return found
+
+
+class HangWatch:
+    """Learns how long a step takes, and says when one takes far longer, who is absent, and where the others wait.
+
+    Evaluations, checkpoints and other activities of rank 0 do not count. Rank 0's step is known to `REPORT_EVERY_S`.
+
+    Args:
+        compiles: the run compiles: a step may contain a compilation.
+        clock: seconds; replaced in tests.
+
+    Attributes:
+        event: the fields of the hang that was said last; None before.
+    """
+
+    def __init__(self, *, compiles: bool, clock: Clock = time.monotonic) -> None:
+        self._least_s, self._clock = (COMPILE_S if compiles else LEAST_STEP_S), clock
+        self._seen: tuple[str, int, str] = ("", -1, "")
+        self._since = clock()
+        self._asked: float | None = None
+        self._said = False
+        self.event: dict[str, Any] | None = None
+
+    def due(self, progress: Mapping[str, Any]) -> bool:
+        """Whether the workers should be asked where they are: once for a step that exceeds its deadline."""
+        row = progress.get("row") or {}
+        step = max(int(row.get("step") or 0), int(progress.get("step") or 0))
+        seen = str(progress.get("phase")), step, str(progress.get("activity") or "")
+        if seen != self._seen or seen[0] != "training" or seen[2] or not row.get("step_time_s"):
+            self._seen, self._since, self._asked, self._said = seen, self._clock(), None, False
+            return False
+        usual_s = max(float(row["step_time_s"]), float(row.get("step_ms_p95") or 0.0) / 1000)
+        deadline = max(self._least_s, STEPS_LATE * usual_s) + REPORT_EVERY_S
+        if self._asked is not None or self._clock() - self._since < deadline:
+            return False
+        self._asked = self._clock()
+        return True
+
+    def lines(
+        self, signs: Mapping[int, tuple[float, str]], stacks: Mapping[int, Mapping[str, Any]], *, now: float
+    ) -> list[str]:
+        """The line about a step that is late, once the workers that respond have answered.
+
+        Args:
+            signs: as in `SilentRanks.lines`. stacks: as `DriverChannel.stacks` returns them. now: unix time.
+        """
+        if self._asked is None or self._said:
+            return []
+        silent = [rank for rank, (last, _) in sorted(signs.items()) if now - last >= 2 * SIGN_EVERY_S]
+        waited = self._clock() - self._asked
+        if waited < ANSWER_LIMIT_S and set(signs) - set(silent) - set(stacks):
+            return []
+        self._said = True
+        absent = silent or [rank for rank, one in sorted(stacks.items()) if not one["waits"]]
+        who = "; ".join(
+            f"rank {rank} {signs[rank][1] if rank in signs else ''} "
+            + ("does not respond" if rank in silent else f"is in {stacks[rank]['place']}")
+            for rank in absent
+        )
+        others = [f"rank {rank} waits in {one['place']}" for rank, one in sorted(stacks.items()) if rank not in absent]
+        late = self._clock() - self._since
+        text = f"step {self._seen[1] + 1} has not ended for {late:.0f} s: {who or 'every rank waits for another'}"
+        text += f"; {abbreviated(others, 3)}" if others else ""
+        text += "; the stacks of every rank are in logs/rank_*.stacks"
+        self.event = {"step": self._seen[1] + 1, "seconds": late, "ranks": absent, "silent": silent, "reason": text}
+        return [text]
+
+    def overdue(self, signs: Mapping[int, tuple[float, str]], *, now: float, silence_s: float) -> list[int]:
+        """The ranks without a sign of life for `silence_s` seconds, while a step is late and that was said."""
+        if not self._said:
+            return []
+        return [rank for rank, (last, _) in sorted(signs.items()) if now - last >= silence_s]
 
 
 def figures(row: dict[str, Any]) -> str:

@@ -16,17 +16,18 @@ import ray.exceptions
 from rich.console import Console
 
 from cluster.checks.ray_job import measured_stop
+from cluster.telemetry.stacks import outside_stacks
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
-from jobs.driver.progress import Activity, Clock, SilentRanks, TrainingDisplay
+from jobs.driver.progress import Activity, Clock, HangWatch, SilentRanks, TrainingDisplay
 from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster, answers
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
 from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution import driver_channel, trainer
-from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult
+from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult, stacks_file
 from raytrain.execution.ray_private import controller_pid, dead_daemons
 from raytrain.plan.elastic import ElasticWorkers
 from raytrain.runs.folder import RunFolder
@@ -134,6 +135,8 @@ class _Fit:
         self.channel = driver_channel.open_channel()
         self.progress: Mapping[str, Any] = {}
         self.silent_ranks = SilentRanks()
+        self._silence_s, self._ended_ranks = spec.retry.host_silence_s, set[int]()
+        self._hang = HangWatch(compiles=spec.loop.compile != "off")
         self._warned: set[str] | None = None
         self._grace_s, self._stop_judged = spec.retry.stop_grace_s, False
         self.change: WorkersChange | None = None  # wanted, once the workers have saved
@@ -258,6 +261,29 @@ class _Fit:
             self._run_folder.append_event(event("warning", **row))
         return [f"warning: {row['reason']}" for row in new]
 
+    def hang_lines(self, signs: Mapping[int, tuple[float, str]], stacks: Mapping[int, Mapping[str, Any]]) -> list[str]:
+        """Ask the workers where they are if a step is late, and say who is absent once they have answered."""
+        if self._hang.due(self.progress):
+            self.channel.request_stacks.remote()
+            return []
+        lines = self._hang.lines(signs, stacks, now=time.time())
+        found = self._hang.event
+        if lines and found is not None:
+            self._run_folder.append_event(event("hang", **found))
+            for rank in found["silent"] if self._cluster.local else []:  # on this machine
+                pid = int(signs[rank][1].rpartition("(pid ")[2].rstrip(")"))
+                self._run_folder.write_text(stacks_file(rank), outside_stacks(pid))
+        overdue = self._hang.overdue(signs, now=time.time(), silence_s=self._silence_s)
+        for rank in set(overdue) - self._ended_ranks:
+            self._ended_ranks.add(rank)
+            pid = int(signs[rank][1].rpartition("(pid ")[2].rstrip(")"))
+            reason = f"rank {rank} has not responded for {self._silence_s:.0f} s: its process is ended, all restart"
+            self._run_folder.append_event(event("hang_ended", rank=rank, pid=pid, reason=reason))
+            lines.append(reason)
+            end_process(pid, node=None if self._cluster.local else self.progress.get("nodes", {}).get(rank))
+        self._ended_ranks &= set(signs)
+        return lines
+
     def missing(self) -> str:
         """What the workers that are being started still need; "" where nothing is missing."""
         if self._cluster.local or self.progress.get("phase", STARTING) not in (STARTING, RESTARTING):
@@ -285,18 +311,21 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
                 channel.printed_lines.remote(last=last),
                 channel.last_signs.remote(),
                 channel.warnings.remote(),
+                channel.stacks.remote(),
             ],
             timeout=ANSWER_TIMEOUT_S,
         )
     except ray.exceptions.RayError:  # too slow, or it died: `fit` reports the outcome
         display.show(dict(fitting.progress), missing=fitting.missing)
         return False
-    fitting.progress, lines, signs, warnings = answers
+    fitting.progress, lines, signs, warnings, stacks = answers
     if lines:
         display.print_lines(lines)
     for line in fitting.measured_stop():
         display.print_lines(line)
     for line in fitting.new_warnings(warnings):
+        display.print_lines(line)
+    for line in fitting.hang_lines(signs, stacks):
         display.print_lines(line)
     for line in fitting.silent_ranks.lines(signs, now=time.time()):
         display.print_lines(line)
@@ -405,6 +434,22 @@ def renewed_stop_check(run: RunFolder, stop_s: float, *, grace_s: float) -> list
     if check.status == "ok" and before == ["ok"]:
         return []
     return [f"warning: {check.text}" if check.status == "warn" else check.text]
+
+
+def end_process(pid: int, *, node: str | None) -> None:
+    """Kill a worker that does not respond: Ray notices its death and starts all workers again.
+
+    Args:
+        node: id of its node, where a task of Ray kills it; None: this machine.
+    """
+    if node is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    ray.remote(os.kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid, int(signal.SIGKILL))
 
 
 def free_resources() -> dict[str, float]:

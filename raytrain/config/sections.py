@@ -271,7 +271,8 @@ class RetryConfig(Section):
     stop_grace_s: NonNegative = Field(default=60.0, description="seconds to save a checkpoint after a stop signal")
     host_wait_s: NonNegative = Field(default=30.0, description="seconds to wait for a new expert host")
     host_silence_s: Positive = Field(
-        default=60.0, description="seconds without a response until an expert host is replaced"
+        default=60.0,
+        description="seconds without a response until an expert host, or a worker whose step is late, is replaced",
     )
 
 

@@ -22,6 +22,13 @@ STARTING, SETTING_UP, RESTARTING = "starting workers", "setting up the workers",
 FELL_BACK = "fell back: "
 #: Seconds between the signs of life of a worker.
 SIGN_EVERY_S = 3.0
+#: A worker waits this long for the answer to a sign of life.
+ANSWER_S = 2.0
+
+
+def stacks_file(rank: int) -> str:
+    """Name in the run folder of the stacks of a rank that hung, or waited for one that did."""
+    return f"logs/rank_{rank:05d}.stacks"
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class DriverChannel:
         self._lines: dict[str, dict[int, str]] = {}
         self._next: dict[str, int] = {}
         self._warnings: dict[str, dict[str, Any]] = {}
+        self._stack_request = 0
+        self._stacks: dict[int, dict[str, Any]] = {}
 
     async def keep(self, value: Any) -> list[Any]:
         """Driver: store a value for the workers; returns [reference]. See `raytrain.execution.ray_private`, which says
@@ -84,10 +93,27 @@ class DriverChannel:
         if not self._ended:
             self._progress.update(progress)
 
-    async def sign_of_life(self, rank: int, where: str) -> None:
-        """A worker, every few seconds: it responds, with its node and process id in words."""
+    async def sign_of_life(self, rank: int, where: str) -> int:
+        """A worker, every few seconds: it responds, with its node and process id in words.
+
+        Returns the number of the newest request for its stacks; 0: none was made.
+        """
         if not self._ended:
             self._seen[rank] = (time.time(), where)
+        return self._stack_request
+
+    async def request_stacks(self) -> None:
+        """Driver: no step ends; the workers are to say where they are."""
+        self._stack_request += 1
+        self._stacks = {}
+
+    async def report_stacks(self, rank: int, place: dict[str, Any]) -> None:
+        """A worker has written its stacks: {"waits": whether it waits for other processes, "place": where it is}."""
+        self._stacks[rank] = place
+
+    async def stacks(self) -> dict[int, dict[str, Any]]:
+        """Driver: what the workers have answered to the newest request."""
+        return self._stacks
 
     async def leave(self, rank: int) -> None:
         """A worker that has returned: it is not expected to respond any more."""
@@ -145,19 +171,29 @@ class DriverChannel:
 
 
 @contextlib.contextmanager
-def signs_of_life(channel: Any, rank: int) -> Iterator[None]:
+def signs_of_life(
+    channel: Any, rank: int, *, write_stacks: Callable[[], dict[str, Any]] | None = None
+) -> Iterator[None]:
     """Worker: tell the channel every `SIGN_EVERY_S` seconds that this process responds, until the end of the block.
 
     Args:
         channel: the `DriverChannel` actor.
+        write_stacks: called in the thread when the driver asks where this worker is; returns what
+            `DriverChannel.report_stacks` takes. None: the worker does not answer.
     """
     import ray
 
     where, over = f"on {ray.util.get_node_ip_address()} (pid {os.getpid()})", threading.Event()
 
     def tell() -> None:
+        answered: int | None = None  # a request that was made before this process started is not for it
         while True:
-            channel.sign_of_life.remote(rank, where)
+            answer = channel.sign_of_life.remote(rank, where)
+            if write_stacks is not None:
+                request = _answer(answer)
+                if request is not None and answered is not None and request > answered:
+                    channel.report_stacks.remote(rank, write_stacks())
+                answered = answered if request is None else request
             if over.wait(SIGN_EVERY_S):
                 return
 
@@ -169,6 +205,17 @@ def signs_of_life(channel: Any, rank: int) -> Iterator[None]:
         over.set()
         thread.join()
         channel.leave.remote(rank)
+
+
+def _answer(reference: Any) -> int | None:
+    """The result of `sign_of_life`; None where the channel does not answer soon, or the driver has exited."""
+    import ray
+    import ray.exceptions
+
+    try:
+        return int(ray.get(reference, timeout=ANSWER_S))
+    except ray.exceptions.RayError:
+        return None
 
 
 def on_this_node() -> Any:

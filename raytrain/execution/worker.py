@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import ray
@@ -22,6 +23,7 @@ import torch
 from ray import cloudpickle
 from torch import nn
 
+from cluster.telemetry.stacks import own_stacks, stack_of
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.resolve import resolve_choices
 from raytrain.checkpoint.retention import discard_after
@@ -31,7 +33,7 @@ from raytrain.data.sources.open import source_from_driver
 from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, RunError, StateLost, first_line
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.driver_channel import AttemptResult, on_stop_request, signs_of_life
+from raytrain.execution.driver_channel import AttemptResult, on_stop_request, signs_of_life, stacks_file
 from raytrain.execution.export import export
 from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
@@ -50,6 +52,9 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 from raytrain.train.state import LoopOutcome
 
+#: The end of the path of the modules in which a worker waits for others.
+COLLECTIVES = ("train/parallel/collectives.py", "train/parallel/buckets.py", "experts/transport/process_group.py")
+
 
 def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
     """Entry point of a Ray Train worker.
@@ -67,7 +72,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
     channel = config["channel"]
     print_lines = channel.print_lines.remote if workers.rank == 0 else None
     log = rank_log(RunFolder(config["run_path"]), workers.rank, print_lines=print_lines, wait=ray.wait)
-    with signs_of_life(channel, workers.rank), log:
+    stacks = partial(write_stacks, RunFolder(config["run_path"]), workers.rank, threading.get_ident())
+    with signs_of_life(channel, workers.rank, write_stacks=stacks), log:
         job: TrainJob = cloudpickle.loads(ray.get(config["job"]))
         data = None if config["data"] is None else ray.get(config["data"])
         local_rank = ray.train.get_context().get_local_rank()
@@ -75,6 +81,20 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
         every, limit = job.telemetry_every if local_rank == 0 else 0.0, job.cluster.memory_limit
         with node_telemetry(job.run_path, every=every, limit=limit, channel=channel, tags=worker.position):
             return worker.run(data)
+
+
+def write_stacks(run: RunFolder, rank: int, thread: int) -> dict[str, Any]:
+    """Write the stacks of this process to logs/rank_00000.stacks; returns what `DriverChannel.report_stacks` takes.
+
+    Args:
+        thread: the training thread.
+    """
+    stack = stack_of(thread)
+    run.write_text(stacks_file(rank), own_stacks())
+    collective = [frame for frame in stack if frame.filename.endswith(COLLECTIVES)]
+    place = (collective or stack or [None])[-1]
+    where = "" if place is None else f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
+    return {"waits": bool(collective), "place": where}
 
 
 class Worker:

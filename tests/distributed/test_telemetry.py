@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -190,3 +191,36 @@ def test_a_healthy_run_has_no_finding(fit: Callable[..., Any], place: Any) -> No
     page = (run.path / "report" / "report.html").read_text()
     assert 'class="card finding warning"' not in page and 'class="card finding error"' not in page
     assert run.events("warning") == [] and len(telemetry_of(run)) >= 1
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_stopped_rank_is_named_with_all_stacks_and_the_workers_restart(
+    place: Any, start_python: Callable[..., Any]
+) -> None:
+    job = planted_job(
+        place,
+        model={"slow_rank": 1, "delay_s": 0.02},
+        loop={"max_steps": 200, "global_batch_size": 16, "log_every": 5},
+        scale={"workers": 2, "threads": 1},
+        retry={"host_silence_s": 18.0},
+    )
+    command = start_python("-m", "jobs", "train", str(place.write(job)), cwd=place.folder, env=place.env)
+    place.wait_for(place.steps_of(1, more_than=3), limit=90, command=command)
+    pids = [pid for pid in place.processes() if b"RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    rank_1 = next(pid for pid in pids if any("rank_00001.log" in str(os.readlink(one)) for one in open_files(pid)))
+    os.kill(rank_1, signal.SIGSTOP)
+    (hang,) = place.wait_for(lambda: place.run.events("hang"), limit=60, command=command)
+    own, other = (place.run.path / f"logs/rank_{rank:05d}.stacks" for rank in (0, 1))
+    place.wait_for(other.exists, limit=30, command=command)
+    ended = command.finish(timeout=120)
+    assert ended.code == 0 and hang["reason"] in ended.out, ended.text
+    assert hang["ranks"] == hang["silent"] == [1] and 5 <= hang["seconds"] < 40
+    assert f"rank 1 on 127.0.0.1 (pid {rank_1}) does not respond" in hang["reason"]
+    assert "rank 0 waits in" in hang["reason"] and "_one_step" in own.read_text() and len(other.read_text()) > 20
+    assert len(place.run.events("hang")) == 1 and [row["rank"] for row in place.run.events("hang_ended")] == [1]
+    assert [row["attempt"] for row in place.run.events("attempt")] == [1, 2] and place.run.result["steps"] == 200
+
+
+def open_files(pid: int) -> list[Path]:
+    """The open files of a process, which may close some meanwhile."""
+    return [one for one in Path(f"/proc/{pid}/fd").iterdir() if one.exists()]

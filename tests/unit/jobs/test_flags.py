@@ -473,6 +473,7 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
         request_stop=SimpleNamespace(remote=stopped.set), progress=SimpleNamespace(remote=str),
         printed_lines=SimpleNamespace(remote=lambda *, last: ""),
         last_signs=SimpleNamespace(remote=dict), warnings=SimpleNamespace(remote=list),
+        stacks=SimpleNamespace(remote=dict),
     )  # fmt: skip
     place.patch.chdir(place.folder)
     place.patch.setattr(sys, "path", list(sys.path))
@@ -488,7 +489,7 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr(trainer, "TorchTrainer", Trains)
     place.patch.setattr(trainer, "local_trainer", lambda: Trains)
     place.patch.setattr(trainer, "keep", lambda channel, value: value)
-    place.patch.setattr("ray.get", lambda *_, **__: ({}, "", {}, []))
+    place.patch.setattr("ray.get", lambda *_, **__: ({}, "", {}, [], {}))
     try:
         quiet = Console(quiet=True)
         result = train.train_loaded(loaded, resumed=None, signals=signals, verbose=False, console=quiet, began=0.0)
