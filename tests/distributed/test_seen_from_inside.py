@@ -42,7 +42,7 @@ def reads_of_training(line: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.covers("LOOP-17")
+@pytest.mark.covers("LOOP-17", "TRB-36")
 @pytest.mark.parametrize(("log_every", "rows"), [(50, [1, 50]), (0, [1])])
 def test_steps_that_are_not_finite_end_between_rows_and_nothing_but_a_row_reads_the_device(
     watched: Callable[..., Any], log_every: int, rows: list[int]

@@ -112,6 +112,16 @@ def test_three_arms_run_in_turn_and_train_equally(tmp_path: Path) -> None:
     assert {claim["verdict"] for claim in document["claims"]} == {"not measurable here"}
 
 
+@pytest.mark.timeout(120)
+def test_a_session_trains_with_and_without_telemetry_in_turn(tmp_path: Path) -> None:
+    out = tmp_path / "telemetry.json"
+    assert bench_verb("telemetry", [], out=str(out), quick=True, as_json=False) == 0
+    document = json.loads(out.read_text())
+    assert document["gate"]["passed"] and document["values"]["samples"] >= 3
+    assert {name: len(arm["values"]) for name, arm in document["arms"].items()} == {"with telemetry": 3, "without": 3}
+    assert 0 < document["values"]["sample_s"] < 0.1
+
+
 def test_a_single_bucket_fails_the_gate(tmp_path: Path) -> None:
     out = tmp_path / "overlap.json"
     assert bench_verb("overlap", ["bucket_mb=64"], out=str(out), quick=True, as_json=False) == 1

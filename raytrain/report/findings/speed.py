@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raytrain.config.messages import advice
+from raytrain.config.messages import abbreviated, advice
 from raytrain.report.figures import seconds, step_ms, time_account
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import RunRecords, number
@@ -84,3 +84,25 @@ def graph_breaks(records: RunRecords) -> list[Finding]:
             "info", "Compiled code has graph breaks", seen, "`raytrain bench compile` shows whether compiling pays."
         )
     ]
+
+
+#: The last batch of an epoch, an evaluation and their last batch have shapes of their own: up to so many are usual.
+USUAL_RECOMPILES = 4
+
+
+def recompiles(records: RunRecords) -> list[Finding]:
+    """Code that is compiled again for each new shape of its input."""
+    rows = records.of_kind("compile")
+    last = rows[-1] if rows else {}
+    times = int(number(last.get("recompiles")) or 0)
+    if times <= USUAL_RECOMPILES:
+        return []
+    parts = [str(part.get("name")) for part in last.get("parts") or [] if number(part.get("recompiles"))]
+    seen = f"{times} times, {seconds(number(last.get('seconds')))} of compilation in all"
+    seen += f": {abbreviated(parts, 4)}" if parts else ""
+    remedy = advice(
+        ("give all batches one shape (model.context, data.collate)", False),
+        ("compile only parts with fixed shapes (loop.compile_parts)", False),
+        ("set loop.compile: off", False),
+    )
+    return [Finding("warning", "Compiled code was compiled again and again", seen, remedy)]

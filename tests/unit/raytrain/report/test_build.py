@@ -180,7 +180,7 @@ def test_the_first_loss_is_that_of_step_1(tmp_path: Path):
     assert summarise(read_records(write(tmp_path / "b", contents)))["first_loss"] == 4.5
 
 
-@pytest.mark.covers("COMP-05")
+@pytest.mark.covers("COMP-05", "TRB-33")
 def test_the_summary_states_the_result_of_compilation(tmp_path: Path):
     contents = files()
     parts = [{"name": "blocks.0", "achieved": "compiled", "seconds": 8.0, "graph_breaks": 2, "recompiles": 1},

@@ -102,6 +102,17 @@ def test_fall_backs_of_the_run_and_warnings_of_the_plan():
     ]
 
 
+@pytest.mark.covers("TRB-34")
+def test_recompilations_are_reported_with_their_number_their_cost_and_the_parts():
+    parts = [{"name": "blocks.0", "recompiles": 5}, {"name": "head", "recompiles": 0}]
+    event = {"kind": "compile", "recompiles": 5, "seconds": 21.0, "parts": parts}
+    (found,) = [one for one in diagnose(records(events=[event])) if one.severity == "warning"]
+    assert found.title == "Compiled code was compiled again and again" and "loop.compile_parts" in found.remedy
+    assert found.evidence == "5 times, 21.0 s of compilation in all: blocks.0"
+    assert titles(records(events=[{**event, "recompiles": 4}])) == {}
+
+
+@pytest.mark.covers("TRB-01")
 def test_an_out_of_memory_error_is_reported_with_the_size_that_fitted():
     def shortage(step: int, size: int, **more: Any) -> dict[str, Any]:
         told = {"kind": "out_of_memory", "step": step, "who": ["rank 1"], "micro_batch_size": size, "seconds": 0.5}
