@@ -81,7 +81,8 @@ def test_rows_come_at_the_interval_first_and_last_and_nothing_asks_for_memory_be
     assert [row["step"] for row in logged] == rows
     assert all(0 < row["peak_memory_bytes"] < 64 << 30 for row in logged)
     assert [line["step"] for line in lines] == list(range(1, 251))
-    assert {line["step"] - 1: line["queries"] for line in lines if line["queries"]} == dict.fromkeys(rows[:-1], 1)
+    # two of a row: the peak since the last row, and what is in use now
+    assert {line["step"] - 1: line["queries"] for line in lines if line["queries"]} == dict.fromkeys(rows[:-1], 2)
     # what the terminal shows of them, where rows are as far apart as its lines
     printed, now = io.StringIO(), 0.0
     display = TrainingDisplay(Console(file=printed, width=200), clock=lambda: now)
