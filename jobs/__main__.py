@@ -21,7 +21,9 @@ class _Verbs(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         signal.signal(signal.SIGTERM, _leave)  # until a verb installs its own handlers
         from jobs.driver.signals import Interrupted
+        from jobs.submission.stop_request import watch_stop_request
 
+        watch_stop_request()
         try:
             return super().main(*args, **{**extra, "standalone_mode": False})
         except click.exceptions.Exit as error:
@@ -278,7 +280,107 @@ def _later(verb: str, does: str) -> None:
 
 
 _later("check", "Check machines, then train two steps")
-_later("submit", "Run any verb as a Ray job")
+
+
+class _SubmitVerbs(click.Group):
+    """The verbs that can be submitted, and `status`, `logs`, `stop` and `fetch`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        from jobs.submission.request import VERBS
+
+        return [*VERBS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        from jobs.submission.request import VERBS
+
+        return _submitted(cmd_name) if cmd_name in VERBS else super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is None:
+            offered = ", ".join(self.list_commands(ctx))
+            local = main.get_command(ctx, args[0]) is not None
+            remedy = f"{args[0]} needs no cluster: run it here" if local else ""
+            raise InputError("submit", got=args[0], expected=f"one of {offered}", remedy=remedy)
+        return super().resolve_command(ctx, args)
+
+
+_address = click.option(
+    "--address", metavar="URL", help="the cluster's dashboard (default: RAY_API_SERVER_ADDRESS, http://127.0.0.1:8265)"
+)
+
+
+def _submitted(verb: str) -> click.Command:
+    """`submit VERB`: its own options, and everything else for the verb."""
+    command = main.commands[verb]
+
+    @click.command(
+        name=verb, help=f"{command.get_short_help_str(100)} As a job on the cluster, from the working directory.",
+        short_help=command.get_short_help_str(100), context_settings={"ignore_unknown_options": True},
+    )  # fmt: skip
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar=f"[ARGUMENTS OF {verb} ...]")
+    @_address
+    @click.option("--id", "job_id", metavar="ID", help="ID of the job (default: NAME-TIME)")
+    @click.option("--install", is_flag=True, help="install the versions of the packages used here for this job")
+    @click.option("--detach", is_flag=True, help="return once the job is submitted")
+    def submitted(arguments: tuple[str, ...], **options: Any) -> None:
+        from jobs.submit import submit_verb
+
+        sys.exit(submit_verb(verb, command, arguments, **options))
+
+    return submitted
+
+
+@main.group(cls=_SubmitVerbs)
+def submit() -> None:
+    """Run a verb as a Ray job on a cluster, and look after such jobs.
+
+    The exit code is the job's: 0 done, 1 failed, 2 wrong input, 130 stopped, 137 killed. Ctrl-C asks whether to stop
+    the job; without a terminal it keeps running.
+    """
+
+
+@submit.command()
+@click.argument("job_id", metavar="ID", required=False)
+@_address
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+def status(job_id: str | None, address: str | None, as_json: bool) -> None:
+    """Show the job ID, or all jobs."""
+    from jobs.submit import status_verb
+
+    sys.exit(status_verb(job_id, address=address, as_json=as_json))
+
+
+@submit.command()
+@click.argument("job_id", metavar="ID")
+@_address
+@click.option("--follow", "following", is_flag=True, help="to its end, with the job's exit code")
+def logs(job_id: str, address: str | None, following: bool) -> None:
+    """Print what the job has printed."""
+    from jobs.submit import logs_verb
+
+    sys.exit(logs_verb(job_id, address=address, following=following))
+
+
+@submit.command()
+@click.argument("job_id", metavar="ID")
+@_address
+def stop(job_id: str, address: str | None) -> None:
+    """Ask the job to save and stop, wait retry.stop_grace_s, then let Ray stop it."""
+    from jobs.submit import stop_verb
+
+    sys.exit(stop_verb(job_id, address=address))
+
+
+@submit.command()
+@click.argument("job_id", metavar="ID")
+@_address
+@click.option("--to", "target", metavar="DIR", help="where to put the run folder (default: runs)")
+def fetch(job_id: str, address: str | None, target: str | None) -> None:
+    """Copy the job's run folder from a disk of the cluster, and verify each file."""
+    from jobs.submit import fetch_verb
+
+    sys.exit(fetch_verb(job_id, address=address, target=target))
+
 
 if __name__ == "__main__":
     main()

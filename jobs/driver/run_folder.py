@@ -17,6 +17,7 @@ from jobs.driver.result import last_sign_of_life, process_start
 from jobs.driver.resume import Resumed
 from jobs.job.paths import absolute_path, local_paths
 from jobs.job.spec import JobSpec, LoadedSpec
+from jobs.submission.stop_request import submission_id
 from raytrain.config.decode import load_yaml
 from raytrain.errors import InputError
 from raytrain.plan.plan import Plan
@@ -75,6 +76,7 @@ def open_run(
             pid=os.getpid(),
             last_sign_of_life=last_sign,
             changed=resumed.changed if resumed else [],
+            ray_job=submission_id(),
         )
     )
     run.reserve_space()

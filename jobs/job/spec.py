@@ -44,7 +44,7 @@ RESUME_MAY_CHANGE = (
 )  # fmt: skip
 """Keys and entire sections that a job given with ``--resume`` may change, except ``save.dir``."""
 
-LATER_VERBS = ("check", "submit")
+LATER_VERBS = ("check",)
 
 Name = Annotated[
     str,
@@ -253,7 +253,7 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
         raise InputError(
             verb,
             got="a verb that is not available in this version",
-            expected="train, tune, plan, infer, export, recipes, report or bench",
+            expected="train, tune, plan, infer, export, recipes, report, submit or bench",
         )
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
         raise InputError(

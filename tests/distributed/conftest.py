@@ -8,9 +8,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,6 +217,13 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
+def start_head(start_module_python: Callable[..., Any], module_place: Place) -> Iterator[Callable[..., RayHead]]:
+    """`start_head(env, num_gpus=0)` starts a Ray head in `module_place`, for all tests of a module."""
+    with contextlib.ExitStack() as stack:
+        yield lambda env, **options: stack.enter_context(ray_head(start_module_python, module_place, env, **options))
+
+
+@pytest.fixture(scope="module")
 def module_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """`place` for a command that several tests share."""
     with placed(tmp_path_factory.mktemp("place")) as place:
@@ -234,6 +243,55 @@ def placed(folder: Path) -> Iterator[Place]:
         except ProcessLookupError:
             continue
     shutil.rmtree(temp, ignore_errors=True)
+
+
+HEAD_LIMIT_S = 120
+
+
+def free_ports(count: int) -> list[int]:
+    """Free ports on loopback."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextlib.contextmanager
+def ray_head(start: Callable[..., Any], place: Place, env: dict[str, str], *, num_gpus: int = 0) -> Iterator[RayHead]:
+    """A Ray head as an administrator starts it, on loopback, with its own ports and folder."""
+    gcs, dashboard, client, agent = free_ports(4)
+    options = {
+        "node-ip-address": "127.0.0.1", "dashboard-host": "127.0.0.1", "port": gcs, "dashboard-port": dashboard,
+        "ray-client-server-port": client, "dashboard-agent-listen-port": agent,
+        "num-cpus": 2, "num-gpus": num_gpus, "temp-dir": place.temp / "r",
+    }  # fmt: skip
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the job's `python` is this one
+    command = start(
+        "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", *arguments,
+        cwd=place.folder, env=place.env | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PATH": path} | env,
+    )  # fmt: skip
+    head = RayHead(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{gcs}")
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(f"{head.address}/", timeout=10) as answer:  # its page needs no token
+                return answer.status == 200
+        except OSError:
+            return False
+
+    place.wait_for(answers, limit=HEAD_LIMIT_S, command=command)
+    yield head
+    command.signal_group(signal.SIGKILL)  # and `place` ends the rest
+
+
+@dataclass(frozen=True)
+class RayHead:
+    """The addresses of a head: of its dashboard, which serves jobs, and of its GCS."""
+
+    address: str
+    gcs: str
 
 
 @pytest.fixture

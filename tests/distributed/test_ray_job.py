@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import sys
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-START_S, JOB_S = 120, 240
-
-
-def free_ports(count: int) -> list[int]:
-    """Free ports on loopback."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+JOB_S = 240
 
 
 def jobs_of(address: str) -> dict[str, dict[str, Any]]:
@@ -36,42 +21,10 @@ def jobs_of(address: str) -> dict[str, dict[str, Any]]:
         return {}
 
 
-@pytest.fixture
-def head(start_python: Callable[..., Any], place: Any) -> Iterator[str]:
-    """A Ray head as an administrator starts it, on loopback, with its own ports and folder; returns its address.
-
-    It claims four GPUs that this machine does not have.
-    """
-    gcs, dashboard, client, agent = free_ports(4)
-    options = {
-        "node-ip-address": "127.0.0.1", "dashboard-host": "127.0.0.1", "port": gcs, "dashboard-port": dashboard,
-        "ray-client-server-port": client, "dashboard-agent-listen-port": agent,
-        "num-cpus": 2, "num-gpus": 4, "temp-dir": place.temp / "r",
-    }  # fmt: skip
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the job's `python` is this one
-    env = place.env | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled", "PATH": path}
-    command = start_python(
-        "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", *arguments,
-        cwd=place.folder, env=env,
-    )  # fmt: skip
-    address = f"http://127.0.0.1:{dashboard}"
-
-    def answers() -> bool:
-        with urllib.request.urlopen(f"{address}/api/version", timeout=10) as answer:
-            return answer.status == 200
-
-    place.wait_for(lambda: not_yet(answers), limit=START_S, command=command)
-    yield address
-    command.signal_group(signal.SIGKILL)  # and `place` ends the rest
-
-
-def not_yet(answers: Callable[[], bool]) -> bool:
-    """False instead of a refused connection."""
-    try:
-        return answers()
-    except OSError:
-        return False
+@pytest.fixture(scope="module")
+def head(start_head: Callable[..., Any]) -> str:
+    """The address of a head without a token, which claims four GPUs that this machine does not have."""
+    return start_head({"RAY_AUTH_MODE": "disabled"}, num_gpus=4).address
 
 
 @pytest.mark.timeout(580)

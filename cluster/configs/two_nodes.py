@@ -1,0 +1,74 @@
+"""A Ray cluster of two nodes on this machine, for development: `python -m cluster.configs.two_nodes`.
+
+It has what a cluster of several machines has and one machine has not: two nodes to place workers on, a dashboard that
+accepts jobs, and token authentication. Every port is on loopback. It runs until Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from cluster.private_ray import private_ray
+
+DASHBOARD_PORT = 8265
+
+
+@click.command()
+@click.option("--cpus", default=2, show_default=True, help="CPUs that each node declares")
+@click.option("--gpus", default=0, show_default=True, help="GPUs that each node declares, whether they exist or not")
+@click.option("--port", default=DASHBOARD_PORT, show_default=True, help="port of the dashboard, which accepts jobs")
+def main(cpus: int, gpus: int, port: int) -> None:
+    """Start a Ray cluster of two nodes on this machine, and print how to use it."""
+    stop = threading.Event()
+    with private_ray() as private:
+        private.set_environment(os.environ)
+        for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+            os.environ.pop(name, None)
+        os.environ["RAY_TMPDIR"] = private.folder  # `Cluster` writes the address there that a plain `ray.init()` reads
+        os.makedirs(os.path.join(private.folder, "ray"))
+        nodes = _start([{"num_cpus": cpus, "num_gpus": gpus}] * 2, port=port, folder=private.folder)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        print(f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={os.environ['RAY_AUTH_TOKEN_PATH']}")
+        print(f"export RAY_API_SERVER_ADDRESS=http://127.0.0.1:{port}", flush=True)
+        print("two nodes are running; Ctrl-C stops them", file=sys.stderr, flush=True)
+        try:
+            while not stop.wait(1.0):
+                continue
+        finally:
+            nodes.shutdown()
+
+
+def _start(nodes: Sequence[dict[str, Any]], *, port: int, folder: str) -> Any:
+    """Start the head and the other nodes; returns Ray's `Cluster`, whose `shutdown` ends them."""
+    from ray.cluster_utils import Cluster
+
+    started = Cluster()
+    dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+    for number, node in enumerate(nodes):
+        started.add_node(
+            **node,
+            **(dashboard if number == 0 else {}),
+            node_ip_address="127.0.0.1",
+            temp_dir=os.path.join(folder, f"r{number}"),  # in a shared one, each node removes the files of the other
+            dashboard_agent_listen_port=_free_port(),
+        )
+    return started
+
+
+def _free_port() -> int:
+    """An agent whose port another cluster has (52365 is the default) starts no jobs."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

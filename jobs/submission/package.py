@@ -1,0 +1,115 @@
+"""The working directory of a submitted job as one archive: what is left out, and whether Ray takes what remains."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytrain.errors import InputError
+
+EXCLUDED = (
+    ".git", ".hg", ".svn", "/runs", "__pycache__", "*.pyc", ".venv", "venv", "node_modules", ".ipynb_checkpoints",
+    ".pytest_cache", ".ruff_cache", ".mypy_cache", ".tox", ".nox", ".cache", "*.egg-info", "/build", "/dist", "wandb",
+    "mlruns", ".DS_Store",
+)  # fmt: skip
+"""Patterns in the syntax of .gitignore that never belong to a job. .gitignore and .rayignore are respected as well."""
+
+LARGE_FILE = 100 << 20
+"""Larger files are data or weights: they are left out, and belong on storage that every node can access."""
+
+MIB = 1 << 20
+_SILENT = logging.getLogger(f"{__name__}.silent")  # what Ray's packer says stands in the error, or in `Package.text`
+_SILENT.disabled = True
+
+
+@dataclass(frozen=True)
+class Package:
+    """The archive of a working directory.
+
+    Attributes:
+        names: the files in it.
+        bytes: its size, compressed.
+        limit: the size up to which Ray takes it.
+        large: files left out because of their size, with their bytes.
+    """
+
+    path: Path
+    names: frozenset[str]
+    bytes: int
+    limit: int
+    large: dict[str, int]
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        left = "".join(f"; left out: {name} ({size / MIB:.0f} MiB)" for name, size in sorted(self.large.items()))
+        size = f"{len(self.names)} files, {self.bytes / MIB:.1f} MiB; Ray's limit is {self.limit / MIB:.0f} MiB"
+        return f"working directory: {size}{left}"
+
+
+def package_limit() -> int:
+    """The size in bytes up to which Ray takes a package."""
+    from ray._private.runtime_env.packaging import GCS_STORAGE_MAX_SIZE
+
+    return GCS_STORAGE_MAX_SIZE
+
+
+def pack(folder: Path, archive: Path, *, limit: int | None = None) -> Package:
+    """Pack the files of `folder` that belong to a job.
+
+    Args:
+        archive: the file to write, ending in .zip.
+        limit: bytes; by default Ray's.
+
+    Raises:
+        InputError: they are larger than the limit; the error names the largest entries.
+    """
+    from ray._private.runtime_env.packaging import create_package
+
+    limit = package_limit() if limit is None else limit
+    environments, large = _found_in(folder)
+    excludes = [*EXCLUDED, *(f"/{name}" for name in (*environments, *large))]
+    create_package(str(folder), archive, include_gitignore=True, excludes=excludes, logger=_SILENT)
+    with zipfile.ZipFile(archive) as content:
+        entries = {entry.filename: entry.compress_size for entry in content.infolist() if not entry.is_dir()}
+    package = Package(archive, frozenset(entries), archive.stat().st_size, limit, large)
+    if package.bytes >= limit:
+        largest = sorted(_by_first_part(entries).items(), key=lambda item: -item[1])[:5]
+        named = ", ".join(f"{name} ({size / MIB:.1f} MiB)" for name, size in largest)
+        raise InputError(
+            "working directory",
+            got=f"{folder}, {package.bytes / MIB:.1f} MiB packed; the largest entries are {named}",
+            expected=f"less than {limit / MIB:.0f} MiB, the limit of Ray",
+            remedy="move data to storage that every node can access, or name what the job does not need in .rayignore",
+        )
+    return package
+
+
+def _found_in(folder: Path) -> tuple[list[str], dict[str, int]]:
+    """(virtual environments, large files with their bytes) below `folder`, as relative names."""
+    environments, large = [], {}
+    skipped = {name.strip("/") for name in EXCLUDED if "*" not in name}
+    for current, folders, files in os.walk(folder):
+        if "pyvenv.cfg" in files and Path(current) != folder:
+            environments.append(os.path.relpath(current, folder))
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if name not in skipped]
+        for name in files:
+            path = os.path.join(current, name)
+            if os.path.isfile(path) and (size := os.path.getsize(path)) > LARGE_FILE:
+                large[os.path.relpath(path, folder)] = size
+    return environments, large
+
+
+def _by_first_part(entries: dict[str, int]) -> dict[str, int]:
+    """Bytes of each file, and of each folder at the top."""
+    sizes: dict[str, int] = {}
+    for name, size in entries.items():
+        first, _, rest = name.partition("/")
+        key = f"{first}/" if rest else first
+        sizes[key] = sizes.get(key, 0) + size
+    return sizes

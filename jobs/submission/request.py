@@ -1,0 +1,155 @@
+"""What is submitted: a verb with its arguments, checked here as the verb itself would check them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jobs.submission.package import Package
+from raytrain.errors import InputError
+
+VERBS = ("train", "tune", "infer", "check", "bench", "export", "report")
+"""Verbs that can run on a cluster; the others need no machines."""
+LASTING = "an absolute path on storage that outlives the job and that every node can access, or a URI (s3://, gs://)"
+ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One verb to run on a cluster.
+
+    Attributes:
+        arguments: of the verb, as the cluster gets them.
+        spec: the job; None for a verb without one.
+        job_file: the JOB.yaml below the working directory; None for a recipe, or none.
+    """
+
+    verb: str
+    arguments: tuple[str, ...]
+    spec: Any = None
+    job_file: str | None = None
+
+    @property
+    def entrypoint(self) -> str:
+        return shlex.join(["python", "-m", "jobs", self.verb, *self.arguments])
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What is stored with the job on the server."""
+        grace_s = self.spec.retry.stop_grace_s if self.spec is not None else None
+        name = self.spec.name if self.spec is not None else None
+        save_dir = self.spec.save.dir if self.spec is not None else None
+        return {"verb": self.verb, "name": name, "save_dir": save_dir, "stop_grace_s": grace_s}
+
+    def check_package(self, package: Package, folder: Path) -> None:
+        """Check that the files of the working directory that the job reads are in its package. Errors: InputError."""
+        from jobs.job.paths import local_paths, resolved
+
+        needed = {} if self.job_file is None else {"JOB.yaml": folder / self.job_file}
+        if self.spec is not None:
+            needed |= {key: Path(path) for key, path in local_paths(resolved(self.spec)).items()}
+        for key, path in needed.items():
+            if not path.is_relative_to(folder) or path.is_dir():
+                continue
+            name = path.relative_to(folder).as_posix()
+            if name not in package.names:
+                why = f"its {package.large[name] >> 20} MiB are too much" if name in package.large else "it is ignored"
+                raise InputError(
+                    key, got=f"{name}, which is not in the package of the working directory: {why}",
+                    expected="a file in the package, an absolute path on storage that every node can access, or a URI",
+                )  # fmt: skip
+
+
+def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> Request:
+    """The request to run `verb` with these arguments.
+
+    Args:
+        command: the verb itself, which parses the arguments.
+
+    Raises:
+        InputError: the arguments are wrong, or the results would be deleted with the job.
+    """
+    with command.make_context(verb, list(arguments)) as context:
+        options = context.params
+    given = [_below_here(item) for item in arguments]
+    if verb in ("train", "tune", "infer"):
+        return _job_request(verb, given, options)
+    if verb == "bench":
+        _check_lasting("--out", options.get("out"), needed=True)
+    if verb == "export":
+        _check_lasting("RUN", options.get("run"), needed=True)
+        _check_lasting("--to", options.get("target"))
+    if verb == "report":
+        for run in options.get("runs") or ("runs/latest",):
+            _check_lasting("RUN_DIR", run, needed=True)
+    return Request(verb, tuple(given))
+
+
+def _job_request(verb: str, given: list[str], options: Mapping[str, Any]) -> Request:
+    from jobs.__main__ import split_arguments
+    from jobs.job.job_file import recipe_named
+    from jobs.job.spec import load_spec, refuse_later
+
+    path, overrides = split_arguments(tuple(options["arguments"]))
+    for name in ("resume", "sweep"):
+        if options.get(name) not in (None, "auto"):
+            _check_lasting(f"--{name}" if name == "resume" else "--from-tune", options[name])
+    resumes = options.get("resume") not in (None, "auto")
+    if verb == "infer":
+        output = next((item.partition("=")[2] for item in overrides if item.startswith("infer.output=")), None)
+        if path is None or path.suffix not in (".yaml", ".yml"):
+            _check_lasting("infer.output", output, needed=not resumes)
+            _check_lasting("RUN", None if path is None else str(path), needed=True)
+            return Request(verb, tuple(given))
+    elif resumes:
+        return Request(verb, tuple(given))
+    loaded = load_spec(path, overrides)
+    refuse_later(loaded.spec, verb)
+    _check_lasting("save.dir", loaded.spec.save.dir, needed=True)
+    if verb == "infer":
+        _check_lasting("infer.output", loaded.spec.infer.output)
+    if loaded.spec.cluster.address is not None:
+        raise InputError(
+            "cluster.address", got=loaded.spec.cluster.address, expected="no address in a submitted job",
+            remedy="the job uses the cluster that it is submitted to: remove the key",
+        )  # fmt: skip
+    job_file = None if path is None or recipe_named(path) else _below_here(str(path))
+    if job_file is not None and os.path.isabs(job_file):
+        raise InputError(
+            "JOB.yaml", got=f"{path}, outside the working directory", expected=f"a file below {Path.cwd()}",
+            remedy="change to its folder: what lies there is what the cluster gets",
+        )  # fmt: skip
+    return Request(verb, tuple(given), loaded.spec, job_file)
+
+
+def check_id(job_id: str | None) -> None:
+    """Check an ID that was given for a new job. Errors: InputError."""
+    if job_id is not None and not ID.fullmatch(job_id):
+        raise InputError("--id", got=job_id, expected="up to 64 letters, digits, dots, dashes and underscores")
+
+
+def _below_here(argument: str) -> str:
+    """An absolute path of an existing file below the working directory, made relative: the cluster has another one."""
+    path = Path(argument)
+    below = path.is_absolute() and path.is_file() and path.is_relative_to(Path.cwd())
+    return str(path.relative_to(Path.cwd())) if below else argument
+
+
+def _check_lasting(key: str, path: str | None, *, needed: bool = False) -> None:
+    """Check that a path is one that outlives the job. Errors: InputError."""
+    if path is None and not needed:
+        return
+    if path is None:
+        raise InputError(key, got="nothing", expected=LASTING)
+    if "://" not in path and not os.path.isabs(path):
+        raise InputError(
+            key, got=f"{path}, a folder in the job's working directory on the cluster, which Ray deletes",
+            expected=LASTING, remedy=f"such as {key}=/shared/{Path(path).name}" if "." in key else "",
+        )  # fmt: skip

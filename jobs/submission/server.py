@@ -1,0 +1,287 @@
+"""The job server of a Ray cluster: Ray's `JobSubmissionClient` with errors that say what to change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raytrain.errors import InputError, RunError, first_line
+
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+"""Ray lets these variables take precedence over an address that is given; here the option does."""
+
+RECORD = "raytrain"
+"""Key in the metadata of a job under which `submit` records what it submitted, as JSON."""
+
+SCRIPT = "raytrain-script-"
+"""Prefix of the IDs of the short jobs by which `submit` asks the cluster something. Ray still lists deleted jobs."""
+
+QUIET = (
+    "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", "ray._private.runtime_env.packaging",
+)  # fmt: skip
+"""Loggers of Ray that tell of each upload and each closed stream."""
+
+SCRIPT_LIMIT_S = 120.0
+STARTING_S = 60.0
+"""The dashboard of a cluster that is starting answers earlier than the agents that start jobs."""
+
+POLL_EVERY_S = 0.5
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    """A job as the server knows it.
+
+    Attributes:
+        id: the submission ID.
+        status: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED.
+        exit_code: of the job's command as Ray reports it; None if it has not ended, or was not asked by Ray.
+        record: what `submit` recorded about the job; {} for a job submitted by `ray job submit`.
+        start_time, end_time: unix seconds; None if not reached.
+        node: ID of the node that its driver runs on.
+    """
+
+    id: str
+    status: str
+    exit_code: int | None
+    message: str
+    entrypoint: str
+    record: Mapping[str, Any]
+    start_time: float | None
+    end_time: float | None
+    node: str | None
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+    @property
+    def outcome(self) -> str:
+        """The status for people: STOPPED also where the run itself saved and stopped, which Ray calls FAILED."""
+        return "STOPPED" if self.verdict == 130 else self.status
+
+    @property
+    def verdict(self) -> int | None:
+        """The exit code that the job stands for: 0 done, 130 stopped, 128 + signal if killed; None while it runs."""
+        if not self.ended:
+            return None
+        if self.status == "SUCCEEDED":
+            return 0
+        if self.status == "STOPPED":
+            return 130
+        code = 1 if self.exit_code is None else self.exit_code
+        return 128 - code if code < 0 else code
+
+
+class JobServer:
+    """A connection to the job server at `address`.
+
+    Raises:
+        InputError: nothing answers at the address, it is no job server of Ray, or the token is wrong.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        given = address or os.environ.get(ADDRESS_VARIABLES[0]) or DEFAULT_ADDRESS
+        if not given.startswith(("http://", "https://")):
+            raise InputError(
+                "--address", got=given, expected=f"the URL of the cluster's dashboard, such as {DEFAULT_ADDRESS}"
+            )
+        for name in ADDRESS_VARIABLES:
+            os.environ.pop(name, None)
+        self.address = given.rstrip("/")
+        from ray.job_submission import JobSubmissionClient
+
+        for name in QUIET:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        with self._explained():
+            self.client = JobSubmissionClient(self.address)
+
+    # -- jobs -------------------------------------------------------------------------------------
+
+    def submit(
+        self, entrypoint: str, *, job_id: str, runtime_env: dict[str, Any], metadata: dict[str, str]
+    ) -> SubmittedJob:
+        """Submit a job. Errors: InputError if the ID is taken, or Ray refuses the job."""
+        ends = time.monotonic() + STARTING_S
+        try:
+            while not self._submitted(entrypoint, job_id, runtime_env, metadata, last=time.monotonic() > ends):
+                time.sleep(POLL_EVERY_S)
+        except RuntimeError as error:
+            if "already exists" in str(error):
+                raise InputError(
+                    "--id", got=f"{job_id}, the ID of an earlier job", expected="an ID that is not taken"
+                ) from error
+            raise InputError("job", got=_reason(error), expected="a job that Ray accepts") from error
+        return self.job(job_id)
+
+    def _submitted(
+        self, entrypoint: str, job_id: str, runtime_env: dict[str, Any], metadata: dict[str, str], *, last: bool
+    ) -> bool:
+        """One attempt; False while the cluster is starting."""
+        try:
+            with self._explained():
+                self.client.submit_job(
+                    entrypoint=entrypoint, submission_id=job_id, runtime_env=runtime_env, metadata=metadata
+                )
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or last:
+                raise
+            return False
+        return True
+
+    def job(self, job_id: str) -> SubmittedJob:
+        """The current state of a job. Errors: InputError if there is none of this ID."""
+        try:
+            with self._explained():
+                return _submitted(self.client.get_job_info(job_id))
+        except RuntimeError as error:
+            if "404" not in str(error):
+                raise RunError(f"{self.address} refused the question about {job_id}: {_reason(error)}") from error
+            known = [job.id for job in self.jobs()][-3:]
+            raise InputError(
+                "ID",
+                got=f"{job_id}, which {self.address} does not know",
+                expected=f"the ID of a submitted job{f', such as {known[-1]}' if known else ''}",
+                remedy="`raytrain submit status` lists them",
+            ) from error
+
+    def jobs(self) -> list[SubmittedJob]:
+        """All submitted jobs, oldest first, without those of `run_script`."""
+        with self._explained():
+            rows = self.client.list_jobs()
+        jobs = [_submitted(row) for row in rows if row.submission_id and not row.submission_id.startswith(SCRIPT)]
+        return sorted(jobs, key=lambda job: job.start_time or 0.0)
+
+    def logs(self, job_id: str) -> str:
+        """Everything that the command of a job has printed so far."""
+        with self._explained():
+            return self.client.get_job_logs(job_id)
+
+    def kill(self, job_id: str) -> None:
+        """Ask Ray to stop a job: SIGTERM, and SIGKILL after its own time limit."""
+        with self._explained():
+            self.client.stop_job(job_id)
+
+    def request(self, method: str, path: str, **options: Any) -> Any:
+        """One HTTP request with the cluster's token; `options` are those of `requests.request`."""
+        with self._explained():
+            return self.client._do_request(method, path, **options)
+
+    # -- short jobs -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def script(self, source: Path, *arguments: str) -> Iterator[SubmittedJob]:
+        """Run a Python file of this package on the cluster, and remove it from the list of jobs at the end."""
+        job_id = f"{SCRIPT}{secrets.token_hex(6)}"
+        entrypoint = f"python -c {shlex.quote(source.read_text())} {shlex.join(arguments)}"
+        job = self.submit(entrypoint, job_id=job_id, runtime_env={}, metadata={})
+        try:
+            yield job
+        finally:
+            with contextlib.suppress(Exception):  # what failed before is what is reported
+                self.kill(job_id)
+                wait_until(lambda: self.job(job_id).ended, limit_s=10)
+                self.client.delete_job(job_id)
+
+    def answer_of(self, job: SubmittedJob, *, limit_s: float = SCRIPT_LIMIT_S) -> dict[str, Any]:
+        """The JSON object that a script prints as a line.
+
+        Raises:
+            RunError: the script failed, or there was no answer in time.
+        """
+        ends = time.monotonic() + limit_s
+        while True:
+            ended = self.job(job.id).ended
+            text = self.logs(job.id)
+            for line in text.splitlines():
+                if line.startswith("{") and line.endswith("}"):
+                    return json.loads(line)
+            if ended or time.monotonic() > ends:
+                how = f"failed: {self.job(job.id).message}" if ended else f"gave no answer within {limit_s:.0f} s"
+                lines = text.strip().splitlines()
+                raise RunError(f"a short job on the cluster {how} {lines[-1] if lines else ''}".rstrip())
+            time.sleep(POLL_EVERY_S)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of the connection as ours; a RuntimeError stands for an answer of the server, and passes."""
+        import requests
+        from ray.exceptions import AuthenticationError
+
+        try:
+            yield
+        except AuthenticationError as error:
+            raise InputError(
+                "token",
+                got=f"{_token_in_use()}, which {self.address} refuses",
+                expected="the token of that cluster",
+                remedy="set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; `ray get-auth-token` prints it on the head node",
+            ) from error
+        except (ConnectionError, requests.RequestException) as error:
+            raise ServerSilent(self.address, first_line(error)) from error
+
+
+class ServerSilent(InputError):
+    """Nothing answers at the address of the job server."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(
+            "--address",
+            got=f"{address}, where no Ray job server answers ({reason})",
+            expected="the URL of the dashboard of a running Ray cluster",
+            remedy="start one (cluster/README.md), or forward its port: ssh -L 8265:127.0.0.1:8265 HEAD",
+        )
+        self.arguments = (address, reason)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), self.arguments)
+
+
+def wait_until(reached: Callable[[], bool], *, limit_s: float, every_s: float = POLL_EVERY_S) -> bool:
+    """Ask until it is reached; False if it is not within the limit."""
+    ends = time.monotonic() + limit_s
+    while not reached():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(every_s)
+    return True
+
+
+def _submitted(row: Any) -> SubmittedJob:
+    return SubmittedJob(
+        id=row.submission_id,
+        status=getattr(row.status, "value", str(row.status)),
+        exit_code=row.driver_exit_code,
+        message=row.message or "",
+        entrypoint=row.entrypoint,
+        record=json.loads((row.metadata or {}).get(RECORD, "{}")),
+        start_time=row.start_time / 1000 if row.start_time else None,
+        end_time=row.end_time / 1000 if row.end_time else None,
+        node=row.driver_node_id,
+    )
+
+
+def _token_in_use() -> str:
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "the token in RAY_AUTH_TOKEN"
+    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return f"the token in {path}"
+    saved = Path.home() / ".ray" / "auth_token"
+    return f"the token in {saved}" if saved.is_file() else "no token"
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong on the server: the last line of its traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
