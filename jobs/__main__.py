@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
+from jobs.job.arguments import ALL, split_arguments
 from raytrain.errors import InputError, RaytrainError
 
 INTERRUPTED = 130
@@ -44,22 +44,6 @@ def _leave(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:
-    """Split a verb's arguments into (JOB.yaml or recipe name or None, `section.key=value` overrides).
-
-    Raises:
-        InputError: there are two files, or a key has no value.
-    """
-    files = [item for item in arguments if "=" not in item]
-    for item in files:
-        path = Path(item)
-        if item.split(".")[0] in ("tune", *ALL) and path.suffix not in (".yaml", ".yml") and not path.exists():
-            raise InputError(item, got="a key without a value", expected=f"{item}=VALUE")
-    if len(files) > 1:
-        raise InputError("arguments", got=" ".join(files), expected="at most one JOB.yaml; keys as section.key=value")
-    return (Path(files[0]) if files else None), [item for item in arguments if "=" in item]
-
-
 def _keys_option(sections: tuple[str, ...]) -> Any:
     """A command class whose `--help` ends with the keys of these sections and their defaults. It takes the options of
     other launchers as these keys."""
@@ -81,10 +65,6 @@ def _keys_option(sections: tuple[str, ...]) -> Any:
 
 
 JOB = "[JOB.yaml | RECIPE] [section.key=value ...]"
-ALL = (
-    "name", "seed", "model", "data", "optim", "precision", "loop", "save", "scale", "retry", "experts",
-    "telemetry", "cluster",
-)  # fmt: skip
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from jobs.job.arguments import split_arguments
 from jobs.submission.package import Package
 from raytrain.errors import InputError
 
@@ -22,7 +23,7 @@ ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """One verb to run on a cluster.
 
     Attributes:
@@ -67,7 +68,7 @@ class Request:
                 )  # fmt: skip
 
 
-def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> Request:
+def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> JobRequest:
     """The request to run `verb` with these arguments.
 
     Args:
@@ -89,11 +90,10 @@ def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> R
     if verb == "report":
         for run in options.get("runs") or ("runs/latest",):
             _check_lasting("RUN_DIR", run, needed=True)
-    return Request(verb, tuple(given))
+    return JobRequest(verb, tuple(given))
 
 
-def _job_request(verb: str, given: list[str], options: Mapping[str, Any]) -> Request:
-    from jobs.__main__ import split_arguments
+def _job_request(verb: str, given: list[str], options: Mapping[str, Any]) -> JobRequest:
     from jobs.job.job_file import recipe_named
     from jobs.job.spec import load_spec, refuse_later
 
@@ -107,9 +107,9 @@ def _job_request(verb: str, given: list[str], options: Mapping[str, Any]) -> Req
         if path is None or path.suffix not in (".yaml", ".yml"):
             _check_lasting("infer.output", output, needed=not resumes)
             _check_lasting("RUN", None if path is None else str(path), needed=True)
-            return Request(verb, tuple(given))
+            return JobRequest(verb, tuple(given))
     elif resumes:
-        return Request(verb, tuple(given))
+        return JobRequest(verb, tuple(given))
     loaded = load_spec(path, overrides)
     refuse_later(loaded.spec, verb)
     _check_lasting("save.dir", loaded.spec.save.dir, needed=True)
@@ -126,7 +126,7 @@ def _job_request(verb: str, given: list[str], options: Mapping[str, Any]) -> Req
             "JOB.yaml", got=f"{path}, outside the working directory", expected=f"a file below {Path.cwd()}",
             remedy="change to its folder: what lies there is what the cluster gets",
         )  # fmt: skip
-    return Request(verb, tuple(given), loaded.spec, job_file)
+    return JobRequest(verb, tuple(given), loaded.spec, job_file)
 
 
 def check_id(job_id: str | None) -> None:

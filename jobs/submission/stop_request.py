@@ -62,7 +62,7 @@ def _asked(address: str, name: str) -> Callable[[], bool]:
             is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)  # None while it is imported
             if is_initialized is None or not is_initialized():
                 return False
-            from ray._raylet import GcsClient
+            from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  (compiled)
 
             clients.append(GcsClient(address=address))
         try:

@@ -28,7 +28,7 @@ def head(start_head: Callable[..., Any]) -> str:
 
 
 @pytest.mark.timeout(580)
-@pytest.mark.covers("DEV-01")
+@pytest.mark.covers("DEV-01", "NODE-06")
 def test_a_submitted_job_trains_and_passes_its_exit_code_on(
     start_python: Callable[..., Any], head: str, guest_job: Callable[..., Any], place: Any
 ) -> None:
@@ -49,7 +49,7 @@ def test_a_submitted_job_trains_and_passes_its_exit_code_on(
     rows = jobs_of(head)
     assert rows["good"]["status"] == "SUCCEEDED" and said["good"].code == 0, said["good"].text
     assert (rows["wrong"]["status"], rows["wrong"]["driver_exit_code"]) == ("FAILED", 2), said["wrong"].text
-    assert "optim.learning_rate" in said["wrong"].text
+    assert said["wrong"].code == 1 and "optim.learning_rate" in said["wrong"].text
     assert (rows["lost"]["status"], rows["lost"]["driver_exit_code"]) == ("FAILED", 2), said["lost"].text
     assert "save.dir: " in said["lost"].text and "Ray deletes that copy" in said["lost"].text
     run = place.run

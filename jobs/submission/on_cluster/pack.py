@@ -39,6 +39,7 @@ def files_of(run: str) -> list[str]:
 
 
 def sha256(path: str) -> str:
+    """The digest of a file."""
     found = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -63,6 +64,7 @@ def pack(run: str, archive: str) -> int:
 
 
 def leave(number: int, frame: object) -> None:
+    """Ends the wait at a signal."""
     raise SystemExit(0)
 
 

@@ -12,6 +12,7 @@ from importlib import metadata
 
 
 def version(name: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -35,6 +36,7 @@ def digest(packages: list[str]) -> str | None:
 
 
 def report() -> dict[str, str | None]:
+    """Versions by name, and the digest of the product."""
     return {
         "python": platform.python_version(),
         "torch": version("torch"),
