@@ -248,7 +248,19 @@ def placed(folder: Path) -> Iterator[Place]:
 HEAD_LIMIT_S = 120
 
 
-def free_ports(count: int) -> list[int]:
+@pytest.fixture
+def free_ports() -> Callable[[int], list[int]]:
+    """`free_ports(count)`: free ports on loopback."""
+    return find_free_ports
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A free port on loopback."""
+    return find_free_ports(1)[0]
+
+
+def find_free_ports(count: int) -> list[int]:
     """Free ports on loopback."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
@@ -260,7 +272,7 @@ def free_ports(count: int) -> list[int]:
 @contextlib.contextmanager
 def ray_head(start: Callable[..., Any], place: Place, env: dict[str, str], *, num_gpus: int = 0) -> Iterator[RayHead]:
     """A Ray head as an administrator starts it, on loopback, with its own ports and folder."""
-    gcs, dashboard, client, agent = free_ports(4)
+    gcs, dashboard, client, agent = find_free_ports(4)
     options = {
         "node-ip-address": "127.0.0.1", "dashboard-host": "127.0.0.1", "port": gcs, "dashboard-port": dashboard,
         "ray-client-server-port": client, "dashboard-agent-listen-port": agent,
