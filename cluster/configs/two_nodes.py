@@ -61,6 +61,9 @@ def _start(nodes: Sequence[dict[str, Any]], *, port: int, folder: str) -> Any:
             temp_dir=os.path.join(folder, f"r{number}"),  # in a shared one, each node removes the files of the other
             dashboard_agent_listen_port=_free_port(),
         )
+        # without this file, a job would take the address of any other cluster on this machine
+        with open(os.path.join(folder, f"r{number}", "ray_current_cluster"), "w") as file:
+            file.write(started.gcs_address)
     return started
 
 
