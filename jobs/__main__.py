@@ -247,19 +247,20 @@ def bench(
     sys.exit(bench_verb(name, arguments, out=out, quick=quick, as_json=as_json))
 
 
-def _later(verb: str, does: str) -> None:
-    @main.command(
-        name=verb, help=f"{does} (not available in this version)", context_settings={"ignore_unknown_options": True}
-    )
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-    def refuse(arguments: tuple[str, ...]) -> None:
-        from jobs.job.spec import load_spec, refuse_later
+@main.command(cls=_keys_option(("cluster", "scale", "save")))
+@click.argument("arguments", nargs=-1, metavar=JOB)
+@click.option("--quick", is_flag=True, help="the machines only, without the training")
+@click.option("--json", "as_json", is_flag=True, help="print everything that was found as JSON")
+@click.option("--short", is_flag=True, help="print one line")
+def check(arguments: tuple[str, ...], quick: bool, as_json: bool, short: bool) -> None:
+    """Check the machines of a job, then train two steps in each precision.
 
-        path, overrides = split_arguments(tuple(item for item in arguments if not item.startswith("-")))
-        refuse_later(load_spec(path, overrides).spec, verb)
+    Exit code 0: every check is ok or a warning; 1: one failed.
+    """
+    from jobs.check import run_check
 
-
-_later("check", "Check machines, then train two steps")
+    path, overrides = split_arguments(arguments)
+    sys.exit(run_check(path, overrides, quick=quick, as_json=as_json, short=short))
 
 
 class _SubmitVerbs(click.Group):

@@ -227,20 +227,31 @@ def check_seen_by_all(
 
 
 def _ask_nodes(paths: list[str]) -> dict[str, list[str]]:
-    """Runs one task, which needs no CPU, on each live node."""
+    import ray
+
+    tasks = on_each_node(_unseen, paths)
+    return dict(zip(tasks, ray.get(list(tasks.values()), timeout=60), strict=True))
+
+
+def on_each_node(function: Callable[..., Any], *args: Any, gpus: bool = False) -> dict[str, Any]:
+    """Starts a task on each live node of the connected cluster: address -> reference to the result.
+
+    Args:
+        gpus: each task takes all GPUs of its node; else it takes nothing.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    unseen = ray.remote(_unseen)
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    tasks = [
-        unseen.options(
-            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(paths)
-        for node in alive
-    ]
-    names = [node["NodeManagerAddress"] for node in alive]
-    return dict(zip(names, ray.get(tasks, timeout=60), strict=True))
+    remote, found = ray.remote(function), dict[str, Any]()
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        slots = node["Resources"].get("GPU", 0) if gpus else 0
+        name = node["NodeManagerAddress"]
+        name = name if name not in found else f"{name} ({node['NodeID'][:8]})"
+        found[name] = remote.options(num_cpus=0, num_gpus=slots, scheduling_strategy=strategy).remote(*args)
+    return found
 
 
 def _unseen(paths: list[str]) -> list[str]:

@@ -57,6 +57,11 @@ def memory_bytes(*, root: Path = ROOT) -> tuple[int, int]:
     return total, free
 
 
+def machine_memory(*, root: Path = ROOT) -> int | None:
+    """Bytes of the whole machine's memory, whatever a cgroup allows; None where /proc does not tell."""
+    return _meminfo(root).get("MemTotal")
+
+
 def cpu_description(*, root: Path = ROOT) -> tuple[str, dict[str, bool]]:
     """(model name, {flag: present} for each of BF16_FLAGS) from /proc/cpuinfo, x86 and ARM."""
     fields: dict[str, str] = {}

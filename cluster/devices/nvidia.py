@@ -255,6 +255,34 @@ def _device(nvml: Any, handle: Any, index: int, capability: tuple[int, int] | No
     )
 
 
+def gpu_links(uuid: str, *, nvml: Any = None) -> list[str]:
+    """How a GPU is connected, such as ["PCIe 4 x16", "18 NVLink"]; empty where NVML does not tell.
+
+    Args:
+        nvml: the pynvml module or a substitute; imported if None.
+    """
+    nvml = _import_nvml() if nvml is None else nvml
+    if nvml is None:
+        return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        handle = _or_none(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID(uuid))
+        if handle is None:
+            return []
+        generation = _or_none(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+        width = _or_none(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
+        most = int(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0))
+        states = [_or_none(nvml, lambda at=at: nvml.nvmlDeviceGetNvLinkState(handle, at)) for at in range(most)]
+    finally:
+        nvml.nvmlShutdown()
+    found = [f"PCIe {generation} x{width}"] if generation and width else []
+    active = sum(bool(state) for state in states)
+    return [*found, f"{active} NVLink"] if active else found
+
+
 def _or_none(nvml: Any, read: Callable[[], Any]) -> Any:
     """What NVML says; None where it does not know, or where these bindings lack the function."""
     try:

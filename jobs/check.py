@@ -1,0 +1,266 @@
+"""The verb `check`, and the function `check` for Python: the machines, their devices and storage, then a real training.
+
+The order: facts and checks of every node -> versions, clocks -> rates of the devices -> two training steps in each
+supported precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.checks.preflight import CheckResult, check_disk, on_each_node
+from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
+from jobs.checks.compare import check_clocks, check_platform, check_rates, check_repeatable, check_versions
+from jobs.checks.node import DeviceRates, NodeReport, examine, gib, measure_node
+from jobs.driver.progress import Activity
+from jobs.driver.runtime import Cluster, cluster_address, connected
+from jobs.job.paths import absolute_path
+from jobs.job.spec import JobSpec, load_spec
+from raytrain.errors import RunError, first_line
+from raytrain.runs.storage import open_store
+
+#: A node that has not answered by then is not part of a working cluster.
+NODE_TIMEOUT_S, RATES_TIMEOUT_S = 60.0, 180.0
+SIGNS = {"ok": "ok", "warn": "warning", "fail": "FAILED", "na": "-"}
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "na": "dim"}
+#: Workers of the training on CPUs of one machine: two of them, so that collectives are tried.
+CPU_WORKERS = 2
+
+
+@dataclass
+class CheckReport:
+    """What `raytrain check` found.
+
+    Attributes:
+        results: (node, check) in order; the node is "" for what is about all of them.
+        nodes, rates: by the address of the node.
+        training: the rows of every worker; empty with `quick`.
+        seconds: of each part.
+    """
+
+    results: list[tuple[str, CheckResult]] = field(default_factory=list)
+    nodes: dict[str, NodeReport] = field(default_factory=dict)
+    rates: dict[str, list[DeviceRates]] = field(default_factory=dict)
+    training: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a check failed."""
+        return any(result.status == "fail" for _, result in self.results)
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole record as plain values."""
+        return {
+            "status": "failed" if self.failed else "ok",
+            "checks": [{"node": node, **result.to_json()} for node, result in self.results],
+            "nodes": {node: report.to_json() for node, report in self.nodes.items()},
+            "rates": {node: [vars(one) for one in devices] for node, devices in self.rates.items()},
+            "training": self.training,
+            "seconds": self.seconds,
+        }
+
+    def line(self) -> str:
+        """One line: the verdict, the machines, versions, and the first thing that is wrong."""
+        counts = Counter(result.status for _, result in self.results)
+        devices = Counter(row["name"] for report in self.nodes.values() for row in report.devices)
+        kinds = ", ".join(f"{number} x {name}" for name, number in devices.items())
+        record = next(iter(self.nodes.values())).environment if self.nodes else {"versions": {}, "python": "?"}
+        runtimes = {row["runtime"] for report in self.nodes.values() for row in report.devices if row["runtime"]}
+        cuda = sum(row["kind"] == "cuda" for report in self.nodes.values() for row in report.devices)
+        text = (
+            f"{'FAILED' if self.failed else 'ok'}: {len(self.nodes)} node{'s' * (len(self.nodes) != 1)}, {kinds}; "
+            f"CUDA devices {cuda}; {', '.join(sorted(runtimes))}, Ray {record['versions'].get('ray')}, Python "
+            f"{record['python']}; {counts['ok']} checks ok, {counts['warn']} warnings, {counts['fail']} failed"
+        )
+        wrong = [(node, result) for node, result in self.results if result.status == "fail"]
+        return f"{text}: {_titled(*wrong[0])}" if wrong else text
+
+
+def check(
+    job: str | Path | None = None, *, overrides: Sequence[str] = (), quick: bool = False, console: Console | None = None
+) -> CheckReport:
+    """Check the machines that a job would train on.
+
+    Args:
+        job: a JOB.yaml or a recipe, whose `cluster`, `scale` and `save` sections count; None is the default recipe.
+        overrides: `section.key=value` strings.
+        quick: leave the training out.
+        console: shows each check as it ends; None shows nothing.
+
+    Raises:
+        InputError: the job is wrong, or `cluster.address` cannot be reached.
+        RunError: Ray did not start, or a node did not answer.
+    """
+    spec = load_spec(None if job is None else Path(job), list(overrides)).spec
+    report, console = CheckReport(), console or Console(quiet=True)
+    address = cluster_address(spec.cluster.address)
+    here = local_inventory()
+    with Activity(console) as activity, _timed(report, "all"):
+        activity.begin("connecting to Ray" if address != "local" else "starting Ray")
+        console.print(f"checking {here.describe()}", markup=False, highlight=False, soft_wrap=True)
+        slots = here.cpus + CPU_WORKERS
+        with (
+            _timed(report, "with Ray"),
+            connected(address, num_cpus=slots, num_gpus=len(here.devices()), verbose=False) as cluster,
+        ):
+            with _timed(report, "machines"):
+                _check_machines(report, spec, activity, console)
+            if quick:
+                skipped = CheckResult("training", "na", "left out (--quick)", "two steps in each supported precision")
+                _add(report, console, [skipped])
+            elif not report.failed:
+                activity.begin("training two steps in each supported precision")
+                with _timed(report, "training"):
+                    _check_training(report, spec, cluster, inventory_from_ray(), console)
+            else:
+                skipped = CheckResult("training", "na", "left out: a check failed", "the other checks are ok")
+                _add(report, console, [skipped])
+    return report
+
+
+def _check_machines(report: CheckReport, spec: JobSpec, activity: Activity, console: Console) -> None:
+    """Facts and checks of every node, then their rates."""
+    activity.begin("waiting for every node")
+    save_dir, token = absolute_path(spec.save.dir), f".raytrain-check-{secrets.token_hex(8)}"
+    with _token(save_dir, token) as why:
+        asked = time.time()
+        tasks = on_each_node(examine, save_dir, token, secrets.token_hex(4))
+        report.nodes = _answers(tasks, NODE_TIMEOUT_S)
+        answered = time.time()
+    for result in check_versions(report.nodes):
+        _add(report, console, [result])
+    _add(report, console, [check_platform(report.nodes)])
+    for node, one in report.nodes.items():
+        found = [result for result in one.results if result.name != "shared_storage" or not why]
+        _add(report, console, [*found, check_disk(save_dir, None)] if node == next(iter(tasks)) else found, node)
+    if why:
+        _add(report, console, [CheckResult("shared_storage", "na", why, "the driver can write there")])
+    _add(report, console, [check_clocks(report.nodes, dict.fromkeys(report.nodes, (asked, answered)))])
+    activity.begin("measuring the devices")
+    gpus = any(row["kind"] != "cpu" for one in report.nodes.values() for row in one.devices)
+    report.rates = _answers(on_each_node(measure_node, gpus=gpus), RATES_TIMEOUT_S)
+    _add(report, console, [check_repeatable(report.rates), *check_rates(report.rates)])
+
+
+def _check_training(
+    report: CheckReport, spec: JobSpec, cluster: Cluster, inventory: Inventory, console: Console
+) -> None:
+    """One fit on every GPU, or on two workers of a machine's CPU, or one worker on each CPU node."""
+    from jobs.checks.training import check_training, run_fit
+
+    gpus, nodes = len(inventory.devices()), sum(node.cpus > 0 for node in inventory.nodes)
+    workers = gpus or (nodes if nodes > 1 else CPU_WORKERS)
+    formats = [name for name in ("fp32", "tf32", "bf16", "fp16") if _everywhere(report, name)]
+    with tempfile.TemporaryDirectory(prefix="rt-check-") as scratch:
+        storage = os.path.join(cluster.folder, "t") if cluster.local else absolute_path(spec.save.dir)
+        try:
+            report.training = run_fit(
+                inventory, workers=workers, formats=formats, local=cluster.local, interface=spec.cluster.interface,
+                storage=storage or scratch,
+            )  # fmt: skip
+        except RunError as error:
+            failed = CheckResult("training", "fail", first_line(error), f"{workers} workers train", "see the message")
+            _add(report, console, [failed])
+            return
+    _add(report, console, check_training(report.training, workers=workers))
+
+
+def _everywhere(report: CheckReport, dtype: str) -> bool:
+    return all(dtype in one.flops for devices in report.rates.values() for one in devices)
+
+
+@contextlib.contextmanager
+def _token(save_dir: str, token: str) -> Iterator[str]:
+    """Leaves a file for the nodes below `save_dir`; yields why that is impossible, or ""."""
+    store = open_store(save_dir)
+    try:
+        store.write_bytes(f"{token}/driver", token.encode())
+    except OSError as error:
+        yield f"{save_dir}: {first_line(error)}"
+        return
+    try:
+        yield ""
+    finally:
+        store.delete_tree(token)
+
+
+def _answers(tasks: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """The results of `on_each_node`.
+
+    Raises:
+        RunError: a node did not answer, or its task failed.
+    """
+    import ray
+    import ray.exceptions
+
+    found = dict[str, Any]()
+    ends = time.monotonic() + timeout_s
+    for node, task in tasks.items():
+        try:
+            found[node] = ray.get(task, timeout=max(0.1, ends - time.monotonic()))
+        except ray.exceptions.GetTimeoutError as error:
+            why = "it may be overloaded, or other jobs hold its GPUs"
+            raise RunError(f"node {node} did not answer within {timeout_s:.0f} s: {why}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise RunError(f"node {node}: {type(error.cause).__name__}: {first_line(error.cause)}") from error
+    return found
+
+
+@contextlib.contextmanager
+def _timed(report: CheckReport, part: str) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.seconds[part] = time.perf_counter() - began
+
+
+def _add(report: CheckReport, console: Console, results: Sequence[CheckResult], node: str = "") -> None:
+    """Record results, and show them."""
+    several = len(report.nodes) > 1
+    for result in results:
+        report.results.append((node, result))
+        table = Table(box=None, show_header=False, pad_edge=False, expand=False)
+        table.add_column(width=8, style=COLOURS[result.status])
+        table.add_column(width=18, overflow="fold")
+        table.add_column(overflow="fold")
+        seen = f"{node}: {result.seen}" if node and several else result.seen
+        wrong = result.status in ("warn", "fail")
+        table.add_row(SIGNS[result.status], result.name.replace("_", " "), seen)
+        if wrong:
+            remedy = f"; {result.remedy}" if result.remedy else ""
+            table.add_row("", "", f"expected {result.expected}{remedy}", style="dim")
+        console.print(table, markup=False, highlight=False)
+
+
+def _titled(node: str, result: CheckResult) -> str:
+    return f"{node}: {result.text}" if node else result.text
+
+
+def run_check(path: Path | None, overrides: Sequence[str], *, quick: bool, as_json: bool, short: bool) -> int:
+    """The verb; returns the exit code."""
+    console = Console(quiet=as_json or short, highlight=False)
+    report = check(path, overrides=overrides, quick=quick, console=console)
+    if as_json:
+        print(json.dumps(report.to_json(), default=str))
+    elif short:
+        print(report.line())
+    else:
+        memory = min((one.limits["memory_free_bytes"] or 0 for one in report.nodes.values()), default=0)
+        took = f"{report.seconds['machines']:.1f} s for the machines, {report.seconds['all']:.1f} s in all"
+        console.print(f"{report.line()}; {gib(memory)} free; {took}", markup=False, soft_wrap=True)
+    return 1 if report.failed else 0

@@ -1,0 +1,1 @@
+"""The checks of `raytrain check` beyond those before every run."""

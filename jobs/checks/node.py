@@ -1,0 +1,196 @@
+"""What `raytrain check` finds out on one node: facts, the checks of the machine, and the rates of its devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.checks.preflight import CheckResult, check_shared_memory, check_storage, check_visible_devices
+from cluster.devices.facts import device_facts, machine_limits
+from cluster.devices.inventory import local_inventory
+from cluster.environment import environment_record
+from raytrain.runs.storage import open_store
+
+#: Repetitions of a product whose results must be equal bit for bit.
+REPEATS = 4
+#: Width and rows of that product.
+WIDTH, ROWS = 512, 512
+#: Bytes copied to a GPU to measure the rate.
+COPIED = 64 << 20
+#: Memory that is left of what the process may use below which nothing can train.
+LEAST_MEMORY = 1 << 30
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What was measured on one device.
+
+    Attributes:
+        device: "cpu" or "cuda:0".
+        flops: number format -> FLOPs per second of the matrix products of training.
+        repeatable: number format -> whether repetitions of a product gave the same bits.
+        memory_bytes_per_s: of an operation on tensors that no cache holds.
+        copy_bytes_per_s: from pinned host memory to the GPU; None on a CPU.
+    """
+
+    device: str
+    name: str
+    flops: dict[str, float]
+    repeatable: dict[str, bool]
+    memory_bytes_per_s: float
+    copy_bytes_per_s: float | None
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """One node.
+
+    Attributes:
+        environment: as `cluster.environment.environment_record`.
+        limits: as `cluster.devices.facts.machine_limits`.
+        devices: as `cluster.devices.facts.device_facts`.
+        results: the checks of this node.
+        begin, end: unix seconds on this node's clock.
+    """
+
+    host: str
+    environment: Mapping[str, Any]
+    limits: Mapping[str, Any]
+    devices: list[dict[str, Any]]
+    results: list[CheckResult]
+    begin: float
+    end: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
+
+
+def examine(save_dir: str, token: str, name: str) -> NodeReport:
+    """Everything about this node that needs neither torch nor a GPU.
+
+    Args:
+        save_dir: `save.dir`, in whose folder `token` the driver has left a file.
+        name: of the file that this node leaves there.
+    """
+    begin = time.time()
+    inventory = local_inventory()
+    limits = machine_limits(inventory)
+    results = [
+        check_storage(save_dir), shared_storage(save_dir, token, name), check_limits(limits), check_shared_memory(),
+        check_visible_devices(), check_devices(inventory.unusable, inventory.describe()),
+    ]  # fmt: skip
+    record = environment_record(inventory=inventory)
+    return NodeReport(record["host"], record, limits, device_facts(inventory), results, begin, time.time())
+
+
+def shared_storage(save_dir: str, token: str, name: str) -> CheckResult:
+    """Whether this node reads what the driver wrote, and may write beside it."""
+    expected = "the file that the driver wrote"
+    remedy = "set save.dir to a folder that all nodes mount, or to a URI (s3://, gs://, hdfs://)"
+    try:
+        store = open_store(save_dir)
+        seen = store.read_bytes(f"{token}/driver").decode()
+        store.write_bytes(f"{token}/{name}", token.encode())
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return CheckResult("shared_storage", "fail", f"{save_dir}: {reason}", expected, remedy, "save.dir")
+    if seen != token:
+        return CheckResult("shared_storage", "fail", f"{save_dir}: another content", expected, remedy, "save.dir")
+    return CheckResult("shared_storage", "ok", f"{save_dir}: read what the driver wrote", expected)
+
+
+def check_limits(limits: Mapping[str, Any]) -> CheckResult:
+    """Cores and memory that a process may use here, and whether a cgroup allows less than the machine has."""
+    free, total, machine = (limits[f"{name}_bytes"] for name in ("memory_free", "memory_total", "machine_memory"))
+    seen = f"{limits['cores']} cores ({limits['cores_reason']}), {gib(free)} of {gib(total)} free"
+    if machine and total < 0.98 * machine:
+        seen += f"; a cgroup allows {gib(total)} of {gib(machine)}"
+    expected = f"at least 1 core and {gib(LEAST_MEMORY)}"
+    if free is not None and free < LEAST_MEMORY:
+        return CheckResult("memory", "fail", seen, expected, "end other programs, or raise the container's limit")
+    return CheckResult("memory", "ok", seen, expected)
+
+
+def check_devices(unusable: tuple[str, ...], seen: str) -> CheckResult:
+    """Whether a GPU that exists cannot be used."""
+    expected = "every GPU can be used"
+    if unusable:
+        return CheckResult("devices", "fail", "; ".join(unusable), expected, "see the reason; `nvidia-smi` lists GPUs")
+    return CheckResult("devices", "ok", seen, expected)
+
+
+def gib(count: int | None) -> str:
+    """Bytes as text."""
+    return "unknown" if count is None else f"{count / 2**30:.1f} GiB"
+
+
+def measure_node() -> list[DeviceRates]:
+    """The rates of every GPU of this node that this process sees, or of its CPU with all usable cores."""
+    import torch
+
+    from cluster.devices.limits import usable_cores
+
+    if torch.cuda.is_available():
+        return [measure(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    torch.set_num_threads(usable_cores()[0])
+    return [measure(torch.device("cpu"))]
+
+
+def measure(device: Any) -> DeviceRates:
+    """The rates of one device."""
+    import torch
+
+    from raytrain.train.compute.calibrate import formats_of, memory_rate, product_flops
+
+    formats = [name for name in formats_of(device) if name != "fp64"]
+    on_gpu = device.type == "cuda"
+    return DeviceRates(
+        device=str(device),
+        name=torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        flops={name: product_flops(device, name, width=2048 if on_gpu else WIDTH) for name in formats},
+        repeatable={name: is_repeatable(device, name) for name in formats},
+        memory_bytes_per_s=memory_rate(device),
+        copy_bytes_per_s=copy_rate(device) if on_gpu else None,
+    )
+
+
+def is_repeatable(device: Any, dtype: str) -> bool:
+    """Whether repetitions of a product give the same bits; if not, the device computes wrong results at times."""
+    import torch
+
+    from raytrain.train.precision.policy import policy_for
+
+    policy = policy_for(dtype)
+    draw = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(size, WIDTH, generator=draw).to(device, policy.master_dtype) for size in (ROWS, WIDTH))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(policy.matmul)
+    try:
+        with policy.autocast(device):
+            first = multiply(one, other)
+            return all(torch.equal(first, multiply(one, other)) for _ in range(REPEATS - 1))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def multiply(one: Any, other: Any) -> Any:
+    """The product whose repetitions are compared."""
+    return one @ other
+
+
+def copy_rate(device: Any) -> float:
+    """Bytes per second from pinned host memory to a GPU, the best of three."""
+    import torch
+
+    host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    target, best = torch.empty(COPIED, dtype=torch.uint8, device=device), 0.0
+    for _ in range(4):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        target.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+        best = max(best, COPIED / (time.perf_counter() - began))
+    return best

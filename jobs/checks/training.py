@@ -1,0 +1,192 @@
+"""The last check: one `TorchTrainer` fit in which the same workers train two steps in each supported precision."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from cluster.checks.preflight import CheckResult
+from cluster.devices.inventory import Inventory
+
+STEPS, ROWS, WIDTH, CONTEXT = 2, 8, 64, 32
+#: Bytes that the collectives move.
+MOVED = 8 << 20
+
+
+def small_job(*, workers: int, threads: int, mode: str, dtype: str) -> dict[str, Any]:
+    """A language model of some ten thousand parameters on generated text."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(97, 123, (64, CONTEXT), generator=draw)
+    return {
+        "name": "check",
+        "model": {"builder": "raytrain.models.gpt:gpt", "layers": 1, "heads": 4, "width": WIDTH, "context": CONTEXT,
+                  "vocab_size": 256},
+        "data": {"train": {"input_ids": ids, "labels": ids.roll(-1, 1)}, "eval_fraction": 0.0},
+        "precision": {"dtype": dtype},
+        "loop": {"max_steps": STEPS, "global_batch_size": ROWS * workers, "micro_batch_size": ROWS, "log_every": 1},
+        "scale": {"workers": workers, "threads": threads, "mode": mode},
+        "telemetry": {"tensorboard": False},
+    }  # fmt: skip
+
+
+def train_steps(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A worker of the fit: measure the collectives, then train in each precision; every worker's rows."""
+    import ray.train
+    from ray import cloudpickle
+
+    from raytrain.train.parallel.collectives import Workers
+
+    workers = Workers()
+    rows = [_collectives(workers)] if workers.world_size > 1 else []
+    local_rank = ray.train.get_context().get_local_rank()
+    for payload in config["jobs"]:
+        rows.append(_train(cloudpickle.loads(payload), workers, local_rank))
+    gathered = workers.all_gather_object([{**row, "rank": workers.rank} for row in rows])
+    return [row for rank_rows in gathered for row in rank_rows]
+
+
+def _train(packed: tuple[Any, Any], workers: Any, local_rank: int) -> dict[str, Any]:
+    """Two steps of a job; the row of this worker."""
+    from raytrain.execution.reporter import SilentReporter
+    from raytrain.train.session import Session
+
+    losses = list[float]()
+
+    class Losses(SilentReporter):
+        def metrics(self, row: dict[str, Any]) -> None:
+            if row["kind"] == "train":
+                losses.append(row["loss"])
+
+    job, data = packed
+    began = time.perf_counter()
+    session = Session(job, workers=workers, local_rank=local_rank, source=data)
+    dtype = str(job.planned("precision"))
+    session.prepare(dtype)
+    before = [parameter.detach().clone() for parameter in session.trainable.module.parameters()]
+    session.loop(reporter=Losses(), should_stop=lambda: False).run(session.state)
+    moved = all(
+        not (one == other).all() for one, other in zip(before, session.trainable.module.parameters(), strict=True)
+    )  # fmt: skip
+    places = sorted({str(parameter.device) for parameter in session.trainable.module.parameters()})
+    row = {"what": "training", "precision": dtype, "losses": losses, "steps": session.state.step, "moved": moved,
+           "device": str(session.device), "devices": places, "seconds": time.perf_counter() - began}  # fmt: skip
+    session.close()
+    return row
+
+
+def _collectives(workers: Any) -> dict[str, Any]:
+    """Bytes per second of an all-reduce and an all-to-all between all workers, each the best of three."""
+    import ray.train.torch
+    import torch
+    import torch.distributed as dist
+
+    device = ray.train.torch.get_device()
+    rows = MOVED // 4 // workers.world_size * workers.world_size
+    source, target = (torch.ones(rows, device=device) for _ in range(2))
+    found = dict[str, float]()
+    for name, run in (
+        ("all_reduce", lambda: dist.all_reduce(target)),
+        ("all_to_all", lambda: dist.all_to_all_single(target, source)),
+    ):
+        best = 0.0
+        for _ in range(4):
+            dist.barrier()
+            began = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = max(best, 4 * rows / (time.perf_counter() - began))
+        found[name] = best
+    return {"what": "collectives", "backend": dist.get_backend(), "world_size": workers.world_size, **found}
+
+
+def run_fit(
+    inventory: Inventory, *, workers: int, formats: Sequence[str], local: bool, interface: str | None, storage: str
+) -> list[dict[str, Any]]:
+    """The rows of every worker.
+
+    Raises:
+        RunError: the fit failed.
+    """
+    from ray import cloudpickle
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from jobs.driver.session import worker_job
+    from raytrain.errors import RunError, first_line
+    from raytrain.execution import driver_channel
+    from raytrain.execution.controller import Collectives
+    from raytrain.execution.ray_private import local_trainer
+    from raytrain.execution.trainer import worker_resources
+
+    on_gpu = bool(inventory.devices())
+    mode = "cpu" if not on_gpu else "multi_gpu" if workers > 1 else "single_gpu"
+    packed = []
+    for dtype in formats:
+        job, source = worker_job(small_job(workers=workers, threads=1, mode=mode, dtype=dtype), inventory=inventory)
+        packed.append((replace(job, import_path=""), source))
+    first = packed[0][0]
+    trainer = (local_trainer() if local else TorchTrainer)(
+        train_steps,
+        train_loop_config={"jobs": [cloudpickle.dumps(one) for one in packed]},  # pyright: ignore[reportPrivateImportUsage]
+        scaling_config=ScalingConfig(
+            num_workers=workers, use_gpu=on_gpu, resources_per_worker=worker_resources(first.plan, local=local),
+            placement_strategy=first.planned("placement"),
+        ),
+        torch_config=Collectives(  # pyright: ignore[reportArgumentType]  (as in raytrain.execution.trainer)
+            backend=first.planned("backend"), loopback=local, interface="lo" if local else interface,
+            channel=driver_channel.open_channel(),
+        ),
+        run_config=RunConfig(name="check", storage_path=storage, failure_config=FailureConfig(max_failures=0)),
+    )  # fmt: skip
+    try:
+        return trainer.fit().return_value
+    except Exception as error:  # of any worker, or of Ray
+        failures = getattr(error, "worker_failures", {})
+        ranks = [f"rank {rank}: {type(one).__name__}: {first_line(one)}" for rank, one in failures.items()]
+        raise RunError("; ".join(ranks) or f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def check_training(rows: Sequence[dict[str, Any]], *, workers: int) -> list[CheckResult]:
+    """A result for each precision, and one for the collectives."""
+    results = [_check_collectives(rows)] if workers > 1 else []
+    trained = [row for row in rows if row["what"] == "training"]
+    for dtype in dict.fromkeys(row["precision"] for row in trained):
+        mine = [row for row in trained if row["precision"] == dtype]
+        wrong = [text for row in mine if (text := _wrong(row))]
+        seconds = max(row["seconds"] for row in mine)
+        losses = ", ".join(f"{loss:.4f}" for loss in mine[0]["losses"])
+        seen = f"{len(mine)} workers, {STEPS} steps, losses {losses}, {seconds:.1f} s on {mine[0]['device']}"
+        expected = f"{STEPS} steps with finite losses that change every weight, on one device"
+        status, remedy = ("fail", "see the rank's own message above") if wrong else ("ok", "")
+        results.append(CheckResult(f"training in {dtype}", status, "; ".join(wrong) or seen, expected, remedy))
+    return results
+
+
+def _wrong(row: dict[str, Any]) -> str:
+    """What is wrong with a worker's training; "" if nothing is."""
+    who = f"rank {row['rank']}"
+    if row["steps"] != STEPS:
+        return f"{who} took {row['steps']} steps"
+    if not all(math.isfinite(loss) for loss in row["losses"]):
+        return f"{who} has the losses {row['losses']}"
+    if not row["moved"]:
+        return f"{who} has weights that no step changed"
+    if row["devices"] != [row["device"]]:
+        return f"{who} computes on {row['device']} and holds weights on {', '.join(row['devices'])}"
+    return ""
+
+
+def _check_collectives(rows: Sequence[dict[str, Any]]) -> CheckResult:
+    measured = [row for row in rows if row["what"] == "collectives"]
+    slowest = {name: min(row[name] for row in measured) / 1e9 for name in ("all_reduce", "all_to_all")}
+    seen = (
+        f"{measured[0]['world_size']} workers over {measured[0]['backend']}: all-reduce "
+        f"{slowest['all_reduce']:.2g} GB/s, all-to-all {slowest['all_to_all']:.2g} GB/s"
+    )
+    return CheckResult("collectives", "ok", seen, "both complete between all workers")
