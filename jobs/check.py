@@ -10,10 +10,10 @@ import contextlib
 import json
 import os
 import secrets
-import tempfile
+import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.checks.preflight import CheckResult, check_disk, on_each_node
+from cluster.checks.preflight import CheckResult, on_each_node
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
 from jobs.checks.compare import check_clocks, check_platform, check_rates, check_repeatable, check_versions
-from jobs.checks.node import DeviceRates, NodeReport, examine, gib, measure_node
+from jobs.checks.node import DeviceRates, NodeReport, clock, examine, gib, measure_node
 from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.job.paths import absolute_path
 from jobs.job.spec import JobSpec, load_spec
-from raytrain.errors import RunError, first_line
-from raytrain.runs.storage import open_store
+from raytrain.errors import RaytrainError, RunError, first_line
+from raytrain.runs.storage import join, open_store
 
 #: A node that has not answered by then is not part of a working cluster.
 NODE_TIMEOUT_S, RATES_TIMEOUT_S = 60.0, 180.0
@@ -136,23 +136,22 @@ def _check_machines(report: CheckReport, spec: JobSpec, activity: Activity, cons
     """Facts and checks of every node, then their rates."""
     activity.begin("waiting for every node")
     save_dir, token = absolute_path(spec.save.dir), f".raytrain-check-{secrets.token_hex(8)}"
-    with _token(save_dir, token) as why:
-        asked = time.time()
-        tasks = on_each_node(examine, save_dir, token, secrets.token_hex(4))
+    with _token(save_dir, token) as why, _listening() as driver:
+        tasks = on_each_node(examine, save_dir, token, secrets.token_hex(4), driver, spec.cluster.interface)
         report.nodes = _answers(tasks, NODE_TIMEOUT_S)
-        answered = time.time()
     for result in check_versions(report.nodes):
         _add(report, console, [result])
     _add(report, console, [check_platform(report.nodes)])
     for node, one in report.nodes.items():
         found = [result for result in one.results if result.name != "shared_storage" or not why]
-        _add(report, console, [*found, check_disk(save_dir, None)] if node == next(iter(tasks)) else found, node)
+        _add(report, console, found, node)
     if why:
         _add(report, console, [CheckResult("shared_storage", "na", why, "the driver can write there")])
-    _add(report, console, [check_clocks(report.nodes, dict.fromkeys(report.nodes, (asked, answered)))])
+    _add(report, console, [check_clocks(_clocks())])
     activity.begin("measuring the devices")
     gpus = any(row["kind"] != "cpu" for one in report.nodes.values() for row in one.devices)
-    report.rates = _answers(on_each_node(measure_node, gpus=gpus), RATES_TIMEOUT_S)
+    for nodes in _one_of_each_host(report.nodes):
+        report.rates |= _answers(on_each_node(measure_node, gpus=gpus, only=nodes), RATES_TIMEOUT_S)
     _add(report, console, [check_repeatable(report.rates), *check_rates(report.rates)])
 
 
@@ -165,18 +164,53 @@ def _check_training(
     gpus, nodes = len(inventory.devices()), sum(node.cpus > 0 for node in inventory.nodes)
     workers = gpus or (nodes if nodes > 1 else CPU_WORKERS)
     formats = [name for name in ("fp32", "tf32", "bf16", "fp16") if _everywhere(report, name)]
-    with tempfile.TemporaryDirectory(prefix="rt-check-") as scratch:
-        storage = os.path.join(cluster.folder, "t") if cluster.local else absolute_path(spec.save.dir)
-        try:
-            report.training = run_fit(
-                inventory, workers=workers, formats=formats, local=cluster.local, interface=spec.cluster.interface,
-                storage=storage or scratch,
-            )  # fmt: skip
-        except RunError as error:
-            failed = CheckResult("training", "fail", first_line(error), f"{workers} workers train", "see the message")
-            _add(report, console, [failed])
-            return
+    save_dir, name = absolute_path(spec.save.dir), f".raytrain-check-{secrets.token_hex(8)}"
+    storage = os.path.join(cluster.folder, "t") if cluster.local else join(save_dir, name)
+    try:
+        report.training = run_fit(
+            inventory, workers=workers, formats=formats, local=cluster.local, interface=spec.cluster.interface,
+            storage=storage,
+        )  # fmt: skip
+    except RunError as error:
+        failed = CheckResult("training", "fail", first_line(error), f"{workers} workers train", "see the message")
+        _add(report, console, [failed])
+        return
+    finally:
+        if not cluster.local:
+            open_store(save_dir).delete_tree(name)
     _add(report, console, check_training(report.training, workers=workers))
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[tuple[str, int]]:
+    """A port of this machine that accepts connections, with the address that the cluster knows it by."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    with socket.create_server((host, 0), backlog=1024) as server:
+        yield host, server.getsockname()[1]
+
+
+def _clocks() -> dict[str, tuple[float, float, float]]:
+    """node -> (when the driver asked, what its clock said, when the answer was there), one node after the other."""
+    found = dict[str, tuple[float, float, float]]()
+    for node in _answers(on_each_node(clock), NODE_TIMEOUT_S):  # the processes have started now
+        asked = time.time()
+        said = _answers(on_each_node(clock, only=[node]), NODE_TIMEOUT_S)[node]
+        found[node] = (asked, said, time.time())
+    return found
+
+
+def _one_of_each_host(nodes: Mapping[str, NodeReport]) -> list[list[str]]:
+    """The nodes in groups that can be measured at the same time: several nodes of one machine share its cores."""
+    turns = list[list[str]]()
+    seen = Counter[str]()
+    for node, report in nodes.items():
+        turn = seen[report.host]
+        seen[report.host] += 1
+        turns += [[]] * (turn == len(turns))
+        turns[turn] = [*turns[turn], node]
+    return turns
 
 
 def _everywhere(report: CheckReport, dtype: str) -> bool:
@@ -186,10 +220,10 @@ def _everywhere(report: CheckReport, dtype: str) -> bool:
 @contextlib.contextmanager
 def _token(save_dir: str, token: str) -> Iterator[str]:
     """Leaves a file for the nodes below `save_dir`; yields why that is impossible, or ""."""
-    store = open_store(save_dir)
     try:
+        store = open_store(save_dir)
         store.write_bytes(f"{token}/driver", token.encode())
-    except OSError as error:
+    except (OSError, ValueError, ImportError, RaytrainError) as error:
         yield f"{save_dir}: {first_line(error)}"
         return
     try:
@@ -262,5 +296,5 @@ def run_check(path: Path | None, overrides: Sequence[str], *, quick: bool, as_js
     else:
         memory = min((one.limits["memory_free_bytes"] or 0 for one in report.nodes.values()), default=0)
         took = f"{report.seconds['machines']:.1f} s for the machines, {report.seconds['all']:.1f} s in all"
-        console.print(f"{report.line()}; {gib(memory)} free; {took}", markup=False, soft_wrap=True)
+        console.print(f"{report.line()}; {gib(memory)} free; {took}", markup=False)
     return 1 if report.failed else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -233,23 +233,29 @@ def _ask_nodes(paths: list[str]) -> dict[str, list[str]]:
     return dict(zip(tasks, ray.get(list(tasks.values()), timeout=60), strict=True))
 
 
-def on_each_node(function: Callable[..., Any], *args: Any, gpus: bool = False) -> dict[str, Any]:
+def on_each_node(
+    function: Callable[..., Any], *args: Any, gpus: bool = False, only: Collection[str] | None = None
+) -> dict[str, Any]:  # fmt: skip
     """Starts a task on each live node of the connected cluster: address -> reference to the result.
 
     Args:
         gpus: each task takes all GPUs of its node; else it takes nothing.
+        only: the nodes, as an earlier call named them; None for all.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    remote, found = ray.remote(function), dict[str, Any]()
+    remote, found, names = ray.remote(function), dict[str, Any](), set[str]()
     for node in ray.nodes():
         if not node["Alive"]:
             continue
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         slots = node["Resources"].get("GPU", 0) if gpus else 0
         name = node["NodeManagerAddress"]
-        name = name if name not in found else f"{name} ({node['NodeID'][:8]})"
+        name = name if name not in names else f"{name} ({node['NodeID'][:8]})"
+        names.add(name)
+        if only is not None and name not in only:
+            continue
         found[name] = remote.options(num_cpus=0, num_gpus=slots, scheduling_strategy=strategy).remote(*args)
     return found
 

@@ -163,10 +163,9 @@ def driver_version(*, nvml: Any = None) -> str | None:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return None
-    try:
-        return _text(nvml.nvmlSystemGetDriverVersion())
-    finally:
-        nvml.nvmlShutdown()
+    version = _or_none(nvml, lambda: _text(nvml.nvmlSystemGetDriverVersion()))
+    nvml.nvmlShutdown()
+    return version
 
 
 def cuda_of_driver(*, nvml: Any = None) -> tuple[int, int] | None:

@@ -56,25 +56,20 @@ def check_platform(reports: Mapping[str, NodeReport]) -> CheckResult:
     return CheckResult("platform", "ok", seen, expected)
 
 
-def check_clocks(reports: Mapping[str, NodeReport], asked: Mapping[str, tuple[float, float]]) -> CheckResult:
+def check_clocks(clocks: Mapping[str, tuple[float, float, float]]) -> CheckResult:
     """Whether the nodes' clocks agree with the driver's.
 
     Args:
-        asked: node -> when the driver asked and had the answer, on its own clock: a node's clock can be placed no
-            better than within this time.
+        clocks: node -> when the driver asked, what the node's clock said, and when the driver had the answer. A clock
+            can be placed no better than within that time.
     """
-    skews = {node: skew(report, *asked[node]) for node, report in reports.items()}
+    skews = {node: max(asked - said, said - answered, 0.0) for node, (asked, said, answered) in clocks.items()}
     worst = max(skews, key=lambda node: skews[node])
     expected = f"less than {CLOCK_S:g} s apart"
     if skews[worst] >= CLOCK_S:
         seen = ", ".join(f"{node} {value:.1f} s" for node, value in skews.items() if value >= CLOCK_S)
         return CheckResult("clocks", "warn", f"at least {seen} away", expected, "run a time service (chrony, ntp)")
     return CheckResult("clocks", "ok", f"{len(skews)} nodes agree" if len(skews) > 1 else "one node", expected)
-
-
-def skew(report: NodeReport, asked: float, answered: float) -> float:
-    """Seconds by which a node's clock must differ at least from the driver's, since it worked between two times."""
-    return max(asked - report.begin, report.end - answered, 0.0)
 
 
 def check_repeatable(rates: Mapping[str, Sequence[DeviceRates]]) -> CheckResult:

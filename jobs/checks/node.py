@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.checks.preflight import CheckResult, check_shared_memory, check_storage, check_visible_devices
+from cluster.checks.preflight import CheckResult, check_disk, check_shared_memory, check_storage, check_visible_devices
 from cluster.devices.facts import device_facts, machine_limits
 from cluster.devices.inventory import local_inventory
 from cluster.environment import environment_record
+from raytrain.errors import RaytrainError, first_line
 from raytrain.runs.storage import open_store
 
 #: Repetitions of a product whose results must be equal bit for bit.
@@ -21,6 +23,7 @@ WIDTH, ROWS = 512, 512
 COPIED = 64 << 20
 #: Memory that is left of what the process may use below which nothing can train.
 LEAST_MEMORY = 1 << 30
+CONNECT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class DeviceRates:
         repeatable: number format -> whether repetitions of a product gave the same bits.
         memory_bytes_per_s: of an operation on tensors that no cache holds.
         copy_bytes_per_s: from pinned host memory to the GPU; None on a CPU.
+        cudnn: version of cuDNN (of MIOpen on ROCm); None on a CPU.
     """
 
     device: str
@@ -41,6 +45,7 @@ class DeviceRates:
     repeatable: dict[str, bool]
     memory_bytes_per_s: float
     copy_bytes_per_s: float | None
+    cudnn: int | None
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,6 @@ class NodeReport:
         limits: as `cluster.devices.facts.machine_limits`.
         devices: as `cluster.devices.facts.device_facts`.
         results: the checks of this node.
-        begin, end: unix seconds on this node's clock.
     """
 
     host: str
@@ -60,30 +64,53 @@ class NodeReport:
     limits: Mapping[str, Any]
     devices: list[dict[str, Any]]
     results: list[CheckResult]
-    begin: float
-    end: float
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
         return asdict(self)
 
 
-def examine(save_dir: str, token: str, name: str) -> NodeReport:
+def examine(save_dir: str, token: str, name: str, driver: tuple[str, int], interface: str | None) -> NodeReport:
     """Everything about this node that needs neither torch nor a GPU.
 
     Args:
         save_dir: `save.dir`, in whose folder `token` the driver has left a file.
         name: of the file that this node leaves there.
+        driver: the address and a port on which the driver accepts connections.
+        interface: `cluster.interface`, None for the one that Ray uses.
     """
-    begin = time.time()
     inventory = local_inventory()
     limits = machine_limits(inventory)
     results = [
-        check_storage(save_dir), shared_storage(save_dir, token, name), check_limits(limits), check_shared_memory(),
-        check_visible_devices(), check_devices(inventory.unusable, inventory.describe()),
+        check_storage(save_dir), shared_storage(save_dir, token, name), check_disk(save_dir, None),
+        check_limits(limits), check_shared_memory(), check_network(driver, interface), check_visible_devices(),
+        check_devices(inventory.unusable, inventory.describe()),
     ]  # fmt: skip
     record = environment_record(inventory=inventory)
-    return NodeReport(record["host"], record, limits, device_facts(inventory), results, begin, time.time())
+    return NodeReport(record["host"], record, limits, device_facts(inventory), results)
+
+
+def check_network(driver: tuple[str, int], interface: str | None) -> CheckResult:
+    """Whether this node reaches the driver's machine on a port of its own choice, and has the configured interface."""
+    host, port = driver
+    expected = f"a connection to {host}, and the interface {interface or 'that Ray uses'}"
+    names = [name for _, name in socket.if_nameindex()]
+    if interface is not None and interface not in names:
+        seen = f"no interface {interface}: this node has {', '.join(names)}"
+        return CheckResult("network", "fail", seen, expected, "set cluster.interface", "cluster.interface")
+    began = time.perf_counter()
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError as error:
+        remedy = "open the ports between the nodes (ephemeral ports too: gloo and NCCL choose them)"
+        return CheckResult("network", "fail", f"{host}:{port}: {error}", expected, remedy)
+    took = 1e3 * (time.perf_counter() - began)
+    return CheckResult("network", "ok", f"{host} connected in {took:.1f} ms", expected)
+
+
+def clock() -> float:
+    """Unix seconds on this node's clock."""
+    return time.time()
 
 
 def shared_storage(save_dir: str, token: str, name: str) -> CheckResult:
@@ -94,9 +121,8 @@ def shared_storage(save_dir: str, token: str, name: str) -> CheckResult:
         store = open_store(save_dir)
         seen = store.read_bytes(f"{token}/driver").decode()
         store.write_bytes(f"{token}/{name}", token.encode())
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return CheckResult("shared_storage", "fail", f"{save_dir}: {reason}", expected, remedy, "save.dir")
+    except (OSError, ValueError, ImportError, RaytrainError) as error:
+        return CheckResult("shared_storage", "fail", f"{save_dir}: {first_line(error)}", expected, remedy, "save.dir")
     if seen != token:
         return CheckResult("shared_storage", "fail", f"{save_dir}: another content", expected, remedy, "save.dir")
     return CheckResult("shared_storage", "ok", f"{save_dir}: read what the driver wrote", expected)
@@ -143,17 +169,19 @@ def measure(device: Any) -> DeviceRates:
     """The rates of one device."""
     import torch
 
+    from cluster.devices.limits import cpu_description
     from raytrain.train.compute.calibrate import formats_of, memory_rate, product_flops
 
     formats = [name for name in formats_of(device) if name != "fp64"]
     on_gpu = device.type == "cuda"
     return DeviceRates(
         device=str(device),
-        name=torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        name=torch.cuda.get_device_name(device) if on_gpu else cpu_description()[0],
         flops={name: product_flops(device, name, width=2048 if on_gpu else WIDTH) for name in formats},
         repeatable={name: is_repeatable(device, name) for name in formats},
         memory_bytes_per_s=memory_rate(device),
         copy_bytes_per_s=copy_rate(device) if on_gpu else None,
+        cudnn=torch.backends.cudnn.version() if on_gpu else None,
     )
 
 

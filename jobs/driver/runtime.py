@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import shutil
 import socket
 import sys
@@ -121,6 +122,8 @@ def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:
         _start_private(cluster.folder, options)
     else:
         try:
+            if re.fullmatch(r"[^/]+:\d+", cluster.address) and not answers(cluster.address):
+                raise ConnectionError("nothing answers there")
             _init(cluster.address, options)
         except Exception as error:  # Ray raises plain `Exception` too
             raise InputError(

@@ -176,3 +176,22 @@ def test_a_run_continues_after_nodes_under_its_workers_and_hosts_are_lost(tmp_pa
         assert f"node {row['node']} was lost: {', '.join(named)} ran there; " in answer["out"]
     assert "gloo/" not in answer["out"] and "Traceback" not in answer["out"], answer["out"]
     assert "state-dump" not in answer["out"], "Ray's own pages about a dead node"
+
+
+@pytest.mark.timeout(240)
+def test_every_node_of_a_cluster_is_checked_and_trains(tmp_path: Path) -> None:
+    answer = answer_of("checked_nodes.py", tmp_path, timeout=220)
+    report = answer["report"]
+    assert answer["code"] == 0, report
+    assert list(report["nodes"]) == ["127.0.0.1", "127.0.0.2"] == list(report["rates"])
+    for node in report["nodes"]:
+        assert [check["name"] for check in report["checks"] if check["node"] == node][:2] == [
+            "storage",
+            "shared_storage",
+        ]
+    trained = [row for row in report["training"] if row["what"] == "training"]
+    assert {row["rank"] for row in trained} == {0, 1}
+    (moved,) = [check for check in report["checks"] if check["name"] == "collectives"]
+    assert moved["status"] == "ok" and moved["seen"].startswith("2 workers over gloo")
+    assert answer["left"] == [], "nothing is left where the nodes wrote"
+    assert answer["lost"]["code"] == 1 and "did not answer" in answer["lost"]["err"], answer["lost"]

@@ -112,6 +112,9 @@ class Nvml:
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
         return self.cuda
 
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.65.06"
+
     def nvmlDeviceGetCount(self) -> int:
         self._may_fail("nvmlDeviceGetCount")
         return len(self.gpus)
