@@ -268,16 +268,22 @@ def _add(report: CheckReport, console: Console, results: Sequence[CheckResult], 
     several = len(report.nodes) > 1
     for result in results:
         report.results.append((node, result))
+        wrong = result.status in ("warn", "fail")
+        seen = f"{node}: {result.seen}" if node and several else result.seen
+        remedy = f"expected {result.expected}{'; ' * bool(result.remedy)}{result.remedy}"
+        name = result.name.replace("_", " ")
+        if not console.is_terminal:
+            console.print(f"{SIGNS[result.status]:<9} {name:<19} {seen}", markup=False, soft_wrap=True)
+            if wrong:
+                console.print(f"{'':<29} {remedy}", markup=False, soft_wrap=True)
+            continue
         table = Table(box=None, show_header=False, pad_edge=False, expand=False)
         table.add_column(width=8, style=COLOURS[result.status])
         table.add_column(width=18, overflow="fold")
         table.add_column(overflow="fold")
-        seen = f"{node}: {result.seen}" if node and several else result.seen
-        wrong = result.status in ("warn", "fail")
-        table.add_row(SIGNS[result.status], result.name.replace("_", " "), seen)
+        table.add_row(SIGNS[result.status], name, seen)
         if wrong:
-            remedy = f"; {result.remedy}" if result.remedy else ""
-            table.add_row("", "", f"expected {result.expected}{remedy}", style="dim")
+            table.add_row("", "", remedy, style="dim")
         console.print(table, markup=False, highlight=False)
 
 

@@ -84,7 +84,8 @@ def check_repeatable(rates: Mapping[str, Sequence[DeviceRates]]) -> CheckResult:
         remedy = "take it out of the cluster (scale.accelerator, CUDA_VISIBLE_DEVICES) and test its memory"
         return CheckResult("repeated_products", "fail", f"different results on {', '.join(wrong)}", expected, remedy)
     count = sum(len(devices) for devices in rates.values())
-    return CheckResult("repeated_products", "ok", f"{count} devices, each format", expected)
+    seen = f"{count} device{'s' * (count != 1)}, each format"
+    return CheckResult("repeated_products", "ok", seen, expected)
 
 
 def check_rates(rates: Mapping[str, Sequence[DeviceRates]]) -> list[CheckResult]:

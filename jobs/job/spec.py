@@ -44,8 +44,6 @@ RESUME_MAY_CHANGE = (
 )  # fmt: skip
 """Keys and entire sections that a job given with ``--resume`` may change, except ``save.dir``."""
 
-LATER_VERBS = ("check",)
-
 Name = Annotated[
     str,
     Field(
@@ -244,17 +242,11 @@ def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
 
 
 def refuse_later(spec: JobSpec, verb: str) -> None:
-    """Refuse a verb or value that is valid but does not exist in this version yet.
+    """Refuse a value that is valid but does not exist in this version yet.
 
     Raises:
-        InputError: names the verb, or the first such key and what to use instead.
+        InputError: names the first such key and what to use instead.
     """
-    if verb in LATER_VERBS:
-        raise InputError(
-            verb,
-            got="a verb that is not available in this version",
-            expected="train, tune, plan, infer, export, recipes, report, submit or bench",
-        )
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
         raise InputError(
             "scale.strategy",

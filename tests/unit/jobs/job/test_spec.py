@@ -298,13 +298,6 @@ def test_features_of_this_version_are_not_refused() -> None:
         refuse_later(load_spec().spec, verb)
 
 
-@pytest.mark.parametrize("verb", ["check", "submit"])
-def test_a_verb_of_a_later_version_is_refused(verb: str) -> None:
-    with pytest.raises(InputError) as caught:
-        refuse_later(load_spec().spec, verb)
-    assert caught.value.key == verb
-
-
 def test_a_value_is_checked_before_the_question_whether_it_is_built() -> None:
     assert mistake(None, ["scale.workers=[4, 2]"]).key == "scale.workers"
     assert mistake(None, ["experts.hosts={A100: none}"]).key == "experts.hosts"
