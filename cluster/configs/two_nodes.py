@@ -63,7 +63,7 @@ def _start(nodes: Sequence[dict[str, Any]], *, port: int, folder: str) -> Any:
         )
         # without this file, a job would take the address of any other cluster on this machine
         with open(os.path.join(folder, f"r{number}", "ray_current_cluster"), "w") as file:
-            file.write(started.gcs_address)
+            file.write(str(started.gcs_address))
     return started
 
 

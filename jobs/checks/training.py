@@ -145,7 +145,8 @@ def run_fit(
         run_config=RunConfig(name="check", storage_path=storage, failure_config=FailureConfig(max_failures=0)),
     )  # fmt: skip
     try:
-        return trainer.fit().return_value
+        result: Any = trainer.fit().return_value
+        return result
     except Exception as error:  # of any worker, or of Ray
         failures = getattr(error, "worker_failures", {})
         ranks = [f"rank {rank}: {type(one).__name__}: {first_line(one)}" for rank, one in failures.items()]

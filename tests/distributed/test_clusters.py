@@ -1,0 +1,134 @@
+"""The development cluster and the SLURM script, run: two nodes each, on loopback, with a token."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import configs
+
+LIMIT_S = 200
+
+
+def two_node_job(place: Any, guest_job: Callable[..., Any], *, cores: int) -> None:
+    """A job on two workers, each of which takes a whole node; it has no save.dir."""
+    place.write(guest_job(loop={"max_steps": 4}, scale={"workers": 2, "threads": cores}))
+
+
+def assert_on_both_nodes(run: Any, *, cores: int) -> None:
+    """Two workers ran, each of which takes all cores of a node."""
+    nodes = json.loads((run.path / "plan.json").read_text())["inventory"]["nodes"]
+    assert [node["cpus"] for node in nodes] == [cores, cores]
+    (attempt,) = run.events("attempt")
+    assert attempt["workers"] == 2
+
+
+def without_secret(run: Path, token: str) -> bool:
+    files = [path for path in run.rglob("*") if path.is_file()]
+    return len(files) > 10 and not [path for path in files if token.encode() in path.read_bytes()]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.covers("NODE-07")
+def test_the_development_cluster_has_two_nodes_on_loopback(
+    start_python: Callable[..., Any], place: Any, guest_job: Callable[..., Any], free_port: int
+) -> None:
+    command = start_python("-m", "cluster.configs.two_nodes", "--port", str(free_port), cwd=place.folder, env=place.env)
+    lines: list[str] = []
+    while len(lines) < 2:
+        lines.append(command.process.stdout.readline())
+        assert lines[-1], command.finish(timeout=10).text
+    told = dict(re.findall(r"(\w+)=(\S+)", "".join(lines)))
+    assert told["RAY_API_SERVER_ADDRESS"] == f"http://127.0.0.1:{free_port}" and told["RAY_AUTH_MODE"] == "token"
+    token = Path(told["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+
+    two_node_job(place, guest_job, cores=2)
+    given = ("-m", "jobs", "submit", "train", "job.yaml", f"save.dir={place.folder / 'runs'}")
+    refused = start_python(*given, cwd=place.folder, env=place.env | told | {"RAY_AUTH_TOKEN": "no"})
+    assert refused.finish(timeout=LIMIT_S).code == 2
+    done = start_python(*given, cwd=place.folder, env=place.env | told).finish(timeout=LIMIT_S)
+    assert done.code == 0, done.text
+    run = place.run
+    assert len(run.losses()) == 4 and run.plan["workers"]["value"] == 2
+    assert_on_both_nodes(run, cores=2)
+    environment = json.loads((run.path / "environment.json").read_text())
+    assert environment["host"]
+    listening = place.listening()
+    assert listening and listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
+    assert without_secret(run.path, token.read_text())
+    command.process.send_signal(signal.SIGTERM)
+    assert command.process.wait(timeout=60) == 0
+    assert not token.parent.exists()
+
+
+SRUN = """#!{python}
+import os, signal, sys
+command = [each for each in sys.argv[1:] if not each.startswith(("--nodes=", "--ntasks=", "--nodelist=", "--overlap"))]
+with open("srun.log", "a") as log:
+    print(" ".join(sys.argv[1:]), file=log)
+if command[0] == "hostname":
+    print("127.0.0.1")
+elif "--head" in command:
+    os.execvp("ray", command)
+else:  # `ray start --address` listens on every interface; this joins like it, on loopback
+    import ray._private.node, ray._private.parameter
+    options = dict(each[2:].partition("=")[::2] for each in command if "=" in each)
+    parameters = ray._private.parameter.RayParams(
+        gcs_address=options["address"], node_ip_address="127.0.0.1", num_cpus=int(options["num-cpus"]),
+        num_gpus=int(options["num-gpus"]), object_store_memory=150 << 20, min_worker_port=0, max_worker_port=0,
+        node_manager_port=0, include_log_monitor=False, temp_dir=os.environ["TMPDIR"] + "/b",
+    )
+    node = ray._private.node.Node(parameters, head=False, shutdown_at_exit=True, spawn_reaper=False)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.pause()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_the_slurm_script_trains_on_all_nodes_and_leaves_no_token(
+    place: Any, guest_job: Callable[..., Any], free_ports: Callable[[int], list[int]]
+) -> None:
+    """With stand-ins for `srun` and `scontrol` that run everything here."""
+    bin_folder = place.folder / "bin"
+    bin_folder.mkdir()
+    for name, text in {
+        "srun": SRUN.format(python=sys.executable),
+        "scontrol": "#!/bin/sh\n[ \"$*\" = 'show hostnames a,b' ] && printf 'a\\nb\\n'\n",
+    }.items():
+        (bin_folder / name).write_text(text)
+        (bin_folder / name).chmod(0o755)
+    two_node_job(place, guest_job, cores=1)
+    port, client, agent = free_ports(3)
+    env = {
+        "PATH": os.pathsep.join([str(bin_folder), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "1", "RAY_PORT": str(port),
+        "RAY_HEAD_OPTIONS": f"--temp-dir={place.temp}/a --ray-client-server-port={client} "
+        f"--dashboard-agent-listen-port={agent}",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "OMP_NUM_THREADS": "1",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    }  # fmt: skip
+    script = Path(configs.__path__[0]) / "slurm.sh"
+    done = subprocess.run(
+        ["bash", str(script), "train", "job.yaml", f"save.dir={place.folder / 'runs'}"],
+        cwd=place.folder, env={**os.environ, **place.env, **env}, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = place.run
+    assert run.result["status"] == "done" and len(run.losses()) == 4
+    assert_on_both_nodes(run, cores=1)
+    calls = (place.folder / "srun.log").read_text().splitlines()
+    assert [("--nodelist=a" in call, "--nodelist=b" in call) for call in calls].count((True, False)) == 2
+    assert [call for call in calls if "--nodelist=b" in call and f"--address=127.0.0.1:{port}" in call]
+    assert not list(place.folder.glob(".raytrain-token-*"))
+    assert not place.titles("raylet")
