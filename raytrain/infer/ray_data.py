@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import traceback
@@ -14,12 +16,14 @@ from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
 from raytrain.infer.batch_size import BatchChoice
 from raytrain.infer.output.progress import WorkerProgress
-from raytrain.infer.stages.actors import end_replica, remote_pipeline
+from raytrain.infer.stages.actors import remote_pipeline
 from raytrain.infer.stages.links import StageLost
+from raytrain.infer.stages.places import ReplicaPlaces
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
 
-#: Actors in a row that may die while they start, as where a node is lost; errors of the model do not count as such.
+#: Actors in a row that may die while they start, as where a node is lost, and replicas in a row that may lose a stage
+#: before they have computed a unit; errors of the model do not count as such.
 LOST_STARTS = 3
 RESULT = "result"
 
@@ -39,31 +43,59 @@ class UnitActor:
 
         context = ray.get_runtime_context()
         needs = {"cpus": cpus, "gpus": gpus, "accelerator": accelerator}
-        connect = None if work.split is None else partial(remote_pipeline, work, **needs)
-        name = f"{context.get_node_id()[:8]}-{os.getpid()}"
+        self._work, self._name = work, f"{context.get_node_id()[:8]}-{os.getpid()}"
+        self._connect = None if work.split is None else partial(remote_pipeline, work, **needs)
         make_importable(work.import_path)
-        self._worker = InferenceWorker(work, name, WorkerProgress(work.parts, name).report, connect)
+        self._worker = self._new_worker()
         self._error: RaytrainError | None = None
-        try:
-            self._worker.load()
-        except Exception as error:
-            self._error = _as_own(error, "the model did not load")
+        self._lost = 0
+        self._load()
+
+    def _new_worker(self) -> InferenceWorker:
+        return InferenceWorker(
+            self._work, self._name, WorkerProgress(self._work.parts, self._name).report, self._connect
+        )  # fmt: skip
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         numbers, starts, rows = (batch[name].tolist() for name in ("number", "start", "rows"))
         return {RESULT: [self._run(Unit(*one)) for one in zip(numbers, starts, rows, strict=True)]}
 
+    def _load(self) -> None:
+        """Load the model, again where a stage ends meanwhile; keeps the error."""
+        while self._error is None:
+            try:
+                self._worker.load()
+                return
+            except StageLost as error:
+                reason = str(error)
+            except Exception as error:
+                self._error = _as_own(error, "the model did not load")
+                return
+            self._count_lost(reason)
+
+    def _count_lost(self, reason: str) -> None:
+        """Let go of a replica that lost a stage, for a new one; an error, once `LOST_STARTS` have computed nothing."""
+        self._worker.close()
+        self._worker = self._new_worker()
+        gc.collect()  # the tensors of the first stage
+        self._lost += 1
+        if self._lost >= LOST_STARTS:
+            self._error = RunError(f"{self._lost} times in a row a stage ended before a unit was complete; {reason}")
+
     def _run(self, unit: Unit) -> str:
         """The report of a unit as JSON, or the error."""
-        if self._error is not None:
-            return _encoded(self._error)
-        try:
-            return json.dumps(asdict(self._worker.run(unit)))
-        except StageLost:
-            end_replica()
-            raise
-        except Exception as error:
-            return _encoded(_as_own(error, f"rows {unit.start} to {unit.start + unit.rows} failed"))
+        while self._error is None:
+            try:
+                report = self._worker.run(unit)
+                self._lost = 0
+                return json.dumps(asdict(report))
+            except StageLost as error:
+                reason = str(error)
+            except Exception as error:
+                return _encoded(_as_own(error, f"rows {unit.start} to {unit.start + unit.rows} failed"))
+            self._count_lost(reason)
+            self._load()
+        return _encoded(self._error)
 
 
 def _as_own(error: Exception, what: str) -> RaytrainError:
@@ -127,7 +159,8 @@ def run_units(
         cpus, gpus: Ray resources of each actor; of each stage where the model is divided.
         accelerator: Ray's type of the GPU that each actor needs; None for any.
     Raises:
-        RaytrainError: the model does not load in an actor, or a unit cannot be computed.
+        RaytrainError: the model does not load in an actor, a unit cannot be computed, or the cluster has no room for
+            the stages of a divided model.
     """
     import ray
     from ray.data import ActorPoolStrategy, DataContext
@@ -137,15 +170,22 @@ def run_units(
     context.print_on_execution_start = False
     context.max_consecutive_actor_init_deaths = LOST_STARTS
     required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
-    items = [asdict(unit) for unit in units]
-    rows = ray.data.from_items(items, override_num_blocks=len(items))
-    finished = rows.map_batches(
-        UnitActor, fn_constructor_args=(work, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
-        num_cpus=cpus, num_gpus=gpus or None, **required,
-        compute=ActorPoolStrategy(min_size=at_once, max_size=workers, max_tasks_in_flight_per_actor=2),
-    )  # fmt: skip
-    for row in finished.iter_rows():
-        yield _decoded(row[RESULT])
+    with contextlib.ExitStack() as stack:
+        if work.split is not None:
+            places = ReplicaPlaces(
+                workers, work.split.plan.stages, cpus=cpus, gpus=gpus, accelerator=accelerator, at_once=at_once
+            )
+            stack.callback(places.close)
+            required["ray_remote_args_fn"] = places.next_first_stage
+        items = [asdict(unit) for unit in units]
+        rows = ray.data.from_items(items, override_num_blocks=len(items))
+        finished = rows.map_batches(
+            UnitActor, fn_constructor_args=(work, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
+            num_cpus=cpus, num_gpus=gpus or None, **required,
+            compute=ActorPoolStrategy(min_size=at_once, max_size=workers, max_tasks_in_flight_per_actor=2),
+        )  # fmt: skip
+        for row in finished.iter_rows():
+            yield _decoded(row[RESULT])
 
 
 def dataset_tables(dataset: Any) -> Iterator[Any]:

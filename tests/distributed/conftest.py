@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -50,6 +51,36 @@ def merged_job(name: str = "guest", **sections: dict[str, Any]) -> dict[str, Any
 def guest_job() -> Callable[..., dict[str, Any]]:
     """`guest_job(section={...})`: a small job on the guest's model and data, with these keys."""
     return merged_job
+
+
+def answer_of_script(script: str, *arguments: object, timeout: float) -> Any:
+    """What a script of the guest folder, which starts its own cluster, prints as a JSON line after "ANSWER".
+
+    Args:
+        arguments: after the temp dir for Ray.
+        timeout: in seconds.
+    """
+    short = tempfile.mkdtemp(prefix="rtn-")  # socket paths end at 107 bytes
+    process = subprocess.Popen(
+        [sys.executable, str(GUEST / script), short, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        shutil.rmtree(short, ignore_errors=True)
+    lines = [line for line in out.splitlines() if line.startswith("ANSWER ")]
+    assert lines, f"{out}\n{err}"
+    return json.loads(lines[-1][7:])
+
+
+@pytest.fixture(scope="session")
+def answer_of() -> Callable[..., Any]:
+    """`answer_of(script, *arguments, timeout=)`: what a script of the guest folder answers."""
+    return answer_of_script
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from raytrain.infer.ray_data import LOST_STARTS
 from raytrain.models.weights.stored import export_weights
 
 ROWS, UNIT = 400, 20
@@ -90,10 +87,14 @@ from torch import nn
 class Fragile(nn.Linear):
     """The last layer; its process is killed in the 9th pass, the first time that a marker can be made."""
 
-    passes, marker = 0, None
+    passes, marker, always = 0, None, None
 
     def forward(self, x):
         self.passes += 1
+        if self.always:
+            with open(self.always, "a") as starts:
+                starts.write("killed\\n")
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.marker and self.passes == 9:
             try:
                 os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
@@ -105,19 +106,30 @@ class Fragile(nn.Linear):
 
 
 class Stack(nn.Module):
-    def __init__(self, marker):
+    def __init__(self, marker, always):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), Fragile(64, 3))
-        self.net[-1].marker = marker
+        self.net[-1].marker, self.net[-1].always = marker, always
 
     def forward(self, x):
         return self.net(x)
 
 
-def build(marker=None):
+def build(marker=None, always=None):
     torch.manual_seed(0)
-    return Stack(marker)
+    return Stack(marker, always)
 '''
+
+
+def write_staged(folder: Path) -> None:
+    """staged.py, its weights and in.parquet."""
+    (folder / "staged.py").write_text(STAGED)
+    built: dict[str, Any] = {}
+    exec(STAGED, built)
+    export_weights(built["build"]().state_dict(), str(folder / "model.safetensors"))
+    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+    columns = {"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 4)}
+    parquet.write_table(pa.table(columns), folder / "in.parquet", row_group_size=30)
 
 
 @pytest.mark.timeout(300)
@@ -126,13 +138,7 @@ def test_replicas_of_two_stages_answer_as_the_whole_model_also_when_a_stage_is_k
     run_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Four processes, of which the second stage of one replica dies: the whole replica starts again."""
-    (tmp_path / "staged.py").write_text(STAGED)
-    built: dict[str, Any] = {}
-    exec(STAGED, built)
-    export_weights(built["build"]().state_dict(), str(tmp_path / "model.safetensors"))
-    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
-    columns = {"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 4)}
-    parquet.write_table(pa.table(columns), tmp_path / "in.parquet", row_group_size=30)
+    write_staged(tmp_path)
     common = ("infer", "staged:build", "model.init_from=model.safetensors", "infer.input=in.parquet",
               f"infer.unit_rows={UNIT}", "infer.batch_size=5", "scale.threads=1")  # fmt: skip
     whole = run_cli(*common, "infer.output=one", cwd=tmp_path)
@@ -152,6 +158,45 @@ def test_replicas_of_two_stages_answer_as_the_whole_model_also_when_a_stage_is_k
     assert stages["bubble"] == pytest.approx(1 - sum(stages["busy"]) / 2)
     assert stages["expected_bubble"] == pytest.approx(1 / (stages["passes"] / stages["rounds"] + 1))
     assert "stages were busy" in split.text
+
+
+@pytest.fixture(scope="module")
+def placed(tmp_path_factory: pytest.TempPathFactory, answer_of: Callable[..., Any]) -> tuple[Path, dict[str, Any]]:
+    """A folder with a model for two stages, and what became of the jobs of stage_places.py."""
+    folder = tmp_path_factory.mktemp("placed")
+    write_staged(folder)
+    return folder, answer_of("stage_places.py", folder, timeout=200)
+
+
+@pytest.mark.timeout(220)
+def test_a_replica_without_room_for_its_stages_names_what_is_free_and_gives_its_places_back(
+    placed: tuple[Path, dict[str, Any]],
+) -> None:
+    seen = placed[1]["without room"]
+    assert seen["error"] == (
+        "infer.stages: got 2 stages, which need 2 CPU, expected as much free in the cluster within 2 s, where 1 of 3"
+        " CPU are free; lower infer.stages, wait until other jobs end, or add nodes"
+    )
+    assert seen["left"] == []
+
+
+@pytest.mark.timeout(220)
+def test_three_replicas_with_room_for_one_do_not_hold_half_of_their_stages_each(
+    placed: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, seen = placed
+    assert seen["three"] == ""
+    workers = json.loads((folder / "three/summary.json").read_text())["workers"]
+    assert [worker["units"] for worker in workers] == [ROWS // UNIT]
+
+
+@pytest.mark.timeout(220)
+def test_a_stage_that_dies_at_each_start_ends_the_job_with_its_error(placed: tuple[Path, dict[str, Any]]) -> None:
+    folder, seen = placed
+    assert len((folder / "starts").read_text().splitlines()) == LOST_STARTS
+    error = seen["killed"]
+    assert f"{LOST_STARTS} times in a row a stage ended before a unit was complete; stage 1 of 0 to 1 ended" in error
+    assert "worker process has died" in error
 
 
 # ---------------------------------------------------------------- a cluster of three nodes
@@ -217,23 +262,9 @@ def in_process(start: Callable[..., Any], folder: Path, *more: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def disturbed(texts: Path) -> Iterator[dict[str, Any]]:
+def disturbed(texts: Path, answer_of: Callable[..., Any]) -> dict[str, Any]:
     """What exact_inference.py saw, in the same folder."""
-    short = tempfile.mkdtemp(prefix="rtn-")  # socket paths end at 107 bytes
-    process = subprocess.Popen(
-        [sys.executable, str(GUESTS / "exact_inference.py"), short, str(texts)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=560)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        shutil.rmtree(short, ignore_errors=True)
-    lines = [line for line in out.splitlines() if line.startswith("ANSWER ")]
-    assert lines, f"{out}\n{err}"
-    yield json.loads(lines[-1][7:])
+    return answer_of("exact_inference.py", texts, timeout=560)
 
 
 def same(texts: Path, output: str) -> bool:

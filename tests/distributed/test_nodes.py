@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +12,10 @@ import pytest
 
 from raytrain.plan.shares import Shares
 
-GUESTS = Path(__file__).parent / "guest"
-
-
-def answer_of(script: str, tmp_path: Path, *, timeout: float) -> dict[str, Any]:
-    """The report of a script that starts its own cluster and runs jobs there."""
-    short = tempfile.mkdtemp(prefix="rtn-")  # socket paths end at 107 bytes
-    process = subprocess.Popen(
-        [sys.executable, str(GUESTS / script), short, str(tmp_path / "runs")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        shutil.rmtree(short, ignore_errors=True)
-    lines = [line for line in out.splitlines() if line.startswith("ANSWER ")]
-    assert lines, f"{out}\n{err}"
-    return json.loads(lines[-1][7:])
-
 
 @pytest.mark.timeout(150)
-def test_one_job_on_two_nodes(tmp_path: Path) -> None:
-    answer = answer_of("two_nodes.py", tmp_path, timeout=120)
+def test_one_job_on_two_nodes(answer_of: Callable[..., Any], tmp_path: Path) -> None:
+    answer = answer_of("two_nodes.py", tmp_path / "runs", timeout=120)
     assert answer["status"] == "done"
     assert len(answer["losses"]) == 12 and answer["losses"][-1] < answer["losses"][0]
     plan = json.loads((Path(answer["run"]) / "plan.json").read_text())
@@ -57,8 +28,10 @@ def test_one_job_on_two_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_nodes_of_unequal_speed_get_unequal_shares_and_train_the_same_steps(tmp_path: Path) -> None:
-    answer = answer_of("slow_nodes.py", tmp_path, timeout=220)
+def test_nodes_of_unequal_speed_get_unequal_shares_and_train_the_same_steps(
+    answer_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    answer = answer_of("slow_nodes.py", tmp_path / "runs", timeout=220)
     assert [answer[name]["status"] for name in ("auto", "equal")] == ["done"] * 2
     run = Path(answer["auto"]["run"])
     planned = json.loads((run / "plan.json").read_text())["choices"]["shares"]
@@ -74,9 +47,11 @@ def test_nodes_of_unequal_speed_get_unequal_shares_and_train_the_same_steps(tmp_
 
 @pytest.mark.covers("EXP-07")
 @pytest.mark.timeout(240)
-def test_unequal_hosts_start_with_experts_in_proportion_to_their_measured_speed(tmp_path: Path) -> None:
+def test_unequal_hosts_start_with_experts_in_proportion_to_their_measured_speed(
+    answer_of: Callable[..., Any], tmp_path: Path
+) -> None:
     """One node with a single core and slow instructions, one with all cores; no rebalancing."""
-    answer = answer_of("unequal_hosts.py", tmp_path, timeout=220)
+    answer = answer_of("unequal_hosts.py", tmp_path / "runs", timeout=220)
     assert answer["status"] == "done"
     events = [json.loads(line) for line in (Path(answer["run"]) / "events.jsonl").read_text().splitlines()]
     (placed,) = [row for row in events if row["kind"] == "placement"]
@@ -93,9 +68,11 @@ def test_unequal_hosts_start_with_experts_in_proportion_to_their_measured_speed(
 
 
 @pytest.mark.timeout(320)
-def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smallest(tmp_path: Path) -> None:
+def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smallest(
+    answer_of: Callable[..., Any], tmp_path: Path
+) -> None:
     """An H100 that is fastest with 16 rows, and a T4 with room for 4; the run has a worker on each."""
-    answer = answer_of("two_kinds.py", tmp_path, timeout=300)
+    answer = answer_of("two_kinds.py", tmp_path / "runs", timeout=300)
     assert answer["status"] == "done"
     rows = [json.loads(line) for line in (Path(answer["sweep"]) / "trials.jsonl").read_text().splitlines()]
     assert sorted({row["trial"] for row in rows}) == list(range(1, len(rows) + 1))
@@ -116,10 +93,12 @@ def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smalle
 
 
 @pytest.mark.timeout(260)
-def test_jobs_with_hosts_take_turns_and_give_back_what_they_cannot_use(tmp_path: Path) -> None:
+def test_jobs_with_hosts_take_turns_and_give_back_what_they_cannot_use(
+    answer_of: Callable[..., Any], tmp_path: Path
+) -> None:
     """Each needs three of four CPUs: had each kept its two hosts, both would wait for a worker forever. The driver of
     another was killed while it held the turn to reserve."""
-    answer = answer_of("two_jobs.py", tmp_path, timeout=250)
+    answer = answer_of("two_jobs.py", tmp_path / "runs", timeout=250)
     for name in ("first", "second"):
         assert answer[name]["code"] == 0, answer[name]["out"]
         assert "done after 10 steps" in answer[name]["out"]
@@ -134,9 +113,11 @@ def test_jobs_with_hosts_take_turns_and_give_back_what_they_cannot_use(tmp_path:
 
 @pytest.mark.covers("NODE-08")
 @pytest.mark.timeout(400)
-def test_an_elastic_run_goes_on_with_fewer_workers_and_grows_when_a_node_arrives(tmp_path: Path) -> None:
+def test_an_elastic_run_goes_on_with_fewer_workers_and_grows_when_a_node_arrives(
+    answer_of: Callable[..., Any], tmp_path: Path
+) -> None:
     """Each step trains on the samples that it has with one worker, to rounding: no sample is lost or seen twice."""
-    answer = answer_of("elastic_nodes.py", tmp_path, timeout=390)
+    answer = answer_of("elastic_nodes.py", tmp_path / "runs", timeout=390)
     assert answer["code"] == 0, answer["out"]
     (run,) = (tmp_path / "runs").glob("nodes-*")
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -160,9 +141,11 @@ def test_an_elastic_run_goes_on_with_fewer_workers_and_grows_when_a_node_arrives
 
 
 @pytest.mark.timeout(400)
-def test_a_run_continues_after_nodes_under_its_workers_and_hosts_are_lost(tmp_path: Path) -> None:
+def test_a_run_continues_after_nodes_under_its_workers_and_hosts_are_lost(
+    answer_of: Callable[..., Any], tmp_path: Path
+) -> None:
     """First no other node has room, until one is added; then another has."""
-    answer = answer_of("lost_nodes.py", tmp_path, timeout=390)
+    answer = answer_of("lost_nodes.py", tmp_path / "runs", timeout=390)
     assert answer["code"] == 0, answer["out"]
     (run,) = (tmp_path / "runs").glob("nodes-*")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -19,6 +19,8 @@ from raytrain.infer.stages.links import Link, StageLost
 from raytrain.infer.stages.message import CacheUse, StagePass
 from raytrain.infer.stages.stage import ModelStage
 
+ENDED = "a stage of this model has ended"
+
 
 @dataclass
 class StageTimes:
@@ -87,10 +89,14 @@ class StagePipeline:
         target: out of the last one.
         stages: how many there are.
         close: called at the end.
+        lost: the error of the stage that ended, given one that says only that some did.
     """
 
-    def __init__(self, source: Link, target: Link, *, stages: int, close: Callable[[], None] | None = None) -> None:
-        self.stages = stages
+    def __init__(
+        self, source: Link, target: Link, *, stages: int, close: Callable[[], None] | None = None,
+        lost: Callable[[StageLost], StageLost] = lambda error: error,
+    ) -> None:  # fmt: skip
+        self.stages, self._error_of = stages, lost
         self._source, self._close = source, close
         self._numbers, self._cache_numbers = itertools.count(), itertools.count()
         self._lock = threading.Lock()
@@ -110,7 +116,7 @@ class StagePipeline:
         future: Future[StagePass] = Future()
         with self._lock:
             if self._lost:
-                raise StageLost("a stage of this model has ended")
+                raise self._error_of(StageLost(ENDED))
             number = next(self._numbers)
             ended = tuple(self._ended.popleft() for _ in range(len(self._ended)))
             if not self._waiting.futures:
@@ -163,8 +169,9 @@ class StagePipeline:
         with self._lock:
             self._lost = True
             left, self._waiting.futures = list(self._waiting.futures.values()), {}
+        error = self._error_of(StageLost(ENDED)) if left else None
         for future in left:
-            future.set_exception(StageLost("a stage of this model has ended"))
+            future.set_exception(error)
 
 
 class RemoteCache:
