@@ -162,8 +162,8 @@ def test_a_run_continues_after_nodes_under_its_workers_and_hosts_are_lost(
 
 
 @pytest.mark.timeout(240)
-def test_every_node_of_a_cluster_is_checked_and_trains(tmp_path: Path) -> None:
-    answer = answer_of("checked_nodes.py", tmp_path, timeout=220)
+def test_every_node_of_a_cluster_is_checked_and_trains(answer_of: Callable[..., Any], tmp_path: Path) -> None:
+    answer = answer_of("checked_nodes.py", tmp_path / "runs", timeout=220)
     report = answer["report"]
     assert answer["code"] == 0, report
     assert list(report["nodes"]) == ["127.0.0.1", "127.0.0.2"] == list(report["rates"])
