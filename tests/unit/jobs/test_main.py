@@ -71,6 +71,7 @@ def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
         (["train", "loop.max_step=3"], "did you mean loop.max_steps?"),
         (["train", "loop.max_steps=three"], "loop.max_steps"),
         (["plan", "optim.lr=-1"], "optim.lr"),
+        (["check", "loop.max_step=3"], "did you mean loop.max_steps?"),
         (["train", "--resume", "nowhere"], "the folder of a run"),
         (["report", "nowhere"], "the folder of a run"),
     ],
@@ -83,13 +84,6 @@ def test_wrong_input_is_exit_2_and_one_message_on_stderr(
     assert done.exit_code == 2, done.output
     assert words in done.stderr and done.stdout == "" and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == [], "something was started"
-
-
-@pytest.mark.parametrize("verb", ["check", "submit"])
-def test_a_verb_of_a_later_version_is_refused_by_name_after_its_job_was_read(verb: str) -> None:
-    refused = run(verb)
-    assert refused.exit_code == 2 and verb in refused.stderr
-    assert "loop.max_step" in run(verb, "loop.max_step=3").stderr
 
 
 @pytest.mark.parametrize(

@@ -439,7 +439,7 @@ def test_on_rocm_both_variables_show_the_picked_gpu(
 
 @pytest.mark.parametrize(
     ("override", "key"),
-    [("scale.accelerator=cuda:7", "scale.accelerator"), ("scale.workers=[1, 2]", "scale.workers"),
+    [("scale.accelerator=cuda:7", "scale.accelerator"), ("scale.workers=[900, 901]", "scale.workers"),
      ("loop.global_batch_size=100000", "loop.global_batch_size"), ("scale.workers=9999", "scale.workers")],
 )  # fmt: skip
 def test_unavailable_resources_are_refused(tmp_path: Path, override: str, key: str) -> None:
