@@ -216,7 +216,7 @@ class _Fit:
             )
             display.print_lines(line)
         self._look_at_room(waiting=waiting)
-        if waiting and self._hosts.reserved and display.waiting_s > GIVE_BACK_S and self.missing():
+        if waiting and self._hosts.reserved and display.waiting_s > GIVE_BACK_S and workers_wait_for_room():
             raise ResourcesTaken(
                 f"the workers found no room for {GIVE_BACK_S:.0f} s ({self.missing()}): the expert hosts are given back"
             )
@@ -230,7 +230,7 @@ class _Fit:
         """
         if self._elastic is None or self.change is not None or not self._watch.looked_now:
             return
-        if waiting and not trainer.waits_for_room(ray.util.placement_group_table()):
+        if waiting and not workers_wait_for_room():
             return
         if not waiting and self.progress.get("phase") != "training":
             return
@@ -450,6 +450,11 @@ def end_process(pid: int, *, node: str | None) -> None:
 
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     ray.remote(os.kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid, int(signal.SIGKILL))
+
+
+def workers_wait_for_room() -> bool:
+    """Whether the cluster has not placed the workers that Ray Train starts for this process."""
+    return trainer.waits_for_room(ray.util.placement_group_table(), ray.get_runtime_context().get_job_id())
 
 
 def free_resources() -> dict[str, float]:

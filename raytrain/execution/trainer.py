@@ -129,9 +129,17 @@ def free_room(plan: Plan) -> int:
     return room_for(each, free_by_node())
 
 
-def waits_for_room(groups: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a placement group of `ray.util.placement_group_table()` has not been placed."""
-    return any(group["state"] in ("PENDING", "PREPARED", "RESCHEDULING") for group in groups.values())
+def waits_for_room(groups: Mapping[str, Mapping[str, Any]], job: str) -> bool:
+    """Whether a placement group of a job has not been placed, so that its workers cannot start.
+
+    While the workers' group is placed and their processes start, nothing is free either.
+
+    Args:
+        groups: `ray.util.placement_group_table()`.
+        job: the id of the driver's job, with which the ids of its groups end.
+    """
+    own = [group for name, group in groups.items() if name.endswith(job)]
+    return any(group["state"] in ("PENDING", "PREPARED", "RESCHEDULING") for group in own)
 
 
 def _value(choice: Any) -> Any:

@@ -58,7 +58,9 @@ def test_gpus_of_the_type_count_only() -> None:
     assert room_for({"CPU": 1, "GPU": 1, "accelerator_type:H100": 0.001}, nodes) == 2
 
 
-def test_only_a_group_that_is_not_placed_waits() -> None:
-    assert not waits_for_room({})
-    assert not waits_for_room({"a": {"state": "CREATED"}, "b": {"state": "REMOVED"}})
-    assert waits_for_room({"a": {"state": "REMOVED"}, "b": {"state": "PENDING"}})
+def test_only_a_group_of_the_job_that_is_not_placed_waits() -> None:
+    job, other = "02000000", "03000000"
+    placed, waiting = {"state": "CREATED"}, {"state": "PENDING"}
+    assert not waits_for_room({}, job)
+    assert not waits_for_room({f"a{job}": placed, f"b{job}": {"state": "REMOVED"}, f"c{other}": waiting}, job)
+    assert waits_for_room({f"a{job}": {"state": "REMOVED"}, f"b{job}": waiting}, job)
