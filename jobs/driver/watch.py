@@ -40,6 +40,7 @@ ANSWER_TIMEOUT_S = 5
 GIVE_BACK_S = 120.0
 #: Without its controller, `fit` ends at once; with a cluster that does not answer, when Ray gives it up.
 END_FIT_S, END_INTERRUPTED_S = 30.0, 5.0
+END_EVERY_S = 0.1
 #: Seconds between two looks at a cluster.
 LOOK_EVERY_S = 2.0
 #: The head may be unreachable for this long; Ray itself ends this process after 60 s.
@@ -74,14 +75,17 @@ def fit_watched(
     fitting = _Fit(spec, opened, cluster, data=data, console=console, activity=activity)
     activity.begin("")
     try:
-        return _watched(fitting, spec, opened, signals=signals, console=console)
+        result = _watched(fitting, spec, opened, signals=signals, console=console)
     except ClusterLost as error:
-        if not fitting.end(END_FIT_S):
+        if not fitting.end(END_FIT_S, lost=True):
             raise RunError(f"{error}, and Ray Train did not end within {END_FIT_S:.0f} s: resume the run") from error
         raise
     except Interrupted:
         fitting.end(END_INTERRUPTED_S)
         raise
+    if result.workers_running:
+        fitting.end(END_INTERRUPTED_S, lost=True)
+    return result
 
 
 def _watched(fitting: _Fit, spec: JobSpec, opened: OpenRun, *, signals: StopSignals, console: Console) -> AttemptResult:
@@ -161,35 +165,50 @@ class _Fit:
         }
         self._result: AttemptResult | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(job, options), daemon=True, name="fit")
-        self._thread.start()
+        # not `Thread.join`, after which Python 3.11 takes a thread for ended if a signal interrupted the wait
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, args=(job, options), daemon=True, name="fit").start()
 
     def _run(self, job: Any, options: dict[str, Any]) -> None:
         try:
             self._result = trainer.fit(job, **options)
         except BaseException as error:  # raised in the main thread by `result`
             self._error = error
-        if not self._cluster.ended.is_set():
-            self._hosts.close()
+        try:
+            if not self._cluster.ended.is_set():
+                self._hosts.close()
+        finally:
+            self._ended.set()
 
     def running(self, *, wait_s: float) -> bool:
         """Wait at most `wait_s` seconds for `fit`; return whether it was running before the wait."""
-        alive = self._thread.is_alive()
-        if alive:
-            self._thread.join(wait_s)
-        return alive
+        running = not self._ended.is_set()
+        if running:
+            self._ended.wait(wait_s)
+        return running
 
-    def end(self, limit_s: float) -> bool:
+    def end(self, limit_s: float, *, lost: bool = False) -> bool:
         """End `fit` by ending Ray Train's controller, which it waits for; returns whether it has ended in time.
 
         To shut Ray down before would end this process with a segmentation fault: its client (2.60) does not wake a
         thread that waits for a result, but frees what the thread reads.
+
+        Args:
+            lost: the cluster cannot be asked for the controller.
         """
-        if self._watch.controller is not None and self._thread.is_alive():
-            with contextlib.suppress(OSError):
-                os.kill(self._watch.controller, signal.SIGKILL)
-        self._thread.join(limit_s)
-        return not self._thread.is_alive()
+        ends = time.monotonic() + limit_s
+        ended: int | None = None
+        while not self._ended.is_set() and time.monotonic() < ends:
+            watch = self._watch
+            controller = (
+                watch.controller if lost else watch.find_controller()
+            )  # it may have started since it was last looked for, or later
+            if controller is not None and controller != ended:
+                with contextlib.suppress(OSError):
+                    os.kill(controller, signal.SIGKILL)
+                ended = controller
+            self._ended.wait(END_EVERY_S)
+        return self._ended.is_set()
 
     def check_cluster(self, display: TrainingDisplay) -> None:
         """Say which nodes and hosts were lost; stop waiting where it cannot help.
@@ -401,7 +420,7 @@ class ClusterWatch:
             return {}
         self._looked = now
         if self._local:
-            self.controller = self.controller or controller_pid()
+            self.find_controller()
             return {}
         head = ray.get_runtime_context().gcs_address
         self.looked_now = answers(head)
@@ -410,8 +429,13 @@ class ClusterWatch:
                 raise ClusterLost(f"the head of the cluster at {head} does not answer")
             return {}
         self._answered = now
-        self.controller = self.controller or controller_pid()
+        self.find_controller()
         return self.compare(ray.nodes())
+
+    def find_controller(self) -> int | None:
+        """The process id of Ray Train's controller; asks Ray only until it is known."""
+        self.controller = self.controller or controller_pid()
+        return self.controller
 
     def compare(self, nodes: list[dict[str, Any]]) -> dict[str, str]:
         """Node id -> address of the nodes that were alive at the last call and are not in `nodes` (`ray.nodes()`)."""

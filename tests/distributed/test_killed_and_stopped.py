@@ -118,7 +118,8 @@ def check_attempts(broken: Any) -> None:
 def test_a_signal_during_start_up_ends_the_command_at_once(
     start_cli: Callable[..., Any], guest_job: Job, place: Any, moment: str, number: int
 ) -> None:
-    command = start_cli("train", str(place.write(guest_job())), cwd=place.folder, env=place.env)
+    job = guest_job(model={"builder": "guest_code:waiting_net"})
+    command = start_cli("train", str(place.write(job)), cwd=place.folder, env=place.env)
     maps = Path(f"/proc/{command.process.pid}/maps")
     reached = {
         "imports": lambda: "libtorch" in maps.read_text(),

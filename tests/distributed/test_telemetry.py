@@ -75,8 +75,8 @@ def watched(module_place: Any, start_module_python: Callable[..., Any]) -> Itera
         return bool(found)
 
     place.wait_for(scraped, limit=60, command=command)
-    first = Path(f"/proc/{viewers[1].process.pid}")
-    assert first.exists()
+    shown = viewers[1].process.stdout
+    assert shown is not None and shown.readline()  # it follows
     viewers[1].process.send_signal(signal.SIGINT)
     stopped = viewers[1].finish(timeout=30)
     ended = command.finish(timeout=LIMIT_S)

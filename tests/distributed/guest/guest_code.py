@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -133,6 +134,13 @@ class Troubled(Net):
 def net(width: int = 16, dropout: float = 0.1, fault: str = "", at: int = 0, note: str = "", pause: float = 0.0) -> Net:
     """The builder."""
     return Troubled(width, dropout, fault=fault, at=at, note=note, pause=pause)
+
+
+def waiting_net() -> Net:
+    """Is never complete in a worker, which therefore never trains."""
+    while ray.is_initialized():
+        time.sleep(0.05)
+    return net()
 
 
 def short_net(note: str, width: int = 16) -> Any:
