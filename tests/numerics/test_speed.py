@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,14 +53,17 @@ def test_compiled_and_eager_losses_agree_over_fifty_steps_and_compile_time_is_no
     eager, _ = train(make_session(MLP, ROWS, loop=loop))
     session = make_session(MLP, ROWS, loop={**loop, "compile": "default"})
     runner = session.loop(reporter=(rows := RowsOf()), should_stop=lambda: False)
+    began = time.monotonic()
     runner.run(session.state)
+    wall = time.monotonic() - began
     assert session.switches.compiled is not None
     status = session.switches.compiled.status()
     assert status["achieved"] == "1 of 1 parts" and status["graph_breaks"] == 0, status["reasons"]
     np.testing.assert_allclose(rows.losses, eager.losses, rtol=COMPILED, atol=0)
     spent = runner.clock.seconds
-    assert spent["compile"] == pytest.approx(status["seconds"]) and spent["compile"] > spent["compute"] > 0
-    assert sum(rows.step_times) < spent["compile"], "a step's time leaves the compiler out"
+    assert spent["compile"] == pytest.approx(status["seconds"]) and spent["compute"] > 0
+    assert spent["compile"] + spent["compute"] <= wall, "no second counts twice"
+    assert spent["compile"] + sum(rows.step_times) <= wall, "a step's time leaves the compiler out"
     (event,) = [event for event in rows.events if event["kind"] == "compile"]
     assert event["step"] == 1 and event["requested"] == "default" and event["parts"][0]["graphs"] == 1
 
