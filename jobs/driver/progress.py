@@ -275,11 +275,18 @@ class HangWatch:
         self.event = {"step": self._seen[1] + 1, "seconds": late, "ranks": absent, "silent": silent, "reason": text}
         return [text]
 
-    def overdue(self, signs: Mapping[int, tuple[float, str]], *, now: float, silence_s: float) -> list[int]:
-        """The ranks without a sign of life for `silence_s` seconds, while a step is late and that was said."""
-        if not self._said:
+    def overdue(
+        self, signs: Mapping[int, tuple[float, str]], *, now: float, silence_s: float, hang_s: float | None
+    ) -> list[int]:
+        """The ranks to end, while a step is late and that was said: those without a sign of life for `silence_s`
+        seconds; after `hang_s` seconds in the step those that the others wait for, or one if all wait."""
+        if not self._said or not signs:
             return []
-        return [rank for rank, (last, _) in sorted(signs.items()) if now - last >= silence_s]
+        silent = [rank for rank, (last, _) in sorted(signs.items()) if now - last >= silence_s]
+        if silent or hang_s is None or self._clock() - self._since < hang_s:
+            return silent
+        absent = self.event["ranks"] if self.event is not None else []
+        return [rank for rank in absent if rank in signs] or [min(signs)]
 
 
 def figures(row: dict[str, Any]) -> str:

@@ -139,10 +139,11 @@ class _Fit:
         self.channel = driver_channel.open_channel()
         self.progress: Mapping[str, Any] = {}
         self.silent_ranks = SilentRanks()
-        self._silence_s, self._ended_ranks = spec.retry.host_silence_s, set[int]()
+        self._retry, self._ended_ranks = spec.retry, set[int]()
         self._hang = HangWatch(compiles=spec.loop.compile != "off")
         self._warned: set[str] | None = None
-        self._grace_s, self._stop_judged = spec.retry.stop_grace_s, False
+        self._left_out: set[str] = set()  # ids of nodes
+        self._stop_judged = False
         self.change: WorkersChange | None = None  # wanted, once the workers have saved
         bounds, workers = spec.scale.workers, int(opened.plan.workers.value)  # pyright: ignore[reportAttributeAccessIssue]
         self._elastic = None
@@ -162,6 +163,7 @@ class _Fit:
             "local": cluster.local,
             "interface": spec.cluster.interface,
             "storage": os.path.join(cluster.folder, "t") if cluster.local else join(opened.run.path, "logs/ray"),
+            "least": bounds[0] if isinstance(bounds, tuple) else None,
         }
         self._result: AttemptResult | None = None
         self._error: BaseException | None = None
@@ -253,7 +255,8 @@ class _Fit:
             return
         if not waiting and self.progress.get("phase") != "training":
             return
-        change = self._elastic.decide(room=trainer.free_room(self._plan), waiting=waiting)
+        room = trainer.free_room(self._plan, without=self._left_out)
+        change = self._elastic.decide(room=room, waiting=waiting)
         if change is not None and waiting:
             raise change
         self.change = change
@@ -265,7 +268,7 @@ class _Fit:
         if stop_s is None or self._stop_judged:
             return []
         self._stop_judged = True
-        return renewed_stop_check(self._run_folder, stop_s, grace_s=self._grace_s)
+        return renewed_stop_check(self._run_folder, stop_s, grace_s=self._retry.stop_grace_s)
 
     def new_warnings(self, warnings: Sequence[Mapping[str, Any]]) -> list[str]:
         """Record the warnings of telemetry that this run has not had yet, and return their lines."""
@@ -275,6 +278,7 @@ class _Fit:
             events = self._run_folder.read_rows(self._run_folder.events)
             self._warned = {str(row.get("key")) for row in events if row["kind"] == "warning"}
         new = [row for row in warnings if row["key"] not in self._warned]
+        self._left_out |= {row["node"] for row in warnings if row["what"] == "node_left_out"}
         for row in new:
             self._warned.add(row["key"])
             self._run_folder.append_event(event("warning", **row))
@@ -292,11 +296,18 @@ class _Fit:
             for rank in found["silent"] if self._cluster.local else []:  # on this machine
                 pid = int(signs[rank][1].rpartition("(pid ")[2].rstrip(")"))
                 self._run_folder.write_text(stacks_file(rank), outside_stacks(pid))
-        overdue = self._hang.overdue(signs, now=time.time(), silence_s=self._silence_s)
+        silence_s, hang_s, now = self._retry.host_silence_s, self._retry.hang_s, time.time()
+        overdue = self._hang.overdue(signs, now=now, silence_s=silence_s, hang_s=hang_s)
         for rank in set(overdue) - self._ended_ranks:
             self._ended_ranks.add(rank)
             pid = int(signs[rank][1].rpartition("(pid ")[2].rstrip(")"))
-            reason = f"rank {rank} has not responded for {self._silence_s:.0f} s: its process is ended, all restart"
+            silent = now - signs[rank][0] >= silence_s
+            what = (
+                f"has not responded for {silence_s:.0f} s"
+                if silent
+                else f"has been in one step for more than {hang_s:.0f} s"
+            )
+            reason = f"rank {rank} {what}: its process is ended, all restart"
             self._run_folder.append_event(event("hang_ended", rank=rank, pid=pid, reason=reason))
             lines.append(reason)
             end_process(pid, node=None if self._cluster.local else self.progress.get("nodes", {}).get(rank))

@@ -274,6 +274,10 @@ class RetryConfig(Section):
         default=60.0,
         description="seconds without a response until an expert host, or a worker whose step is late, is replaced",
     )
+    hang_s: Positive | None = Field(
+        default=300.0,
+        description="seconds after which the workers restart if they respond but their step does not end; null: never",
+    )
 
 
 class TuneFound(Section):

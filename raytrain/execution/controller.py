@@ -86,6 +86,7 @@ class FaultWriter(UserCallback):
                 final=False,
                 from_step=0,
                 time=time.time(),
+                node=_WORKER_NODES.get(rank),
             )
             write_fault(run, fault)
 

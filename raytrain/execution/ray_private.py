@@ -13,6 +13,7 @@ name, the run still works, but starts more slowly or is less well protected from
 | its `train_fn_ref._ref` | the driver owns no stored object | a failed agent ends the command without a result |
 | `...scaling_policy.FixedScalingPolicy` | request no workers from an autoscaler | Ray's own policy requests them |
 | `WorkerGroup.get_workers`, `.shutdown`, `Worker.actor` | end workers that formed no process group | left to Ray |
+| `...execution.callback.ControllerCallback` | leave a faulty node out | it is used again |
 | `ray._private.state.actors` | end Train's controller, so that the driver can leave Ray | the run ends with an error |
 | `ray._private.state.available_resources_per_node` | an elastic run finds room | it keeps its number of workers |
 | `ray._private.worker._global_node.dead_processes` | notice at once that a daemon died | Ray's calls fail later |
@@ -30,7 +31,7 @@ import contextlib
 import functools
 import importlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,9 @@ UNNEEDED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 #: Exceptions by which Ray Train reports that a worker's process died. The first is private: all are matched by name.
 DEATH_ERRORS = ("WorkerHealthCheckFailedError", "ActorDiedError", "RayActorError")
 
+
+#: The label that Ray gives each node, with the node's id as the value.
+NODE_ID_LABEL = "ray.io/node-id"
 
 #: Daemons of a private cluster without which it does not work. Ray starts none of them again.
 VITAL_DAEMONS = ("raylet", "gcs_server")
@@ -166,6 +170,24 @@ def local_trainer() -> type[Any]:
     return LocalTrainer if all(find(TorchTrainer, name) for name in overridden) else TorchTrainer
 
 
+def node_callbacks(selector: Callable[[], dict[str, str] | None]) -> list[Any]:
+    """The callback through which Ray Train's controller asks, before each worker group, which nodes it may use.
+
+    Args:
+        selector: returns a label selector for all workers, or None for every node. It runs in the controller.
+    """
+    parent = find("ray.train.v2._internal.execution.callback", "ControllerCallback")
+    if parent is None or not hasattr(parent, "on_controller_start_worker_group"):
+        return []
+
+    class ChooseNodes(parent):
+        def on_controller_start_worker_group(self, **_: Any) -> dict[str, str] | None:
+            """Ray calls this before each worker group starts."""
+            return selector()
+
+    return [ChooseNodes()]
+
+
 def controller_pid() -> int | None:
     """Process id of Ray Train's controller of this driver, which Ray starts on the driver's node; None without one."""
     import ray
@@ -180,10 +202,14 @@ def controller_pid() -> int | None:
     return max(alive, key=lambda row: row["StartTime"])["Pid"] if alive else None
 
 
-def free_by_node() -> list[dict[str, float]]:
-    """What each node of the cluster has free: {resource: amount}; nothing where Ray does not tell."""
+def free_by_node(*, without: Collection[str] = ()) -> list[dict[str, float]]:
+    """What each node of the cluster has free: {resource: amount}; nothing where Ray does not tell.
+
+    Args:
+        without: ids of nodes that are not asked for.
+    """
     free = find("ray._private.state", "available_resources_per_node")
-    return list(free().values()) if free is not None else []
+    return [] if free is None else [amounts for node, amounts in free().items() if node not in without]
 
 
 def dead_daemons() -> list[str]:

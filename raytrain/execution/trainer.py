@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,7 +21,8 @@ from ray.train.torch import TorchTrainer
 from raytrain.errors import ClusterLost, RunError, first_line
 from raytrain.execution.controller import Collectives, FaultWriter
 from raytrain.execution.driver_channel import AttemptResult, keep
-from raytrain.execution.ray_private import free_by_node, local_trainer
+from raytrain.execution.faulty_nodes import NodeChoice
+from raytrain.execution.ray_private import free_by_node, local_trainer, node_callbacks
 from raytrain.execution.worker import train_loop_per_worker
 from raytrain.plan.choice import Resolved
 from raytrain.plan.elastic import room_for
@@ -29,7 +31,16 @@ from raytrain.runs.storage import split
 from raytrain.train.job import TrainJob
 
 
-def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str | None, storage: str) -> AttemptResult:
+def fit(
+    job: TrainJob,
+    *,
+    data: Any,
+    channel: Any,
+    local: bool,
+    interface: str | None,
+    storage: str,
+    least: int | None = None,
+) -> AttemptResult:
     """Run the job's workers until the run ends.
 
     Args:
@@ -38,12 +49,18 @@ def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str |
         local: the cluster is private to this command, on this machine: everything stays on loopback.
         interface: `cluster.interface`, the network interface for collectives, or None.
         storage: a directory for Ray's own state.
+        least: workers with which an elastic run can continue; None: the planned number.
 
     Raises:
         RunError: Ray Train gave up, with its reason.
         ClusterLost: a process of Ray died that Ray Train cannot do without.
     """
     on_gpu = job.planned("device") == "cuda"
+    resources = worker_resources(job.plan, local=local)
+    choosing: list[Any] = []
+    if not local:
+        choice = NodeChoice(job.run_path, resources, least or int(job.planned("workers")), channel)
+        choosing = node_callbacks(partial(choice.selector, ray.nodes))
     trainer = (local_trainer() if local else TorchTrainer)(
         train_loop_per_worker,
         train_loop_config={
@@ -57,7 +74,7 @@ def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str |
         scaling_config=ScalingConfig(
             num_workers=int(job.planned("workers")),
             use_gpu=on_gpu,
-            resources_per_worker=worker_resources(job.plan, local=local),
+            resources_per_worker=resources,
             placement_strategy=job.planned("placement"),
             accelerator_type=accelerator_type(job.plan, local=local),
         ),
@@ -71,7 +88,7 @@ def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str |
             name=split(job.run_path)[1],
             storage_path=storage,
             failure_config=FailureConfig(max_failures=-1),
-            callbacks=[FaultWriter(job.run_path, job.owner, channel)],
+            callbacks=[FaultWriter(job.run_path, job.owner, channel), *choosing],
         ),
     )
     try:
@@ -120,13 +137,18 @@ def missing_for_workers(each: dict[str, float], number: int, free: dict[str, flo
     return f"{who} {want}{each_of}, {have} are free"
 
 
-def free_room(plan: Plan) -> int:
-    """Workers that fit what the nodes of the cluster have free."""
+def free_room(plan: Plan, *, without: Collection[str] = ()) -> int:
+    """Workers that fit what the nodes of the cluster have free.
+
+    Args:
+        plan: says what a worker needs.
+        without: ids of nodes that do not count.
+    """
     each = worker_resources(plan, local=False)
     kind = accelerator_type(plan, local=False)
     if kind is not None:
         each[f"accelerator_type:{kind}"] = 0.001  # as Ray requires it
-    return room_for(each, free_by_node())
+    return room_for(each, free_by_node(without=without))
 
 
 def waits_for_room(groups: Mapping[str, Mapping[str, Any]], job: str) -> bool:

@@ -355,6 +355,7 @@ class Worker:
             from_step=self.from_step,
             micro_batch=session.loader.micro_batch if session and session.precision else None,
             device=session.device if session and session.device.type == "cuda" else None,
+            node=ray.get_runtime_context().get_node_id(),
         )
         write_fault(self.run_folder, fault)
 
@@ -373,12 +374,14 @@ def fault_of(
     from_step: int,
     micro_batch: int | None = None,
     device: torch.device | None = None,
+    node: str | None = None,
 ) -> Fault:
     """The record of the exception being handled. raytrain's own errors are `final`: a restart would repeat them.
 
     Args:
         device: the GPU whose free memory says whether a library's error means that memory ran out; None elsewhere, as
             a CPU's error that ends an attempt was judged where it was caught.
+        node: id of the worker's node.
     """
     return Fault(
         attempt=attempt,
@@ -394,4 +397,5 @@ def fault_of(
         time=time.time(),
         out_of_memory=is_out_of_memory(error, device=device),
         micro_batch=micro_batch,
+        node=node,
     )

@@ -37,6 +37,7 @@ class Fault:
         time: unix seconds.
         out_of_memory: whether the exception type is an out-of-memory error.
         micro_batch: rows of a micro-batch at that time; None if the process died, or before the first micro-batch.
+        node: id of the node of the worker in Ray; None if it is not known.
     """
 
     attempt: int
@@ -52,6 +53,7 @@ class Fault:
     time: float
     out_of_memory: bool = False
     micro_batch: int | None = None
+    node: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a plain mapping."""

@@ -178,3 +178,19 @@ def test_every_node_of_a_cluster_is_checked_and_trains(answer_of: Callable[..., 
     assert moved["status"] == "ok" and moved["seen"].startswith("2 workers over gloo")
     assert answer["left"] == [], "nothing is left where the nodes wrote"
     assert answer["lost"]["code"] == 1 and "did not answer" in answer["lost"]["err"], answer["lost"]
+
+
+@pytest.mark.timeout(240)
+def test_a_node_under_which_two_workers_died_is_left_out(answer_of: Callable[..., Any], tmp_path: Path) -> None:
+    answer = answer_of("faulty_node.py", tmp_path / "runs", timeout=220)
+    assert answer["code"] == 0, answer["out"]
+    (run,) = (tmp_path / "runs").glob("nodes-*")
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [row["attempt"] for row in events if row["kind"] == "attempt"] == [1, 2, 3]
+    (left_out,) = [row for row in events if row["kind"] == "warning"]
+    assert (left_out["what"], left_out["address"]) == ("node_left_out", "127.0.0.2")
+    assert f"warning: {left_out['reason']}" in answer["out"] and "127.0.0.2 failed 2 times" in left_out["reason"]
+    faults = [json.loads(path.read_text()) for path in sorted((run / "faults").glob("*.json"))]
+    assert {fault["node"] for fault in faults if fault["error"] == "WorkerDied"} == {left_out["node"]}
+    starts = {call: {path for name, path in answer["places"].items() if name.endswith(f"-{call}")} for call in (1, 21)}
+    assert "127.0.0.2" in starts[1] and "127.0.0.2" not in starts[21] and starts[21], answer["places"]

@@ -194,15 +194,18 @@ def test_a_healthy_run_has_no_finding(fit: Callable[..., Any], place: Any) -> No
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_a_stopped_rank_is_named_with_all_stacks_and_the_workers_restart(
+def test_a_stopped_rank_and_a_stuck_one_are_named_with_all_stacks_and_the_workers_restart(
     place: Any, start_python: Callable[..., Any]
 ) -> None:
+    """The first does not respond; the second does, in code of the user that never returns."""
+    stuck_by = place.folder / "stuck"
     job = planted_job(
         place,
-        model={"slow_rank": 1, "delay_s": 0.02},
-        loop={"max_steps": 200, "global_batch_size": 16, "log_every": 5},
+        model={"slow_rank": 1, "delay_s": 0.02, "stuck_by": str(stuck_by)},
+        loop={"max_steps": 300, "global_batch_size": 16, "log_every": 5},
+        save={"every": 10},
         scale={"workers": 2, "threads": 1},
-        retry={"host_silence_s": 18.0},
+        retry={"host_silence_s": 12.0, "hang_s": 20.0},
     )
     command = start_python("-m", "jobs", "train", str(place.write(job)), cwd=place.folder, env=place.env)
     place.wait_for(place.steps_of(1, more_than=3), limit=90, command=command)
@@ -212,13 +215,21 @@ def test_a_stopped_rank_is_named_with_all_stacks_and_the_workers_restart(
     (hang,) = place.wait_for(lambda: place.run.events("hang"), limit=60, command=command)
     own, other = (place.run.path / f"logs/rank_{rank:05d}.stacks" for rank in (0, 1))
     place.wait_for(other.exists, limit=30, command=command)
+    assert "_one_step" in own.read_text() and len(other.read_text()) > 20
+    place.wait_for(place.steps_of(2, more_than=3), limit=90, command=command)
+    stuck_by.touch()
     ended = command.finish(timeout=120)
-    assert ended.code == 0 and hang["reason"] in ended.out, ended.text
+    hangs = place.run.events("hang")
+    assert ended.code == 0 and all(one["reason"] in ended.out for one in hangs), ended.text
     assert hang["ranks"] == hang["silent"] == [1] and 5 <= hang["seconds"] < 40
     assert f"rank 1 on 127.0.0.1 (pid {rank_1}) does not respond" in hang["reason"]
-    assert "rank 0 waits in" in hang["reason"] and "_one_step" in own.read_text() and len(other.read_text()) > 20
-    assert len(place.run.events("hang")) == 1 and [row["rank"] for row in place.run.events("hang_ended")] == [1]
-    assert [row["attempt"] for row in place.run.events("attempt")] == [1, 2] and place.run.result["steps"] == 200
+    assert "rank 0 waits in" in hang["reason"] and hang == hangs[0] and len(hangs) == 2
+    assert hangs[1]["ranks"] == [1] and hangs[1]["silent"] == [] and "is in forward (planted.py:" in hangs[1]["reason"]
+    assert "planted.py" in other.read_text() and not stuck_by.exists()
+    first, second = place.run.events("hang_ended")
+    assert first["rank"] == second["rank"] == 1 and "has not responded for 12 s" in first["reason"]
+    assert "has been in one step for more than 20 s" in second["reason"]
+    assert [row["attempt"] for row in place.run.events("attempt")] == [1, 2, 3] and place.run.result["steps"] == 300
 
 
 def open_files(pid: int) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,21 +15,27 @@ from experts.routing.router import TopKRouter
 
 
 class Net(nn.Module):
-    """Somebody's module; rank `slow_rank` takes `delay_s` longer for each forward pass."""
+    """Somebody's module; rank `slow_rank` takes `delay_s` longer for each forward pass, and waits forever in one once
+    there is a file `stuck_by`, which it takes away."""
 
-    def __init__(self, *, slow_rank: int, delay_s: float) -> None:
+    def __init__(self, *, slow_rank: int, delay_s: float, stuck_by: str) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-        self.delay_s = delay_s if os.environ.get("RANK") == str(slow_rank) else 0.0
+        slow = os.environ.get("RANK") == str(slow_rank)
+        self.delay_s, self.stuck_by = delay_s if slow else 0.0, Path(stuck_by) if slow and stuck_by else None
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         time.sleep(self.delay_s)
+        if self.stuck_by is not None and self.stuck_by.exists():
+            self.stuck_by.unlink()
+            while True:
+                time.sleep(1.0)
         return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
 
 
-def net(*, slow_rank: int = -1, delay_s: float = 0.0) -> nn.Module:
+def net(*, slow_rank: int = -1, delay_s: float = 0.0, stuck_by: str = "") -> nn.Module:
     """The model of a job."""
-    return Net(slow_rank=slow_rank, delay_s=delay_s)
+    return Net(slow_rank=slow_rank, delay_s=delay_s, stuck_by=stuck_by)
 
 
 def skewed(experts: Any, **keys: Any) -> Any:

@@ -184,12 +184,19 @@ def test_the_line_names_who_does_not_respond_else_who_is_not_in_a_collective() -
         "step 4 has not ended for 11 s: rank 1 on b (pid 2) does not respond; rank 0 waits in all_red"
     )
     assert watch.lines(signs, waits, now=100.0) == [] and watch.event is not None and watch.event["silent"] == [1]
-    assert watch.overdue(signs, now=100.0, silence_s=10.0) == [1]
-    assert watch.overdue(signs, now=99.0, silence_s=10.0) == []
+    assert watch.overdue(signs, now=100.0, silence_s=10.0, hang_s=None) == [1]
+    assert watch.overdue(signs, now=99.0, silence_s=10.0, hang_s=None) == []
     watch.due({**progress, "step": 4})
-    assert watch.overdue(signs, now=200.0, silence_s=10.0) == [], "the step has ended"
+    assert watch.overdue(signs, now=200.0, silence_s=10.0, hang_s=None) == [], "the step has ended"
     now[0] = 40.0
     assert watch.due({**progress, "step": 4})
     busy = {**waits, 1: {"waits": False, "place": "read (mine.py:5)"}}
     (line,) = watch.lines(dict.fromkeys((0, 1), (99.0, "on b (pid 2)")), busy, now=100.0)
     assert "rank 1 on b (pid 2) is in read (mine.py:5); rank 0 waits" in line
+    limits = {"now": 100.0, "silence_s": 10.0, "hang_s": 60.0}
+    assert watch.overdue(signs, **limits) == [1], "rank 1 is silent"
+    respond = dict.fromkeys((0, 1, 2), (99.0, "on b (pid 2)"))
+    assert watch.overdue(respond, **limits) == []
+    now[0] = 72.0  # a minute in step 5
+    assert watch.overdue(respond, **limits) == [1] and watch.overdue(respond, **{**limits, "hang_s": None}) == []
+    assert watch.overdue({0: respond[0], 2: respond[2]}, **limits) == [0], "it has gone, and the others wait"
