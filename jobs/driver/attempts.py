@@ -199,7 +199,7 @@ def next_attempt(opened: OpenRun, error: ClusterLost, *, retry: RetryConfig, fal
         RunError: the rules end the run, or another command has taken it over.
     """
     from raytrain.checkpoint.reader import list_checkpoints
-    from raytrain.execution.failure_policy import decide, origins
+    from raytrain.execution.recovery.failure_policy import decide, origins
     from raytrain.runs.faults import lost_cluster, read_faults, write_fault
 
     run = opened.run

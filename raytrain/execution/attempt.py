@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 
 from raytrain.checkpoint.reader import LoadedCheckpoint, load, newest_valid
 from raytrain.data.rows.batches import Cursor
-from raytrain.execution.failure_policy import RecoveryDecision, decide, origins, restarted_from
+from raytrain.execution.recovery.failure_policy import RecoveryDecision, decide, origins, restarted_from
+from raytrain.execution.recovery.rollback import skipped_to
 from raytrain.execution.reporter import Superseded
-from raytrain.execution.rollback import skipped_to
 from raytrain.runs.faults import Fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import TrainJob, place_of

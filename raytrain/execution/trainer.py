@@ -1,7 +1,7 @@
 """`fit`: run a `TrainJob` with Ray Train's `TorchTrainer` and return rank 0's result. Driver side.
 
 Ray restarts all workers after any failure (`max_failures=-1`); rank 0 decides at the start of the next attempt whether
-to continue (`raytrain.execution.failure_policy`).
+to continue (`raytrain.execution.recovery.failure_policy`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ray.train.torch import TorchTrainer
 from raytrain.errors import ClusterLost, RunError, first_line
 from raytrain.execution.controller import Collectives, FaultWriter
 from raytrain.execution.driver_channel import AttemptResult, keep
-from raytrain.execution.faulty_nodes import NodeChoice
 from raytrain.execution.ray_private import free_by_node, local_trainer, node_callbacks
+from raytrain.execution.recovery.faulty_nodes import NodeChoice
 from raytrain.execution.worker import train_loop_per_worker
 from raytrain.plan.choice import Resolved
 from raytrain.plan.elastic import room_for
@@ -57,10 +57,8 @@ def fit(
     """
     on_gpu = job.planned("device") == "cuda"
     resources = worker_resources(job.plan, local=local)
-    choosing: list[Any] = []
-    if not local:
-        choice = NodeChoice(job.run_path, resources, least or int(job.planned("workers")), channel)
-        choosing = node_callbacks(partial(choice.selector, ray.nodes))
+    choice = NodeChoice(job.run_path, resources, least or int(job.planned("workers")), channel)
+    choosing = [] if local else node_callbacks(partial(choice.selector, ray.nodes))
     trainer = (local_trainer() if local else TorchTrainer)(
         train_loop_per_worker,
         train_loop_config={
@@ -91,6 +89,10 @@ def fit(
             callbacks=[FaultWriter(job.run_path, job.owner, channel), *choosing],
         ),
     )
+    return _result_of(trainer)
+
+
+def _result_of(trainer: TorchTrainer) -> AttemptResult:
     try:
         result = trainer.fit().return_value
     except Exception as error:

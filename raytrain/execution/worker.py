@@ -37,8 +37,8 @@ from raytrain.execution.driver_channel import AttemptResult, on_stop_request, si
 from raytrain.execution.export import export
 from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
+from raytrain.execution.recovery.rollback import RewindPolicy, RollbackPolicy
 from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, StepReports, Superseded
-from raytrain.execution.rollback import RewindPolicy, RollbackPolicy
 from raytrain.execution.telemetry import node_telemetry
 from raytrain.runs.faults import NOT_EXPORTED, Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder

@@ -36,7 +36,7 @@ from experts.shapes import LayerShape
 from experts.transport.protocol import Header, Op
 from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.rollback import RewindPolicy
+from raytrain.execution.recovery.rollback import RewindPolicy
 from raytrain.runs.folder import RunFolder
 from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers

@@ -54,7 +54,7 @@ from raytrain.config.messages import key_rows
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
 from raytrain.execution.driver_channel import AttemptResult
-from raytrain.execution.failure_policy import decide
+from raytrain.execution.recovery.failure_policy import decide
 from raytrain.infer.predictor import TextPredictor
 from raytrain.models.gpt import gpt
 from raytrain.models.weights.stored import export_weights

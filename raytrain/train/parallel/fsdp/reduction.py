@@ -53,7 +53,7 @@ class ShardedReduction:
     unreduced until the last micro-batch of a step, they would take as much memory as sharding saved on the weights.
 
     An out-of-memory error inside a pass is fatal, since the other workers wait in a collective that this one has left.
-    The attempt ends, and the next one has half the micro-batch size (`raytrain.execution.failure_policy`).
+    The attempt ends, and the next one has half the micro-batch size (`raytrain.execution.recovery.failure_policy`).
     """
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:

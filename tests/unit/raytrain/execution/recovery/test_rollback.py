@@ -18,7 +18,7 @@ from raytrain.checkpoint.reader import newest_valid
 from raytrain.data.rows.batches import Cursor
 from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.rollback import RewindPolicy, RollbackPolicy, rewind, roll_back, skipped_to
+from raytrain.execution.recovery.rollback import RewindPolicy, RollbackPolicy, rewind, roll_back, skipped_to
 from raytrain.runs.folder import RunFolder
 from raytrain.train.build import copy_of
 from raytrain.train.clock import Clock

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain.config.sections import RetryConfig
-from raytrain.execution.failure_policy import RecoveryDecision, decide, origins
+from raytrain.execution.recovery.failure_policy import RecoveryDecision, decide, origins
 from raytrain.runs.faults import Fault
 
 TRACE = """Traceback (most recent call last):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.execution.faulty_nodes import NodeChoice, faulty_nodes, is_hardware
+from raytrain.execution.recovery.faulty_nodes import NodeChoice, faulty_nodes, is_hardware
 from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
 
