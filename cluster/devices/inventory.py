@@ -99,6 +99,29 @@ class Inventory:
         return dict(record, nodes=list(record["nodes"]), notes=list(self.notes), summary=self.describe())
 
 
+def inventory_from_json(record: Mapping[str, Any]) -> Inventory:
+    """The inventory that `Inventory.to_json` wrote."""
+    nodes = tuple(
+        Node(
+            **{
+                **row,
+                "devices": tuple(_device(device) for device in row["devices"]),
+                "more_accelerators": tuple(row["more_accelerators"]),
+            }
+        )
+        for row in record["nodes"]
+    )
+    return Inventory(
+        nodes, record["source"], record["cpu_model"], record["cpu_flags"], tuple(record["notes"]),
+        tuple(record["unusable"]),
+    )  # fmt: skip
+
+
+def _device(row: Mapping[str, Any]) -> Device:
+    capability = row["capability"]
+    return Device(**{**row, "capability": None if capability is None else (capability[0], capability[1])})
+
+
 def _listed(capability: tuple[int, int] | None) -> list[int] | None:
     return list(capability) if capability is not None else None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jobs.driver.remedies import record_remedies
 from raytrain.errors import RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
@@ -73,6 +74,8 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console) -> Res
         raise RunError(f"attempt {newest} of another command has taken over {run.path}; this one writes no result")
     run.release_space()
     try:
+        if result.status == "failed":
+            record_remedies(run, result.reason)
         run.append_event(event("driver_end", status=result.status, reason=result.reason))
         record = write_result(run, result)
         run.flush()

@@ -74,10 +74,7 @@ def agree_on_start(
             refused, unread = [], error
             step = max((row["from_step"] for row in rows if row["kind"] == "attempt"), default=0)
         starts = origins(faults, rows, step=step)
-        less_memory = job.less_memory(faults[-1].precision if faults else None)
-        decision = decide(
-            faults, retry=job.retry, fallback=job.precision.fallback, resumed_from=starts, less_memory=less_memory
-        )
+        decision = decide(faults, retry=job.retry, fallback=job.precision.fallback, resumed_from=starts)
         if faults and faults[-1].attempt < attempt - 1 and decision.action == "go_on":  # an elastic run's change
             decision = replace(decision, reason=f"attempt {attempt - 1} did not fail; {restarted_from(step)}")
         if unread is not None and decision.action != "stop":

@@ -7,7 +7,6 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from raytrain.checkpoint.sharded import ShardPosition
-from raytrain.config.messages import advice
 from raytrain.config.sections import (
     DataConfig,
     LoopConfig,
@@ -60,20 +59,6 @@ class TrainJob:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     found: TuneFound | None = None
     telemetry_every: float = 0.0
-
-    def less_memory(self, precision: str | None) -> str:
-        """What reduces the memory of a worker, in a sentence, without what is in force already.
-
-        Args:
-            precision: in use; None where it is unknown.
-        """
-        return advice(
-            ("use a smaller model or shorter samples (model.*)", False),
-            ("set optim.name: sgd", self.optim.name == "sgd"),
-            ("set loop.activation_checkpointing: true", bool(self.loop.activation_checkpointing)),
-            ("set precision.dtype: bf16", precision in ("bf16", "fp16")),
-            ("set data.storage: stream", "stream" in (self.data.storage, self.plan.value("storage", ""))),
-        )
 
     def planned(self, name: str) -> Any:
         """The value of a resolved choice.

@@ -244,7 +244,6 @@ class Session:
         """Create the loop over this session's step and loader; without a saver it never saves."""
         if self.sizing is None:
             self.sizing = MicroBatchSize(self.loader.micro_batch, grow_after=self.job.loop.grow_after)
-        self.sizing.less_memory = self.job.less_memory(self.precision)
         return TrainingLoop(
             step=self.step, loader=self.loader, evaluate=self.evaluate if self.source.eval is not None else None,
             limits=self.limits(), reporter=reporter, saver=saver or NeverSaves(), should_stop=should_stop,

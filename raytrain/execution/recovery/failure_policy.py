@@ -48,9 +48,7 @@ class RecoveryDecision:
     micro_batch: int | None = None
 
 
-def decide(
-    faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int], less_memory: str = ""
-) -> RecoveryDecision:
+def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> RecoveryDecision:
     """Decide what follows the newest of `faults`.
 
     Args:
@@ -58,24 +56,21 @@ def decide(
         retry: the limits.
         fallback: `precision.fallback`.
         resumed_from: the step that each attempt of this command started from, oldest first, including the next one.
-        less_memory: what reduces the memory of a worker, in a sentence.
     """
     if not faults:
         return RecoveryDecision("go_on", "no faults")
-    decision = _decide(faults, retry=retry, fallback=fallback, resumed_from=resumed_from, less_memory=less_memory)
+    decision = _decide(faults, retry=retry, fallback=fallback, resumed_from=resumed_from)
     halves = [halved(fault.micro_batch) for fault in faults if fault.out_of_memory and fault.micro_batch]
     return replace(decision, micro_batch=min(halves)) if halves else decision
 
 
-def _decide(
-    faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int], less_memory: str
-) -> RecoveryDecision:
+def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> RecoveryDecision:
     newest = faults[-1]
     what = f"{newest.error}: {newest.message}" if newest.message else newest.error
     if newest.final:
         return RecoveryDecision("stop", what)
     if _is_halvable(newest):
-        return _after_out_of_memory(newest, what, resumed_from[-1], less_memory)
+        return _after_out_of_memory(newest, what, resumed_from[-1])
     compared = newest.traceback and newest.error not in TRANSIENT_ERRORS
     alike = [fault for fault in faults[:-1] if compared and _same_place(fault, newest)]
     if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
@@ -125,12 +120,12 @@ def _is_halvable(fault: Fault) -> bool:
     return fault.out_of_memory and fault.micro_batch is not None
 
 
-def _after_out_of_memory(fault: Fault, what: str, step: int, less_memory: str) -> RecoveryDecision:
+def _after_out_of_memory(fault: Fault, what: str, step: int) -> RecoveryDecision:
     where = f"rank {fault.rank} ran out of memory at step {fault.step} ({what})"
     if fault.micro_batch and fault.micro_batch > 1:
         half = halved(fault.micro_batch)
         return RecoveryDecision("go_on", f"{where}; {restarted_from(step)} with micro-batches of {half}")
-    return RecoveryDecision("stop", f"{where} with loop.micro_batch_size 1. {less_memory}".rstrip())
+    return RecoveryDecision("stop", f"{where} with loop.micro_batch_size 1")
 
 
 def _same_place(one: Fault, other: Fault) -> bool:

@@ -13,6 +13,7 @@ from raytrain.report.figures import (
     outcome,
 )
 from raytrain.report.findings.finding import Finding
+from raytrain.report.findings.memory import memory_failure
 from raytrain.report.findings.training import FULL_PRECISIONS
 from raytrain.report.records import (
     Row,
@@ -37,16 +38,21 @@ def failure(records: RunRecords) -> list[Finding]:
     evidence = failure_reason(records) or "No cause was recorded; see the end of the files in logs/."
     if cluster_lost(evidence):
         return [Finding("error", "Ray itself was lost", evidence, _AFTER_LOST_CLUSTER)]
+    if (short := memory_failure(records, evidence)) is not None:
+        return [short]
     recorded = next((first_text(row, "remedy") for row in rows), "")
     return [Finding("error", "The run failed", evidence, recorded or known)]
 
 
 def _of_memory(records: RunRecords) -> str:
+    """Where the run left no predictions: `findings.memory` has those."""
     if records.planned("micro_batch_size") == 1:
         return advice(
             ("set loop.activation_checkpointing: true", bool(records.configured("loop.activation_checkpointing"))),
             ("set precision.dtype: bf16", records.planned("precision") in ("bf16", "fp16")),
-            ("shorten the samples", False),
+            ("set data.storage: stream", records.planned("storage") == "stream"),
+            ("set optim.name: sgd", records.configured("optim.name") == "sgd"),
+            ("use a smaller model or shorter samples", False),
         )
     return "Lower loop.micro_batch_size: gradient accumulation keeps the update the same."
 

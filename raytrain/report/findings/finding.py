@@ -11,9 +11,14 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info", "good")
 
 @dataclass(frozen=True)
 class Finding:
-    """One diagnosis: its title, the numbers that show it, and what to do about it ("" if nothing)."""
+    """One diagnosis: its title, the numbers that show it, and what to do about it ("" if nothing).
+
+    Attributes:
+        options: what to do, one a line, the best first; `remedy` introduces them.
+    """
 
     severity: Severity
     title: str
     evidence: str
     remedy: str = ""
+    options: tuple[str, ...] = ()

@@ -1,10 +1,47 @@
-"""Findings about memory: steps that were retried after an out-of-memory."""
+"""Findings about memory: a run that it ended, and steps that were retried after an out-of-memory."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from raytrain.config.messages import advice
+from raytrain.report.figures import outcome, size
 from raytrain.report.findings.finding import Finding
-from raytrain.report.records import RunRecords, number
+from raytrain.report.records import Row, RunRecords, listed, mapping, number
+
+PROCESSES = {"memory": "a worker", "host_memory": "an expert host"}
+"""Choice of the plan -> the process whose bytes it is."""
+
+
+def memory_failure(records: RunRecords, reason: str) -> Finding | None:
+    """That memory ended the run, with the changes that the driver predicted to need less; None without predictions."""
+    last = _remedies(records)
+    if last is None:
+        return None
+    process, needed = PROCESSES.get(str(last.get("process")), "a process"), number(last.get("needed_bytes")) or 0.0
+    masks = number(mapping(records.train[-1].get("mask_cache")).get("bytes")) if records.train else None
+    cached = f"; attention masks that are kept take {size(masks)} (loop.mask_cache_mb)" if masks else ""
+    options = [mapping(one) for one in listed(last.get("remedies"))]
+    return Finding(
+        "error",
+        "The run failed: memory ran out",
+        f"{reason}; the plan estimates {size(needed)} for {process}{cached}",
+        f"Set one of these, the best first, with the bytes that {process} needs less by the plan's formula:",
+        tuple(_option(one, needed) for one in options),
+    )
+
+
+def _remedies(records: RunRecords) -> Row | None:
+    """What the last command predicted after memory ended the run; None if it did not."""
+    rows = records.of_kind("driver_start", "memory_remedies")
+    return rows[-1] if rows and rows[-1]["kind"] == "memory_remedies" else None
+
+
+def _option(row: dict[str, Any], needed: float) -> str:
+    saved = number(row.get("saved_bytes")) or 0.0
+    how = "with train --resume" if row.get("on_resume") else "in a new run"
+    part = f" ({saved / needed:.0%})" if needed else ""
+    return f"{row.get('setting')}: {size(saved)} less{part}, {how}; {row.get('meaning')}"
 
 
 def shortages(records: RunRecords) -> list[Finding]:
@@ -18,6 +55,7 @@ def shortages(records: RunRecords) -> list[Finding]:
     shown = ", ".join(f"{step:,}" for step in steps[:8]) + (" and more" if len(steps) > 8 else "")
     spent = sum(number(row.get("seconds")) or 0.0 for row in rows)
     asked = records.configured("loop.micro_batch_size")
+    ended = _remedies(records) is not None and outcome(records).status == "failed"
     inexact = any(row.get("equal") != "within rounding" for row in rows)
     drawn = "; random draws of the model are equal in distribution only" if inexact else ""
     return [
@@ -26,7 +64,9 @@ def shortages(records: RunRecords) -> list[Finding]:
             "Memory ran out, and steps were retried in smaller micro-batches",
             f"{len(rows)} times, on {', '.join(who)}, in step {shown}; micro-batches down to {min(sizes)}, "
             f"{spent:.3g} s of passes dropped{drawn}",
-            advice(
+            ""  # the finding of the failure lists what else there is
+            if ended
+            else advice(
                 (f"set loop.micro_batch_size: {min(sizes)}", False),
                 ("let loop.micro_batch_size: auto measure it", asked == "auto"),
             ),

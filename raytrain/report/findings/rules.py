@@ -46,9 +46,13 @@ def diagnose(records: RunRecords) -> list[Finding]:
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
-    """The findings that ask for something, a line each, for a terminal."""
+    """The findings that ask for something, a line each and one for each option, for a terminal."""
     return [
-        f"finding: {one.title}: {one.evidence}" + (f". {one.remedy}" if one.remedy else "")
+        line
         for one in findings
         if one.severity in ("error", "warning")
+        for line in (
+            f"finding: {one.title}: {one.evidence}" + (f". {one.remedy}" if one.remedy else ""),
+            *(f"  {number}. {option}" for number, option in enumerate(one.options, 1)),
+        )
     ]

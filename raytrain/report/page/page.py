@@ -110,11 +110,15 @@ def _findings(findings: Sequence[Finding]) -> str:
     cards = (
         f'<article class="card finding {item.severity}"><span class="badge">{item.severity}</span>'
         f"<b>{esc(item.title)}</b><p>{esc(item.evidence)}</p>"
-        f"{f'<p class=remedy>{esc(item.remedy)}</p>' if item.remedy else ''}</article>"
+        f"{f'<p class=remedy>{esc(item.remedy)}</p>' if item.remedy else ''}{_options(item.options)}</article>"
         for item in findings
     )
     inner = "".join(cards)
     return f'<div class="findings">{inner}</div>' if inner else ""
+
+
+def _options(options: Sequence[str]) -> str:
+    return f"<ol>{''.join(f'<li>{esc(one)}</li>' for one in options)}</ol>" if options else ""
 
 
 def marks(records: RunRecords) -> list[Mark]:

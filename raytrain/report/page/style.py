@@ -90,6 +90,7 @@ nav{
 .finding b{font-weight:620}
 .finding p{grid-column:2;color:var(--soft);font-size:14px;overflow-wrap:anywhere}
 .finding p.remedy{color:var(--ink)}
+.finding ol{grid-column:2;margin:2px 0 0;padding-left:20px;font-size:14px;overflow-wrap:anywhere}
 .badge{
   display:inline-block; font-size:12px; font-weight:600; padding:1px 8px; border-radius:5px;
   white-space:nowrap}

@@ -19,7 +19,6 @@ class MicroBatchSize:
     Attributes:
         planned: as above.
         now: the current size.
-        less_memory: what else reduces the memory of a worker, in a sentence.
     """
 
     def __init__(self, planned: int, *, grow_after: int | None) -> None:
@@ -28,7 +27,6 @@ class MicroBatchSize:
         self._left: list[int] = []
         self._failures: dict[int, int] = {}
         self._clean = 0
-        self.less_memory = ""
 
     def after_shortage(self) -> int | None:
         """Switch to the next smaller size and return it; None if there is none."""

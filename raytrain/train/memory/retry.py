@@ -71,8 +71,7 @@ class ShortageRetry:
         where = f"the evaluation after step {step}" if evaluation else f"step {step}"
         if now is None:
             raise RunError(
-                f"out of memory in {where} with loop.micro_batch_size 1: {dropped}; there is nothing smaller to "
-                f"compute. {self._sizing.less_memory}"
+                f"out of memory in {where} with loop.micro_batch_size 1: {dropped}; there is nothing smaller to compute"
             )
         self._apply_size()
         self._reporter.event(

@@ -141,9 +141,6 @@ def test_out_of_memory_outside_the_passes_halves_the_micro_batch_and_costs_no_re
         assert f"with micro-batches of {decision.micro_batch}" in decision.reason
     last = decided(*faults, short(1), starts=[0] * 6)
     assert last.action == "stop" and "loop.micro_batch_size 1" in last.reason
-    retry = RetryConfig()
-    advised = decide([short(1)], retry=retry, fallback=True, resumed_from=[0, 0], less_memory="Set optim.name: sgd.")
-    assert advised.reason.endswith("with loop.micro_batch_size 1. Set optim.name: sgd.")
 
 
 def test_other_faults_count_as_before_and_keep_the_smaller_size() -> None:
