@@ -252,7 +252,11 @@ def bench(
 @click.option("--quick", is_flag=True, help="the machines only, without the training")
 @click.option("--json", "as_json", is_flag=True, help="print everything that was found as JSON")
 @click.option("--short", is_flag=True, help="print one line")
-def check(arguments: tuple[str, ...], quick: bool, as_json: bool, short: bool) -> None:
+@click.option("--bundle", metavar="FILE.zip", help="write what was found to an archive for support, without secrets")
+@click.option("--run", metavar="RUN", help="add the records and last log lines of this run to the bundle")
+def check(
+    arguments: tuple[str, ...], quick: bool, as_json: bool, short: bool, bundle: str | None, run: str | None
+) -> None:
     """Check the machines of a job, then train two steps in each precision.
 
     Exit code 0: every check is ok or a warning; 1: one failed.
@@ -260,7 +264,7 @@ def check(arguments: tuple[str, ...], quick: bool, as_json: bool, short: bool) -
     from jobs.check import run_check
 
     path, overrides = split_arguments(arguments)
-    sys.exit(run_check(path, overrides, quick=quick, as_json=as_json, short=short))
+    sys.exit(run_check(path, overrides, quick=quick, as_json=as_json, short=short, bundle=bundle, run=run))
 
 
 class _SubmitVerbs(click.Group):

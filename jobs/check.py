@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,8 @@ from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.job.paths import absolute_path
 from jobs.job.spec import JobSpec, load_spec
-from raytrain.errors import RaytrainError, RunError, first_line
+from raytrain.errors import InputError, RaytrainError, RunError, first_line
+from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
 #: A node that has not answered by then is not part of a working cluster.
@@ -49,6 +51,7 @@ class CheckReport:
         nodes, rates: by the address of the node.
         training: the rows of every worker; empty with `quick`.
         seconds: of each part.
+        inventory: the machines that jobs are planned for; None before the cluster was reached.
     """
 
     results: list[tuple[str, CheckResult]] = field(default_factory=list)
@@ -56,6 +59,7 @@ class CheckReport:
     rates: dict[str, list[DeviceRates]] = field(default_factory=dict)
     training: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    inventory: Inventory | None = None
 
     @property
     def failed(self) -> bool:
@@ -117,6 +121,7 @@ def check(
             _timed(report, "with Ray"),
             connected(address, num_cpus=slots, num_gpus=len(here.devices()), verbose=False) as cluster,
         ):
+            report.inventory = inventory_from_ray()
             with _timed(report, "machines"):
                 _check_machines(report, spec, activity, console)
             if quick:
@@ -125,7 +130,7 @@ def check(
             elif not report.failed:
                 activity.begin("training two steps in each supported precision")
                 with _timed(report, "training"):
-                    _check_training(report, spec, cluster, inventory_from_ray(), console)
+                    _check_training(report, spec, cluster, report.inventory, console)
             else:
                 skipped = CheckResult("training", "na", "left out: a check failed", "the other checks are ok")
                 _add(report, console, [skipped])
@@ -287,14 +292,55 @@ def _add(report: CheckReport, console: Console, results: Sequence[CheckResult], 
         console.print(table, markup=False, highlight=False)
 
 
+def _bundled(
+    path: Path | None, overrides: Sequence[str], *, quick: bool, console: Console, bundle: str, run: str | None
+) -> CheckReport:
+    """The check, with everything that it found, or why it ended, in a support bundle."""
+    from jobs.checks.bundle import SMALL, check_bundle_path, write_bundle
+    from jobs.report import NEWEST
+
+    file, loaded = check_bundle_path(bundle), load_spec(path, list(overrides))
+    folder = None if run is None else RunFolder.open(NEWEST if run == "latest" else run)
+    ended, report = None, CheckReport()
+    try:
+        report = check(path, overrides=overrides, quick=quick, console=console)
+    except RaytrainError as error:  # the job is right: Ray did not start, or the cluster cannot be reached
+        ended = error
+    checked = report.to_json() if ended is None else {"status": "failed", "error": str(ended)}
+    line = report.line() if ended is None else f"FAILED: {ended}"
+    names = write_bundle(file, checked=checked, line=line, loaded=loaded, inventory=report.inventory, run=folder)
+    said = f"bundle    {file}: {len(names)} files; a run on five samples beside it helps: raytrain train JOB {SMALL}"
+    print(said, file=sys.stderr)
+    if ended is not None:
+        raise ended
+    return report
+
+
 def _titled(node: str, result: CheckResult) -> str:
     return f"{node}: {result.text}" if node else result.text
 
 
-def run_check(path: Path | None, overrides: Sequence[str], *, quick: bool, as_json: bool, short: bool) -> int:
-    """The verb; returns the exit code."""
+def run_check(
+    path: Path | None, overrides: Sequence[str], *, quick: bool, as_json: bool, short: bool, bundle: str | None = None,
+    run: str | None = None,
+) -> int:  # fmt: skip
+    """The verb; returns the exit code.
+
+    Args:
+        bundle: the archive for support to write; None: none.
+        run: the folder of the run whose records are added to it.
+
+    Raises:
+        InputError: the job is wrong, the bundle cannot be written there, or there is no such run.
+        RunError: Ray did not start, or a node did not answer; the bundle says so.
+    """
     console = Console(quiet=as_json or short, highlight=False)
-    report = check(path, overrides=overrides, quick=quick, console=console)
+    if run is not None and bundle is None:
+        raise InputError("--run", got=run, expected="--bundle FILE.zip with it", remedy="only a bundle has its records")
+    if bundle is None:
+        report = check(path, overrides=overrides, quick=quick, console=console)
+    else:
+        report = _bundled(path, overrides, quick=quick, console=console, bundle=bundle, run=run)
     if as_json:
         print(json.dumps(report.to_json(), default=str))
     elif short:
