@@ -50,7 +50,7 @@ def test_quick_values_are_keys_of_the_bench_and_the_command_line_wins(name: str)
     usual, quick = options_of(name, [], quick=False), options_of(name, [], quick=True)
     assert set(kind.QUICK) <= set(kind.model_fields) and quick.blocks <= usual.blocks
     assert options_of(name, ["blocks=7"], quick=True).blocks == 7
-    costly = ("memory", "recovery", "data", "startup")  # a block is a process, or five epochs of two arms
+    costly = ("memory", "recovery", "restart", "data", "startup")  # a block is a process, or five epochs of two arms
     assert name in costly or usual.blocks >= 15, "an interval needs repetitions"
 
 
