@@ -89,29 +89,60 @@ def test_the_controller_is_looked_up_until_it_is_there(ray: SimpleNamespace, loc
 
 
 class Waiting:
-    """A `_Fit` whose thread waits until its controller's process has ended, or forever."""
+    """A `_Fit` that waits until its controller's process has ended, or forever.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, pid: int | None) -> None:
+    Args:
+        pids: what `find_controller` returns, one after the other, the last one from then on.
+        known: the controller that was seen before.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *pids: int | None, known: int | None = None) -> None:
         self.killed: list[tuple[int, int]] = []
-        self.over = threading.Event()
         monkeypatch.setattr("os.kill", self._kill)
+        monkeypatch.setattr(module, "END_EVERY_S", 0.001)
+        self._pids = list(pids)
         self.fitting: Any = module._Fit.__new__(module._Fit)
-        self.fitting._watch = SimpleNamespace(controller=pid)
-        self.fitting._thread = threading.Thread(target=self.over.wait, daemon=True)
-        self.fitting._thread.start()
+        self.fitting._watch = SimpleNamespace(controller=known, find_controller=self._find)
+        self.fitting._ended = threading.Event()
+
+    def _find(self) -> int | None:
+        return self._pids.pop(0) if len(self._pids) > 1 else self._pids[0]
 
     def _kill(self, pid: int, number: int) -> None:
         self.killed.append((pid, number))
-        self.over.set()
+        self.fitting._ended.set()
 
 
-def test_fit_ends_with_its_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = Waiting(monkeypatch, pid=41)
+def test_fit_ends_with_its_controller_also_if_that_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(monkeypatch, None, None, 41)
     assert waiting.fitting.end(20.0) and waiting.killed == [(41, signal.SIGKILL)]
     assert waiting.fitting.end(0.0) and len(waiting.killed) == 1, "it has ended"
-    unknown = Waiting(monkeypatch, pid=None)
-    assert not unknown.fitting.end(0.0) and unknown.killed == []
-    unknown.over.set()
+    never = Waiting(monkeypatch, None)
+    assert not never.fitting.end(0.01) and never.killed == []
+
+
+def test_a_cluster_that_is_lost_is_not_asked_for_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Waiting(monkeypatch, known=41)
+    assert known.fitting.end(20.0, lost=True) and known.killed == [(41, signal.SIGKILL)]
+    assert not Waiting(monkeypatch).fitting.end(0.01, lost=True)
+
+
+def test_an_exception_of_a_signal_while_fit_runs_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 marks a thread as ended if a signal's handler raises in `Thread.join`."""
+
+    def interrupted(number: int, frame: object) -> None:
+        raise Interrupted("now")
+
+    fitting = Waiting(monkeypatch, None).fitting
+    before = signal.signal(signal.SIGUSR1, interrupted)
+    own = threading.get_ident()
+    threading.Timer(0.05, signal.pthread_kill, (own, signal.SIGUSR1)).start()
+    try:
+        with pytest.raises(Interrupted):
+            fitting.running(wait_s=20.0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert fitting.running(wait_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +158,9 @@ def test_ray_is_left_only_once_fit_has_ended(
 ) -> None:
     limits: list[float] = []
 
-    def end(limit: float) -> bool:
+    def end(limit: float, *, lost: bool = False) -> bool:
         limits.append(limit)
+        assert lost == isinstance(raised, ClusterLost)
         return ends
 
     def watched(*_: Any, **__: Any) -> Any:
