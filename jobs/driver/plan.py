@@ -91,7 +91,7 @@ def plan_job(
         scale=scale, cluster=spec.cluster, experts_hosts=hosts_of_run if keeps else asked, name=spec.name,
         experts_inflight=spec.experts.inflight, seed=spec.seed, inventory=machines, model_facts=sized,
         data_facts=data_facts, compile_missing=_compile_missing(spec, inventory),
-        measured=rates or _kept_rates(machines), share_out=_share_out(spec, sized, machines),
+        measured=rates or kept_rates(machines), share_out=_share_out(spec, sized, machines),
     )  # fmt: skip
     on_gpu = plan.device.value_or(None) == "cuda"
     if on_gpu and separate_hosts(plan.hosts) and sized is not None and sized.experts is not None:
@@ -108,7 +108,7 @@ def plan_job(
     )  # fmt: skip
 
 
-def _kept_rates(machines: Inventory) -> MachineRates | None:
+def kept_rates(machines: Inventory) -> MachineRates | None:
     """The rates that an earlier run on this machine measured; None for other machines."""
     here = [node.host for node in machines.nodes] == [socket.gethostname()]
     return CalibrationFile.of_this_machine("cpu").read() if here else None

@@ -1,7 +1,7 @@
-"""What would have needed less memory: the job of a run that ran out of it, planned again with one key changed.
+"""What would need less memory, or less time for a row: the job of a run, planned again with one key changed.
 
-Each remedy is a whole plan of the same machines, so that its bytes are those of the plan's own formula, and that what
-the machines or the data cannot provide, or what is in force already, is not listed.
+Each remedy is a whole plan of the same machines, so that its bytes and seconds are those of the plan's own formulas,
+and that what the machines or the data cannot provide, or what is in force already, is not listed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory, inventory_from_json
-from jobs.driver.plan import plan_job
+from jobs.driver.plan import kept_rates, plan_job
 from jobs.job.facts import facts_of_model, shapes_of_data
 from jobs.job.spec import JobSpec, load_spec, may_change_on_resume
 from raytrain.errors import InputError
@@ -32,6 +33,8 @@ RAN_OUT = re.compile(r"out ?of ?memory|not even a micro-batch", re.IGNORECASE)
 NOTHING_FITS = "NothingFits"
 #: A smaller saving than this fraction of a process is within the error of the estimate.
 LEAST_SAVING = 0.01
+#: A smaller gain in speed is within the error of the prediction.
+LEAST_GAIN = 1.15
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,30 @@ class _Change:
 
 
 @dataclass(frozen=True)
-class ShortRun:
-    """A run that memory ended, with what was in force then.
+class SpeedRemedy:
+    """One change of the job, and how much faster it computes a row.
+
+    Attributes:
+        settings: `key=value`s, as they are typed on the command line.
+        ratio: predicted rows per second, relative to the run's.
+        meaning: what it changes or costs.
+    """
+
+    settings: str
+    ratio: float
+    meaning: str
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run with what was in force at its end, which is planned again.
 
     Attributes:
         plan: of the run.
         spec: its job.
-        micro: rows of a micro-batch when memory ran out for the last time.
-        precision: in which it computed then.
+        micro: rows of a micro-batch; where memory ran out, when it did so for the last time.
+        precision: in which it computed.
+        rates: measured on this machine; None for other machines, or without a measurement.
         process: the choice of the plan with the bytes of the process that ran out: `memory` or `host_memory`.
     """
 
@@ -82,9 +101,38 @@ class ShortRun:
     spec: JobSpec
     micro: int
     precision: str
+    rates: MachineRates | None = None
     process: str = "memory"
 
-    def remedies(self) -> tuple[int, list[MemoryRemedy]]:
+    def speed_remedies(self) -> list[SpeedRemedy]:
+        """What computes a row faster at the rates that were measured on this machine, the best first.
+
+        Empty where no rates were measured. A change whose plan has a new warning, such as one of memory, is left out.
+        """
+        plan = self._unchanged
+        if self.rates is None or self._inventory.devices() or plan is None or not (before := self._rows_per_s(plan)):
+            return []
+        rows = int(plan.value("effective_batch", 0))
+        found = []
+        if self.precision == self.spec.precision.dtype == "fp32":  # `auto` has compared them, a fall-back has a reason
+            change = _Change("precision.dtype", "bf16", 1, "products are rounded to 8 bits; `auto` compares the losses")
+            found.append((change, ()))
+        change = _Change("loop.global_batch_size", 2 * rows, 2, "another training: optim.lr may have to follow")
+        found.append((change, (f"loop.micro_batch_size={2 * self.micro}",)))
+        remedies = []
+        for change, more in found:
+            other = self._planned(change, *more)
+            if other is None or len(other.warnings) > len(plan.warnings) or not (after := self._rows_per_s(other)):
+                continue
+            if after >= LEAST_GAIN * before:
+                remedies.append(SpeedRemedy(" ".join([change.setting, *more]), after / before, change.meaning))
+        return sorted(remedies, key=lambda one: -one.ratio)
+
+    def _rows_per_s(self, plan: Plan) -> float | None:
+        seconds = plan.value("step_time", None)
+        return plan.value("effective_batch", 0) / seconds if seconds else None
+
+    def memory_remedies(self) -> tuple[int, list[MemoryRemedy]]:
         """Bytes that the process was estimated to need, and what needs less, the best first.
 
         What computes the same update comes before what rounds differently, and that before what trains another model
@@ -124,7 +172,7 @@ class ShortRun:
             yield _Change("scale.strategy", "fsdp", 0, f"the state is divided over the {self._workers} workers")
         if self.plan.value("storage", "") == "resident":
             yield _Change("data.storage", "stream", 0, "the data is read in every epoch")
-        if self.precision not in ("bf16", "fp16"):
+        if not {self.precision, spec.precision.dtype} & {"bf16", "fp16"}:  # and has not fallen back from it
             yield _Change("precision.dtype", "bf16", 1, "products are rounded to 8 bits")
         yield from self._other_hosts()
         if spec.optim.name != "sgd":
@@ -189,11 +237,11 @@ class ShortRun:
         """By the formula alone, which sizes a model that was not built the same way."""
         return self._planned(_Change("loop.micro_batch_size", self.micro, 0, "", from_formula=True))
 
-    def _planned(self, change: _Change | None) -> Plan | None:
+    def _planned(self, change: _Change | None, *more: str) -> Plan | None:
         """The plan of the job with a change; None where it does not exist: the machines or the data forbid it, or the
         sizes of the model are unknown."""
         settings = [f"loop.micro_batch_size={self.micro}", f"precision.dtype={self.precision}"]
-        settings += [] if change is None else [change.setting]
+        settings += [] if change is None else [change.setting, *more]
         if change is not None and change.key == "scale.strategy":
             settings.append("scale.shares=equal")
         try:
@@ -209,39 +257,34 @@ class ShortRun:
             elastic = isinstance(self.spec.scale.workers, list | tuple)
             return plan_job(
                 loaded, inventory=self._inventory, model_facts=facts, data_facts=data, hosts_of_run=hosts,
-                workers=Resolved(self._workers, "as in the run") if elastic else None,
+                rates=self.rates, workers=Resolved(self._workers, "as in the run") if elastic else None,
             )  # fmt: skip
         except InputError:
             return None  # this job on these machines cannot have it
 
 
-def short_run_of(run: RunFolder, reason: str) -> ShortRun | None:
-    """The run, if memory ended it; None if something else did, or if its job has Python objects and cannot be planned
-    again from its records.
-
-    Args:
-        reason: of its end.
-    """
-    plan = Plan.from_json(run.read_json(run.plan))
-    fault = _last_of(read_faults(run, since=0))
-    if not (RAN_OUT.search(reason) or (fault is not None and fault.out_of_memory)):
+def planned_run_of(run: RunFolder) -> PlannedRun | None:
+    """The run as its records show it; None without a plan, or if its job has Python objects and cannot be planned again
+    from them."""
+    if not run.exists(run.plan):
         return None
+    plan = Plan.from_json(run.read_json(run.plan))
     try:
         spec = load_spec(mapping=plan.config).spec
     except InputError:
         return None
     rows = run.read_rows(run.events)
-    short = [row for row in rows if row["kind"] == "out_of_memory"]
     attempts = [row["precision"] for row in rows if row["kind"] == "attempt"]
-    sizes = [int(row["micro_batch_size"]) for row in short]
+    sizes = [int(row["micro_batch_size"]) for row in rows if row["kind"] == "out_of_memory"]
+    measured = run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
+    sizes += [int(measured["micro_batch"]["value"])] if "micro_batch" in measured else []
+    fault = _last_of(read_faults(run, since=0))
     sizes += [fault.micro_batch] if fault is not None and fault.micro_batch else []
     sizes += [1] if fault is not None and fault.error == NOTHING_FITS else []
-    of_host = "expert host" in reason or (not RAN_OUT.search(reason) and "expert host" in getattr(fault, "message", ""))
-    return ShortRun(
-        plan=plan, spec=spec,
+    return PlannedRun(
+        plan=plan, spec=spec, rates=kept_rates(inventory_from_json(plan.inventory)),
         micro=min(sizes, default=int(plan.value("micro_batch_size", 1))),
         precision=attempts[-1] if attempts else widest(plan.precision),
-        process="host_memory" if of_host else "memory",
     )  # fmt: skip
 
 
@@ -249,14 +292,30 @@ def _last_of(faults: Sequence[Fault]) -> Fault | None:
     return faults[-1] if faults else None
 
 
-def record_remedies(run: RunFolder, reason: str) -> None:
-    """Write the event with the remedies of a run that memory ended; the report and the terminal show them."""
-    if not run.exists(run.plan) or (short := short_run_of(run, reason)) is None:
+def record_remedies(run: RunFolder, *, failed: bool, reason: str) -> None:
+    """Write the event with the remedies of a run that memory ended, or of one that was only slow; the report and the
+    terminal show them.
+
+    Args:
+        failed: whether the run failed, and not because it was stopped.
+        reason: why it ended.
+    """
+    fault = _last_of(read_faults(run, since=0)) if failed else None
+    of_memory = failed and bool(RAN_OUT.search(reason) or (fault is not None and fault.out_of_memory))
+    if (failed and not of_memory) or (planned := planned_run_of(run)) is None:
         return
-    needed, remedies = short.remedies()
-    if remedies:
-        listed = [asdict(one) for one in remedies]
-        why = f"{remedies[0].setting} is the best of {len(remedies)} changes that need less memory"
+    if not of_memory:
+        remedies = [asdict(one) for one in planned.speed_remedies()]
+        if remedies:
+            why = f"{remedies[0]['settings']} is predicted to be {remedies[0]['ratio']:.2g} times as fast"
+            run.append_event(event("speed_remedies", remedies=remedies, reason=why))
+        return
+    blamed = reason if RAN_OUT.search(reason) or fault is None else fault.message
+    planned = replace(planned, process="host_memory" if "expert host" in blamed else "memory")
+    needed, found = planned.memory_remedies()
+    if found:
+        why = f"{found[0].setting} is the best of {len(found)} changes that need less memory"
+        listed = [asdict(one) for one in found]
         run.append_event(
-            event("memory_remedies", process=short.process, needed_bytes=needed, remedies=listed, reason=why)
+            event("memory_remedies", process=planned.process, needed_bytes=needed, remedies=listed, reason=why)
         )

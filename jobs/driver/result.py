@@ -74,8 +74,7 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console) -> Res
         raise RunError(f"attempt {newest} of another command has taken over {run.path}; this one writes no result")
     run.release_space()
     try:
-        if result.status == "failed":
-            record_remedies(run, result.reason)
+        record_remedies(run, failed=result.status == "failed", reason=result.reason)
         run.append_event(event("driver_end", status=result.status, reason=result.reason))
         record = write_result(run, result)
         run.flush()

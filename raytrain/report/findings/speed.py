@@ -7,7 +7,7 @@ from collections.abc import Callable
 from raytrain.config.messages import abbreviated, advice
 from raytrain.report.figures import seconds, step_ms, time_account
 from raytrain.report.findings.finding import Finding
-from raytrain.report.records import RunRecords, number
+from raytrain.report.records import RunRecords, listed, mapping, number
 
 SAVE_BUDGET = 0.03
 #: Differences of this size are those of the operating system, which gives a core to another process for so long.
@@ -57,7 +57,21 @@ def limiting_part(records: RunRecords) -> list[Finding]:
     busy = share.get("compute", 0.0)
     if busy >= 0.5:
         found.append(Finding("good", "Limited by compute", f"{busy:.0%} of {seconds(wall)} is computation"))
+        found += _faster(records, f"{busy:.0%} of {seconds(wall)} is computation")
     return found
+
+
+def _faster(records: RunRecords, evidence: str) -> list[Finding]:
+    """What the driver predicted, at the rates measured on this machine, to compute a row faster."""
+    rows = records.of_kind("driver_start", "speed_remedies")
+    if not rows or rows[-1]["kind"] != "speed_remedies":
+        return []
+    options = tuple(
+        f"{one.get('settings')}: {number(one.get('ratio')) or 0.0:.2f} times the rows per second; {one.get('meaning')}"
+        for one in map(mapping, listed(rows[-1].get("remedies")))
+    )
+    remedy = "By the plan's formula, at the rates that were measured on this machine:"
+    return [Finding("info", "A step can be computed faster", evidence, remedy, options)]
 
 
 def step_times(records: RunRecords) -> list[Finding]:
