@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,40 @@ from cluster.devices.limits import cpu_description
 MACHINE = ["storage", "shared_storage", "disk", "memory", "shared_memory", "network", "visible_devices", "devices"]
 
 
+@pytest.fixture(scope="module")
+def checked(start_module_python: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a whole check with a bundle, and the check."""
+    folder = tmp_path_factory.mktemp("check")
+    env = {"MY_TOKEN": "not-for-support"}
+    started = start_module_python("-m", "jobs", "check", "--json", "--bundle", "b.zip", cwd=folder, env=env)
+    done = started.finish(timeout=200)
+    assert done.code == 0, done.text
+    return folder, done
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.covers("VER-02", "TRB-41")
+def test_a_bundle_holds_the_machine_and_the_training_and_each_worker_trained_on_its_device(
+    checked: tuple[Path, Any],
+) -> None:
+    folder, done = checked
+    assert "b.zip" in done.err and "loop.max_steps=5" in done.err
+    with zipfile.ZipFile(folder / "b.zip") as archive:
+        files = {name: archive.read(name).decode() for name in archive.namelist()}
+    assert not any("not-for-support" in text for text in files.values()) and "MY_TOKEN" in files["README.txt"]
+    report = json.loads(files["check.json"])
+    assert report == json.loads(done.out)
+    trained = [row for row in report["training"] if row["what"] == "training"]
+    assert trained and all(row["devices"] == [row["device"]] for row in trained)
+    (fp32,) = [check for check in report["checks"] if check["name"] == "training in fp32"]
+    assert fp32["status"] == "ok" and fp32["seen"].endswith(f"on {trained[0]['device']}") and report["nodes"]
+    assert json.loads(files["plan.json"])["choices"]["device"]["value"] in trained[0]["device"]
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.covers("DEV-10", "VER-04", "CLI-26")
-def test_every_format_of_this_machine_trains_in_one_fit(run_cli: Callable[..., Any], tmp_path: Path) -> None:
-    done = run_cli("check", "--json", cwd=tmp_path, timeout=200)
-    assert done.code == 0, done.text
+def test_every_format_of_this_machine_trains_in_one_fit(checked: tuple[Path, Any]) -> None:
+    tmp_path, done = checked
     report = json.loads(done.out)
     formats = ["fp32", "bf16"] if any(cpu_description()[1].values()) else ["fp32"]
     names = [check["name"] for check in report["checks"]]

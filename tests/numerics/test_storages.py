@@ -87,7 +87,7 @@ def series(rows: Rows) -> list[float]:
     return [*rows.losses, *rows.of("eval", "loss")]
 
 
-@pytest.mark.covers("DATA-07", "PERF-23")
+@pytest.mark.covers("DATA-07", "PERF-23", "VER-17")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_storage_gives_bit_equal_losses(kind: str, opened: Any) -> None:
     losses = {}

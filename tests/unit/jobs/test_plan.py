@@ -111,6 +111,31 @@ def test_the_default_recipe_has_its_experts_in_process_on_one_box_and_on_hosts_w
     assert "too little memory for in every worker, colocated" in apart.hosts.reason
 
 
+@pytest.mark.covers("TRB-27", "TRB-30")
+def test_the_plan_compares_the_strategies_and_shows_where_unequal_experts_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = job(tmp_path)
+    mixture["model"] = {**mixture["model"], "builder": "experts.models:moe_gpt", "layers": 1}
+    (tmp_path / "moe.json").write_text(json.dumps(mixture))
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text("- {host: a, cpus: 4, memory_gib: 8}\n- {host: b, cpus: 4, memory_gib: 8}\n")
+
+    def shown(*changes: str) -> dict[str, str]:
+        plan_verb(tmp_path / "moe.json", changes, inventory_file=nodes)
+        lines = capsys.readouterr().out.splitlines()
+        return dict(line.split(": ", 1) for line in lines if ": " in line)
+
+    alone = shown("experts.hidden=[64, 64, 64, 256]", "experts.hosts=0")
+    seconds = dict(re.findall(r"(data_parallel|colocated|\d hosts) ([\d.]+ m?s)", alone["step time"]))
+    assert set(seconds) >= {"data_parallel", "colocated", "2 hosts"}, alone["step time"]
+    # 8 x hidden x 2 matrices; weights, gradients and two moments in fp32, in KiB: 16 for a width of 64, 64 for 256
+    hosted = shown("experts.hidden=[64, 64, 64, 256]", "experts.hosts=2")["experts"]
+    placed = re.findall(r"host \d: (\d), ([\d.]+) KiB", hosted)
+    assert hosted.startswith("4 on 2 hosts  # ") and "the largest 64 KiB" in hosted
+    assert sorted(placed) == [("1", "64"), ("3", "48")], "the work is equal, not the number"
+
+
 def test_a_resumed_run_keeps_the_layout_that_auto_chose(tmp_path: Path) -> None:
     again = plan_job(load_spec(None), inventory=MACHINE, hosts_of_run=2)
     assert again.hosts == Resolved(2, "auto chose this for the run that is resumed")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from hardware import Nvml
 
 from cluster.checks.preflight import (
@@ -80,12 +81,16 @@ def test_memory_counts_every_process_of_a_node() -> None:
     assert check_memory(need, inventory=machine(0), local_workers=2, on_gpu=False).status == "na"
 
 
+@pytest.mark.covers("TRB-40")
 def test_small_shared_memory_is_a_warning(tmp_path: Path) -> None:
     assert check_shared_memory(root=tmp_path).status == "na"
     (tmp_path / "dev/shm").mkdir(parents=True)
     small = check_shared_memory(root=tmp_path, usage=lambda path: SimpleNamespace(free=64 << 20))
     assert small.status == "warn"
-    assert "64 MiB" in small.seen
+    assert small.seen == "64 MiB free in /dev/shm" and small.expected == "256 MiB free"
+    assert "docker run --shm-size=" in small.remedy
+    enough = check_shared_memory(root=tmp_path, usage=lambda path: SimpleNamespace(free=1 << 30))
+    assert enough.status == "ok" and enough.seen == "1.0 GiB free in /dev/shm"
 
 
 def test_variables_that_clash_or_name_nothing_are_a_warning() -> None:

@@ -13,6 +13,7 @@ from cluster.config import ClusterConfig
 from cluster.devices.inventory import Inventory, local_inventory
 from cluster.devices.nvidia import narrow_visible, visible_devices
 from cluster.devices.torch_build import TorchBuild, installed_torch
+from jobs.checks.node import check_devices
 from raytrain.config.sections import PrecisionConfig, ScaleConfig
 from raytrain.plan.rules.devices import choose_devices, choose_precision
 from raytrain.plan.rules.workers import allowed_bytes
@@ -76,12 +77,18 @@ def test_amds_gpus_are_found_by_their_kernel_driver(tmp_path: Path) -> None:
     assert wrong.devices() == [] and "no device '7'" in wrong.unusable[0]
 
 
+@pytest.mark.covers("TRB-29")
 @pytest.mark.parametrize("error", ["GpuIsLost", "Unknown"])
 def test_a_gpu_that_cannot_be_read_does_not_hide_the_others(error: str) -> None:
     nvml = Nvml("A100", "A100", "A100", errors={("nvmlDeviceGetHandleByIndex", 1): error})
     inventory = found(nvml)
     assert [one.uuid for one in inventory.devices()] == [uuid(0), uuid(2)]
     assert inventory.unusable == (f"GPU 1 cannot be read: {error}",)
+    checked = check_devices(inventory.unusable, inventory.describe())  # of `raytrain check`
+    assert (checked.status, checked.seen) == ("fail", f"GPU 1 cannot be read: {error}")
+    complete = found(Nvml("A100", "A100", "A100"))
+    checked = check_devices(complete.unusable, complete.describe())
+    assert checked.status == "ok" and [f"cuda:{n} " in checked.seen for n in range(4)] == [True, True, True, False]
     assert [one.uuid for one in found(nvml, "2,1").devices()] == [uuid(2)]
     assert nvml.open == 0
 
@@ -147,6 +154,7 @@ def test_the_check_of_the_variable_knows_mig_devices() -> None:
     assert unknown.status == "warn" and mig_uuid(5, 1) in unknown.seen
 
 
+@pytest.mark.covers("TRB-28")
 @pytest.mark.parametrize(
     ("build", "cuda", "problem"),
     [
@@ -160,6 +168,8 @@ def test_gpus_that_the_installed_torch_cannot_use_are_no_devices(build: TorchBui
     inventory = found(Nvml("T4", cuda=cuda), torch=build)
     assert len(inventory.devices()) == (0 if problem else 1)
     assert problem in " ".join(inventory.unusable) and bool(problem) == bool(inventory.unusable)
+    checked = check_devices(inventory.unusable, inventory.describe())  # of `raytrain check`
+    assert (checked.status == "fail") == bool(problem) and problem in checked.seen
 
 
 def test_the_build_of_the_installed_torch_is_read_without_importing_it(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def statuses(reports: Mapping[str, NodeReport]) -> dict[str, str]:
     return {result.name: result.status for result in check_versions(reports)}
 
 
-@pytest.mark.covers("COMPAT-03")
+@pytest.mark.covers("COMPAT-03", "TRB-31")
 def test_versions_are_new_enough_and_the_same() -> None:
     assert set(statuses({"a": node(), "b": node()}).values()) == {"ok"}
     assert statuses({"a": node(torch="2.8.1")}) == {"python": "ok", "torch": "fail", "ray": "ok"}
@@ -47,7 +47,7 @@ def test_versions_are_new_enough_and_the_same() -> None:
     assert "2.60 or newer" in old.expected and "on b" in old.remedy and "on a" not in old.remedy
 
 
-@pytest.mark.covers("COMPAT-04")
+@pytest.mark.covers("COMPAT-04", "TRB-35")
 @pytest.mark.parametrize(
     ("runtime", "status"),
     [("CUDA 13.0", "ok"), ("CUDA 11.8", "ok"), ("CUDA 11.7", "fail"), ("ROCm 6.2", "ok"), ("ROCm 6.1", "fail"),

@@ -740,7 +740,7 @@ def test_many_experts_lead_to_expert_parallel_and_few_to_data_parallel() -> None
     assert many["colocated"] < many["data_parallel"], "every worker would update and add up every expert"
 
 
-@pytest.mark.covers("PAR-15")
+@pytest.mark.covers("PAR-15", "TRB-26")
 def test_mixed_gpus_are_warned_of_and_one_kind_is_not() -> None:
     mixed = machines(node(gpus=[gpu(0), gpu(1, "Tesla T4", (7, 5))]))
     (warning,) = [text for text in plan(mixed).warnings if "kinds" in text]

@@ -91,7 +91,7 @@ class WithBuffer(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.inner["linear"](x), labels)}
 
 
-@pytest.mark.covers("DEV-06", "BP-04")
+@pytest.mark.covers("DEV-06", "BP-04", "TRB-16")
 def test_a_buffer_on_another_device_is_reported_before_the_first_step() -> None:
     session = make_session({"module": WithBuffer()}, DATA, prepare=False)
     with pytest.raises(DevicePlacementError, match=r"inner\.linear\.shift.*meta"):
