@@ -24,7 +24,14 @@ from rich.table import Table
 
 from cluster.checks.preflight import CheckResult, on_each_node
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
-from jobs.checks.compare import check_clocks, check_platform, check_rates, check_repeatable, check_versions
+from jobs.checks.compare import (
+    check_clocks,
+    check_monitoring,
+    check_platform,
+    check_rates,
+    check_repeatable,
+    check_versions,
+)
 from jobs.checks.node import DeviceRates, NodeReport, clock, examine, gib, measure_node
 from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
@@ -157,7 +164,7 @@ def _check_machines(report: CheckReport, spec: JobSpec, activity: Activity, cons
     gpus = any(row["kind"] != "cpu" for one in report.nodes.values() for row in one.devices)
     for nodes in _one_of_each_host(report.nodes):
         report.rates |= _answers(on_each_node(measure_node, gpus=gpus, only=nodes), RATES_TIMEOUT_S)
-    _add(report, console, [check_repeatable(report.rates), *check_rates(report.rates)])
+    _add(report, console, [check_repeatable(report.rates), *check_rates(report.rates), check_monitoring(report.rates)])
 
 
 def _check_training(

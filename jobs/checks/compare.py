@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.checks.preflight import CheckResult
-from jobs.checks.node import DeviceRates, NodeReport
+from jobs.checks.node import WATCHED, DeviceRates, NodeReport
 
 #: The oldest versions that raytrain runs on, as in pyproject.toml.
 OLDEST = {"python": (3, 11), "torch": (2, 9), "ray": (2, 60)}
@@ -17,6 +17,8 @@ OLDEST_CUDA, OLDEST_ROCM = (11, 8), (6, 2)
 SLOW = 0.85
 #: Clocks further apart confuse the order of events of several nodes.
 CLOCK_S = 1.0
+#: Telemetry sees an allocation if its reading rises by this much of it: the driver and others may add to it.
+MONITORED = (0.9, 1.5)
 
 
 def check_versions(reports: Mapping[str, NodeReport]) -> list[CheckResult]:
@@ -86,6 +88,23 @@ def check_repeatable(rates: Mapping[str, Sequence[DeviceRates]]) -> CheckResult:
     count = sum(len(devices) for devices in rates.values())
     seen = f"{count} device{'s' * (count != 1)}, each format"
     return CheckResult("repeated_products", "ok", seen, expected)
+
+
+def check_monitoring(rates: Mapping[str, Sequence[DeviceRates]]) -> CheckResult:
+    """Whether telemetry sees memory that is allocated on each device."""
+    expected = f"telemetry sees {WATCHED >> 20} MiB that are allocated"
+    read = {
+        f"{one.device} of {node}": one.watched_bytes
+        for node, devices in rates.items() for one in devices if one.watched_bytes is not None
+    }  # fmt: skip
+    if not read:
+        return CheckResult("memory_monitoring", "na", "no reading of the memory of a device", expected)
+    seen = ", ".join(f"{rise / 2**20:.0f} MiB on {place}" for place, rise in read.items())
+    low, high = WATCHED * MONITORED[0], WATCHED * MONITORED[1]
+    if all(low <= rise <= high for rise in read.values()):
+        return CheckResult("memory_monitoring", "ok", seen, expected)
+    remedy = "other programs that allocate there meanwhile? otherwise trust no figure of memory of this driver"
+    return CheckResult("memory_monitoring", "warn", seen, expected, remedy)
 
 
 def check_rates(rates: Mapping[str, Sequence[DeviceRates]]) -> list[CheckResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ COPIED = 64 << 20
 #: Memory that is left of what the process may use below which nothing can train.
 LEAST_MEMORY = 1 << 30
 CONNECT_S = 3.0
+#: Bytes that are allocated on a device, for telemetry to see.
+WATCHED = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class DeviceRates:
         memory_bytes_per_s: of an operation on tensors that no cache holds.
         copy_bytes_per_s: from pinned host memory to the GPU; None on a CPU.
         cudnn: version of cuDNN (of MIOpen on ROCm); None on a CPU.
+        watched_bytes: how much telemetry's reading rose while `WATCHED` bytes more were allocated; None where it has no
+            reading of the device's memory.
     """
 
     device: str
@@ -46,6 +51,7 @@ class DeviceRates:
     memory_bytes_per_s: float
     copy_bytes_per_s: float | None
     cudnn: int | None
+    watched_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,33 @@ def measure(device: Any) -> DeviceRates:
         memory_bytes_per_s=memory_rate(device),
         copy_bytes_per_s=copy_rate(device) if on_gpu else None,
         cudnn=torch.backends.cudnn.version() if on_gpu else None,
+        watched_bytes=watched_bytes(device),
     )
+
+
+def watched_bytes(device: Any) -> int | None:
+    """How much telemetry's reading of this process's memory (of the device's, on a GPU) rises while `WATCHED` bytes are
+    allocated; None where there is no reading."""
+    import torch
+
+    from cluster.telemetry.sampler import NodeSampler
+
+    sampler = NodeSampler("check")
+    before = _memory_read(sampler, device)
+    block = torch.ones(WATCHED // 4, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    after = _memory_read(sampler, device)
+    del block
+    return None if before is None or after is None else after - before
+
+
+def _memory_read(sampler: Any, device: Any) -> int | None:
+    row = sampler.sample()
+    if device.type == "cpu":
+        return next((one["rss"] for one in row["processes"] if one["pid"] == os.getpid()), None)
+    gpus = row["devices"][1:]  # the CPU comes first
+    return gpus[device.index]["memory_used"] if device.index < len(gpus) else None
 
 
 def is_repeatable(device: Any, dtype: str) -> bool:

@@ -54,7 +54,8 @@ def test_every_format_of_this_machine_trains_in_one_fit(checked: tuple[Path, Any
     formats = ["fp32", "bf16"] if any(cpu_description()[1].values()) else ["fp32"]
     names = [check["name"] for check in report["checks"]]
     assert names == [
-        "python", "torch", "ray", "platform", *MACHINE, "clocks", "repeated_products", "rates", "collectives",
+        "python", "torch", "ray", "platform", *MACHINE, "clocks", "repeated_products", "rates",
+        "memory_monitoring", "collectives",
         *(f"training in {dtype}" for dtype in formats),
     ]  # fmt: skip
     assert {check["status"] for check in report["checks"]} <= {"ok", "na", "warn"} and report["status"] == "ok"

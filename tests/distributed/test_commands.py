@@ -100,18 +100,15 @@ def test_a_run_of_two_steps_writes_all_files_without_warnings(pair: Pair) -> Non
 
 
 @pytest.mark.timeout(590)
-@pytest.mark.covers("VER-10", "VER-12")
-def test_the_log_says_where_the_rows_are_before_the_first_step_and_then_each_step_with_its_loss(pair: Pair) -> None:
+@pytest.mark.covers("VER-10")
+def test_the_log_says_where_all_rows_are_kept_and_their_size_before_the_first_step(pair: Pair) -> None:
     out = pair.command.out
     lines = dict(line.split(": ", 1) for line in out.splitlines() if ": " in line)
     assert lines["device"].startswith("cpu") and lines["data storage"].startswith("resident  # ")
     assert re.search(r"[\d.]+ [KM]iB of data", lines["data storage"]), lines["data storage"]
     assert lines["steps per epoch"].startswith(str(pair.by_command.plan["steps_per_epoch"]["value"]))
     assert "rows" in lines["steps per epoch"]
-    steps = re.findall(r"^training  step (\d)/2  loss (\d+\.\d{4})", out, re.MULTILINE)
-    losses = {str(step): f"{loss:.4f}" for step, loss in pair.by_command.losses()}
-    assert steps and all(losses[step] == loss for step, loss in steps)
-    assert out.index("data storage: ") < out.index("training  step ")
+    assert out.index("data storage: ") < out.index("starting workers")
 
 
 @pytest.mark.timeout(590)

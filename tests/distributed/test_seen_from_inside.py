@@ -69,7 +69,7 @@ def test_steps_that_are_not_finite_end_between_rows_and_nothing_but_a_row_reads_
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.covers("MON-01", "MON-17")
+@pytest.mark.covers("MON-01", "MON-17", "VER-12")
 @pytest.mark.parametrize(
     ("log_every", "rows"), [(100, [1, 100, 200, 250]), (50, [1, 50, 100, 150, 200, 250]), (0, [1, 250])]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from raytrain.config.messages import advice
@@ -9,6 +10,13 @@ from raytrain.report.figures import outcome, size
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import Row, RunRecords, listed, mapping, number
 
+HELD = re.compile(
+    r"([\d.]+) ((?:[KMG]i)?B) is allocated by PyTorch.*?([\d.]+) ((?:[KMG]i)?B) is reserved by PyTorch but unallocated"
+)
+"""What torch says of its allocator where a GPU's memory runs out."""
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+FRAGMENTED = 0.2
+"""Part of what the allocator holds that is free, and still cannot be used, above which a remedy pays."""
 PROCESSES = {"memory": "a worker", "host_memory": "an expert host"}
 """Choice of the plan -> the process whose bytes it is."""
 
@@ -21,14 +29,30 @@ def memory_failure(records: RunRecords, reason: str) -> Finding | None:
     process, needed = PROCESSES.get(str(last.get("process")), "a process"), number(last.get("needed_bytes")) or 0.0
     masks = number(mapping(records.train[-1].get("mask_cache")).get("bytes")) if records.train else None
     cached = f"; attention masks that are kept take {size(masks)} (loop.mask_cache_mb)" if masks else ""
+    pieces, cached_text = _unallocated(reason)
+    cached += cached_text
     options = [mapping(one) for one in listed(last.get("remedies"))]
     return Finding(
         "error",
         "The run failed: memory ran out",
         f"{reason}; the plan estimates {size(needed)} for {process}{cached}",
         f"Set one of these, the best first, with the bytes that {process} needs less by the plan's formula:",
-        tuple(_option(one, needed) for one in options),
+        (*pieces, *(_option(one, needed) for one in options)),
     )
+
+
+def _unallocated(reason: str) -> tuple[list[str], str]:
+    """From torch's message: an option if the allocator holds much in pieces that are too small, else that it does not
+    help to clear its cache; nothing where torch said nothing."""
+    match = HELD.search(reason)
+    if match is None:
+        return [], ""
+    used, free = (float(match[n]) * UNITS[match[n + 1]] for n in (1, 3))
+    share = free / (used + free) if used + free else 0.0
+    if share <= FRAGMENTED:
+        return [], f"; clearing the allocator's cache more often would not help, {share:.0%} of what it holds is unused"
+    text = f"up to {size(free)} less, in a new process; {share:.0%} of what the allocator holds is unused, in pieces"
+    return [f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: {text}"], ""
 
 
 def _remedies(records: RunRecords) -> Row | None:

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from jobs.checks.compare import (
     check_clocks,
+    check_monitoring,
     check_platform,
     check_rates,
     check_repeatable,
     check_versions,
 )
 from jobs.checks.node import DeviceRates, NodeReport
+from jobs.checks.node import watched_bytes as measure_watched
 
 GOOD = {"raytrain": "0.1.0", "torch": "2.13.0+cpu", "ray": "2.60.0"}
 
@@ -70,6 +73,18 @@ def test_a_device_that_computes_differently_is_named() -> None:
     assert check_repeatable(good).status == "ok"
     wrong = check_repeatable({**good, "c": [rates(), rates(device="cuda:1", repeatable={"bf16": True, "fp32": False})]})
     assert wrong.status == "fail" and "cuda:1 of c in fp32" in wrong.seen and "bf16" not in wrong.seen
+
+
+@pytest.mark.covers("VER-05")
+def test_memory_that_telemetry_does_not_see_is_named() -> None:
+    real = measure_watched(torch.device("cpu"))
+    assert real is not None and 256 << 20 <= real < 300 << 20, "a real allocation of this process"
+    good = check_monitoring({"a": [rates(watched_bytes=real)], "b": [rates(watched_bytes=None)]})
+    assert good.status == "ok" and f"{real / 2**20:.0f} MiB on cuda:0 of a" in good.seen and "of b" not in good.seen
+    for wrong in (0, 128 << 20, 512 << 20):
+        result = check_monitoring({"a": [rates(watched_bytes=real)], "b": [rates(watched_bytes=wrong)]})
+        assert result.status == "warn" and f"{wrong >> 20} MiB on cuda:0 of b" in result.seen
+    assert check_monitoring({"a": [rates()]}).status == "na"
 
 
 @pytest.mark.parametrize(

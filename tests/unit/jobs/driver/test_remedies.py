@@ -138,6 +138,25 @@ def test_a_shorter_context_is_listed_and_the_masks_that_are_kept_come_first(tmp_
     assert first < text.index("  1. ")
 
 
+@pytest.mark.covers("TRB-06")
+@pytest.mark.parametrize(("free", "advised"), [("9.50 GiB", True), ("900.00 MiB", False), ("0 bytes", None)])
+def test_pieces_that_the_allocator_cannot_use_are_listed_if_they_are_many(
+    tmp_path: Path, free: str, advised: bool | None
+) -> None:
+    torch_says = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 39.39 GiB of which 1.2 GiB is "
+        f"free. Of the allocated memory 28.50 GiB is allocated by PyTorch, and {free} is reserved by PyTorch but "
+        "unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF"
+    )
+    _, text = ended(str(tmp_path), planned(), reason=torch_says if advised is not None else REASON)
+    first = (
+        "  1. PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: up to 9.5 GiB less, in a new process; 25%"
+    )
+    assert (first in text) == (advised is True)
+    explained = "clearing the allocator's cache more often would not help, 3% of what it holds is unused"
+    assert (explained in text) == (advised is False)
+
+
 def test_memory_of_an_expert_host_asks_for_more_hosts(tmp_path: Any) -> None:
     plan = planned("experts.hosts=2")
     run, text = ended(str(tmp_path), plan, reason="out of memory in step 3: expert host 1: OutOfMemoryError: no room")
