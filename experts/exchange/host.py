@@ -41,6 +41,7 @@ class ExpertSetup:
         dtype: of the master weights.
         checkpoint: folder to load the experts from; None where they get the weights of the new model.
         process: settings of the workers' processes, which a host applies to its own.
+        trains: see `Membership`.
     """
 
     shapes: Sequence[LayerShape]
@@ -49,6 +50,7 @@ class ExpertSetup:
     run_path: str
     checkpoint: str | None
     process: ProcessSettings
+    trains: bool = True
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -59,6 +61,7 @@ class ExpertSetup:
             "run_path": self.run_path,
             "checkpoint": self.checkpoint,
             "process": self.process.to_json(),
+            "trains": self.trains,
         }
         return json.dumps(row).encode()
 
@@ -68,11 +71,14 @@ class ExpertSetup:
         row = json.loads(data)
         shapes = [LayerShape.from_json(shape) for shape in row["shapes"]]
         dtype, process = getattr(torch, row["dtype"]), ProcessSettings(**row["process"])
-        return cls(shapes, OptimConfig(**row["optim"]), dtype, row["run_path"], row["checkpoint"], process)
+        optim = OptimConfig(**row["optim"])
+        return cls(shapes, optim, dtype, row["run_path"], row["checkpoint"], process, row["trains"])
 
     def build(self, placement: Placement, host: int, *, device: torch.device, files: ExpertFiles) -> ExpertShard:
         """Build the shard of `host`; loads the checkpoint if there is one."""
-        shard = ExpertShard(list(self.shapes), placement, host, optim=self.optim, dtype=self.dtype, device=device)
+        shard = ExpertShard(
+            list(self.shapes), placement, host, optim=self.optim, dtype=self.dtype, device=device, trains=self.trains
+        )
         if self.checkpoint is not None:
             files.load(shard, self.checkpoint)
         return shard

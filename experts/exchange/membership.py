@@ -36,6 +36,7 @@ class Membership:
         deaths: of hosts, since the last committed step; `acknowledge_deaths` is called once they are recorded.
         note: what differs from the generation before, for the record.
         rebalancer: replaces the one that the `experts` section asks for.
+        trains: False if the experts only answer: no holder keeps gradients or an optimizer.
     """
 
     generation: int
@@ -52,6 +53,7 @@ class Membership:
     acknowledge_deaths: Callable[[], Any] = lambda: None
     note: str = ""
     rebalancer: Rebalancer | None = None
+    trains: bool = True
 
 
 class Connection(Protocol):

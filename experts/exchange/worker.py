@@ -106,7 +106,7 @@ class ExpertClient:
         self._forget_passes()
         setup = ExpertSetup(
             self.shapes, self.optim, self.dtype, self.member.run_path, self._checkpoint or None,
-            ProcessSettings.current(),
+            ProcessSettings.current(), self.member.trains,
         )  # fmt: skip
         if self.member.host is None:
             self._set_up_hosts(setup)
@@ -123,6 +123,8 @@ class ExpertClient:
             self.send_header(Op.FILL, layer=layer)
             first = self._first[layer] if self.member.rank == 0 else []
             scatter_layer(self.group, self.routes[layer], first, dtype=self.dtype)
+        if not self.member.trains:  # nothing sets these hosts up again, and all experts may be large
+            self._first.clear()
 
     def _set_up_own(self, setup: ExpertSetup, host: int) -> None:
         assert self._files is not None

@@ -33,36 +33,45 @@ class HostConnection:
         """See `Connection`."""
         import ray.train
 
-        context, directory = ray.train.get_context(), self.directory
+        context = ray.train.get_context()
         rank, workers = context.get_world_rank(), context.get_world_size()
-        try:
-            request = directory.join.remote(gang=gang_number(), rank=rank, workers=workers, shapes=shapes, rules=rules)
-            spec: GenerationSpec = ray.get(request)  # pyright: ignore[reportAssignmentType]
-        except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, RaytrainError) else error) from None
-        group, workers_group, lost = join_as_worker(spec, rank=rank, wait=lambda: self._await_end(spec.number))
-        if rank == 0:
-            directory.keep_spare.remote()
-        return group, Membership(
-            generation=spec.number,
-            rank=rank,
-            workers=workers,
-            placement=spec.placement,
-            run_path=self.run_path,
-            workers_group=workers_group,
-            lost=lost,
-            deaths=spec.deaths,
-            acknowledge_deaths=lambda: directory.acknowledge_deaths.remote(spec.num_deaths),
-            note=spec.note,
-            hosts=spec.specs,
-            switched=lambda placement: directory.switched.remote(spec.number, placement),
-        )
+        return join_directory(self.directory, shapes, rules, rank=rank, workers=workers, run_path=self.run_path)
 
-    def _await_end(self, generation: int) -> str:
+
+def join_directory(
+    directory: Any, shapes: list[LayerShape], rules: PlacementRules, *, rank: int, workers: int, run_path: str
+) -> tuple[Any, Membership]:
+    """Join the next generation of a directory as one of its workers; see `Connection.join`."""
+    try:
+        request = directory.join.remote(gang=gang_number(), rank=rank, workers=workers, shapes=shapes, rules=rules)
+        spec: GenerationSpec = ray.get(request)  # pyright: ignore[reportAssignmentType]
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, RaytrainError) else error) from None
+
+    def await_end() -> str:
         try:
-            return str(ray.get(self.directory.watch.remote(generation)))
+            return str(ray.get(directory.watch.remote(spec.number)))
         except RayError as error:
             return f"the expert directory has died: {type(error).__name__}"
+
+    group, workers_group, lost = join_as_worker(spec, rank=rank, wait=await_end)
+    if rank == 0:
+        directory.keep_spare.remote()
+    return group, Membership(
+        generation=spec.number,
+        rank=rank,
+        workers=workers,
+        placement=spec.placement,
+        run_path=run_path,
+        workers_group=workers_group,
+        lost=lost,
+        deaths=spec.deaths,
+        acknowledge_deaths=lambda: directory.acknowledge_deaths.remote(spec.num_deaths),
+        note=spec.note,
+        hosts=spec.specs,
+        switched=lambda placement: directory.switched.remote(spec.number, placement),
+        trains=rules.trains,
+    )
 
 
 _GANG: list[int] = []

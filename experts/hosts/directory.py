@@ -51,7 +51,7 @@ class ExpertDirectory:
         gpus: of each host, 0 or 1.
         loopback: the cluster is this machine alone.
         interface: of gloo and NCCL, or None.
-        group: placement group with one bundle for each host, or None.
+        group: placement group with one bundle for each host from `first_bundle` on, or None.
         host_wait_s: timeout of the wait for a replacement; with 0 no host is replaced.
         host_silence_s: a host that has not responded for this long is ended.
         dtype: planned number format of the experts' products, a value of `precision.dtype`.
@@ -62,8 +62,9 @@ class ExpertDirectory:
     def __init__(
         self, *, hosts: int, threads: int, gpus: float, loopback: bool, interface: str | None, group: Any,
         host_wait_s: float, host_silence_s: float, dtype: str = "fp32", speeds: Mapping[str, float] | None = None,
-        limits: ProcessLimits | None = None,
+        limits: ProcessLimits | None = None, first_bundle: int = 0,
     ) -> None:  # fmt: skip
+        self._first_bundle = first_bundle
         self._dtype, self._speeds, self._limits = dtype, dict(speeds or {}), limits
         self._number, self._threads, self._gpus = hosts, threads, gpus
         self._device = "cuda" if gpus else "cpu"
@@ -126,7 +127,7 @@ class ExpertDirectory:
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=index
+                self._group, placement_group_bundle_index=self._first_bundle + index
             )
         return self._create_actor(options)
 

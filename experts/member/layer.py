@@ -19,20 +19,28 @@ Experts = GroupedExperts | UnevenExperts
 class LayerShard:
     """The slots of one host in one layer: its homes, then its replicas.
 
+    Args:
+        trains: False keeps no gradients.
+
     Attributes:
         experts: the expert of each slot.
         homes, replicas: the stacked experts; None if there are none.
         gradients: of the homes. replica_gradients: of the replicas, to be sent to their homes.
     """
 
-    def __init__(self, shape: LayerShape, routes: LayerRoutes, host: int, *, dtype: torch.dtype, device: Any) -> None:
+    def __init__(
+        self, shape: LayerShape, routes: LayerRoutes, host: int, *, dtype: torch.dtype, device: Any,
+        trains: bool = True,
+    ) -> None:  # fmt: skip
         self.shape = shape
         self.experts = [expert for expert, _ in routes.slots[host]]
         self.num_homes = routes.homes[host]
         self.homes = _build(shape, self.experts[: self.num_homes], dtype=dtype, device=device)
         self.replicas = _build(shape, self.experts[self.num_homes :], dtype=dtype, device=device)
-        self.gradients = GradientBuffers([] if self.homes is None else self.homes.parameters())
-        self.replica_gradients = GradientBuffers([] if self.replicas is None else self.replicas.parameters())
+        stacks = (self.homes, self.replicas) if trains else (None, None)
+        self.gradients, self.replica_gradients = (
+            GradientBuffers([] if stack is None else stack.parameters()) for stack in stacks
+        )
 
     def forward(self, x_RD: Tensor, counts: list[int]) -> Tensor:
         """Run rows sorted by slot, `counts` of each. Every weight gets a gradient, zero where no row arrived."""

@@ -45,6 +45,7 @@ class ExpertShard:
         host: its index in `placement`.
         optim: kind and constants of the optimizer; the learning rate comes with each commit.
         dtype: of the master weights.
+        trains: False keeps no gradients and no optimizer: only `forward` without `keep` is called.
 
     Attributes:
         timer: seconds that the experts have computed.
@@ -61,8 +62,10 @@ class ExpertShard:
         optim: OptimConfig,
         dtype: torch.dtype,
         device: torch.device,
+        trains: bool = True,
     ) -> None:
         self.shapes, self.placement, self.host = shapes, placement, host
+        self._trains = trains
         self.optim, self.dtype, self.device = optim, dtype, device
         self.timer = DeviceTimer(device)
         self.short: Shortage | None = None
@@ -73,9 +76,13 @@ class ExpertShard:
 
     def _build_layer(self, layer: int) -> LayerShard:
         routes = LayerRoutes.of(self.placement, layer)
-        return LayerShard(self.shapes[layer], routes, self.host, dtype=self.dtype, device=self.device)
+        return LayerShard(
+            self.shapes[layer], routes, self.host, dtype=self.dtype, device=self.device, trains=self._trains
+        )
 
     def _build_optimizers(self) -> list[torch.optim.Optimizer]:
+        if not self._trains:
+            return []
         homes = nn.ModuleList(layer.homes for layer in self.layers if layer.homes is not None)
         return build_optimizers(homes, self.optim, lr=1.0, blocks=[homes]) if len(homes) else []
 

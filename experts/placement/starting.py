@@ -16,6 +16,8 @@ HOME_BYTES = 16
 """Bytes of one parameter at home: weight, gradient and two moments in fp32."""
 REPLICA_BYTES = 8
 """Bytes of one parameter of a replica: weight and gradient in fp32."""
+WEIGHT_BYTES = 4
+"""Bytes of one parameter of experts that only answer, at home and in a replica."""
 MEMORY_SHARE = 0.9
 """Share of a device's memory that experts at home may take; the rest is for the runtime."""
 
@@ -26,11 +28,13 @@ class PlacementRules:
 
     Attributes:
         every: steps between decisions; None keeps the first placement.
+        trains: False if the experts only answer, so that a host needs room for their weights alone.
     """
 
     policy: Policy = "auto"
     replicas: int = 0
     every: int | None = None
+    trains: bool = True
 
     @classmethod
     def of(cls, config: ExpertsConfig) -> PlacementRules:
@@ -62,7 +66,7 @@ def first_placement(num_experts: Sequence[int], *, hosts: int) -> Placement:
 
 def starting_placement(rules: PlacementRules, shapes: Sequence[LayerShape], hosts: Sequence[HostSpec]) -> Placement:
     """`place_first` for layers of these shapes."""
-    return place_first(rules, costs_of(shapes), hosts)
+    return place_first(rules, costs_of(shapes, trains=rules.trains), hosts)
 
 
 def place_first(rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) -> Placement:
@@ -99,7 +103,7 @@ def surviving_placement(
     Raises:
         InputError: the hosts cannot hold the experts.
     """
-    costs = costs_of(shapes)
+    costs = costs_of(shapes, trains=rules.trains)
     if rules.policy in ("auto", "lpt"):
         now = {old: new for new, old in enumerate(survivors)}
         kept = [[[now[host] for host in held if host in now] for held in layer.copies] for layer in before.layers]
@@ -149,9 +153,12 @@ def _left_shares(copies: Sequence[int], shares: Sequence[float], *, now: Mapping
     return tuple(share / total if total > 0 else 1 / len(left) for share in left)
 
 
-def costs_of(shapes: Sequence[LayerShape]) -> Costs:
-    """Bytes and work of each expert of these layers, under an optimizer with two moments."""
-    return costs_of_sizes([[shape.numel(expert) for expert in range(shape.num_experts)] for shape in shapes])
+def costs_of(shapes: Sequence[LayerShape], *, trains: bool = True) -> Costs:
+    """Bytes and work of each expert of these layers: under an optimizer with two moments, or of its weights alone."""
+    sizes = [[shape.numel(expert) for expert in range(shape.num_experts)] for shape in shapes]
+    if trains:
+        return costs_of_sizes(sizes)
+    return [[ExpertCost(WEIGHT_BYTES * n, WEIGHT_BYTES * n, row_work(n)) for n in row] for row in sizes]
 
 
 def costs_of_sizes(parameters_LE: Sequence[Sequence[int]]) -> Costs:

@@ -8,8 +8,10 @@ from dataclasses import replace
 from cluster.devices.inventory import local_inventory
 from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import connected
+from jobs.inference.hosts import with_hosts
 from jobs.inference.plan import InferencePlan
 from raytrain.infer.batch_size import BatchChoice
+from raytrain.infer.model import InferenceModel
 from raytrain.infer.output.progress import rows_in_progress
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
@@ -31,7 +33,7 @@ class UnitComputation:
         self._address = planned.target.address
         self._here: InferenceWorker | None = None
         self._done: dict[int, int] = {}
-        if planned.workers == 1 and self._address == "local" and not _needs_actors(planned):
+        if planned.workers == 1 and self._address == "local" and not needs_actors(planned):
             self._here = InferenceWorker(_on_own_devices(planned, self._work), "this process", self._note)
             self._here.load()
 
@@ -62,8 +64,10 @@ class UnitComputation:
                 show_only_picked(str(machines.accelerator.value), local_inventory())
             work = _on_first_gpu(work)
         kind = None if self._address == "local" else machines.required_type
-        count = workers * self._planned.stages.stages
+        count = workers * self._planned.processes
         with connected(self._address, num_cpus=count + 1, num_gpus=count * gpus, verbose=self._verbose) as cluster:
+            if work.hosts:
+                work = replace(work, model=self._beside_hosts(work, loopback=cluster.local))
             if self._planned.measures_batch:
                 first, rows = self._planned.units[0], self._planned.rows.rows
                 choice = measure_batch(work, first, rows, cpus=1, gpus=gpus, accelerator=kind)
@@ -73,6 +77,13 @@ class UnitComputation:
             yield from run_units(
                 work, units, workers=workers, at_once=at_once, cpus=1, gpus=gpus, accelerator=kind
             )  # fmt: skip
+
+    def _beside_hosts(self, work: Work, *, loopback: bool) -> InferenceModel:
+        planned = self._planned
+        return with_hosts(
+            work.model, planned.target, planned.hosts, threads=planned.threads, loopback=loopback,
+            folder=planned.output.path,
+        )  # fmt: skip
 
     def _use(self, choice: BatchChoice) -> None:
         self._planned.output.record_batch(choice.to_json())
@@ -84,8 +95,11 @@ def _on_first_gpu(work: Work) -> Work:
     return replace(work, model=replace(work.model, device="cuda:0"))
 
 
-def _needs_actors(planned: InferencePlan) -> bool:
-    """Whether the stages of one worker need a process each: a limit of a process's memory is no limit of threads."""
+def needs_actors(planned: InferencePlan) -> bool:
+    """Whether one worker needs other processes: hosts, or one for each stage where memory is limited on a CPU, as a
+    limit of a process's memory is no limit of threads."""
+    if planned.hosts.hosts:
+        return True
     on_cpu = planned.target.model.device == "cpu"
     return planned.stages.split is not None and on_cpu and planned.target.spec.cluster.memory_limit is not None
 

@@ -26,7 +26,7 @@ BEAT_EVERY_S = 5.0
 def print_plan(planned: InferencePlan, console: Console) -> None:
     """Print what will be computed, and where."""
     size, model = planned.units[0].rows, planned.target.model
-    here = planned.workers == 1 and planned.target.address == "local"
+    here = planned.workers == 1 and planned.target.address == "local" and not planned.hosts.hosts
     where = "this process" if here else "1 worker" if planned.workers == 1 else f"{planned.workers} workers"
     count = planned.stages.stages
     stages = f", {count} stages each" if count > 1 else ""
@@ -36,6 +36,7 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
         ("batch", _batch(planned)),
         ("workers", f"{where}{stages} with {planned.threads} threads each"),
         *planned.stages.lines(),
+        *planned.hosts.lines(),
         ("output", planned.output.path),
     ):
         console.print(f"{name}: {value}", markup=False, soft_wrap=True)

@@ -11,6 +11,8 @@ from itertools import count
 from typing import Any
 
 from cluster.devices.inventory import Inventory
+from jobs.inference.hosts import KEY as HOSTS
+from jobs.inference.hosts import HostChoice, choose_hosts
 from jobs.inference.stages import StageChoice, choose_stages
 from jobs.inference.target import Target
 from raytrain.config.decode import encode
@@ -23,6 +25,7 @@ from raytrain.infer.input.files import NAMED_BY_ROW, fingerprint, input_files
 from raytrain.infer.input.ids import duplicate_id
 from raytrain.infer.input.rows import InputRows, check_columns
 from raytrain.infer.output.folder import CONVERTED, RESULT_COLUMNS, TIMING_COLUMNS, OutputFolder, digest_of
+from raytrain.infer.stages.plan import KEY as STAGES
 from raytrain.infer.units import Unit, unit_size, units_of
 from raytrain.infer.worker import Work, kept_columns
 from raytrain.runs.storage import join, open_store
@@ -51,6 +54,7 @@ class InferencePlan:
         identity: what the answers depend on.
         paths: of the input as it was given; empty if it was no files.
         batch_reason: why a batch has its rows.
+        hosts: where the experts are.
     """
 
     target: Target
@@ -64,6 +68,12 @@ class InferencePlan:
     identity: dict[str, Any]
     paths: tuple[str, ...]
     batch_reason: str
+    hosts: HostChoice
+
+    @property
+    def processes(self) -> int:
+        """Of each worker: itself with its hosts, or all stages of a replica."""
+        return self.stages.stages + self.hosts.hosts
 
     @property
     def measures_batch(self) -> bool:
@@ -81,7 +91,7 @@ class InferencePlan:
         return Work(
             self.target.model, self.target.spec.infer, self.rows, self.output.parts, self.batch_size, self.most_failed,
             self.threads, self.job, cluster.memory_fraction, cluster.memory_limit, self.workers, self.stages.split,
-            import_path=os.getcwd(),
+            self.hosts.hosts, import_path=os.getcwd(),
         )  # fmt: skip
 
     @property
@@ -164,15 +174,20 @@ def _planned(
     _check_names(kept_columns(infer))
     if infer.id_column is not None:
         _check_ids(rows, infer.id_column)
-    stages = choose_stages(target, rows=_batch_of_stages(target, 1)[0])
+    usual = _batch_of_stages(target, 1)[0]
+    hosts = choose_hosts(target, rows=usual)
+    stages = StageChoice(None, None, None) if hosts.hosts else choose_stages(target, rows=usual)
     batch, reason = _batch_of_stages(target, stages.stages)
     size = infer.unit_rows if isinstance(infer.unit_rows, int) else unit_size(rows.rows, generates=_generates(target))
     if not isinstance(infer.unit_rows, int) and stages.stages > 1:
         size = max(size, BATCHES_OF_STAGE * stages.stages * batch)
     units = units_of(rows.rows, size)
-    workers = workers_of(target, len(units), inventory, stages=stages.stages)
-    threads = _threads(target, inventory, workers * stages.stages)
-    if stages.stages == 1:
+    each = stages.stages + hosts.hosts
+    workers = workers_of(target, len(units), inventory, stages=each, key=HOSTS if hosts.hosts else STAGES)
+    threads = _threads(target, inventory, workers * each)
+    if hosts.hosts:
+        batch, reason = _batch_beside_hosts(target)
+    elif stages.stages == 1:
         batch, reason = _batch(target, rows.rows, size, output.measured_batch())
     settings = {key: value for key, value in encode(infer).items() if key not in UNIMPORTANT}
     identity = {
@@ -181,7 +196,7 @@ def _planned(
         "dtype": target.model.dtype, "seed": target.model.seed,
         **{f"infer.{key}": value for key, value in settings.items()},
     }  # fmt: skip
-    return InferencePlan(target, rows, units, output, batch, workers, threads, stages, identity, paths, reason)
+    return InferencePlan(target, rows, units, output, batch, workers, threads, stages, identity, paths, reason, hosts)
 
 
 def _check_names(kept: Sequence[str]) -> None:
@@ -208,9 +223,12 @@ def _new_folder(target: Target) -> str:
     )
 
 
-def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int = 1) -> int:
+def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int = 1, key: str = STAGES) -> int:
     """Workers of the job, at most one for each unit; each of them has as many devices as the model has stages.
 
+    Args:
+        stages: processes of a replica, which may also be a worker and its expert hosts.
+        key: that sets their number.
     Raises:
         InputError: there are fewer GPUs here, and one worker more would wait for one without end; or the cluster has
             fewer devices than the model has stages.
@@ -220,10 +238,10 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
     if isinstance(wanted, tuple):  # the pool of a cluster grows from one worker to all that it finds room for
         wanted = max(wanted[0], min(wanted[1], gpus // stages)) if local and gpus else wanted[1]
     if not local and stages > 1:
-        units = min(units, _replicas(target, inventory, stages))
+        units = min(units, _replicas(target, inventory, stages, key))
     if local and 0 < gpus < stages:
         raise InputError(
-            "infer.stages", got=str(stages), expected=f"at most {gpus}, one for each GPU",
+            key, got=_number(stages, key), expected=f"at most {_number(gpus, key)}, one for each GPU{_and_one(key)}",
             remedy=f"use fewer, or scale.mode=cpu; available: {inventory.describe()}",
         )  # fmt: skip
     if not isinstance(wanted, int):
@@ -238,14 +256,24 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
     return min(wanted, units)
 
 
-def _replicas(target: Target, inventory: Inventory, stages: int) -> int:
+def _number(processes: int, key: str) -> str:
+    """The value of the key with which a replica has so many processes."""
+    return str(processes - 1 if key == HOSTS else processes)
+
+
+def _and_one(key: str) -> str:
+    return " but the worker's" if key == HOSTS else ""
+
+
+def _replicas(target: Target, inventory: Inventory, stages: int, key: str) -> int:
     """Replicas of a model over stages that a cluster has room for; one more would hold what another one waits for."""
     gpus = len(target.machines.gpus)
     devices, kind = (gpus, "GPU") if gpus else (sum(node.cpus or 0 for node in inventory.nodes), "CPU core")
     if devices < stages:
         raise InputError(
-            "infer.stages", got=str(stages), expected=f"at most {devices}, one for each {kind} of the cluster"
-        )
+            key, got=_number(stages, key),
+            expected=f"at most {_number(devices, key)}, one for each {kind} of the cluster{_and_one(key)}",
+        )  # fmt: skip
     return devices // stages
 
 
@@ -269,6 +297,13 @@ def _batch(target: Target, rows: int, unit_rows: int, measured: dict[str, Any] |
         return measured["rows"], MEASURED_BEFORE
     reason = reason_not_to_measure(rows, unit_rows, generates=generates)
     return usual_rows(generates=generates), reason or MEASURED
+
+
+def _batch_beside_hosts(target: Target) -> tuple[int, str]:
+    """Rows of a batch whose experts are on hosts, and why: batches are measured in one process only."""
+    wanted = target.spec.infer.batch_size
+    usual = usual_rows(generates=_generates(target)), "the experts are on hosts"
+    return (wanted, "infer.batch_size") if isinstance(wanted, int) else usual
 
 
 def _batch_of_stages(target: Target, stages: int) -> tuple[int, str]:

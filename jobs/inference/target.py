@@ -47,6 +47,7 @@ class Target:
         machines: the devices that may be used.
         warnings: about devices that cannot be used although `scale` allows or names them.
         run: the trained run, None for another kind of target.
+        hosts_given: whether the command names `experts.hosts`; a job names it for its training.
     """
 
     model: InferenceModel
@@ -56,6 +57,7 @@ class Target:
     machines: DevicePool
     warnings: tuple[str, ...] = ()
     run: RunFolder | None = None
+    hosts_given: bool = False
 
     @property
     def address(self) -> str:
@@ -81,6 +83,11 @@ def open_target(given: str | None, overrides: Sequence[str], inventory: Inventor
         InputError: it is none of these, or it has no weights.
     """
     make_importable(os.getcwd())
+    found = _opened_target(given, overrides, inventory)
+    return replace(found, hosts_given=any(one.partition("=")[0] == "experts.hosts" for one in overrides))
+
+
+def _opened_target(given: str | None, overrides: Sequence[str], inventory: Inventory) -> Target:
     if given is not None and _BUILDER.fullmatch(given) and not os.path.exists(given):
         return target_of(load_spec(mapping=_own_job(given), overrides=overrides), given, inventory)
     if given is not None and given.endswith((".yaml", ".yml")):

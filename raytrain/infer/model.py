@@ -26,7 +26,7 @@ from raytrain.models.huggingface.folder import CLASSIFIER
 from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, open_tokenizer, pad_id
 from raytrain.train.build import build_trainable
 from raytrain.train.memory.device import room_on
-from raytrain.trainable import Trainable
+from raytrain.trainable import RemoteState, Trainable
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,7 +60,8 @@ class InferenceModel:
 
         Args:
             schema: Arrow schema of the input.
-            module: already loaded, such as a `raytrain.infer.stages.split.SplitModule`; used as it is.
+            module: already loaded, such as a `raytrain.infer.stages.split.SplitModule` or that of `beside_others`;
+                used as it is.
         Raises:
             InputError: the weights do not fit the model, or the input has not the columns that it reads.
         """
@@ -68,9 +69,7 @@ class InferenceModel:
             module = self._built().module
             if infer.quantize is not None and not _fits(module, torch.device(self.device)):
                 quantize(module)
-            module = module.to(self.device).eval()
-            for parameter in module.parameters():
-                parameter.requires_grad_(False)
+            module = self._ready(module)
         autocast = self.autocast()
         if self.is_classifier(module):
             prompt = prompt_of(
@@ -87,6 +86,22 @@ class InferenceModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # weights that are not loaded are the same in every worker
             return build_trainable(model, sections=dict(self.sections), facts=dict(self.facts))
+
+    def _ready(self, module: nn.Module) -> nn.Module:
+        module = module.to(self.device).eval()
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        return module
+
+    def beside_others(self) -> tuple[nn.Module, RemoteState]:
+        """This process's part of a model whose builder hands others to processes of their own, with their weights.
+
+        Raises:
+            InputError: the weights do not fit the model. StateLost: one of the other processes has died.
+        """
+        trainable = self._built()
+        trainable.remote.end_passes(short=False)  # they get their weights now, not with the first batch
+        return self._ready(trainable.module), trainable.remote
 
     def autocast(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
         """A context in which forward passes use its format."""

@@ -16,8 +16,8 @@ from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
 from raytrain.infer.batch_size import BatchChoice
 from raytrain.infer.output.progress import WorkerProgress
+from raytrain.infer.runner import LOST
 from raytrain.infer.stages.actors import remote_pipeline
-from raytrain.infer.stages.links import StageLost
 from raytrain.infer.stages.places import ReplicaPlaces
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
@@ -61,12 +61,12 @@ class UnitActor:
         return {RESULT: [self._run(Unit(*one)) for one in zip(numbers, starts, rows, strict=True)]}
 
     def _load(self) -> None:
-        """Load the model, again where a stage ends meanwhile; keeps the error."""
+        """Load the model, again where a process with a part of it ends meanwhile; keeps the error."""
         while self._error is None:
             try:
                 self._worker.load()
                 return
-            except StageLost as error:
+            except LOST as error:
                 reason = str(error)
             except Exception as error:
                 self._error = _as_own(error, "the model did not load")
@@ -74,13 +74,15 @@ class UnitActor:
             self._count_lost(reason)
 
     def _count_lost(self, reason: str) -> None:
-        """Let go of a replica that lost a stage, for a new one; an error, once `LOST_STARTS` have computed nothing."""
+        """Let go of a replica that lost a part of its model, for a new one; an error, once `LOST_STARTS` have computed
+        nothing."""
         self._worker.close()
         self._worker = self._new_worker()
         gc.collect()  # the tensors of the first stage
         self._lost += 1
         if self._lost >= LOST_STARTS:
-            self._error = RunError(f"{self._lost} times in a row a stage ended before a unit was complete; {reason}")
+            what = "a stage" if self._work.split is not None else "a process with a part of the model"
+            self._error = RunError(f"{self._lost} times in a row {what} ended before a unit was complete; {reason}")
 
     def _run(self, unit: Unit) -> str:
         """The report of a unit as JSON, or the error."""
@@ -89,7 +91,7 @@ class UnitActor:
                 report = self._worker.run(unit)
                 self._lost = 0
                 return json.dumps(asdict(report))
-            except StageLost as error:
+            except LOST as error:
                 reason = str(error)
             except Exception as error:
                 return _encoded(_as_own(error, f"rows {unit.start} to {unit.start + unit.rows} failed"))
@@ -156,11 +158,11 @@ def run_units(
     Args:
         workers: actors of the pool at most.
         at_once: actors that must start before the first unit; 1 in a shared cluster, whose other jobs may hold it.
-        cpus, gpus: Ray resources of each actor; of each stage where the model is divided.
+        cpus, gpus: Ray resources of each actor, stage of a divided model and expert host.
         accelerator: Ray's type of the GPU that each actor needs; None for any.
     Raises:
         RaytrainError: the model does not load in an actor, a unit cannot be computed, or the cluster has no room for
-            the stages of a divided model.
+            the stages of a divided model, or the hosts of its experts.
     """
     import ray
     from ray.data import ActorPoolStrategy, DataContext
@@ -171,10 +173,11 @@ def run_units(
     context.max_consecutive_actor_init_deaths = LOST_STARTS
     required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
     with contextlib.ExitStack() as stack:
-        if work.split is not None:
+        if work.processes_of_worker > 1:
             places = ReplicaPlaces(
-                workers, work.split.plan.stages, cpus=cpus, gpus=gpus, accelerator=accelerator, at_once=at_once
-            )
+                workers, work.processes_of_worker, cpus=cpus, gpus=gpus, accelerator=accelerator, at_once=at_once,
+                hosts=work.hosts,
+            )  # fmt: skip
             stack.callback(places.close)
             required["ray_remote_args_fn"] = places.next_first_stage
         items = [asdict(unit) for unit in units]

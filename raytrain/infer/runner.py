@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 
-from raytrain.errors import RunError, first_line
+from raytrain.errors import OutOfMemory, RunError, StateLost, first_line
 from raytrain.infer.input.rows import InputRows
 from raytrain.infer.predictor import Answers, Predictor
 from raytrain.infer.stages.links import StageLost
 from raytrain.infer.units import Unit, batches_of
 from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.memory.oom import let_go
+from raytrain.trainable import LocalState, RemoteState
 
 OK, FAILED = "ok", "failed"
+#: Errors of a process that holds a part of the model: no row is the cause, and the model is loaded again.
+LOST = (StageLost, StateLost)
 
 
 class TooManyFailures(RunError):
@@ -62,6 +65,7 @@ class UnitRunner:
             a model that fails for every row is not tried with every one.
         on_rows: called after each batch with the unit and how many of its rows are done.
         batches_at_once: computed by as many threads; more than one for a model over stages.
+        remote: parts of the model that other processes hold.
         out_of_memory: batches that ran out of memory so far.
     """
 
@@ -72,6 +76,7 @@ class UnitRunner:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     on_rows: Callable[[Unit, int], None] = field(default=lambda unit, rows: None)
     batches_at_once: int = 1
+    remote: RemoteState = field(default_factory=LocalState)
     out_of_memory: int = field(default=0, init=False)
 
     def run(self, unit: Unit, columns: Sequence[str] | None = None) -> tuple[Any, list[RowResult]]:
@@ -94,14 +99,14 @@ class UnitRunner:
         failed: Exception | None = None
         answers = Answers([])
         try:
-            answers = self.predictor.predict(table.take(batch), [start + row for row in batch])
+            answers = self._predict(table.take(batch), [start + row for row in batch])
         except Exception as error:  # of the user's model or of a row: it belongs into the row's result
             failed = error
         seconds = time.perf_counter() - began
         if failed is None:
             _record(answers, batch, results, seconds, again)
             return
-        if isinstance(failed, StageLost):
+        if isinstance(failed, LOST):
             raise failed
         self.out_of_memory += let_go_of_batch(failed, self.device, [start + row for row in batch])
         if len(batch) == 1:
@@ -113,6 +118,26 @@ class UnitRunner:
         middle = len(batch) // 2
         for half in (batch[:middle], batch[middle:]):
             self._answer(table, start, half, results=results, again=True)
+
+    def _predict(self, table: Any, numbers: Sequence[int]) -> Answers:
+        """The answers of a batch; at an error also the other processes of the model are ready for the next one.
+
+        Raises:
+            OutOfMemory: one of them ran out of memory, so that its answers are none.
+        """
+        try:
+            answers = self.predictor.predict(table, numbers)
+        except LOST:
+            raise
+        except Exception:
+            self.remote.end_passes(short=True)
+            self.remote.discard()
+            raise
+        shortages = self.remote.shortages()
+        if shortages:
+            self.remote.discard()
+            raise OutOfMemory("; ".join(f"{one.who}: {one.error}" for one in shortages))
+        return answers
 
 
 def let_go_of_batch(error: Exception, device: torch.device, rows: Sequence[int]) -> bool:

@@ -23,6 +23,7 @@ from raytrain.infer.stages.pipeline import StagePipeline
 from raytrain.infer.stages.split import SplitModule, StageSplit, local_pipeline, skeleton_of
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.train.memory.device import limit_device_memory, process_budget
+from raytrain.trainable import LocalState
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Work:
         memory_fraction, memory_limit: of the `cluster` section, for a worker's GPU.
         processes: workers that share the memory of a machine.
         split: how a model that does not fit one device is divided; None for a whole copy in each worker.
+        hosts: processes beside each worker that hold its experts, which the model's builder starts; 0 for none.
     """
 
     model: InferenceModel
@@ -53,7 +55,13 @@ class Work:
     memory_limit: int | None = None
     processes: int = 1
     split: StageSplit | None = None
+    hosts: int = 0
     import_path: str = "."
+
+    @property
+    def processes_of_worker(self) -> int:
+        """A worker, or all stages of a replica, or a worker and its hosts."""
+        return 1 + self.hosts if self.split is None else self.split.plan.stages
 
 
 @dataclass
@@ -85,13 +93,17 @@ class InferenceWorker:
             if device.type == "cuda":  # kernels of a model's own may use the current device
                 torch.cuda.set_device(device)
             limit_device_memory(device, fraction=work.memory_fraction, limit=work.memory_limit)
-            module = None if work.split is None else self._split_module(work.split)
+            module, remote = None, LocalState()
+            if work.split is not None:
+                module = self._split_module(work.split)
+            elif work.hosts:
+                module, remote = work.model.beside_others()
             predictor = work.model.load(work.infer, work.rows.schema, module)
             if work.infer.quantize is not None:
                 self._quantized = self._quantize(predictor)
             at_once = 1 if work.split is None else work.split.inflight
             self._runner = UnitRunner(
-                predictor, work.rows, work.batch_size, work.most_failed, device, self.on_rows, at_once
+                predictor, work.rows, work.batch_size, work.most_failed, device, self.on_rows, at_once, remote
             )
             self.load_s = time.perf_counter() - began
         return self._runner

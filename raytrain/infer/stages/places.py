@@ -1,4 +1,4 @@
-"""The places of a divided model's replicas in a cluster: each replica has room for all of its stages, or none."""
+"""The places of a divided model's replicas in a cluster: each replica has room for all of its processes, or none."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ TYPE_SHARE = 0.001
 
 
 class ReplicaPlaces:
-    """One placement group for each replica, with a bundle for each of its stages.
+    """One placement group for each replica, with a bundle for each of its processes.
 
     Stages that Ray places one by one could leave two replicas with half of their stages each, which wait for each
     other. Replicas beyond the first that find no room are placed as soon as there is some.
 
     Args:
-        stages: of a replica.
-        cpus, gpus, accelerator: Ray resources of a stage, and the type of its GPU.
+        stages: of a replica, or other processes.
+        cpus, gpus, accelerator: Ray resources of each, and the type of its GPU.
         at_once: replicas that must have room before the job begins.
+        hosts: of experts, which all processes of a replica but the first are; 0 where they are stages.
     Raises:
         RunError: the cluster has no room for them within `ROOM_S`.
     """
 
     def __init__(
-        self, replicas: int, stages: int, *, cpus: float, gpus: float, accelerator: str | None, at_once: int
-    ) -> None:
+        self, replicas: int, stages: int, *, cpus: float, gpus: float, accelerator: str | None, at_once: int,
+        hosts: int = 0,
+    ) -> None:  # fmt: skip
         from ray.util.placement_group import placement_group
 
-        self._stages, self._at_once = stages, at_once
+        self._stages, self._at_once, self._hosts = stages, at_once, hosts
         self._bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
         kind = {} if accelerator is None else {f"accelerator_type:{accelerator}": TYPE_SHARE}
         self._groups: list[Any] = []
@@ -51,7 +53,7 @@ class ReplicaPlaces:
         ends = time.monotonic() + ROOM_S
         while sum(map(_is_placed, self._groups)) < self._at_once:
             if time.monotonic() > ends:
-                raise no_room(self._stages, self._bundle, replicas=self._at_once)
+                raise no_room(self._stages, self._bundle, replicas=self._at_once, hosts=self._hosts)
             time.sleep(POLL_S)
 
     def next_first_stage(self) -> dict[str, Any]:
@@ -74,22 +76,25 @@ def _is_placed(group: Any) -> bool:
     return placement_group_table(group)["state"] == "CREATED"
 
 
-def no_room(stages: int, bundle: dict[str, float], *, replicas: int = 1) -> RunError:
+def no_room(stages: int, bundle: dict[str, float], *, replicas: int = 1, hosts: int = 0) -> RunError:
     """The error of stages that were not placed in time: what they need, and what the cluster has.
 
     Args:
         bundle: the resources of a stage.
+        hosts: see `ReplicaPlaces`.
     """
     import ray
 
     free, have = ray.available_resources(), ray.cluster_resources()
     need = " and ".join(f"{amount * stages * replicas:g} {name}" for name, amount in bundle.items())
     room = " and ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}" for name in bundle)
-    what = f"{replicas} replicas of {stages} stages" if replicas > 1 else f"{stages} stages"
+    each = f"a worker and {hosts} hosts" if hosts else f"{stages} stages"
+    what = f"{replicas} replicas of {each}" if replicas > 1 else each
+    key = "experts.hosts" if hosts else "infer.stages"
     return RunError(
         mismatch(
-            "infer.stages", got=f"{what}, which need {need}",
+            key, got=f"{what}, which need {need}",
             expected=f"as much free in the cluster within {ROOM_S:g} s, where {room} are free",
-            remedy="lower infer.stages, wait until other jobs end, or add nodes",
+            remedy=f"lower {key}, wait until other jobs end, or add nodes",
         )
     )  # fmt: skip
