@@ -26,6 +26,7 @@ from raytrain.errors import RunError
 from raytrain.infer.output.folder import MANIFEST
 from raytrain.infer.output.merge import merge, remove_work
 from raytrain.infer.output.summary import TableFigures, summarise
+from raytrain.infer.stages.split import StageSplit
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.report.inference import build_inference_report
 
@@ -114,7 +115,8 @@ def infer_target(
         computation = UnitComputation(planned, verbose=verbose, say=say) if missing else None
         with planned.output.claimed(planned.identity):
             found = _computed(planned, computation, missing, sum(finished.values()), console)
-            return found if isinstance(found, InferResult) else _merged(planned, found, console)
+            split = planned.stages.split if computation is None else computation.split
+            return found if isinstance(found, InferResult) else _merged(planned, found, split, console)
     except BaseException:
         _tell_what_is_kept(planned, console)
         raise
@@ -168,17 +170,28 @@ def _too_many(planned: InferencePlan, failed: int, error: str | None, console: C
     return InferResult("failed", planned.output.path, planned.rows.rows, failed, {})
 
 
-def _merged(planned: InferencePlan, reports: Sequence[UnitReport], console: Console) -> InferResult:
+def _merged(
+    planned: InferencePlan, reports: Sequence[UnitReport], split: StageSplit | None, console: Console
+) -> InferResult:
     output, infer = planned.output, planned.target.spec.infer
     planned.check_unchanged()
     figures = TableFigures(infer.label)
     about = merge(output, planned.units, kind=infer.format, job=planned.job, read=figures.add)
     wall = max((report.end for report in reports), default=0) - min((report.begin for report in reports), default=0)
-    summary = summarise(figures.figures(), reports, wall_s=wall, split=planned.stages.split)
+    summary = summarise(figures.figures(), reports, wall_s=wall, split=split)
     output.store.write_bytes(SUMMARY, json.dumps(summary, indent=1).encode())
-    told = {**about, "batch": output.measured_batch(), "job": planned.identity}
+    told = {**about, "batch": output.measured_batch(), "stages": _told_stages(split), "job": planned.identity}
     output.store.write_bytes(MANIFEST, json.dumps(told, indent=1).encode())
     build_inference_report(output.path)
     remove_work(output)
     print_summary(planned, infer, about, summary, console)
     return InferResult("done", output.path, about["rows"], about["failed"], summary)
+
+
+def _told_stages(split: StageSplit | None) -> dict[str, Any] | None:
+    """What the manifest says of a divided model: what each stage holds, and by what they are balanced."""
+    if split is None:
+        return None
+    parts = {part.name: seconds for part, seconds in zip(split.plan.parts, split.seconds, strict=False)}
+    stages = [split.plan.describe(stage) for stage in range(split.plan.stages)]
+    return {"stages": stages, "balance": split.balance, "seconds": split.stage_seconds, "part_seconds": parts}

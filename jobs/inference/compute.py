@@ -10,9 +10,11 @@ from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import connected
 from jobs.inference.hosts import with_hosts
 from jobs.inference.plan import InferencePlan
+from jobs.inference.stages import rebalanced
 from raytrain.infer.batch_size import BatchChoice
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.output.progress import rows_in_progress
+from raytrain.infer.stages.measure import PartTimes, measure_parts
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
 
@@ -24,17 +26,24 @@ class UnitComputation:
 
     Args:
         say: prints a line.
+
+    Attributes:
+        split: how the model is divided, once it was measured.
+
     Raises:
         InputError: the model does not fit the input or its weights.
     """
 
     def __init__(self, planned: InferencePlan, *, verbose: bool, say: Callable[[str], None]) -> None:
         self._planned, self._work, self._verbose, self._say = planned, planned.work(), verbose, say
-        self._address = planned.target.address
+        self._address, self.split = planned.target.address, planned.stages.split
         self._here: InferenceWorker | None = None
         self._done: dict[int, int] = {}
         if planned.workers == 1 and self._address == "local" and not needs_actors(planned):
-            self._here = InferenceWorker(_on_own_devices(planned, self._work), "this process", self._note)
+            work = _on_own_devices(planned, self._work)
+            if planned.measures_stages:
+                work = self._with_stages(work, measure_parts(work, planned.units[0]))
+            self._here = InferenceWorker(work, "this process", self._note)
             self._here.load()
 
     def _note(self, unit: Unit, rows: int) -> None:
@@ -55,7 +64,7 @@ class UnitComputation:
             yield from self._on_ray(units)
 
     def _on_ray(self, units: Sequence[Unit]) -> Iterator[UnitReport]:
-        from raytrain.infer.ray_data import measure_batch, run_units
+        from raytrain.infer.ray_data import measure_batch, measure_stages, run_units
 
         work, workers, machines = self._work, self._planned.workers, self._planned.target.machines
         gpus = 1 if machines.on_gpu else 0
@@ -68,6 +77,9 @@ class UnitComputation:
         with connected(self._address, num_cpus=count + 1, num_gpus=count * gpus, verbose=self._verbose) as cluster:
             if work.hosts:
                 work = replace(work, model=self._beside_hosts(work, loopback=cluster.local))
+            if self._planned.measures_stages:
+                times = measure_stages(work, self._planned.units[0], cpus=1, gpus=gpus, accelerator=kind)
+                work = self._with_stages(work, times)
             if self._planned.measures_batch:
                 first, rows = self._planned.units[0], self._planned.rows.rows
                 choice = measure_batch(work, first, rows, cpus=1, gpus=gpus, accelerator=kind)
@@ -84,6 +96,16 @@ class UnitComputation:
             work.model, planned.target, planned.hosts, threads=planned.threads, loopback=loopback,
             folder=planned.output.path,
         )  # fmt: skip
+
+    def _with_stages(self, work: Work, times: PartTimes) -> Work:
+        """The work with stages balanced by what was measured."""
+        split = rebalanced(self._planned.target, self._planned.stages, times)
+        for stage in range(split.plan.stages):
+            self._say(f"stage {stage}: {split.plan.describe(stage)}")
+        self._say(f"balance: {split.balance}")
+        self.split = split
+        assert work.split is not None
+        return replace(work, split=replace(split, devices=work.split.devices))
 
     def _use(self, choice: BatchChoice) -> None:
         self._planned.output.record_batch(choice.to_json())

@@ -13,7 +13,8 @@ from typing import Any
 from cluster.devices.inventory import Inventory
 from jobs.inference.hosts import KEY as HOSTS
 from jobs.inference.hosts import HostChoice, choose_hosts
-from jobs.inference.stages import StageChoice, choose_stages
+from jobs.inference.stages import MEASURED as MEASURED_STAGES
+from jobs.inference.stages import StageChoice, choose_stages, told_balance
 from jobs.inference.target import Target
 from raytrain.config.decode import encode
 from raytrain.config.sections import InferConfig
@@ -79,6 +80,11 @@ class InferencePlan:
     def measures_batch(self) -> bool:
         """Whether the rows of a batch are measured before the first unit."""
         return self.batch_reason == MEASURED
+
+    @property
+    def measures_stages(self) -> bool:
+        """Whether the parts of a divided model are timed before the first unit."""
+        return self.stages.split is not None and self.stages.split.balance == MEASURED_STAGES
 
     @property
     def job(self) -> str:
@@ -182,6 +188,7 @@ def _planned(
     if not isinstance(infer.unit_rows, int) and stages.stages > 1:
         size = max(size, BATCHES_OF_STAGE * stages.stages * batch)
     units = units_of(rows.rows, size)
+    stages = told_balance(target, stages, batches=math.ceil(rows.rows / batch))
     each = stages.stages + hosts.hosts
     workers = workers_of(target, len(units), inventory, stages=each, key=HOSTS if hosts.hosts else STAGES)
     threads = _threads(target, inventory, workers * each)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jobs.inference.target import Target
 from raytrain.config.sections import InferConfig
 from raytrain.errors import InputError
 from raytrain.infer.quantize import KEY as QUANTIZE
 from raytrain.infer.stages.estimate import InferenceMemory, inference_memory, sizes_of_config, sizes_of_keys
+from raytrain.infer.stages.measure import LEAST_BATCHES, PartTimes
 from raytrain.infer.stages.plan import (
     KEY,
     MAP,
@@ -28,6 +29,8 @@ from raytrain.plan.text import size_text
 #: Tokens of a prompt that the estimate counts, where the model's context is not smaller.
 PROMPT_TOKENS = 512
 HALF = ("bf16", "fp16")
+#: What the plan says of stages whose parts are timed before the first unit.
+MEASURED = "by bytes, until the parts are timed before the first unit"
 #: Weights stay in float32; autocast converts what a product needs.
 WEIGHT_BYTES = 4
 
@@ -40,11 +43,13 @@ class StageChoice:
         split: None for a whole copy in each worker.
         memory: the estimate of a whole copy, None where the sizes are not known.
         limit: bytes that a device may use, None where unknown.
+        room: bytes of weights that each device has room for, None where unknown.
     """
 
     split: StageSplit | None
     memory: InferenceMemory | None
     limit: int | None
+    room: int | None = None
 
     @property
     def stages(self) -> int:
@@ -60,6 +65,7 @@ class StageChoice:
         if self.split is not None:
             plan = self.split.plan
             lines += [(f"stage {stage}", plan.describe(stage)) for stage in range(plan.stages)]
+            lines.append(("balance", self.split.balance))
             lines.append(("in flight", f"{self.split.inflight} batches at a time in each replica"))
         return lines
 
@@ -92,10 +98,12 @@ def choose_stages(target: Target, *, rows: int) -> StageChoice:
         if infer.stages == 1:
             return StageChoice(None, memory, limit)
         parts = _parts(target)
-        return _chosen(target, plan_stages(parts, infer.stages, policy=infer.stage_policy, limit=limit), memory, limit)
+        plan = plan_stages(parts, infer.stages, policy=infer.stage_policy, limit=limit)
+        return _chosen(target, plan, memory, limit, room=limit)
     if memory is None or limit is None or memory.total <= limit:
         return StageChoice(None, memory, limit)
-    return _chosen(target, _fewest(target, _parts(target), memory, limit), memory, limit)
+    plan = _fewest(target, _parts(target), memory, limit)
+    return _chosen(target, plan, memory, limit, room=_room(target, memory, limit, plan.stages))
 
 
 def _one_copy(infer: InferConfig, limit: int | None) -> StageChoice:
@@ -147,10 +155,15 @@ def _fewest(target: Target, parts: list[ModelPart], memory: InferenceMemory, lim
     most = min(len(parts), gpus) if gpus else len(parts)
 
     def room(stages: int) -> int:
-        caches = memory.cache * _inflight(target, stages) / stages
-        return limit - math.ceil(memory.activations + caches)
+        return _room(target, memory, limit, stages)
 
     return fewest_stages(parts, room, most=most, policy=target.spec.infer.stage_policy)
+
+
+def _room(target: Target, memory: InferenceMemory, limit: int, stages: int) -> int:
+    """Bytes of weights that each of so many devices has room for, beside its share of the caches."""
+    caches = memory.cache * _inflight(target, stages) / stages
+    return limit - math.ceil(memory.activations + caches)
 
 
 def _inflight(target: Target, stages: int) -> int:
@@ -159,7 +172,46 @@ def _inflight(target: Target, stages: int) -> int:
     return wanted if isinstance(wanted, int) else 2 * stages
 
 
-def _chosen(target: Target, plan: StagePlan, memory: InferenceMemory | None, limit: int | None) -> StageChoice:
+def _chosen(
+    target: Target, plan: StagePlan, memory: InferenceMemory | None, limit: int | None, *, room: int | None = None
+) -> StageChoice:
     if plan.stages == 1:
         return StageChoice(None, memory, limit)
-    return StageChoice(StageSplit(plan, _inflight(target, plan.stages)), memory, limit)
+    return StageChoice(StageSplit(plan, _inflight(target, plan.stages)), memory, limit, room)
+
+
+# ---------------------------------------------------------------- balance by measured time
+
+
+def told_balance(target: Target, choice: StageChoice, *, batches: int) -> StageChoice:
+    """The choice that says by what its stages are balanced, `MEASURED` where that is still to be measured.
+
+    Args:
+        batches: of the job.
+    """
+    infer, split = target.spec.infer, choice.split
+    if split is None:
+        return choice
+    balance = MEASURED
+    if infer.stage_map:
+        balance = f"as {MAP} says"
+    elif infer.stage_policy == "sequential":
+        balance = f"filled one after another ({POLICY})"
+    elif batches < LEAST_BATCHES:
+        balance = f"by bytes: {batches:,} batches are too few to measure the parts"
+    return replace(choice, split=replace(split, balance=balance))
+
+
+def rebalanced(target: Target, choice: StageChoice, times: PartTimes) -> StageSplit:
+    """The stages of which the slowest is as fast as possible, and none larger than its device has room for."""
+    split = choice.split
+    assert split is not None
+    if not times.seconds:
+        return replace(split, balance=f"by bytes: {times.reason}")
+    plan = plan_stages(
+        split.plan.parts, split.plan.stages, policy=target.spec.infer.stage_policy, limit=choice.room,
+        seconds=times.seconds,
+    )  # fmt: skip
+    found = replace(split, plan=plan, seconds=times.seconds, balance="by measured time")
+    each = ", ".join(f"{1000 * seconds:,.3g} ms" for seconds in found.stage_seconds)
+    return replace(found, balance=f"by measured time: a batch takes {each} (measured in {times.took_s:.1f} s)")

@@ -18,6 +18,7 @@ from raytrain.infer.batch_size import BatchChoice
 from raytrain.infer.output.progress import WorkerProgress
 from raytrain.infer.runner import LOST
 from raytrain.infer.stages.actors import remote_pipeline
+from raytrain.infer.stages.measure import PartTimes, measure_parts
 from raytrain.infer.stages.places import ReplicaPlaces
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
@@ -140,6 +141,29 @@ def measure_batch(
         if own is None:
             raise
         raise own from error
+
+
+def measure_stages(work: Work, unit: Unit, *, cpus: float, gpus: float, accelerator: str | None = None) -> PartTimes:
+    """Time the parts of a divided model in a process of the cluster, as `measure_parts`."""
+    import ray
+    from ray.exceptions import RayError, WorkerCrashedError
+
+    required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
+    measured = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, max_retries=0, **required)(_measured_stages)
+    try:
+        return ray.get(measured.remote(work, unit))
+    except WorkerCrashedError:  # the job tells whether that happens again
+        return PartTimes(reason="the process that measured was killed")
+    except RayError as error:
+        own = _own_error(error)
+        if own is None:
+            raise
+        raise own from error
+
+
+def _measured_stages(work: Work, unit: Unit) -> PartTimes:
+    make_importable(work.import_path)
+    return measure_parts(work, unit)
 
 
 def _measured_batch(work: Work, unit: Unit, rows: int) -> BatchChoice:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,11 +39,21 @@ class StageSplit:
     Attributes:
         inflight: batches of a replica that are computed at the same time.
         devices: of the stages in one process; () where each stage is an actor, which sees its own device only.
+        balance: what the stages were balanced by, and why.
+        seconds: measured, of each part for a batch; () where the stages are not balanced by them.
     """
 
     plan: StagePlan
     inflight: int
     devices: tuple[str, ...] = ()
+    balance: str = "bytes"
+    seconds: tuple[float, ...] = ()
+
+    @property
+    def stage_seconds(self) -> list[float]:
+        """Measured seconds of each stage for a batch; empty where they are not known."""
+        bounds = pairwise(self.plan.bounds) if self.seconds else ()
+        return [sum(self.seconds[begin:end]) for begin, end in bounds]
 
 
 def skeleton_of(model: InferenceModel) -> Trainable:

@@ -24,6 +24,8 @@ from raytrain.errors import RunError
 from raytrain.infer.stages import places
 
 CPUS = 3
+#: So few batches that the parts are not timed first.
+FEW = "infer.max_samples=100"
 
 
 def run(output: str, workers: int, *more: str) -> str:
@@ -43,7 +45,7 @@ def without_room() -> dict[str, Any]:
     """Another job holds two of the CPUs."""
     other: Any = placement_group([{"CPU": 2}])
     ray.get(other.ready())
-    error = with_limit(2.0, lambda: run("none", 2))
+    error = with_limit(2.0, lambda: run("none", 2, FEW))
     groups = placement_group_table()
     left = [group["state"] for key, group in groups.items() if key != other.id.hex() and group["state"] != "REMOVED"]
     remove_placement_group(other)
@@ -85,7 +87,7 @@ def main() -> None:
         _temp_dir=sys.argv[1],
     )  # fmt: skip
     answer: dict[str, Any] = {"without room": without_room(), "three": with_room_for_one()}
-    answer["killed"] = run("killed", 1, f"model.always={folder / 'starts'}")
+    answer["killed"] = run("killed", 1, f"model.always={folder / 'starts'}", FEW)
     print("ANSWER", json.dumps(answer), flush=True)
     ray.shutdown()
 

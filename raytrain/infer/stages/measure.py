@@ -1,0 +1,218 @@
+"""Measures how long each part of a divided model takes: one stage after another, in one process, on rows of the input.
+
+No more than one stage has memory at a time, so that a model that fits no device can be measured before its stages are
+balanced. All of its weights are read once for that.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from raytrain.infer.predictor import Predictor, TextPredictor
+from raytrain.infer.stages.message import CacheUse, StagePass
+from raytrain.infer.stages.split import SplitModule, load_stage, skeleton_of
+from raytrain.infer.stages.stage import ModelStage
+from raytrain.infer.units import Unit, batches_of
+from raytrain.train.memory.device import limit_device_memory
+
+if TYPE_CHECKING:
+    from raytrain.infer.worker import Work
+
+#: Batches that are timed, after one that warms up; tokens of an answer that are generated for it.
+BATCHES, TOKENS = 3, 4
+#: A job of fewer batches is over sooner than its model is measured.
+LEAST_BATCHES = 64
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """What was measured; can be pickled.
+
+    Attributes:
+        seconds: of each part of the plan, for a batch with its whole answers; () if nothing was measured.
+        reason: why nothing was measured; "" otherwise.
+        took_s: seconds of the measurement.
+    """
+
+    seconds: tuple[float, ...] = ()
+    reason: str = ""
+    took_s: float = 0.0
+
+
+def measure_parts(work: Work, unit: Unit) -> PartTimes:
+    """Time every part on some batches of a unit. A row or a batch that fails ends it: the job computes the row again,
+    and tells.
+
+    Raises:
+        InputError: the model does not fit its weights or the input.
+    """
+    began = time.perf_counter()
+    if work.threads is not None:
+        torch.set_num_threads(work.threads)
+    recorder = PassRecorder()
+    module = SplitModule(skeleton_of(work.model).module, recorder, inflight=1)
+    predictor = work.model.load(work.infer, work.rows.schema, module)
+    recorder.generates = predictor.generates
+    try:
+        batches = [_recorded(recorder, predictor, work, unit, batch) for batch in _chosen(predictor, work, unit)]
+    except Exception as error:  # of a row
+        return PartTimes(reason=f"a row failed: {type(error).__name__}")
+    sums = _Sums(len(batches) - 1, predictor.answer_tokens)
+    for stage in range(_plan(work).stages):
+        failed = _time_stage(work, stage, batches, sums)
+        if failed is not None:
+            return PartTimes(reason=f"a batch failed: {failed}")
+    return PartTimes(tuple(sums.seconds), took_s=time.perf_counter() - began)
+
+
+def _plan(work: Work) -> Any:
+    assert work.split is not None
+    return work.split.plan
+
+
+def _chosen(predictor: Predictor, work: Work, unit: Unit) -> list[list[int]]:
+    """Batches at equal distances in the order of their lengths; the first one twice."""
+    table = work.rows.read(unit.start, unit.rows, list(predictor.columns))
+    every = batches_of(predictor.lengths(table), work.batch_size)
+    count = min(BATCHES, len(every))
+    found = [every[at * len(every) // count] for at in range(count)]
+    return [found[0], *found]
+
+
+def _recorded(
+    recorder: PassRecorder, predictor: Predictor, work: Work, unit: Unit, batch: Sequence[int]
+) -> list[StagePass]:
+    """The passes of a batch, with the first tokens of its answers."""
+    short: Any = predictor.shortened(TOKENS)
+    if isinstance(short, TextPredictor):  # no answer may end early
+        plain = replace(short.sampling, temperature=0.0, top_k=None, top_p=None, end_ids=frozenset(), stop=())
+        short = replace(short, sampling=plain)
+    table = work.rows.read(unit.start, unit.rows, list(predictor.columns)).take(list(batch))
+    short.predict(table, [unit.start + row for row in batch])
+    taken, recorder.passes = recorder.passes, []
+    return taken
+
+
+@dataclass
+class PassRecorder:
+    """In the place of a `StagePipeline`: keeps the inputs of passes instead of computing them; outputs are zeros.
+
+    Attributes:
+        generates: whether outputs are logits of tokens.
+        passes: since they were last taken.
+    """
+
+    generates: bool = False
+    passes: list[StagePass] = field(default_factory=list)
+    _numbers: Any = field(default_factory=itertools.count, repr=False)
+    _caches: Any = field(default_factory=itertools.count, repr=False)
+
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any], cache: CacheUse | None = None) -> Tensor:
+        """As `StagePipeline.call`."""
+        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        self.passes.append(StagePass(next(self._numbers), tuple(args), dict(kwargs), cache))
+        return torch.zeros(len(given), 1, 1) if self.generates else torch.zeros(len(given), 1)
+
+    def new_cache(self) -> int:
+        """As `StagePipeline.new_cache`."""
+        return next(self._caches)
+
+    def end_cache(self, number: int) -> None:
+        """Caches end with their stage."""
+
+
+@dataclass
+class _Sums:
+    """Seconds of the parts for one batch.
+
+    Attributes:
+        batches: that were timed.
+        tokens: of a whole answer.
+    """
+
+    batches: int
+    tokens: int
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, first: Sequence[Sequence[float]], later: Sequence[Sequence[float]]) -> None:
+        """The next stage's parts, by pass.
+
+        Args:
+            first: of the first pass of each batch, which reads the prompts. later: of those of one token each.
+        """
+        means = [sum(each) / self.batches for each in zip(*first, strict=True)]
+        if later:
+            each_token = [sum(each) / len(later) for each in zip(*later, strict=True)]
+            means = [mean + (self.tokens - 1) * token for mean, token in zip(means, each_token, strict=True)]
+        self.seconds += means
+
+
+def _time_stage(work: Work, number: int, batches: list[list[StagePass]], sums: _Sums) -> str | None:
+    """Load a stage, run all passes through it in place, and let go of it; returns the error of one that failed."""
+    split = work.split
+    assert split is not None
+    device = torch.device(split.devices[number] if split.devices else work.model.device)
+    if device.type == "cuda":  # kernels of a model's own may use the current device
+        torch.cuda.set_device(device)
+    limit_device_memory(device, fraction=work.memory_fraction, limit=work.memory_limit)
+    stage = load_stage(work.model, split, number, device)
+    clock = PartClock(stage)
+    first: list[list[float]] = []
+    later: list[list[float]] = []
+    for at, passes in enumerate(batches):
+        for place, one in enumerate(passes):
+            passes[place] = made = stage.run(one)
+            seconds = clock.take()
+            if made.error is not None:
+                return made.error[1]
+            if at:  # the first batch warms up
+                (later if place else first).append(seconds)
+    sums.add(first, later)
+    del stage, clock
+    gc.collect()  # hooks and modules refer to each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
+
+
+class PartClock:
+    """Seconds that the parts of a stage take."""
+
+    def __init__(self, stage: ModelStage) -> None:
+        plan, self._device = stage.plan, stage.device
+        held = range(plan.bounds[stage.stage], plan.bounds[stage.stage + 1])
+        self._seconds = [0.0] * len(held)
+        self._began: list[float] = []
+        for place, part in enumerate(held):
+            for name in plan.parts[part].names:
+                module = stage.module.get_submodule(name)
+                module.register_forward_pre_hook(self._begin)
+                module.register_forward_hook(self._end_of(place))
+
+    def take(self) -> list[float]:
+        """Of each part since the last call."""
+        taken, self._seconds = self._seconds, [0.0] * len(self._seconds)
+        self._began.clear()
+        return taken
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._began.append(self._now())
+
+    def _end_of(self, place: int) -> Any:
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            self._seconds[place] += self._now() - self._began.pop()
+
+        return end
