@@ -300,6 +300,13 @@ def test_four_workers_compute_four_units_in_the_time_of_one(disturbed: dict[str,
 
 
 @pytest.mark.timeout(590)
+@pytest.mark.covers("PERF-35")
+def test_none_of_four_workers_computes_more_than_a_quarter_of_the_units(disturbed: dict[str, Any]) -> None:
+    """So units of equal length take four workers exactly a quarter of the time of one."""
+    assert sorted(disturbed["four"]["units"].values()) == [-(-TEXTS // TEXT_UNIT) // 4] * 4
+
+
+@pytest.mark.timeout(590)
 @pytest.mark.covers("INF-13")
 def test_a_worker_five_times_slower_holds_up_nothing(disturbed: dict[str, Any], texts: Path) -> None:
     """In units of the fast worker's time; half of the units for each would take 160."""

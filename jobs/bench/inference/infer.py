@@ -6,6 +6,7 @@ tokens/s of the clock are in the document as well. Jobs of several workers are c
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -16,6 +17,7 @@ from jobs.bench.harness.options import BenchOptions
 
 Part = Literal["batches", "transformers", "length", "pool", "pull", "four", "stages"]
 PARTS: tuple[Part, ...] = ("batches", "transformers", "length", "pool", "pull", "four", "stages")
+BATCHED = "tokens/s, batch 4 / batch 1"
 WORKERS: tuple[Part, ...] = ("pool", "pull", "four")
 
 
@@ -86,4 +88,13 @@ def run(options: InferOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         from jobs.bench.inference.infer_stages import measure_stages
 
         measure_stages(options, found, say)
+    _add_product(found)
     return found
+
+
+def _add_product(found: BenchMeasurement) -> None:
+    """What batches of four and four workers bring together; workers that only sleep share no device."""
+    medians = {ratio.name: ratio.median for ratio in found.ratios}
+    factors = [medians.get(BATCHED), medians.get("seconds, one sleeping worker / four")]
+    if None not in factors:
+        found.values["batches of 4 x four workers, over single rows in one process"] = math.prod(map(float, factors))

@@ -31,11 +31,13 @@ from raytrain.infer.worker import InferenceWorker, Work
 GOAL_POOL = Goal(at_most=1.05)
 #: Seconds of two equal shards over those of units that two workers pull, one worker at half speed.
 GOAL_PULL = Goal(at_least=1.3)
-#: Seconds of one sleeping worker over those of four.
+#: Seconds of one sleeping worker over those of two, and of four.
+GOAL_TWO = Goal(at_least=1.9)
 GOAL_FOUR = Goal(at_least=3.8)
 FOUR = 4
 #: A job begins when all its workers have loaded the model, so that its time is that of a steady pool.
 STARTED_WITHIN_S = 300
+FOUR_OVER_ONE = "seconds, one sleeping worker / four"
 MODELS = "jobs.bench.inference.infer_models"
 
 Arm = Callable[[Work, list[Unit]], list[UnitReport]]
@@ -181,13 +183,15 @@ def _measure_four(options: Any, found: BenchMeasurement, folder: Path, say: Say)
     work, units = _sleeping(options, folder, units=options.sleep_units, claim=False)
     jobs = _Jobs(work, units, folder / "four")
     arms: dict[str, Arm] = {
-        "one sleeping worker": partial(_pooled, workers=1), "four sleeping workers": partial(_pooled, workers=FOUR)
+        "one sleeping worker": partial(_pooled, workers=1), "two sleeping workers": partial(_pooled, workers=2),
+        "four sleeping workers": partial(_pooled, workers=FOUR),
     }  # fmt: skip
     times = _measured(options, jobs, arms, "four", say)
     found.arms |= times
     jobs.gate(found, "four")
-    found.compare(times, of="one sleeping worker", to="four sleeping workers", goal=GOAL_FOUR,
-                  name="seconds, one sleeping worker / four")  # fmt: skip
+    found.compare(times, of="one sleeping worker", to="two sleeping workers", goal=GOAL_TWO,
+                  name="seconds, one sleeping worker / two")  # fmt: skip
+    found.compare(times, of="one sleeping worker", to="four sleeping workers", goal=GOAL_FOUR, name=FOUR_OVER_ONE)
 
 
 def _measured(options: Any, jobs: _Jobs, arms: dict[str, Arm], part: str, say: Say) -> dict[str, list[float]]:

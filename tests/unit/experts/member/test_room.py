@@ -43,6 +43,14 @@ def test_a_small_host_gets_fewer_experts() -> None:
     assert homes.count(0) == 3 and homes.count(1) == 9
 
 
+def test_hosts_that_only_answer_need_room_for_the_weights_alone() -> None:
+    """Four times as many experts as where they are trained."""
+    answers = PlacementRules(trains=False)
+    assert starting_placement(answers, [SHAPE, SHAPE], hosts(1.5, 1.5)) == first_placement([6, 6], hosts=2)
+    with pytest.raises(InputError, match=r"room for the .* bytes of all experts"):
+        starting_placement(answers, [SHAPE, SHAPE], hosts(1.4, 1.4))
+
+
 def test_survivors_without_room_are_refused_by_memory() -> None:
     with pytest.raises(InputError, match=r"room for the .* bytes of all experts"):
         starting_placement(RULES, [SHAPE, SHAPE], hosts(5))

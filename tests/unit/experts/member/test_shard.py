@@ -130,3 +130,20 @@ def test_the_counts_reach_a_gpu_without_waiting_for_it(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "tensor", lambda _values, *, pin_memory=False, **_more: Pinned() if pin_memory else None)
     assert _counts_on(torch.device("cuda"), [1, 2]) == "on the device" and copied == [("cuda", True)]
+
+
+def test_experts_that_only_answer_have_neither_gradients_nor_an_optimizer() -> None:
+    """The answers of experts that are trained, in the memory of their weights."""
+    trained = shard_of(BEFORE, 0)
+    kind = {"optim": OptimConfig(), "dtype": torch.float64, "device": torch.device("cpu")}
+    answers = ExpertShard(SHAPES, BEFORE, 0, **kind, trains=False)
+    for key in trained.held():
+        answers.set_weights(key, trained.weights_of(key))
+    rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    made = [one.forward(0, 0, rows, [[2, 3]], keep=False) for one in (trained, answers)]
+    assert torch.equal(*made) and made[0].abs().sum() > 0
+    assert answers.optimizers == []
+    for layer in answers.layers:
+        stacks = [stack for stack in (layer.homes, layer.replicas) if stack is not None]
+        assert all(parameter.grad is None for stack in stacks for parameter in stack.parameters())
+    answers.discard()

@@ -245,6 +245,26 @@ def _stopped(*arguments: Any, **more: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.covers("SRC-16")
+def test_a_json_file_is_divided_into_shards_that_the_manifest_lists(
+    x: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("unified_val.json").write_text(json.dumps([{"x": row.tolist()} for row in x]))
+    monkeypatch.setattr("jobs.infer.merge", _stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(input="unified_val.json")
+    monkeypatch.undo()
+    shards = [parquet.read_table(path) for path in sorted(Path("out/parts").glob("*.parquet"))]
+    result = run(input="unified_val.json", resume="out")
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    assert manifest["unit_rows"] == [shard.num_rows for shard in shards] == [16] * 6 + [7]
+    assert [row for shard in shards for row in shard["id"].to_pylist()] == list(range(ROWS))
+    assert [value for shard in shards for value in shard["prediction"].to_pylist()] == (
+        result.table()["prediction"].to_pylist()
+    )
+    assert manifest["rows"] == ROWS and len(manifest["job"]["input"]) == 1
+
+
 def test_input_that_changes_while_it_is_computed_is_not_merged(x: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     original = InferenceWorker.run
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from raytrain.errors import RunError
+from raytrain.errors import RunError, StateLost
 from raytrain.infer.input.rows import InputRows
 from raytrain.infer.predictor import Answers
 from raytrain.infer.runner import TooManyFailures, UnitRunner
 from raytrain.infer.units import Unit
+from raytrain.train.memory.oom import Shortage
+from raytrain.trainable import LocalState
 
 
 class Doubler:
@@ -76,6 +78,48 @@ def test_memory_shortages_split_a_batch_and_are_counted(rows: InputRows) -> None
     _, results = runner.run(Unit(0, 0, 8))
     assert [result.status for result in results] == ["ok"] * 8 and {result.batch_rows for result in results} == {2}
     assert runner.out_of_memory == 3
+
+
+class Hosts(LocalState):
+    """Processes with a part of the model, which run out of memory above a number of rows; remembers the calls."""
+
+    def __init__(self, model: Doubler, most: int) -> None:
+        super().__init__()
+        self.model, self.most, self.calls = model, most, list[str]()
+
+    def shortages(self) -> list[Shortage]:
+        return [Shortage("expert host 1", "OutOfMemoryError: no memory")] * (len(self.model.batches[-1]) > self.most)
+
+    def discard(self) -> None:
+        self.calls.append("discard")
+
+    def end_passes(self, *, short: bool) -> None:
+        self.calls.append(f"end_passes {short}")
+
+
+def test_answers_of_a_batch_for_which_a_host_had_no_memory_are_none(rows: InputRows) -> None:
+    model = Doubler()
+    hosts = Hosts(model, most=2)
+    runner = UnitRunner(model, rows, 8, most_failed=0, remote=hosts)
+    _, results = runner.run(Unit(0, 0, 8))
+    assert [result.prediction for result in results] == [2 * (100 + row) for row in range(8)]
+    assert {result.batch_rows for result in results} == {2} and runner.out_of_memory == 3
+    assert hosts.calls == ["discard"] * 3, "each shortage is dropped on all hosts"
+
+
+def test_a_row_that_fails_leaves_no_exchange_with_hosts_open_and_a_lost_host_is_not_its_fault(rows: InputRows) -> None:
+    def fails(numbers: list[int]) -> None:
+        if 3 in numbers:
+            raise ValueError("row 3 is bad")
+        if 5 in numbers:
+            raise StateLost("expert host 0 died")
+
+    model = Doubler(fails)
+    hosts = Hosts(model, most=8)
+    runner = UnitRunner(model, rows, 1, most_failed=1, remote=hosts)
+    with pytest.raises(StateLost, match="expert host 0 died"):
+        runner.run(Unit(0, 0, 8))
+    assert hosts.calls == ["end_passes True", "discard"] and model.batches[-1] == [5]
 
 
 def test_a_model_that_fails_for_every_row_is_given_up_early(rows: InputRows) -> None:

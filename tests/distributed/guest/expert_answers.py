@@ -1,0 +1,63 @@
+"""Answers the prompts of a folder with a run whose experts are on hosts, in the Ray of the shared driver: once with a
+host that is killed after two units, once with two workers. Prints what became of them as one JSON line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from jobs.infer import infer
+
+FOLDER = Path(__file__).parent
+GIVEN = json.loads((FOLDER / "given.json").read_text())
+
+
+def answered(output: str, *overrides: str) -> dict[str, Any]:
+    """The summary of a job."""
+    result = infer(GIVEN["run"], output=str(FOLDER / output), overrides=[*GIVEN["overrides"], *overrides], quiet=True)
+    return result.summary
+
+
+def oldest_host() -> int | None:
+    """The expert host of this cluster that started first, so not the stand-by."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            raylets = (Path("/proc") / fields[1] / "stat").read_text().rpartition(")")[2].split()
+            if int(raylets[1]) == os.getpid() and b"::ExpertHost" in (entry / "cmdline").read_bytes():
+                found.append((int(fields[19]), int(entry.name)))
+        except OSError:
+            continue
+    return min(found)[1] if found else None
+
+
+def kill_after_two_units(folder: Path, killed: list[int]) -> None:
+    """Kill a host once two units are complete; notes how many are."""
+    ends = time.monotonic() + 100
+    while time.monotonic() < ends:
+        units = len(list(folder.glob("parts/*.parquet")))
+        pid = oldest_host()
+        if units >= 2 and pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(units)
+            return
+        time.sleep(0.01)
+
+
+def main() -> None:
+    killed: list[int] = []
+    watching = threading.Thread(target=kill_after_two_units, args=(FOLDER / "hosts", killed))
+    watching.start()
+    hosts = answered("hosts", "experts.hosts=2")
+    watching.join()
+    both = answered("two", "experts.hosts=1", "scale.workers=2")
+    print("SEEN", json.dumps({"killed": killed, "hosts": hosts, "two": both}))
+
+
+main()
