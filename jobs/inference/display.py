@@ -35,6 +35,7 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
         ("input", f"{planned.rows.rows:,} rows in {len(planned.units):,} units of {size:,}"),
         ("batch", _batch(planned)),
         ("workers", f"{where}{stages} with {planned.threads} threads each"),
+        *_schedule(planned),
         *planned.stages.lines(),
         *planned.hosts.lines(),
         ("output", planned.output.path),
@@ -42,6 +43,17 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
         console.print(f"{name}: {value}", markup=False, soft_wrap=True)
     for warning in planned.target.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _schedule(planned: InferencePlan) -> list[tuple[str, str]]:
+    """What the number of units leaves of the gain of several workers; how fast they are, only the run knows."""
+    units, workers = len(planned.units), planned.workers
+    if workers == 1:
+        return []
+    rounds = -(-units // workers)
+    most = units / rounds
+    text = f"{units:,} units in {rounds:,} round{'s' * (rounds > 1)}: at most {most:.3g} times the speed of one worker"
+    return [("schedule", f"{text} ({most / workers:.0%} of linear), where units take equally long")]
 
 
 def _batch(planned: InferencePlan) -> str:

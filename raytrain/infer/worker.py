@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from raytrain.config.sections import InferConfig
 from raytrain.infer.batch_size import BatchChoice, BatchSizeSearch
@@ -23,7 +24,7 @@ from raytrain.infer.stages.pipeline import StagePipeline
 from raytrain.infer.stages.split import SplitModule, StageSplit, local_pipeline, skeleton_of
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.train.memory.device import limit_device_memory, process_budget
-from raytrain.trainable import LocalState
+from raytrain.trainable import LocalState, RemoteState
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class InferenceWorker:
             if device.type == "cuda":  # kernels of a model's own may use the current device
                 torch.cuda.set_device(device)
             limit_device_memory(device, fraction=work.memory_fraction, limit=work.memory_limit)
-            module, remote = None, LocalState()
+            module: nn.Module | None = None
+            remote: RemoteState = LocalState()
             if work.split is not None:
                 module = self._split_module(work.split)
             elif work.hosts:

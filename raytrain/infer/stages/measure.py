@@ -58,7 +58,8 @@ def measure_parts(work: Work, unit: Unit) -> PartTimes:
     if work.threads is not None:
         torch.set_num_threads(work.threads)
     recorder = PassRecorder()
-    module = SplitModule(skeleton_of(work.model).module, recorder, inflight=1)
+    pipeline: Any = recorder
+    module = SplitModule(skeleton_of(work.model).module, pipeline, inflight=1)
     predictor = work.model.load(work.infer, work.rows.schema, module)
     recorder.generates = predictor.generates
     try:

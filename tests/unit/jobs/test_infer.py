@@ -304,6 +304,33 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert "5 rows in 1 units" in capsys.readouterr().out
 
 
+@pytest.mark.covers("PERF-37")
+@pytest.mark.parametrize(
+    ("size", "workers", "said"),
+    [
+        (5, "16 workers", "21 units in 2 rounds: at most 10.5 times the speed of one worker (66% of linear)"),
+        (1, "16 workers", "103 units in 7 rounds: at most 14.7 times the speed of one worker (92% of linear)"),
+        (16, "7 workers", "7 units in 1 round: at most 7 times the speed of one worker (100% of linear)"),
+    ],
+)
+def test_a_plan_for_sixteen_workers_says_what_they_can_bring_at_most(
+    rows: np.ndarray,
+    model: torch.nn.Module,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    size: int,
+    workers: str,
+    said: str,
+) -> None:
+    given = ["infer", BUILDER, *SIZES, f"infer.input={tmp_path / 'in.parquet'}", f"infer.output={tmp_path / 'out'}",
+             "scale.workers=16", f"infer.unit_rows={size}", "--dry-run"]  # fmt: skip
+    with pytest.raises(SystemExit):
+        main(given)
+    lines = capsys.readouterr().out.splitlines()
+    assert f"schedule: {said}, where units take equally long" in lines
+    assert any(line.startswith(f"workers: {workers} with ") for line in lines)
+
+
 def test_prompts_are_answered_by_a_language_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = gpt(layers=1, heads=2, width=16, context=32, vocab_size=256).module

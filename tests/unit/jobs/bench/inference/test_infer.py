@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +13,30 @@ from jobs.bench.harness.options import find_benches
 from raytrain.models.gpt import gpt
 
 
-@pytest.mark.covers("INF-01", "INF-02", "PERF-31")
-def test_arms_of_generation_agree_and_are_compared(tmp_path: Path) -> None:
-    """Single rows and batches of four of unequal length give equal tokens, and both rates are reported."""
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of the quick bench."""
     pytest.importorskip("transformers")
-    out = tmp_path / "infer.json"
+    out = tmp_path_factory.mktemp("bench") / "infer.json"
     assert bench_verb("infer", [], out=str(out), quick=True, as_json=False) == 0
-    document = json.loads(out.read_text())
+    return json.loads(out.read_text())
+
+
+@pytest.mark.covers("PERF-30")
+def test_the_baseline_is_single_rows_one_after_another(document: dict[str, Any]) -> None:
+    """The arm that batches are compared with, its seconds of every block and its tokens/s."""
+    arm = "ours, batch 1"
+    first = document["ratios"][0]
+    assert (first["of"], first["to"]) == (arm, "ours, batch 4")
+    single, batched = (document["arms"][name]["values"] for name in (arm, "ours, batch 4"))
+    assert len(single) == document["settings"]["blocks"]
+    assert [a / b for a, b in zip(single, batched, strict=True)] == pytest.approx(first["values"])
+    assert document["values"]["tokens_per_s"][arm] > 0
+
+
+@pytest.mark.covers("INF-01", "INF-02", "PERF-31")
+def test_arms_of_generation_agree_and_are_compared(document: dict[str, Any]) -> None:
+    """Single rows and batches of four of unequal length give equal tokens, and both rates are reported."""
     assert [ratio["name"] for ratio in document["ratios"]] == [
         "tokens/s, batch 4 / batch 1",
         *(f"tokens/s, ours / {name}, batch {rows}" for name in ("plain loop", "transformers") for rows in (1, 4)),
@@ -60,3 +78,18 @@ def test_a_job_of_each_arm_writes_the_same_answers(tmp_path: Path) -> None:
     assert sorted(report.number for report in reports) == [0, 1, 2, 3]
     assert min(busy.values()) >= 2 * 0.005 and max(busy.values()) >= 2 * 0.010
     assert find_benches()["infer"].measures.startswith("batch inference")
+
+
+@pytest.mark.covers("PERF-34")
+def test_stages_are_compared_with_the_whole_model_one_batch_and_several_at_a_time(tmp_path: Path) -> None:
+    """Two processes against one; a speed-up is claimed only by the ratio's interval, of which a quick run has none."""
+    out = tmp_path / "stages.json"
+    assert bench_verb("infer", ['parts=["stages"]'], out=str(out), quick=True, as_json=False) == 0
+    found = json.loads(out.read_text())
+    one, several = found["ratios"]
+    assert [(ratio["of"], ratio["to"]) for ratio in (one, several)] == [
+        ("whole model", "two stages, 1 in flight"), ("whole model", "two stages, 2 in flight")
+    ]  # fmt: skip
+    assert one["goal"] is None and several["goal"] is not None
+    (check,) = found["gate"]["checks"]
+    assert check["passed"] and check["name"] == "stages: the outputs of the whole model, bit for bit"
