@@ -46,12 +46,10 @@ def choose_hosts(target: Target, *, rows: int) -> HostChoice:
     Args:
         rows: of a batch.
     Raises:
-        InputError: hosts for a model without experts, or together with stages or int8 weights.
+        InputError: hosts together with stages or int8 weights, or for a builder that keeps its experts.
     """
     spec, wanted = target.spec, target.spec.experts.hosts
     if not has_experts(spec):
-        if target.hosts_given and wanted not in ("auto", 0):
-            raise InputError(KEY, got=f"{wanted} with a model without experts", expected="auto or 0")
         return HostChoice()
     if not target.hosts_given:
         return _of_training(target, number_of_hosts(wanted), rows=rows)

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from jobs.__main__ import main
 from jobs.infer import infer
 from raytrain.errors import InputError
 
@@ -44,7 +45,8 @@ def given(folder: Path, shared_driver: Any) -> dict[str, Any]:
     """What `jobs.infer.infer` is called with in all processes."""
     run = shared_driver.train(folder / "job.yaml", cwd=folder, timeout=200)
     overrides = [f"infer.input={folder / 'in.parquet'}", f"infer.unit_rows={UNIT}", "infer.batch_size=4",
-                 "scale.threads=1", "infer.prompt_field=text", "infer.max_new_tokens=40"]  # fmt: skip
+                 "scale.threads=1", "infer.prompt_field=text", "infer.max_new_tokens=40",
+                 "infer.temperature=1"]  # fmt: skip
     return {"run": str(run), "overrides": overrides}
 
 
@@ -67,6 +69,25 @@ def test_experts_on_hosts_answer_as_in_one_process_also_after_the_death_of_a_hos
     assert hosts.equals(first) and two.equals(first)
     assert [worker["units"] for worker in seen["hosts"]["workers"]] == [ROWS // UNIT], "only its host was replaced"
     assert len(seen["two"]["workers"]) == 2
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "in each worker (a copy fits, which is faster; experts.hosts=2 uses hosts as in training)"),
+        (("experts.hosts=0",), "in each worker (experts.hosts)"),
+        (("cluster.memory_limit=400000",), "on 2 hosts beside each worker (as in training: a copy needs about "),
+        (("experts.hosts=3",), "on 3 hosts beside each worker (experts.hosts)"),
+    ],
+)
+def test_the_plan_says_where_the_experts_are_and_why(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["infer", given["run"], *given["overrides"], *overrides, "--dry-run"])
+    assert ended.value.code == 0
+    assert f"experts: {said}" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(300)

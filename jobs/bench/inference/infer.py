@@ -6,7 +6,6 @@ tokens/s of the clock are in the document as well. Jobs of several workers are c
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -95,6 +94,6 @@ def run(options: InferOptions, *, quick: bool, say: Say) -> BenchMeasurement:
 def _add_product(found: BenchMeasurement) -> None:
     """What batches of four and four workers bring together; workers that only sleep share no device."""
     medians = {ratio.name: ratio.median for ratio in found.ratios}
-    factors = [medians.get(BATCHED), medians.get("seconds, one sleeping worker / four")]
-    if None not in factors:
-        found.values["batches of 4 x four workers, over single rows in one process"] = math.prod(map(float, factors))
+    batched, four = medians.get(BATCHED), medians.get("seconds, one sleeping worker / four")
+    if batched is not None and four is not None:
+        found.values["batches of 4 x four workers, over single rows in one process"] = batched * four

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from cluster.devices.inventory import CAPABILITIES, Device, Inventory, local_inventory
 from jobs.__main__ import main
 from jobs.infer import infer
+from jobs.inference.hosts import choose_hosts
 from jobs.inference.plan import workers_of
 from jobs.inference.result import InferResult
 from jobs.inference.target import Target, open_target
@@ -265,6 +266,19 @@ def test_the_gpus_that_scale_names_compute_in_a_format_they_have(
 ) -> None:
     found = target_on(machine(*types), *overrides).model
     assert (found.dtype, found.device) == expected
+
+
+def test_hosts_need_experts_and_gpus_beside_the_workers(model: torch.nn.Module, rows: np.ndarray) -> None:
+    gpus = machine("A100", "A100", "A100")
+    target = target_on(gpus)
+    assert [workers_of(target, 9, gpus, stages=1 + hosts, key="experts.hosts") for hosts in (0, 1, 2)] == [3, 1, 1]
+    with pytest.raises(
+        InputError, match=r"experts\.hosts: got 3, expected at most 2, one for each GPU but the worker's"
+    ):
+        workers_of(target, 9, gpus, stages=4, key="experts.hosts")
+    with pytest.raises(InputError, match=r"experts\.hosts: got 2 with .*mlp, expected auto or 0, as this model has no"):
+        target_on(gpus, "experts.hosts=2")
+    assert choose_hosts(target, rows=1).lines() == []
 
 
 def test_more_workers_than_gpus_are_refused(model: torch.nn.Module) -> None:
