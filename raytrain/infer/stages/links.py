@@ -60,7 +60,7 @@ class LocalLink:
 
 
 class SocketLink:
-    """Between two processes; messages are written and read in threads, while the stages compute."""
+    """Between two processes, in one direction; messages are written or read in a thread, while the stages compute."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -102,8 +102,12 @@ class SocketLink:
                     self._socket.sendall(buffer)
         except OSError:
             self._broken = True
+        self._end()
+
+    def _end(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
     def _read(self) -> None:
         try:
@@ -114,6 +118,7 @@ class SocketLink:
                 buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes_of(header)]
                 self._received.put(decode(header, [_exactly(self._socket, buffer) for buffer in buffers]))
         except OSError:
+            self._end()
             self._received.put(None)
 
 
