@@ -42,8 +42,8 @@ class ConfigRow:
 class RunRecords:
     """Everything that a run folder holds, as plain values; empty or None for what is missing.
 
-    `train_rows` is the size of the train split; `train`, `evals` and `loads` are rows of the metrics, `telemetry`
-    those of all nodes in order of time.
+    `gpus` are those that the plan's machines have and can use; `train_rows` is the size of the train split; `train`,
+    `evals` and `loads` are rows of the metrics, `telemetry` those of all nodes in order of time.
     """
 
     name: str
@@ -52,6 +52,7 @@ class RunRecords:
     plan: list[PlanRow] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)
+    gpus: int = 0
     config: list[ConfigRow] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     preflight: list[Row] = field(default_factory=list)
@@ -97,6 +98,7 @@ def read_records(run: RunFolder) -> RunRecords:
         plan=_settled(lines, _mapping(run, run.memory_probe, unreadable), events),
         warnings=[str(line) for line in listed(plan.get("warnings"))],
         unusable=_unusable(plan),
+        gpus=_gpus(plan),
         config=_config_lines(plan),
         environment=_mapping(run, run.environment, unreadable),
         preflight=[row for row in listed(checks) if isinstance(row, Mapping)],
@@ -117,6 +119,12 @@ def _unusable(plan: Row) -> list[str]:
     """The GPUs that the machines of the plan have and that could not be used, with the reasons."""
     inventory = plan.get("inventory")
     return [str(line) for line in listed(inventory.get("unusable"))] if isinstance(inventory, Mapping) else []
+
+
+def _gpus(plan: Row) -> int:
+    """How many GPUs the machines of the plan have that can be used."""
+    nodes = [mapping(node) for node in listed(mapping(plan.get("inventory")).get("nodes"))]
+    return sum(mapping(device).get("kind") != "cpu" for node in nodes for device in listed(node.get("devices")))
 
 
 def _telemetry(run: RunFolder, unreadable: list[str]) -> list[Row]:

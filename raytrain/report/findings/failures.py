@@ -110,6 +110,32 @@ def fall_backs(records: RunRecords) -> list[Finding]:
     return found + [Finding("info", "Noted in the plan", line) for line in records.warnings]
 
 
+def idle_devices(records: RunRecords) -> list[Finding]:
+    """GPUs on which neither a worker nor an expert host ran: how many were asked for, and how many ran."""
+    rows = records.of_kind("attempt")
+    running = number(rows[-1].get("workers")) if rows else None
+    kind = records.configured("scale.accelerator")
+    if running is None or records.planned("device") != "cuda" or kind not in (None, "cuda"):
+        return []  # another kind was asked for, and other GPUs are not the run's
+    hosts = records.planned("hosts")
+    held = sum(hosts.values()) if isinstance(hosts, dict) else hosts if isinstance(hosts, int) else 0
+    idle = records.gpus - int(running) - held
+    if idle <= 0:
+        return []
+    asked = {key: records.configured(f"scale.{key}") for key in ("workers", "mode")}
+    shown = ", ".join(f"scale.{key} {value}" for key, value in asked.items() if value is not None)
+    ran = f"{int(running)} worker{'s' * (running != 1)}" + (f" and {held} expert hosts" if held else "")
+    remedy = advice(
+        ("set scale.workers: auto", asked["workers"] == "auto"),
+        ("set scale.mode: auto", asked["mode"] in (None, "auto")),
+        ("raise loop.global_batch_size, of which each worker needs a row", False),
+    )
+    seen = f"{shown}: {ran} ran on {records.gpus} GPUs"
+    chosen = isinstance(asked["workers"], int) or asked["mode"] == "single_gpu"
+    title = f"{idle} of {records.gpus} GPUs did nothing"
+    return [Finding("info" if chosen else "warning", title, seen, remedy)]
+
+
 def unusable_devices(records: RunRecords) -> list[Finding]:
     """GPUs that existed and could not be used, unless the job asked for CPUs."""
     lines = records.unusable

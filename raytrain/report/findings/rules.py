@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from raytrain.report.findings.bottleneck import memory_warnings, step_limits, throttling
 from raytrain.report.findings.experts import experts
-from raytrain.report.findings.failures import failure, fall_backs, restarts, unusable_devices
+from raytrain.report.findings.failures import failure, fall_backs, idle_devices, restarts, unusable_devices
 from raytrain.report.findings.finding import SEVERITIES, Finding
 from raytrain.report.findings.memory import shortages
 from raytrain.report.findings.speed import graph_breaks, limiting_part, recompiles, step_times
@@ -26,6 +26,7 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     restarts,
     fall_backs,
     unusable_devices,
+    idle_devices,
     shortages,
     memory_warnings,
     step_limits,

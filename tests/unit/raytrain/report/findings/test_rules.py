@@ -43,6 +43,35 @@ def test_a_gpu_that_could_not_be_used_is_a_warning_unless_cpus_were_asked_for() 
     assert titles(records(unusable=lost, plan=on_gpu)).get("Some GPUs were not used") == "warning"
 
 
+@pytest.mark.covers("TRB-39")
+def test_gpus_without_a_worker_are_named_with_the_workers_that_were_asked_for_and_those_that_ran() -> None:
+    def found(
+        workers: int, gpus: int, hosts: Any = "none", asked: Any = 1, device: str = "cuda", kind: str | None = None
+    ) -> list[Any]:
+        run = records(
+            gpus=gpus, plan=[PlanRow("device", device, ""), PlanRow("hosts", hosts, "")],
+            config=[ConfigRow("scale.workers", asked, "file"), ConfigRow("scale.mode", "auto", "default"),
+                    ConfigRow("scale.accelerator", kind, "file")],
+            events=[{"kind": "attempt", "attempt": 1, "from_step": 0, "workers": workers}],
+        )  # fmt: skip
+        return [finding for finding in diagnose(run) if "GPUs did nothing" in finding.title]
+
+    (one,) = found(workers=1, gpus=4)
+    assert one.severity == "info" and one.title == "3 of 4 GPUs did nothing"
+    assert one.evidence == "scale.workers 1, scale.mode auto: 1 worker ran on 4 GPUs"
+    assert one.remedy.startswith("Set scale.workers: auto or raise loop.global_batch_size")
+    (shrunk,) = found(workers=3, gpus=4, asked=[2, 4])
+    assert (
+        shrunk.severity == "warning"
+        and shrunk.evidence.startswith("scale.workers [2, 4]")
+        and "3 workers ran on 4 GPUs" in shrunk.evidence
+    )
+    assert "auto" not in found(workers=2, gpus=3, asked="auto")[0].remedy
+    assert found(4, 4) == found(2, 4, hosts=2) == found(1, 4, hosts={"T4": 3}) == found(1, 4, device="cpu") == []
+    assert found(1, 4, kind="H100") == []
+    assert "2 of 4" in found(1, 4, hosts=1)[0].title
+
+
 FALLING = [3.0 - 0.05 * n for n in range(40)]
 
 
