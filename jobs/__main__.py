@@ -50,9 +50,9 @@ def _keys_option(sections: tuple[str, ...]) -> Any:
 
     class VerbCommand(click.Command):
         def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-            from jobs.job.launchers import INFERENCE, LAUNCHER, as_keys
+            from jobs.job.launchers import INFERENCE, LAUNCHER, TRAINING, as_keys
 
-            names = LAUNCHER | INFERENCE if sections[0] == "infer" else LAUNCHER
+            names = LAUNCHER | (INFERENCE if sections[0] == "infer" else TRAINING)
             return super().parse_args(ctx, as_keys(args, names))
 
         def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

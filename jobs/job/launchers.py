@@ -8,6 +8,13 @@ from raytrain.errors import InputError
 
 #: For every verb that takes a job.
 LAUNCHER = {"num_processes": "scale.workers", "mixed_precision": "precision.dtype"}
+#: For the other verbs that take a job.
+TRAINING = {
+    "experts": "experts.num_experts", "parallel_strategy": "experts.hosts", "compile": "loop.compile",
+    "compile_mode": "loop.compile", "cudnn_benchmark": "loop.cudnn_benchmark",
+}  # fmt: skip
+SWITCHES = ("compile",)
+"""Options that may stand alone, for true."""
 #: For `infer`.
 INFERENCE = {
     "data_source": "infer.input", "max_samples": "infer.max_samples", "strategy": "infer.template",
@@ -15,7 +22,11 @@ INFERENCE = {
     "temperature": "infer.temperature",
 }  # fmt: skip
 MACHINES = "num_machines"
-_VALUES = {("precision.dtype", "no"): "fp32", ("infer.max_samples", "None"): "null"}
+_VALUES = {
+    ("precision.dtype", "no"): "fp32", ("infer.max_samples", "None"): "null",
+    ("loop.compile", "true"): "default", ("loop.compile", "false"): "off",
+    ("experts.hosts", "data_parallel"): "0", ("experts.hosts", "expert_parallel"): "colocated",
+}  # fmt: skip
 
 
 def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
@@ -34,14 +45,17 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
         if not given.startswith("--") or name not in (*names, MACHINES):
             found.append(given)
             continue
-        if not mark:
+        if not mark and name in SWITCHES and (waiting[:1] or [""])[0].lower() not in ("true", "false"):
+            value = "true"
+        elif not mark:
             if not waiting:
                 raise InputError(given, got="no value", expected=f"{given} VALUE")
             value = waiting.pop(0)
         if name == MACHINES:
             _check_machines(value, arguments)
         else:
-            found.append(f"{names[name]}={_VALUES.get((names[name], value), value)}")
+            key, plain = names[name], value.lower() if value in ("True", "False") else value
+            found.append(f"{key}={_VALUES.get((key, plain), plain)}")
     return found
 
 

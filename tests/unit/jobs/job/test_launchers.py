@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.__main__ import main
-from jobs.job.launchers import INFERENCE, LAUNCHER, as_keys
+from jobs.job.launchers import INFERENCE, LAUNCHER, TRAINING, as_keys
 from raytrain.errors import InputError
 
 
@@ -37,6 +37,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return printed
 
 
+@pytest.mark.covers("CLI-22", "PAR-12")
 def test_options_of_accelerate_give_workers_and_precision(plan: object) -> None:
     assert callable(plan)
     found = plan("infer.input=in.jsonl", "--num_processes", "4", "--num_machines=1", "--mixed_precision", "bf16")
@@ -53,6 +54,41 @@ def test_names_of_other_inference_commands_are_understood(plan: object) -> None:
     assert callable(plan)
     assert "12 rows" in plan("--data_source", "in.jsonl", "--max_samples", "None")
     assert "5 rows" in plan("--data_source=in.jsonl", "--max-samples", "5")
+
+
+@pytest.mark.covers("CLI-03", "CLI-10", "CLI-15")
+def test_options_of_other_training_commands_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    model = {"builder": "experts.models:moe_gpt", "layers": 1, "heads": 2, "width": 16, "context": 16}
+    job.write_text(json.dumps({"model": model, "data": {"source": "stdlib", "max_bytes": 10000}}))
+
+    def planned(*arguments: str) -> tuple[str, dict[str, str]]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", str(job), "scale.workers=2", *arguments])
+        lines = capsys.readouterr().out.splitlines()
+        assert stop.value.code == 0
+        pairs = [line.strip().split("  #")[0].partition(": ") for line in lines]
+        return "\n".join(lines), {name: value for name, _, value in pairs}
+
+    text, plan = planned("--experts", "4", "--parallel-strategy", "expert_parallel", "--compile")
+    assert (plan["strategy"], plan["expert hosts"]) == ("expert_parallel", "colocated"), text
+    assert plan["experts"] == "4 on 2 workers" and plan["compile"] == "default"
+    text, plan = planned("--experts=4", "--parallel_strategy=data_parallel", "--compile", "false")
+    assert (plan["strategy"], plan["loop.compile"]) == ("data_parallel", '"off"'), text
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["--compile", "a.b=1"], ["loop.compile=default", "a.b=1"]),
+        (["--compile", "True"], ["loop.compile=default"]),
+        (["--compile-mode", "max-autotune"], ["loop.compile=max-autotune"]),
+        (["--cudnn_benchmark", "false", "--compile=False"], ["loop.cudnn_benchmark=false", "loop.compile=off"]),
+    ],
+)
+def test_switches_of_other_training_commands(given: list[str], found: list[str]) -> None:
+    assert as_keys(given, LAUNCHER | TRAINING) == found
 
 
 @pytest.mark.parametrize(
