@@ -331,6 +331,7 @@ def test_each_actor_sees_its_own_gpu(disturbed: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(590)
+@pytest.mark.covers("NODE-11")
 def test_a_killed_worker_node_or_driver_changes_no_answer_and_costs_a_unit_a_worker(
     disturbed: dict[str, Any], texts: Path
 ) -> None:

@@ -194,6 +194,7 @@ def test_a_healthy_run_has_no_finding(fit: Callable[..., Any], place: Any) -> No
 
 
 @pytest.mark.timeout(LIMIT_S)
+@pytest.mark.covers("NODE-09")
 def test_a_stopped_rank_and_a_stuck_one_are_named_with_all_stacks_and_the_workers_restart(
     place: Any, start_python: Callable[..., Any]
 ) -> None:
