@@ -1,5 +1,5 @@
 """Answers the prompts of a folder with a run whose experts are on hosts, in the Ray of the shared driver: once with a
-host that is killed after two units, once with two workers. Prints what became of them as one JSON line."""
+host that is killed after two units, once with two workers and fewer rows. Prints what became of them as JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from ray.data import DataContext
 
 from jobs.infer import infer
 
@@ -51,12 +53,13 @@ def kill_after_two_units(folder: Path, killed: list[int]) -> None:
 
 
 def main() -> None:
+    DataContext.get_current().wait_for_min_actors_s = 100  # no worker is done before the other has begun
     killed: list[int] = []
     watching = threading.Thread(target=kill_after_two_units, args=(FOLDER / "hosts", killed))
     watching.start()
     hosts = answered("hosts", "experts.hosts=2")
     watching.join()
-    both = answered("two", "experts.hosts=1", "scale.workers=2")
+    both = answered("two", "experts.hosts=1", "scale.workers=2", f"infer.max_samples={GIVEN['few']}")
     print("SEEN", json.dumps({"killed": killed, "hosts": hosts, "two": both}))
 
 
