@@ -74,9 +74,9 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console) -> Res
         raise RunError(f"attempt {newest} of another command has taken over {run.path}; this one writes no result")
     run.release_space()
     try:
-        record_remedies(run, failed=result.status == "failed", reason=result.reason)
         run.append_event(event("driver_end", status=result.status, reason=result.reason))
         record = write_result(run, result)
+        record_remedies(run, failed=result.status == "failed", reason=result.reason)
         run.flush()
     except RunError as error:
         first = f"{result.reason}; " if result.reason else ""
