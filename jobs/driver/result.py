@@ -22,6 +22,9 @@ from raytrain.runs.records import event
 from raytrain.runs.storage import open_store
 from raytrain.runs.time_account import account
 
+#: How much of a language model's sample is printed.
+SAMPLE_LINES, SAMPLE_WIDTH = 6, 76
+
 
 @dataclass(frozen=True)
 class Result:
@@ -226,7 +229,20 @@ def print_result(console: Console, run: RunFolder, record: Mapping[str, Any], *,
     console.print(", ".join(parts), markup=False)
     if record["status"] == "failed":
         console.print(f"reason: {record['reason']}", markup=False)
+    for line in sample_lines(run):
+        console.print(line, markup=False, soft_wrap=True)
     console.print(f"run     {run.path}", markup=False, soft_wrap=True)
     if record.get("weights"):
         console.print(f"weights {record['weights']}", markup=False, soft_wrap=True)
     console.print(f"report  {report}", markup=False, soft_wrap=True)
+
+
+def sample_lines(run: RunFolder) -> list[str]:
+    """The text that a language model wrote at the end of its training, without empty lines: at most `SAMPLE_LINES`, cut
+    at `SAMPLE_WIDTH` characters. A model of bytes may write some that control a terminal: they are left out."""
+    if not run.exists(run.sample):
+        return []
+    text = str(run.read_json(run.sample).get("text", ""))
+    lines = ["".join(sign if sign.isprintable() else " " for sign in line) for line in text.splitlines()]
+    lines = [line.rstrip()[:SAMPLE_WIDTH] for line in lines if line.strip()]
+    return ["sample of what the model writes:", *(f"  {line}" for line in lines[:SAMPLE_LINES])] if lines else []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.driver.result import close_run, last_sign_of_life, print_result, process_start, write_result
+from jobs.driver.result import close_run, last_sign_of_life, print_result, process_start, sample_lines, write_result
 from raytrain.errors import RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.folder import RESERVE_BYTES, RunFolder
@@ -193,3 +193,14 @@ def test_a_disk_without_room_for_the_reserve_is_no_error(tmp_path: Path, monkeyp
     full_disk(monkeypatch, run, reserve_counts=False)
     run.reserve_space()
     run.release_space()
+
+
+def test_the_sample_is_printed_without_what_controls_a_terminal(tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path))
+    assert sample_lines(run) == []
+    run.write_json(
+        run.sample, {"prompt": "a", "text": "  def \x1b[31m f():\n\n\treturn 1\n" + "x" * 200 + "\nlast" * 9}
+    )
+    first, *lines = sample_lines(run)
+    assert first.startswith("sample of what the model writes")
+    assert lines[:3] == ["    def  [31m f():", "   return 1", "  " + "x" * 76] and lines[3:] == ["  last"] * 3
