@@ -173,6 +173,7 @@ def _value(choice: Any) -> Any:
 
 def quiet_ray() -> None:
     """Silence the log lines of Ray and its libraries in this process (`-v` keeps them)."""
-    for name in ("ray", "ray.train", "ray.data"):
+    for name in ("ray", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `jobs.tuning` reports a failed trial in one line
+    for name in ("ray.tune", "ray.data"):  # a failed trial, or a failed unit of rows, is reported in one line
+        logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -7,11 +7,13 @@ import gc
 import json
 import os
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
 from raytrain.infer.batch_size import BatchChoice
@@ -23,8 +25,8 @@ from raytrain.infer.stages.places import ReplicaPlaces
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
 
-#: Actors in a row that may die while they start, as where a node is lost, and replicas in a row that may lose a stage
-#: before they have computed a unit; errors of the model do not count as such.
+#: Actors in a row that may die in one unit, or while they start, as where a node is lost, and replicas in a row that
+#: may lose a stage before they have computed a unit; errors of the model do not count as such.
 LOST_STARTS = 3
 RESULT = "result"
 
@@ -177,7 +179,7 @@ def run_units(
 ) -> Iterator[UnitReport]:  # fmt: skip
     """Compute units on a Ray cluster that this process is connected to; yields what is finished, in any order.
 
-    A unit whose actor dies is computed again by another.
+    A unit whose actor dies is computed again, up to `LOST_STARTS` times.
 
     Args:
         workers: actors of the pool at most.
@@ -185,11 +187,12 @@ def run_units(
         cpus, gpus: Ray resources of each actor, stage of a divided model and expert host.
         accelerator: Ray's type of the GPU that each actor needs; None for any.
     Raises:
-        RaytrainError: the model does not load in an actor, a unit cannot be computed, or the cluster has no room for
-            the stages of a divided model, or the hosts of its experts.
+        RaytrainError: the model does not load in an actor, a unit cannot be computed or ends its actor each time, or
+            the cluster has no room for the stages of a divided model, or the hosts of its experts.
     """
     import ray
     from ray.data import ActorPoolStrategy, DataContext
+    from ray.util.annotations import RayDeprecationWarning
 
     context = DataContext.get_current()
     context.enable_progress_bars = False
@@ -206,13 +209,32 @@ def run_units(
             required["ray_remote_args_fn"] = places.next_first_stage
         items = [asdict(unit) for unit in units]
         rows = ray.data.from_items(items, override_num_blocks=len(items))
-        finished = rows.map_batches(
-            UnitActor, fn_constructor_args=(work, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
-            num_cpus=cpus, num_gpus=gpus or None, **required,
-            compute=ActorPoolStrategy(min_size=at_once, max_size=workers, max_tasks_in_flight_per_actor=2),
-        )  # fmt: skip
+        with warnings.catch_warnings():  # Ray 2.60 has no other way to say these two, and will take them until 2.64
+            warnings.simplefilter("ignore", RayDeprecationWarning)
+            finished = rows.map_batches(
+                UnitActor, fn_constructor_args=(work, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
+                num_cpus=cpus, num_gpus=gpus or None, max_task_retries=LOST_STARTS - 1, **required,
+                compute=ActorPoolStrategy(min_size=at_once, max_size=workers, max_tasks_in_flight_per_actor=2),
+            )  # fmt: skip
+        yield from _reports(finished, units)
+
+
+def _reports(finished: Any, units: Sequence[Unit]) -> Iterator[UnitReport]:
+    """What the actors returned. Raises an error of ours where one of them died too often in the same unit."""
+    from ray.exceptions import RayActorError
+
+    left = {unit.number: unit for unit in units}
+    try:
         for row in finished.iter_rows():
-            yield _decoded(row[RESULT])
+            report = _decoded(row[RESULT])
+            left.pop(report.number, None)
+            yield report
+    except RayActorError as error:
+        rows = [f"{unit.start:,} to {unit.start + unit.rows - 1:,}" for unit in left.values()]
+        raise RunError(
+            f"the process of a worker ended {LOST_STARTS} times in the same unit, by a crash or because memory ran "
+            f"out; not complete are rows {abbreviated(rows, 4)}. Less memory: infer.batch_size, infer.unit_rows"
+        ) from error
 
 
 def dataset_tables(dataset: Any) -> Iterator[Any]:

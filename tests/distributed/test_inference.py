@@ -76,6 +76,55 @@ def test_a_killed_worker_costs_its_unit_and_changes_no_answer(run_cli: Callable[
     assert min(worker["load_s"] for worker in workers) > 0
 
 
+CRASHING = '''
+import os
+import signal
+
+from torch import nn
+
+
+class Crashing(nn.Linear):
+    """Ends its process at the 200th row, each time."""
+
+    def __init__(self, starts):
+        super().__init__(4, 3)
+        self.starts = starts
+
+    def forward(self, x):
+        if (x[:, 3] == 200).any():
+            with open(self.starts, "a") as starts:
+                starts.write("killed\\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+def build(starts):
+    return Crashing(starts)
+'''
+
+
+@pytest.mark.timeout(200)
+def test_a_unit_that_ends_its_worker_each_time_ends_the_job_with_its_rows(
+    run_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    x = np.zeros((ROWS, 4), dtype=np.float32)
+    x[:, 3] = np.arange(ROWS)
+    parquet.write_table(
+        pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 4)}), tmp_path / "in.parquet"
+    )
+    ended = run_cli(
+        "infer", "crashing:build", f"model.starts={tmp_path / 'starts'}", "infer.input=in.parquet", "infer.output=out",
+        f"infer.unit_rows={UNIT}", "infer.batch_size=7", "scale.workers=2", "scale.threads=1", cwd=tmp_path,
+        timeout=180,
+    )  # fmt: skip
+    assert ended.code == 1 and (tmp_path / "starts").read_text() == "killed\n" * 3, ended.text
+    assert "ended 3 times in the same unit" in ended.err and "200 to 219" in ended.err, ended.text
+    assert "Warning" not in ended.text and "Traceback" not in ended.text, ended.text
+    assert "--resume" in ended.text and any((tmp_path / "out/parts").iterdir())
+    assert not (tmp_path / "out/predictions.parquet").exists()
+
+
 STAGED = '''
 import os
 import signal

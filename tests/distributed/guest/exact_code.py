@@ -17,7 +17,7 @@ from torch import nn
 from raytrain.models.gpt import gpt
 from raytrain.trainable import Trainable
 
-LIMIT_S = 60
+LIMIT_S = 150
 SLOWER = 5
 
 
