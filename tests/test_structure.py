@@ -57,6 +57,7 @@ MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 RAY_LAZILY = {
+    "cluster.placement",
     "cluster.devices.inventory",
     "cluster.checks.preflight",
     "cluster.configs.two_nodes",

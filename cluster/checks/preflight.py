@@ -16,6 +16,7 @@ from typing import Any
 from cluster.devices.inventory import Inventory
 from cluster.devices.limits import ROOT
 from cluster.devices.nvidia import visible_devices
+from cluster.placement import on_node
 
 DISK_SLACK = 64 << 20
 """Disk space for metrics, logs and the report, in addition to the checkpoints."""
@@ -243,20 +244,20 @@ def on_each_node(
         only: the nodes, as an earlier call named them; None for all.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     remote, found, names = ray.remote(function), dict[str, Any](), set[str]()
     for node in ray.nodes():
         if not node["Alive"]:
             continue
-        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         slots = node["Resources"].get("GPU", 0) if gpus else 0
         name = node["NodeManagerAddress"]
         name = name if name not in names else f"{name} ({node['NodeID'][:8]})"
         names.add(name)
         if only is not None and name not in only:
             continue
-        found[name] = remote.options(num_cpus=0, num_gpus=slots, scheduling_strategy=strategy).remote(*args)
+        found[name] = remote.options(num_cpus=0, num_gpus=slots, scheduling_strategy=on_node(node["NodeID"])).remote(
+            *args
+        )
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from cluster.placement import on_this_node
 from experts.exchange.membership import Membership
 from experts.hosts.connection import join_directory
 from experts.hosts.directory import ExpertDirectory
@@ -14,7 +15,6 @@ from experts.hosts.host import ProcessLimits
 from experts.placement.starting import PlacementRules
 from experts.shapes import LayerShape
 from raytrain.config.sections import RetryConfig
-from raytrain.execution.driver_channel import on_this_node
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from cluster.placement import on_this_node
 from raytrain.errors import InputError
-from raytrain.execution.driver_channel import on_this_node
 
 #: Name of the actor that stands for the turn; Ray lets one process create it, and ends it with that process's driver.
 TURN, NAMESPACE = "reservation-turn", "raytrain"

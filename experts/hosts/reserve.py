@@ -121,10 +121,10 @@ def _start(
     import ray
     import ray.exceptions
 
+    from cluster.placement import on_this_node
     from experts.hosts.connection import HostConnection
     from experts.hosts.directory import ExpertDirectory
     from experts.member.speed import recorded_speeds
-    from raytrain.execution.driver_channel import on_this_node
 
     number, on_gpu = len(kinds_of_hosts(_value(plan.hosts))), _value(plan.device) == "cuda"
     threads = int(_value(plan.threads) or 1)

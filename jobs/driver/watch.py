@@ -16,6 +16,7 @@ import ray.exceptions
 from rich.console import Console
 
 from cluster.checks.ray_job import measured_stop
+from cluster.placement import on_node
 from cluster.telemetry.stacks import outside_stacks
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
@@ -481,10 +482,9 @@ def end_process(pid: int, *, node: str | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         return
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    ray.remote(os.kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid, int(signal.SIGKILL))
+    ray.remote(os.kill).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node)).remote(
+        pid, int(signal.SIGKILL)
+    )
 
 
 def workers_wait_for_room() -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cluster.placement import on_this_node
+
 #: Phases of a run in which no worker can report: before the workers are connected, and after one failed.
 STARTING, SETTING_UP, RESTARTING = "starting workers", "setting up the workers", "restarting the workers"
 
@@ -216,17 +218,6 @@ def _answer(reference: Any) -> int | None:
         return int(ray.get(reference, timeout=ANSWER_S))
     except ray.exceptions.RayError:
         return None
-
-
-def on_this_node() -> Any:
-    """The scheduling strategy of an actor that must live on the node of this process.
-
-    Ray places an actor that reserves nothing on any node; the driver's actors must not die with another node.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def open_channel() -> Any:

@@ -77,7 +77,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
         job: TrainJob = cloudpickle.loads(ray.get(config["job"]))
         data = None if config["data"] is None else ray.get(config["data"])
         local_rank = ray.train.get_context().get_local_rank()
-        worker = Worker(job, workers=workers, local_rank=local_rank, channel=channel)
+        node = ray.get_runtime_context().get_node_id()
+        worker = Worker(job, workers=workers, local_rank=local_rank, channel=channel, node=node)
         every, limit = job.telemetry_every if local_rank == 0 else 0.0, job.cluster.memory_limit
         with node_telemetry(job.run_path, every=every, limit=limit, channel=channel, tags=worker.position):
             return worker.run(data)
@@ -103,13 +104,17 @@ class Worker:
     Args:
         local_rank: rank among the workers of this machine.
         channel: the `DriverChannel` actor, used by rank 0.
+        node: Ray's id of this node, for the faults recorded here.
     """
 
-    def __init__(self, job: TrainJob, *, workers: Workers, local_rank: int, channel: Any) -> None:
+    def __init__(
+        self, job: TrainJob, *, workers: Workers, local_rank: int, channel: Any, node: str | None = None
+    ) -> None:
         self.job = job
         self.workers = workers
         self.local_rank = local_rank
         self.channel = channel
+        self._node = node
         self.run_folder = RunFolder(job.run_path)
         self.session: Session | None = None
         self.attempt = 0
@@ -355,7 +360,7 @@ class Worker:
             from_step=self.from_step,
             micro_batch=session.loader.micro_batch if session and session.precision else None,
             device=session.device if session and session.device.type == "cuda" else None,
-            node=ray.get_runtime_context().get_node_id(),
+            node=self._node,
         )
         write_fault(self.run_folder, fault)
 

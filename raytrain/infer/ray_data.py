@@ -7,13 +7,13 @@ import gc
 import json
 import os
 import traceback
-import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from raytrain.config.messages import abbreviated
+from cluster.placement import on_this_node
 from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
 from raytrain.infer.batch_size import BatchChoice
@@ -31,6 +31,21 @@ LOST_STARTS = 3
 RESULT = "result"
 
 
+class UnitStarts:
+    """The actor that counts how often each unit was begun by a worker that had been started again.
+
+    Ray repeats the unit of a dead actor without limit, or with one that counts each failed connection to a lost node.
+    """
+
+    def __init__(self) -> None:
+        self._starts = Counter[int]()
+
+    def begin(self, number: int) -> int:
+        """Count a start of a unit, before it is computed; returns how many that makes."""
+        self._starts[number] += 1
+        return self._starts[number]
+
+
 class UnitActor:
     """An actor of the pool: a worker, or the first stage of a divided model with actors for the others.
 
@@ -38,16 +53,18 @@ class UnitActor:
     from starting nothing.
 
     Args:
+        starts: the `UnitStarts` actor.
         cpus, gpus, accelerator: what each further stage needs, as for `run_units`.
     """
 
-    def __init__(self, work: Work, cpus: float = 1, gpus: float = 0, accelerator: str | None = None) -> None:
+    def __init__(self, work: Work, starts: Any, cpus: float, gpus: float, accelerator: str | None) -> None:
         import ray
 
         context = ray.get_runtime_context()
         needs = {"cpus": cpus, "gpus": gpus, "accelerator": accelerator}
         self._work, self._name = work, f"{context.get_node_id()[:8]}-{os.getpid()}"
         self._connect = None if work.split is None else partial(remote_pipeline, work, **needs)
+        self._starts = starts if context.was_current_actor_reconstructed else None
         make_importable(work.import_path)
         self._worker = self._new_worker()
         self._error: RaytrainError | None = None
@@ -89,6 +106,14 @@ class UnitActor:
 
     def _run(self, unit: Unit) -> str:
         """The report of a unit as JSON, or the error."""
+        if self._ends_each_time(unit):
+            return _encoded(
+                RunError(
+                    f"the process of a worker ended {LOST_STARTS} times while it computed rows {unit.start:,} to "
+                    f"{unit.start + unit.rows - 1:,}, by a crash of the model's code or because memory ran out; "
+                    "less memory: infer.batch_size, infer.unit_rows"
+                )
+            )
         while self._error is None:
             try:
                 report = self._worker.run(unit)
@@ -101,6 +126,16 @@ class UnitActor:
             self._count_lost(reason)
             self._load()
         return _encoded(self._error)
+
+    def _ends_each_time(self, unit: Unit) -> bool:
+        """Whether processes ended in this unit `LOST_STARTS` times; the first end is that of this actor's first
+        process, which has not counted its units."""
+        import ray
+
+        if self._starts is None:
+            return False
+        starts: int = ray.get(self._starts.begin.remote(unit.number))
+        return starts >= LOST_STARTS
 
 
 def _as_own(error: Exception, what: str) -> RaytrainError:
@@ -192,7 +227,6 @@ def run_units(
     """
     import ray
     from ray.data import ActorPoolStrategy, DataContext
-    from ray.util.annotations import RayDeprecationWarning
 
     context = DataContext.get_current()
     context.enable_progress_bars = False
@@ -209,32 +243,14 @@ def run_units(
             required["ray_remote_args_fn"] = places.next_first_stage
         items = [asdict(unit) for unit in units]
         rows = ray.data.from_items(items, override_num_blocks=len(items))
-        with warnings.catch_warnings():  # Ray 2.60 has no other way to say these two, and will take them until 2.64
-            warnings.simplefilter("ignore", RayDeprecationWarning)
-            finished = rows.map_batches(
-                UnitActor, fn_constructor_args=(work, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
-                num_cpus=cpus, num_gpus=gpus or None, max_task_retries=LOST_STARTS - 1, **required,
-                compute=ActorPoolStrategy(min_size=at_once, max_size=workers, max_tasks_in_flight_per_actor=2),
-            )  # fmt: skip
-        yield from _reports(finished, units)
-
-
-def _reports(finished: Any, units: Sequence[Unit]) -> Iterator[UnitReport]:
-    """What the actors returned. Raises an error of ours where one of them died too often in the same unit."""
-    from ray.exceptions import RayActorError
-
-    left = {unit.number: unit for unit in units}
-    try:
+        starts = ray.remote(UnitStarts).options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
+        finished = rows.map_batches(
+            UnitActor, fn_constructor_args=(work, starts, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
+            num_cpus=cpus, num_gpus=gpus or None, **required,
+            compute=ActorPoolStrategy(min_size=at_once, max_size=workers, max_tasks_in_flight_per_actor=2),
+        )  # fmt: skip
         for row in finished.iter_rows():
-            report = _decoded(row[RESULT])
-            left.pop(report.number, None)
-            yield report
-    except RayActorError as error:
-        rows = [f"{unit.start:,} to {unit.start + unit.rows - 1:,}" for unit in left.values()]
-        raise RunError(
-            f"the process of a worker ended {LOST_STARTS} times in the same unit, by a crash or because memory ran "
-            f"out; not complete are rows {abbreviated(rows, 4)}. Less memory: infer.batch_size, infer.unit_rows"
-        ) from error
+            yield _decoded(row[RESULT])
 
 
 def dataset_tables(dataset: Any) -> Iterator[Any]:

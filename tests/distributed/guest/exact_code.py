@@ -17,7 +17,7 @@ from torch import nn
 from raytrain.models.gpt import gpt
 from raytrain.trainable import Trainable
 
-LIMIT_S = 150
+LIMIT_S = 60
 SLOWER = 5
 
 
@@ -48,8 +48,10 @@ class Orders:
             self._wait(lambda: (self.folder / "go").exists())
 
     def together(self, place: int, at: int) -> None:
-        """Units are computed in groups of `at`: each waits for the others of its group. A group that stays incomplete
-        is written down."""
+        """The first `grouped` units are computed in groups of `at`: each waits for the others of its group. A group
+        that stays incomplete is written down. At the end Ray Data may have given one worker the last two units."""
+        if place > int(self._read("grouped")):
+            return
         if not self._wait(lambda: len(self._lines("units")) >= -(-place // at) * at):
             self._append("incomplete", self.me)
 

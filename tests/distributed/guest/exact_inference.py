@@ -38,12 +38,13 @@ FOLDER = Path(sys.argv[2])
 ORDERS = FOLDER / "orders"
 
 
-def order(mode: str, at: int) -> None:
+def order(mode: str, at: int, grouped: int = 0) -> None:
     """What the workers of the next job do."""
     shutil.rmtree(ORDERS, ignore_errors=True)
     ORDERS.mkdir()
     (ORDERS / "mode").write_text(mode)
     (ORDERS / "at").write_text(str(at))
+    (ORDERS / "grouped").write_text(str(grouped))
 
 
 def seen() -> dict[str, Any]:
@@ -54,6 +55,7 @@ def seen() -> dict[str, Any]:
     return {
         "rows": sum(int(line[1]) for line in lines),
         "units": dict(Counter(line[0] for line in lines)),
+        "grouped": dict(Counter(line[0] for line in lines[: int((ORDERS / "grouped").read_text())])),
         "loads": loads,
         "slow": (ORDERS / "slow").read_text() if (ORDERS / "slow").exists() else None,
         "incomplete": len(incomplete.read_text().splitlines()) if incomplete.exists() else 0,
@@ -112,7 +114,7 @@ def with_a_killed_driver(cluster: Any) -> dict[str, Any]:
 
 def devices() -> list[str]:
     """What `CUDA_VISIBLE_DEVICES` is in each of two actors with a GPU each; the GPUs are only declared."""
-    order("together", 2)  # none computes all units before the other has started
+    order("together", 2, grouped=4)  # none computes all units before the other has started
     given, here = job("devices", 2), local_inventory()
     planned = plan_inference(open_target(given[0], given[1:], here), here, resume=None)
     list(run_units(planned.work(), planned.units[:6], workers=2, at_once=2, cpus=1, gpus=1))
@@ -122,14 +124,14 @@ def devices() -> list[str]:
 def main() -> None:
     """argv: Ray's temp dir, a folder with job.yaml."""
     os.chdir(GUEST)
-    order("together", 4)
+    order("together", 4, grouped=60)
     head = {"num_cpus": 1, "include_dashboard": False, "node_ip_address": "127.0.0.1", "_system_config": QUICK}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=2, num_gpus=2, node_ip_address="127.0.0.2")
     third = cluster.add_node(num_cpus=2, node_ip_address="127.0.0.3")
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
     answer: dict[str, Any] = {"four": run("four", 4)}
-    order("slow", 64)
+    order("slow", 62)  # the slow worker may have one unit in work and one more
     answer["slow"] = run("slow", 2)
     order("kill", 9)
     answer["worker"] = run("worker", 2)

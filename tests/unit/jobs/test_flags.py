@@ -479,7 +479,7 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr(sys, "path", list(sys.path))
 
     def start_hosts(*_: Any, retry: Any, **__: Any) -> HostsOfRun:
-        seen.update(host_wait_s=retry.host_wait_s, host_silence_s=retry.host_silence_s)
+        seen.update({name: getattr(retry, name) for name in ("host_wait_s", "host_silence_s", "hang_s")})
         return HostsOfRun(None)
 
     place.patch.setattr(attempts, "connected", connected)
@@ -651,6 +651,7 @@ FLAGS = {
     "retry.stop_grace_s": Flag(commanded, "ending", "60.0", "0.0"),
     "retry.host_wait_s": Flag(commanded, "host_wait_s", "30.0", "5.0"),
     "retry.host_silence_s": Flag(commanded, "host_silence_s", "60.0", "20.0"),
+    "retry.hang_s": Flag(commanded, "hang_s", "300.0", "20.0"),
     "experts.num_experts": experts("parameters", "4", "2"),
     "experts.top_k": experts("losses", "2", "1"),
     "experts.hosts": Flag(planned, "hosts", "auto", "0", job=experts_job),

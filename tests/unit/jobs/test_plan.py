@@ -157,7 +157,8 @@ def test_rates_that_a_run_has_kept_are_used_for_this_machine_alone(
     assert "assumed" in here.step_time.reason, "another machine"
     cpus = [replace(node, devices=()) for node in local_inventory().nodes]
     mine = plan_job(load_spec(None), inventory=replace(local_inventory(), nodes=tuple(cpus)))
-    assert mine.step_time.reason.endswith("measured on this machine") and float(mine.value("step_time", 0.0)) > 10
+    assert mine.step_time.reason.endswith("measured on this machine")
+    assert float(mine.value("step_time", 0.0)) > 5, "at 1 GFLOP/s"
 
 
 def test_built_in_models_and_data_are_sized_without_torch(tmp_path: Path) -> None:
