@@ -47,7 +47,9 @@ class ClusterConfig(Section):
     """The machines that the job runs on, and how much of their memory it may use."""
 
     address: Text | None = Field(default=None, description="a running Ray cluster; null starts a private local one")
-    interface: Text | None = Field(default=None, description="network interface for the collectives; null finds it")
+    interface: Text | None = Field(
+        default=None, description="network interface for the collectives; null: the one Ray uses"
+    )
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.9, description="fraction of a device's memory that the job may use"
     )

@@ -43,14 +43,6 @@ DEATH_NOTICE = (
 """Matches the messages that Ray prints on the driver for every process or node that dies."""
 
 
-def interface_environment(interface: str) -> dict[str, str]:
-    """Environment variables that keep gloo and NCCL on one network interface; set them before their first connection.
-
-    NCCL takes a name as a prefix unless "=" precedes it: "eth1" would match "eth10" too.
-    """
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-
-
 def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[str, str]:
     """Environment variables to set before the first ``import ray``, with their values.
 

@@ -22,6 +22,7 @@ from experts.placement.starting import PlacementRules, starting_placement, survi
 from experts.placement.values import Placement
 from experts.shapes import LayerShape
 from raytrain.errors import RaytrainError, RunError, StateLost, first_line
+from raytrain.execution.telemetry import HostTelemetry
 from raytrain.trainable import Death
 
 JOIN_S = 300.0
@@ -62,9 +63,9 @@ class ExpertDirectory:
     def __init__(
         self, *, hosts: int, threads: int, gpus: float, loopback: bool, interface: str | None, group: Any,
         host_wait_s: float, host_silence_s: float, dtype: str = "fp32", speeds: Mapping[str, float] | None = None,
-        limits: ProcessLimits | None = None, first_bundle: int = 0,
+        limits: ProcessLimits | None = None, first_bundle: int = 0, telemetry: HostTelemetry | None = None,
     ) -> None:  # fmt: skip
-        self._first_bundle = first_bundle
+        self._first_bundle, self._telemetry = first_bundle, telemetry
         self._dtype, self._speeds, self._limits = dtype, dict(speeds or {}), limits
         self._number, self._threads, self._gpus = hosts, threads, gpus
         self._device = "cuda" if gpus else "cpu"
@@ -134,8 +135,9 @@ class ExpertDirectory:
     def _create_actor(self, options: dict[str, Any]) -> Any:
         host: Any = ray.remote(ExpertHost)
         return host.options(**options).remote(
-            threads=self._threads, device=self._device, directory=self._me, limits=self._limits
-        )
+            threads=self._threads, device=self._device, directory=self._me, limits=self._limits,
+            telemetry=self._telemetry,
+        )  # fmt: skip
 
     def _watch_host(self, index: int) -> None:
         arguments = (index, self._places[index].host)

@@ -17,9 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import ray
 import torch
 import torch.distributed as dist
 
+from cluster.network import join_network
 from experts.placement.values import HostSpec, Placement
 from experts.transport.nccl import nccl, with_index
 from experts.transport.process_group import RENDEZVOUS_S, JointGroup, abort_groups, gloo, uses_nccl
@@ -43,7 +45,7 @@ class GenerationSpec:
     Attributes:
         number: of the generation. workers, hosts: number of members of each kind.
         address: host and port of the store.
-        interface: of gloo and NCCL; None lets them choose.
+        interface: of gloo and NCCL; None takes the one by which Ray reaches each member.
         device: "cpu" or "cuda", of the hosts.
         placement: in force at the start.
         specs: of the hosts.
@@ -106,6 +108,8 @@ def open_group(spec: GenerationSpec, *, rank: int, lost: Reason = lambda: None) 
         StateLost: the generation ended meanwhile. RunError: a member did not join, cannot be reached, or uses the GPU
             of another.
     """
+    if ray.is_initialized():
+        join_network(spec.interface, address=ray.util.get_node_ip_address())
     device = with_index(torch.device(spec.device))
     size, limit = spec.workers + spec.hosts, RENDEZVOUS_S + (HOSTS_WAIT_LONGER_S if rank >= spec.workers else 0.0)
     store = connect(spec.address, who=spec.title_of(rank), limit=limit)

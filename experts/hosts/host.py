@@ -24,6 +24,7 @@ from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from raytrain.errors import StateLost
 from raytrain.execution.driver_channel import FELL_BACK
+from raytrain.execution.telemetry import HostTelemetry
 from raytrain.train.device import set_determinism
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.memory.device import limit_device_memory
@@ -82,10 +83,16 @@ class ExpertHost:
         threads: CPU threads of the data thread.
         device: "cpu" or "cuda".
         directory: handle of the directory, notified when a generation fails here.
+        telemetry: samples this node where no worker does.
     """
 
-    def __init__(self, *, threads: int, device: str, directory: Any, limits: ProcessLimits | None = None) -> None:
+    def __init__(
+        self, *, threads: int, device: str, directory: Any, limits: ProcessLimits | None = None,
+        telemetry: HostTelemetry | None = None,
+    ) -> None:  # fmt: skip
         keep_freed_memory()
+        if telemetry is not None:
+            telemetry.start()
         torch.set_num_threads(threads)
         where = torch.device("cuda", 0) if device == "cuda" else torch.device(device)  # Ray shows an actor its own GPU
         self._memory_share = (limits or ProcessLimits()).apply(where)

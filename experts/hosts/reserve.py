@@ -10,6 +10,7 @@ from experts.exchange.membership import ColocatedConnection, Connection
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reservation import TYPE_SHARE, Begin, Bundle, Request, Reservation
 from raytrain.config.sections import RetryConfig
+from raytrain.execution.telemetry import HostTelemetry
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import kinds_of_hosts
@@ -81,7 +82,7 @@ class HostsOfRun:
 
 def start_hosts(
     plan: Plan, run: RunFolder, *, local: bool, interface: str | None, retry: RetryConfig, begin: Begin,
-    limits: ProcessLimits | None = None,
+    limits: ProcessLimits | None = None, telemetry: HostTelemetry | None = None,
 ) -> HostsOfRun:  # fmt: skip
     """Start the owners of the experts, before the workers take the machines.
 
@@ -90,6 +91,7 @@ def start_hosts(
         retry: the limits of waiting for hosts.
         begin: called with what is awaited while the cluster has no room.
         limits: of each host's process; None for none.
+        telemetry: of the nodes that only hosts are on; None for none.
 
     Raises:
         InputError: the cluster can never hold the hosts and the workers.
@@ -104,7 +106,10 @@ def start_hosts(
         )
     reservation = None if local else Reservation(_request(plan, run), begin=begin)
     begin("starting the expert hosts")
-    return _start(plan, run, local=local, interface=interface, retry=retry, reservation=reservation, limits=limits)
+    return _start(
+        plan, run, local=local, interface=interface, retry=retry, reservation=reservation, limits=limits,
+        telemetry=telemetry,
+    )  # fmt: skip
 
 
 def _start(
@@ -116,6 +121,7 @@ def _start(
     retry: RetryConfig,
     reservation: Reservation | None,
     limits: ProcessLimits | None,
+    telemetry: HostTelemetry | None,
 ) -> HostsOfRun:
     """Have the directory start the hosts while the workers start."""
     import ray
@@ -135,7 +141,7 @@ def _start(
         hosts=number, threads=threads, gpus=int(on_gpu), loopback=local, interface=interface,
         group=None if reservation is None else reservation.group, host_wait_s=retry.host_wait_s,
         host_silence_s=retry.host_silence_s, dtype=str(plan.precision.candidates[0]), speeds=recorded_speeds(run.path),
-        limits=limits,
+        limits=limits, telemetry=telemetry,
     )  # fmt: skip
     directory.start.remote()
     began = time.perf_counter()

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.environment import interface_environment
+from cluster.network import join_network
 
 ABORT_S = 10.0
 """Longest wait for the abort of all communicators of a member; one that takes longer goes on in its thread."""
@@ -64,7 +64,7 @@ def nccl(
 
     Args:
         device: of the rows; a GPU without an index is the current one of the calling thread.
-        interface: network interface of its connections; None lets NCCL choose.
+        interface: network interface of its connections; None takes that of NCCL_SOCKET_IFNAME, else NCCL chooses.
         timeout_s: of the calls. limit_s: until all members are connected.
         partners: the members that this one exchanges rows with; each of them names this one too.
         collectives: the group will sum and broadcast tensors.
@@ -75,8 +75,7 @@ def nccl(
     """
     device = with_index(device)  # here: a new thread has a current device of its own, the first
     os.environ.setdefault(NONBLOCKING_TIMEOUT, NONBLOCKING_S)
-    if interface is not None:
-        os.environ.update(interface_environment(interface))
+    join_network(interface, address=None)
     options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=timeout_s)
     options.config.blocking = 0  # an abort then also ends a call that waits for a peer

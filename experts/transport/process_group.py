@@ -8,6 +8,7 @@ vLLM's stateless groups use the same technique.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence, Set
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cluster.network import GLOO
 from experts.transport.nccl import abort_nccl, exchange_pairs, nccl, with_index
 from experts.transport.protocol import Aborted, Channel
 from raytrain.errors import first_line
@@ -40,7 +42,7 @@ class JointGroup:
         holders: ranks that own experts: those after the workers, or the workers where experts are colocated.
         device: of the rows; a CUDA device uses NCCL for them, and gloo for everything else. Without an index it is the
             current GPU of the calling thread.
-        interface: network interface, such as "lo"; None lets gloo and NCCL choose.
+        interface: network interface, such as "lo"; None takes those of the environment, else gloo and NCCL choose.
         timeout_s: of every call; `abort` reports a death long before.
         lost: polled until all members are connected: why the generation is over, None while it lives.
         watched: another thread calls `abort` with the reason when a member dies; if a call fails first, wait for that.
@@ -218,6 +220,7 @@ def gloo(store: Any, name: str, rank: int, size: int, *, interface: str | None, 
     """Create a gloo group under `name` in the store; blocks until all members are connected."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=min(RENDEZVOUS_S, timeout_s))
+    interface = interface or os.environ.get(GLOO)
     if interface is not None:
         options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]  # pyright: ignore
     else:

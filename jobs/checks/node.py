@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import ray
+
 from cluster.checks.preflight import CheckResult, check_disk, check_shared_memory, check_storage, check_visible_devices
 from cluster.devices.facts import device_facts, machine_limits
 from cluster.devices.inventory import local_inventory
 from cluster.environment import environment_record
+from cluster.network import GLOO, interface_of
 from raytrain.errors import RaytrainError, first_line
 from raytrain.runs.storage import open_store
 
@@ -111,7 +114,10 @@ def check_network(driver: tuple[str, int], interface: str | None) -> CheckResult
         remedy = "open the ports between the nodes (ephemeral ports too: gloo and NCCL choose them)"
         return CheckResult("network", "fail", f"{host}:{port}: {error}", expected, remedy)
     took = 1e3 * (time.perf_counter() - began)
-    return CheckResult("network", "ok", f"{host} connected in {took:.1f} ms", expected)
+    address = ray.util.get_node_ip_address() if ray.is_initialized() else host
+    chosen = interface or os.environ.get(GLOO) or interface_of(address)
+    over = f"over {chosen}" if chosen else f"over what gloo and NCCL choose: no interface has Ray's address {address}"
+    return CheckResult("network", "ok", f"{host} connected in {took:.1f} ms; collectives {over}", expected)
 
 
 def clock() -> float:

@@ -30,6 +30,7 @@ from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution import driver_channel, trainer
 from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult, stacks_file
 from raytrain.execution.ray_private import controller_pid, dead_daemons
+from raytrain.execution.telemetry import HostTelemetry
 from raytrain.plan.elastic import ElasticWorkers
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
@@ -128,6 +129,8 @@ class _Fit:
     ) -> None:
         self._run_folder, self._plan, self._cluster = opened.run, opened.plan, cluster
         self._watch = ClusterWatch(local=cluster.local)
+        self.channel = driver_channel.open_channel()
+        memory_limit = spec.cluster.memory_limit
         self._hosts = start_hosts(
             opened.plan,
             opened.run,
@@ -135,9 +138,9 @@ class _Fit:
             interface="lo" if cluster.local else spec.cluster.interface,
             retry=spec.retry,
             begin=activity.begin,
-            limits=ProcessLimits(spec.cluster.memory_fraction, spec.cluster.memory_limit, spec.loop.deterministic),
+            limits=ProcessLimits(spec.cluster.memory_fraction, memory_limit, spec.loop.deterministic),
+            telemetry=HostTelemetry(opened.run.path, spec.telemetry.every, memory_limit, self.channel),
         )
-        self.channel = driver_channel.open_channel()
         self.progress: Mapping[str, Any] = {}
         self.silent_ranks = SilentRanks()
         self._retry, self._ended_ranks = spec.retry, set[int]()

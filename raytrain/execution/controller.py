@@ -21,7 +21,7 @@ import ray.train
 from ray.train import UserCallback, WorkerGroupError
 from ray.train.backend import Backend, BackendConfig
 
-from cluster.environment import interface_environment
+from cluster.network import join_network
 from raytrain.errors import RunError
 from raytrain.execution.driver_channel import RESTARTING, SETTING_UP
 from raytrain.execution.ray_private import DEATH_ERRORS, end_workers
@@ -204,8 +204,7 @@ def _set_interface(interface: str | None) -> str:
     On ROCm, Ray gives each worker its own GPU in HIP_VISIBLE_DEVICES, and Ray Train those of all workers of the node in
     CUDA_VISIBLE_DEVICES only. HIP reads the former first; torch has not read either yet.
     """
-    if interface:
-        os.environ.update(interface_environment(interface))
+    join_network(interface, address=ray.util.get_node_ip_address())
     if "HIP_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" in os.environ:
         os.environ["HIP_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
     return ray.get_runtime_context().get_node_id()

@@ -61,6 +61,7 @@ class DriverChannel:
         self._lines: dict[str, dict[int, str]] = {}
         self._next: dict[str, int] = {}
         self._warnings: dict[str, dict[str, Any]] = {}
+        self._samplers: dict[str, tuple[str, float]] = {}  # by node: an expert host, and when it sampled
         self._stack_request = 0
         self._stacks: dict[int, dict[str, Any]] = {}
 
@@ -94,6 +95,18 @@ class DriverChannel:
         """Rank 0: update the progress shown by the driver: {"phase", "step", "row", ...}."""
         if not self._ended:
             self._progress.update(progress)
+
+    async def samples_node(self, node: str, host: str, every: float) -> dict[str, Any] | None:
+        """An expert host, before each sample of its node: the fields of the row, or None where it takes none.
+
+        A worker samples its own node, and one host a node without workers: another takes over once it is silent.
+        """
+        nodes, (sampler, seen) = self._progress.get("nodes"), self._samplers.get(node, (host, 0.0))
+        now = time.monotonic()
+        if not nodes or node in nodes.values() or (sampler != host and now - seen < 2 * every + ANSWER_S):
+            return None
+        self._samplers[node] = (host, now)
+        return {"step": self._progress.get("step", 0)}
 
     async def sign_of_life(self, rank: int, where: str) -> int:
         """A worker, every few seconds: it responds, with its node and process id in words.

@@ -1,7 +1,7 @@
-"""Samples the node of a worker from a thread, and writes, publishes and judges the rows.
+"""Samples a node from a thread, and writes, publishes and judges the rows.
 
-One thread on each node: the worker whose local rank is 0 starts it. It reads files of the kernel and NVML, a few
-milliseconds per sample, and never calls torch; the training thread takes no part.
+One process on each node: the worker whose local rank is 0, or an expert host where no worker is. The thread reads files
+of the kernel and NVML, a few milliseconds per sample, and never calls torch; the training thread takes no part.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.telemetry.gauges import RayGauges
 from cluster.telemetry.sampler import NodeSampler, node_name
 from cluster.telemetry.warnings import MemoryWarning, MemoryWatch
 from raytrain.errors import RunError
+from raytrain.execution.driver_channel import ANSWER_S
 from raytrain.runs.folder import RunFolder
 
 #: The first sample comes this soon, so that a short run has one; utilisation needs some time to count over.
@@ -30,7 +32,7 @@ class TelemetryThread:
         gauges: publishes the rows; None without Ray.
         watch: judges the rows.
         warn: called with each warning, repeated ones included; in the thread.
-        tags: fields of every row, such as the step; called in the thread.
+        tags: fields of the next row, such as the step, or None where no sample is due; called in the thread.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class TelemetryThread:
         gauges: RayGauges | None,
         watch: MemoryWatch,
         warn: Callable[[MemoryWarning], None],
-        tags: Callable[[], dict[str, Any]] = dict,
+        tags: Callable[[], dict[str, Any] | None] = dict,
     ) -> None:
         self._run, self._sampler, self._every, self._gauges = run, sampler, every, gauges
         self._watch, self._warn, self._tags = watch, warn, tags
@@ -58,9 +60,12 @@ class TelemetryThread:
         self._over.set()
         self._thread.join(1.0)
 
-    def sample(self) -> dict[str, Any]:
-        """Take, write, publish and judge one sample; returns the row."""
-        row = {**self._sampler.sample(), **self._tags()}
+    def sample(self) -> dict[str, Any] | None:
+        """Take, write, publish and judge one sample; returns the row, None where none is due."""
+        tags = self._tags()
+        if tags is None:
+            return None
+        row = {**self._sampler.sample(), **tags}
         self._run.writer(f"telemetry/{self._sampler.node}.jsonl").write(row)
         if self._gauges is not None:
             self._gauges.publish(row)
@@ -82,11 +87,12 @@ class TelemetryThread:
 
 @contextlib.contextmanager
 def node_telemetry(
-    run_path: str, *, every: float, limit: int | None, channel: Any, tags: Callable[[], dict[str, Any]]
+    run_path: str, *, every: float, limit: int | None, channel: Any, tags: Callable[[], dict[str, Any] | None]
 ) -> Iterator[None]:
     """Context manager in which the node of this worker is sampled.
 
     Args:
+        tags: as for `TelemetryThread`.
         every: seconds between samples; 0: none are taken.
         limit: `cluster.memory_limit`.
         channel: the `DriverChannel` actor, which receives the warnings.
@@ -94,6 +100,51 @@ def node_telemetry(
     if not every:
         yield
         return
+    thread, run = _thread(run_path, every=every, limit=limit, channel=channel, tags=tags)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.close()
+        with contextlib.suppress(RunError):  # an upload; the run's own files tell of a storage that is gone
+            run.close()
+
+
+@dataclass(frozen=True)
+class HostTelemetry:
+    """How expert hosts sample the nodes that no worker is on.
+
+    Attributes:
+        every, limit, channel: as for `node_telemetry`.
+    """
+
+    run_path: str
+    every: float
+    limit: int | None
+    channel: Any
+
+    def start(self) -> None:
+        """Begin in this process, until it ends; the channel says before each sample whether it is due."""
+        if not self.every:
+            return
+        import ray
+        import ray.exceptions
+
+        context = ray.get_runtime_context()
+        node, host = context.get_node_id(), context.get_actor_id()
+
+        def tags() -> dict[str, Any] | None:
+            try:
+                return ray.get(self.channel.samples_node.remote(node, host, self.every), timeout=ANSWER_S)
+            except ray.exceptions.RayError:  # the driver is gone, or busy
+                return None
+
+        _thread(self.run_path, every=self.every, limit=self.limit, channel=self.channel, tags=tags)[0].start()
+
+
+def _thread(
+    run_path: str, *, every: float, limit: int | None, channel: Any, tags: Callable[[], dict[str, Any] | None]
+) -> tuple[TelemetryThread, RunFolder]:
     import ray
 
     run = RunFolder(run_path)
@@ -106,10 +157,4 @@ def node_telemetry(
     thread = TelemetryThread(
         run, sampler, every=every, gauges=RayGauges(name), watch=MemoryWatch(limit=limit), warn=warn, tags=tags
     )
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.close()
-        with contextlib.suppress(RunError):  # an upload; the run's own files tell of a storage that is gone
-            run.close()
+    return thread, run

@@ -22,6 +22,7 @@ def test_one_job_on_two_nodes(answer_of: Callable[..., Any], tmp_path: Path) -> 
     # `auto` on a cluster without GPUs is one worker per node, spread over them
     assert plan["choices"]["workers"]["value"] == 2
     assert "SPREAD" in plan["choices"]["placement"]["value"]
+    assert answer["interfaces"].count("True lo =lo") == 2, "the one with the addresses by which Ray reaches the nodes"
     seen, unseen = answer["checks"]
     assert seen[:2] == ["data.path", "ok"]
     assert unseen[:2] == ["save.dir", "fail"] and "127.0.0.1" in unseen[2] and "127.0.0.2" in unseen[2]
@@ -65,6 +66,10 @@ def test_unequal_hosts_start_with_experts_in_proportion_to_their_measured_speed(
         homes = [hosts[0] for hosts in layer["copies"]]
         assert len(homes) == 12 and homes.count(fast) > homes.count(slow)
         assert abs(homes.count(slow) - 12 / (1 + ratio)) <= 1, (ratio, homes)
+    seen = [path.read_text().splitlines() for path in (Path(answer["run"]) / "telemetry").glob("*.jsonl")]
+    assert len(seen) == 2, "a host samples the node that has no worker"
+    assert all({"time", "devices", "processes", "step"} <= json.loads(rows[0]).keys() for rows in seen)
+    assert len({json.loads(row)["time"] for rows in seen for row in rows}) == sum(map(len, seen)), "and no other"
 
 
 @pytest.mark.timeout(320)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 from cluster.environment import ray_environment
 
@@ -29,8 +30,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(240, 8, generator=generator)
     job = {
-        "model": {"builder": "raytrain.models.mlp:mlp", "hidden": [16]},
-        "data": {"train": {"x": x, "labels": (x[:, 0] > 0).long()}},
+        "model": {"builder": "guest_code:networked", "note": f"{sys.argv[2]}-interfaces"},
+        "data": {"train": {"x": x, "labels": (x[:, 0] > 0).long(), "row": torch.arange(240)}, "eval_fraction": 0.0},
         "optim": {"lr": 0.01},
         "precision": {"dtype": "fp32"},
         "loop": {"max_steps": 12, "log_every": 1, "global_batch_size": 24},
@@ -43,6 +44,7 @@ def main() -> None:
         "status": result.status,
         "losses": [row["loss"] for row in result.history if row["kind"] == "train"],
         "run": result.run,
+        "interfaces": Path(f"{sys.argv[2]}-interfaces").read_text().splitlines(),
         "checks": [(check.key, check.status, check.seen) for check in checks],
     }
     print("ANSWER", json.dumps(answer), flush=True)

@@ -48,7 +48,7 @@ def main() -> None:
         "loop": {"max_steps": 2, "log_every": 1, "global_batch_size": 12, "micro_batch_size": 12},
         "scale": {"workers": 1, "threads": 2},
         "save": {"dir": sys.argv[2]},
-        "telemetry": {"tensorboard": False},
+        "telemetry": {"tensorboard": False, "every": 0.25},
     }
     result = train(job, quiet=True)
     print("ANSWER", json.dumps({"status": result.status, "run": result.run}), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from dataclasses import replace
@@ -99,3 +100,18 @@ def test_members_on_parts_of_one_gpu_are_refused_by_name(
             open_group(two, rank=0)
     else:
         assert open_group(two, rank=0) == torch.device("cuda", 0)
+
+
+def test_a_member_joins_over_the_interface_of_its_rays_address(address: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo takes the variable where no interface is configured."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
+    monkeypatch.setattr(generation.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(generation.ray.util, "get_node_ip_address", lambda: "127.0.0.9")
+    alone = replace(spec(address), workers=1, hosts=0, interface=None)
+    open_group(alone, rank=0)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    with pytest.raises(RunError, match="cannot connect with all others over the default interface"):
+        open_group(replace(alone, number=2), rank=0)

@@ -51,6 +51,7 @@ def test_a_driver_that_cannot_be_reached_and_a_missing_interface_are_named() -> 
     with socket.create_server(("127.0.0.1", 0)) as server:
         driver = server.getsockname()[:2]
         assert check_network(driver, "lo").status == check_network(driver, None).status == "ok"
+        assert check_network(driver, None).seen.endswith("collectives over lo")
         missing = check_network(driver, "eth99")
     assert missing.status == "fail" and missing.key == "cluster.interface" and "lo" in missing.seen
     closed = check_network(driver, None)

@@ -95,6 +95,7 @@ def test_on_rocm_a_worker_sees_the_gpus_of_all_workers_of_its_node(
     if own is not None:
         monkeypatch.setenv("HIP_VISIBLE_DEVICES", own)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "203.0.113.9")
     assert controller._set_interface(None) == "a"
     assert os.environ.get("HIP_VISIBLE_DEVICES") == expected and os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 

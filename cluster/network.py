@@ -1,0 +1,71 @@
+"""Network interfaces: which one of this machine has an address, and the variables that keep gloo and NCCL on one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from pathlib import Path
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+SIOCGIFADDR = 0x8915
+"""The request for the IPv4 address of an interface (netdevice(7))."""
+
+
+def interface_environment(interface: str) -> dict[str, str]:
+    """Environment variables that keep gloo and NCCL on one network interface; set them before their first connection.
+
+    NCCL takes a name as a prefix unless "=" precedes it: "eth1" would match "eth10" too.
+    """
+    return {GLOO: interface, NCCL: f"={interface}"}
+
+
+def join_network(interface: str | None, *, address: str | None) -> None:
+    """Set the interface of this process's collectives, before their first connection.
+
+    Where none is configured it is the one with the address by which Ray's other nodes reach this one: gloo would take
+    the address of the host's own name, which on many systems is one that no other machine reaches, and NCCL the first
+    interface. Variables that are set already then stay.
+
+    Args:
+        interface: `cluster.interface`.
+        address: this node's in the Ray cluster; None: unknown.
+    """
+    if interface is not None:
+        os.environ.update(interface_environment(interface))
+        return
+    found = None if address is None else interface_of(address)
+    if found is not None:
+        for name, value in interface_environment(found).items():
+            os.environ.setdefault(name, value)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's network interface with an IP address; None if it has none, as behind a NAT."""
+    try:
+        wanted = ipaddress.ip_address(address)
+    except ValueError:
+        return None
+    for name, own in _addresses():
+        if own == wanted or (own.is_loopback and wanted.is_loopback):  # Linux answers to all of 127.0.0.0/8
+            return name
+    return None
+
+
+def _addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """(interface, address) of this machine; of an interface with several IPv4 addresses the first."""
+    found: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an IPv4 address
+                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append((name, ipaddress.IPv4Address(answer[20:24])))
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        for line in IPV6_ADDRESSES.read_text().splitlines():
+            digits, *_, name = line.split()
+            found.append((name, ipaddress.IPv6Address(bytes.fromhex(digits))))
+    return found
