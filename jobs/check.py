@@ -130,7 +130,8 @@ def check(
         ):
             report.inventory = inventory_from_ray()
             with _timed(report, "machines"):
-                _check_machines(report, spec, activity, console)
+                interface = "lo" if cluster.local else spec.cluster.interface
+                _check_machines(report, spec, activity, console, interface)
             if quick:
                 skipped = CheckResult("training", "na", "left out (--quick)", "two steps in each supported precision")
                 _add(report, console, [skipped])
@@ -144,12 +145,14 @@ def check(
     return report
 
 
-def _check_machines(report: CheckReport, spec: JobSpec, activity: Activity, console: Console) -> None:
+def _check_machines(
+    report: CheckReport, spec: JobSpec, activity: Activity, console: Console, interface: str | None
+) -> None:
     """Facts and checks of every node, then their rates."""
     activity.begin("waiting for every node")
     save_dir, token = absolute_path(spec.save.dir), f".raytrain-check-{secrets.token_hex(8)}"
     with _token(save_dir, token) as why, _listening() as driver:
-        tasks = on_each_node(examine, save_dir, token, secrets.token_hex(4), driver, spec.cluster.interface)
+        tasks = on_each_node(examine, save_dir, token, secrets.token_hex(4), driver, interface)
         report.nodes = _answers(tasks, NODE_TIMEOUT_S)
     for result in check_versions(report.nodes):
         _add(report, console, [result])

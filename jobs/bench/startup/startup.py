@@ -1,13 +1,15 @@
 """Bench `startup`: seconds from the start of a command to the end of its first training step.
 
 `raytrain train` against the example of Ray Train's documentation, a bare `TorchTrainer`, and against a script without
-Ray: the same model, text, batch and threads, each in a process of its own that starts Ray itself.
+Ray: the same model, text, batch and threads, each in a process of its own that starts Ray itself. `raytrain check` to
+its end, two steps in each precision included, against the same first step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -30,13 +32,18 @@ GOAL = Goal(at_most=1.15)
 #: Environment variable: the file in which `FirstStep` notes the time.
 NOTE = "RAYTRAIN_BENCH_FIRST_STEP"
 TIMEOUT_S = 240.0
-OURS, BARE, SCRIPT = "raytrain train", "TorchTrainer", "script without Ray"
+#: Seconds of `raytrain check` over those of a bare TorchTrainer's first step; those of its part before the training,
+#: without Ray's start.
+CHECK_GOAL, MACHINES_GOAL_S = Goal(at_most=1.3), 5.0
+OURS, BARE, SCRIPT, CHECK = "raytrain train", "TorchTrainer", "script without Ray", "raytrain check"
 
 
 class StartupOptions(BenchOptions):
     """The first step of a command."""
 
-    MEASURES: ClassVar[str] = "first step of raytrain train against a bare TorchTrainer and a script without Ray"
+    MEASURES: ClassVar[str] = (
+        "first step of raytrain train, and raytrain check, against a bare TorchTrainer and a script"
+    )
     QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "dropped": 0, "layers": 1, "width": 16, "context": 16, "batch": 4}
 
     blocks: Count = Field(5, description="starts of each command that are kept")
@@ -75,13 +82,26 @@ def run(options: StartupOptions, *, quick: bool, say: Say) -> BenchMeasurement:
             BARE: [sys.executable, "-m", "jobs.bench.startup.torch_trainer", str(_settings(options, place, text))],
             SCRIPT: [sys.executable, "-m", "jobs.bench.startup.plain_script", str(_settings(options, place, text))],
         }
-        say(f"{options.dropped + options.blocks} starts of {len(commands)} commands")
-        arms = {name: partial(_first_step, command, place / "note") for name, command in commands.items()}
+        say(f"{options.dropped + options.blocks} starts of {len(commands) + 1} commands")
+        arms: dict[str, Any] = {
+            name: partial(_first_step, command, place / "note") for name, command in commands.items()
+        }
+        machines: list[float] = []
+        arms[CHECK] = partial(_checked, place / "checked", machines)
         times = alternate(arms, blocks=options.blocks, dropped=options.dropped)
     found.arms |= times
     found.gate(Check("every command took a step", True, f"{sum(map(len, times.values()))} starts"))
     found.compare(times, of=OURS, to=BARE, goal=GOAL, name="seconds to the first step, raytrain train / TorchTrainer")
     found.compare(times, of=OURS, to=SCRIPT, name="seconds to the first step, raytrain train / script without Ray")
+    found.compare(
+        times, of=CHECK, to=BARE, goal=CHECK_GOAL, name="seconds of raytrain check / TorchTrainer's first step"
+    )
+    kept = machines[options.dropped :]
+    middle, met = statistics.median(kept), statistics.median(kept) <= MACHINES_GOAL_S
+    found.values["seconds of the machine part of raytrain check"] = kept
+    found.claim(
+        f"the machine part of raytrain check takes at most {MACHINES_GOAL_S:g} s", met, f"median {middle:.2f} s"
+    )
     return found
 
 
@@ -105,6 +125,21 @@ def _settings(options: StartupOptions, place: Path, text: Path) -> Path:
     path = place / "settings.json"
     path.write_text(json.dumps(settings))
     return path
+
+
+def _checked(place: Path, machines: list[float]) -> float:
+    """Seconds of `raytrain check`; appends those of its machine part.
+
+    Raises:
+        RunError: a check failed.
+    """
+    began = time.time()
+    said = run_command(
+        [sys.executable, "-m", "jobs", "check", "--json", f"save.dir={place / 'runs'}"], timeout_s=TIMEOUT_S
+    )
+    took = time.time() - began
+    machines.append(float(json.loads(said)["seconds"]["machines"]))
+    return took
 
 
 def _first_step(command: list[str], note: Path) -> float:

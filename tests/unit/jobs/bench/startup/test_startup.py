@@ -26,17 +26,22 @@ def measured(monkeypatch: pytest.MonkeyPatch, out: Path, command: Any, *keys: st
 def test_the_first_steps_of_three_commands_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = list[str]()
 
-    def run(command: list[str], *, environment: dict[str, str], **_: Any) -> None:
-        begun.append(command[2])
+    def run(command: list[str], *, environment: dict[str, str] | None = None, **_: Any) -> str:
+        begun.append(command[3] if environment is None else command[2])
+        if environment is None:
+            return json.dumps({"seconds": {"machines": float(begun.count("check")), "all": 9.0}})
         note = Path(environment[startup.NOTE])
         assert not note.exists(), "of the command before"
         settings = Path(command[-1]).read_text()
         assert ("FirstStep" in settings) == (command[2] == "jobs") and (str(note) in settings) == (command[2] != "jobs")
         note.write_text(repr(time.time() + SECONDS[command[2]]))
+        return ""
 
     code, document = measured(monkeypatch, tmp_path / "a.json", run, "blocks=2", "dropped=1")
-    assert code == 0 and begun.count("jobs") == 3 and len(begun) == 9
-    ours, script = document["ratios"]
+    assert code == 0 and begun.count("jobs") == 3 and len(begun) == 12
+    ours, script, checked = document["ratios"]
+    assert checked["goal"]["at_most"] == 1.3 and len(document["arms"]["raytrain check"]["values"]) == 2
+    assert document["values"]["seconds of the machine part of raytrain check"] == [2.0, 3.0], "the first is dropped"
     assert ours["median"] == pytest.approx(0.5, rel=0.02) and ours["goal"] == {"at_least": None, "at_most": 1.15}
     assert ours["met"] and script["median"] == pytest.approx(4, rel=0.02) and len(ours["values"]) == 2
 
