@@ -33,8 +33,8 @@ from jobs.checks.compare import (
     check_versions,
 )
 from jobs.checks.node import DeviceRates, NodeReport, clock, examine, gib, measure_node
-from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
+from jobs.driver.screen.progress import Activity
 from jobs.job.paths import absolute_path
 from jobs.job.spec import JobSpec, load_spec
 from raytrain.errors import InputError, RaytrainError, RunError, first_line

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.driver.plan import plan_job, print_plan
+from jobs.driver.plan import plan_job
+from jobs.driver.screen.plan_table import print_plan
 from jobs.job.spec import load_spec, refuse_later
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jobs.driver.progress import TrainingDisplay
+from jobs.driver.screen.progress import TrainingDisplay
 from raytrain.errors import InputError, RunError
 from raytrain.report.build import build_report, compare
 from raytrain.report.figures import cause_of, outcome, seconds, size

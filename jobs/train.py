@@ -14,10 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from jobs.driver.attempts import RunAttempts, RunPlanner
-from jobs.driver.progress import Activity
-from jobs.driver.result import Result, close_run, result_of
+from jobs.driver.result import Result, close_run, process_start, result_of
 from jobs.driver.resume import Resumed, open_resumed
 from jobs.driver.runtime import cluster_address
+from jobs.driver.screen.phases import Phases
+from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import resolved
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
@@ -108,11 +109,13 @@ def train_loaded(
         InputError: the job or the machines are wrong; no run folder was made.
         Interrupted: a signal arrived before the run folder was made.
     """
-    from jobs.driver.checks import check_on_driver  # imports torch
+    phases = Phases(began=process_start(began))
+    activity = Activity(console, phases=phases)
+    activity.begin("checking the job: opening the data and building the model")
+    from jobs.driver.checks import check_on_driver  # imports torch, which takes seconds
 
     spec = resolved(loaded.spec)
-    with Activity(console) as activity:
-        activity.begin("checking the job: opening the data and building the model")
+    with activity:
         checked = check_on_driver(spec, initial=resumed is None or not resumed.has_checkpoint())
     if checked.note is not None:
         console.print(checked.note, markup=False, soft_wrap=True)
@@ -120,7 +123,9 @@ def train_loaded(
     attempts = RunAttempts(
         spec,
         address=cluster_address(spec.cluster.address),
-        planner=RunPlanner(loaded, spec, checked, resumed=resumed, began=began, console=console),
+        planner=RunPlanner(
+            loaded, spec, checked, resumed=resumed, began=began, phases=phases, console=console, verbose=verbose
+        ),
         data=checked.handed,
         signals=signals,
         console=console,
@@ -140,7 +145,7 @@ def train_loaded(
         attempts.result = AttemptResult("failed", f"{lost}{error}")
     if attempts.opened is None:
         raise Interrupted("before the run folder was made")
-    return attempts.closed or close_run(attempts.opened.run, attempts.result, console=console)
+    return attempts.closed or close_run(attempts.opened.run, attempts.result, console=console, phases=phases)
 
 
 def _nothing_left(run: RunFolder, console: Console) -> Result:

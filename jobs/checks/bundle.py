@@ -22,7 +22,8 @@ from rich.console import Console
 
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
-from jobs.driver.plan import plan_job, print_plan
+from jobs.driver.plan import plan_job
+from jobs.driver.screen.plan_table import print_plan
 from jobs.job.spec import LoadedSpec
 from raytrain.errors import InputError, RaytrainError, RunError
 from raytrain.runs.folder import RunFolder

@@ -14,11 +14,12 @@ from rich.console import Console
 
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
 from jobs.driver.plan import plan_job, show_only_picked
-from jobs.driver.progress import Activity
 from jobs.driver.result import Result, close_run
 from jobs.driver.resume import Resumed
 from jobs.driver.run_folder import OpenRun, open_run, replan
 from jobs.driver.runtime import cluster_size, connected
+from jobs.driver.screen.phases import Phases
+from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import JobSpec, LoadedSpec
 from raytrain.config.sections import RetryConfig
@@ -44,6 +45,8 @@ class RunPlanner:
         checked: what the checks on the driver found.
         resumed: the run to resume; None makes a new one.
         began: when the command started, in unix seconds.
+        phases: what takes its seconds.
+        verbose: print the whole plan.
     """
 
     loaded: LoadedSpec
@@ -52,7 +55,9 @@ class RunPlanner:
     _: KW_ONLY
     resumed: Resumed | None
     began: float
+    phases: Phases
     console: Console
+    verbose: bool = False
 
     def open(self, inventory: Inventory) -> OpenRun:
         """The run folder, with the plan for these machines.
@@ -63,8 +68,9 @@ class RunPlanner:
         hosts = None if self.resumed is None else self.resumed.hosts()
         plan = self._plan(inventory, hosts_of_run=hosts)
         return open_run(
-            self.loaded, self.spec, plan, inventory, resumed=self.resumed, began=self.began, console=self.console
-        )
+            self.loaded, self.spec, plan, inventory, resumed=self.resumed, began=self.began, console=self.console,
+            verbose=self.verbose,
+        )  # fmt: skip
 
     def change_workers(self, opened: OpenRun, inventory: Inventory, workers: Resolved) -> OpenRun:
         """The same run, with the plan for another number of workers.
@@ -158,7 +164,7 @@ class RunAttempts:
 
     def _connect_and_fit(self) -> None:
         cpus, gpus = cluster_size(None if self.opened is None else self.opened.plan)
-        with Activity(self._console, beat=self._beat) as activity:
+        with Activity(self._console, phases=self._planner.phases, beat=self._beat) as activity:
             activity.begin(CONNECTING.get(self._address, f"connecting to {self._address}"))
             with connected(self._address, num_cpus=cpus, num_gpus=gpus, verbose=self._verbose) as cluster:
                 self._signals.install()
@@ -182,7 +188,9 @@ class RunAttempts:
                     activity=activity,
                 )
                 if self.result.workers_running:  # write the result before Ray shuts down, which may take long
-                    self.closed = close_run(self.opened.run, self.result, console=self._console)
+                    self.closed = close_run(
+                        self.opened.run, self.result, console=self._console, phases=self._planner.phases
+                    )
                 activity.begin("stopping Ray")
 
 

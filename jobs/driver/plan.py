@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,22 +26,7 @@ from raytrain.plan.rules.hosts import separate_hosts
 from raytrain.plan.rules.memory import ShareOut
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-LABELS = {
-    "placement": "worker placement",
-    "storage": "data storage",
-    "resident_rows": "data rows kept",
-    "micro_batch_size": "micro-batch size",
-    "hosts": "expert hosts",
-    "host_memory": "expert host memory",
-    "inflight": "micro-batches in flight",
-    "optimizer_impl": "optimizer kernels",
-    "lr": "learning rate",
-    "memory": "worker memory",
-    "checkpoint_bytes": "checkpoint size",
-}
-"""Names of decisions in the printed table, where plan.json has another one."""
+    pass
 
 
 def plan_job(
@@ -162,54 +145,3 @@ def show_only_picked(accelerator: str, inventory: Inventory) -> None:
         picked = pick_devices(accelerator, inventory)
         variables = VISIBLE if installed_torch().hip else ("CUDA_VISIBLE_DEVICES",)
         os.environ.update(dict.fromkeys(variables, narrow_visible(os.environ, picked, variables=variables)))
-
-
-def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
-    """Print the machines, the decisions with their reasons, the warnings, and the configuration with its sources.
-
-    A terminal gets tables of its width; a pipe or file gets one line, `name: value  # reason`, for each row. `full`
-    also lists the defaults, which plan.json always contains.
-    """
-    machines = plan.inventory
-    console.print(f"{machines['source']}: {machines['summary']}", markup=False, soft_wrap=True)
-    for note in machines["notes"]:
-        console.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
-    console.print()
-    decisions = [(LABELS.get(name, name.replace("_", " ")), value, reason) for name, value, reason in plan.rows()]
-    _print_rows(console, ("decision", "value", "reason"), decisions)
-    for warning in plan.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
-    listed = [row for row in config_rows(plan) if not row[0].startswith("tune.found.facts")]
-    given = [row for row in listed if full or row[2] != "default"]
-    console.print()
-    _print_rows(console, ("key", "value", "source"), given)
-    left = len(plan.sources) - len(given)
-    if left:
-        console.print(f"and {left} keys with their defaults", style="dim")
-
-
-def _print_rows(console: Console, header: tuple[str, str, str], rows: Sequence[tuple[str, str, str]]) -> None:
-    """Print a table on a terminal, and otherwise one line for each row."""
-    if not console.is_terminal:
-        for name, value, comment in rows:
-            console.print(f"{name}: {value}  # {comment}", markup=False, highlight=False, soft_wrap=True)
-        return
-    from rich.table import Table
-
-    table = Table(*header, box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def config_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """(dotted key, value, source) for every key of the configuration."""
-    return [(key, json.dumps(_lookup(plan.config, key)), source) for key, source in plan.sources.items()]
-
-
-def _lookup(config: Mapping[str, Any], key: str) -> Any:
-    found, rest = config, key
-    while rest not in found:  # a key may itself contain dots (tune.found.facts)
-        part, _, rest = rest.partition(".")
-        found = found[part]
-    return found[rest]

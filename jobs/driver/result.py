@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from jobs.driver.remedies import record_remedies
+from jobs.driver.screen.phases import Phases
+from jobs.driver.screen.progress import Activity
 from raytrain.errors import RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
@@ -65,8 +67,11 @@ def result_of(run: RunFolder, record: Mapping[str, Any]) -> Result:
     )
 
 
-def close_run(run: RunFolder, result: AttemptResult, *, console: Console) -> Result:
+def close_run(run: RunFolder, result: AttemptResult, *, console: Console, phases: Phases | None = None) -> Result:
     """Write result.json and the report, and print how the run ended.
+
+    Args:
+        phases: what took the seconds of this command.
 
     Raises:
         RunError: another command has taken over the run folder, or the folder cannot be written, which may have ended
@@ -85,9 +90,12 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console) -> Res
         first = f"{result.reason}; " if result.reason else ""
         raise RunError(f"{first}the end of the run was not recorded either: {error}") from error
     if not result.workers_running:
-        report = _report(run, result)
+        with Activity(console, phases=phases) as activity:
+            activity.begin("writing the report")
+            report = _report(run, result)
         print_findings(console, run)
-        print_result(console, run, record, report=report)
+        activity.phases.end()
+        print_result(console, run, record, report=report, phases=phases)
     if record["status"] == "interrupted":
         when = "" if record["steps"] else " before the first step"
         console.print(f"interrupted{when}; resume with: raytrain train --resume {run.path}", soft_wrap=True)
@@ -217,8 +225,11 @@ def print_findings(console: Console, run: RunFolder) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_result(console: Console, run: RunFolder, record: Mapping[str, Any], *, report: str) -> None:
-    """Print the last lines on the terminal: how the run ended, and where its files are."""
+def print_result(
+    console: Console, run: RunFolder, record: Mapping[str, Any], *, report: str, phases: Phases | None = None
+) -> None:
+    """Print the last lines on the terminal: how the run ended, what took its time, where its files are, and what can
+    be done next."""
     loss = record["final_loss"]
     best = record["best_eval_loss"]
     parts = [f"{record['status']} after {record['steps']} steps in {record['wall_s']:.0f} s"]
@@ -229,12 +240,33 @@ def print_result(console: Console, run: RunFolder, record: Mapping[str, Any], *,
     console.print(", ".join(parts), markup=False)
     if record["status"] == "failed":
         console.print(f"reason: {record['reason']}", markup=False)
+    if phases is not None:
+        console.print(f"time    {phases.line(record['time'])}", markup=False, highlight=False)
     for line in sample_lines(run):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"run     {run.path}", markup=False, soft_wrap=True)
     if record.get("weights"):
         console.print(f"weights {record['weights']}", markup=False, soft_wrap=True)
     console.print(f"report  {report}", markup=False, soft_wrap=True)
+    for number, command in enumerate(next_commands(run, record)):
+        console.print(f"{'' if number else 'next':<8}{command}", markup=False, highlight=False, soft_wrap=True)
+
+
+def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
+    """The commands that a user is most likely to want now; none after an interruption, which says how to resume."""
+    where = _from_here(run.path)
+    if record["status"] == "interrupted":
+        return []
+    if record["status"] == "failed":
+        return [f"raytrain train --resume {where}", f"raytrain check --bundle problem.zip --run {where}"]
+    infer = [f"raytrain infer {where} infer.input=FILE"] if record.get("weights") else []
+    return [*infer, f"raytrain train --resume {where} loop.max_steps={2 * record['steps']}", "raytrain report RUN RUN"]
+
+
+def _from_here(path: str) -> str:
+    """A path as it is shorter to type in the current folder."""
+    relative = path if "://" in path else os.path.relpath(path)
+    return path if relative.startswith("..") else relative
 
 
 def sample_lines(run: RunFolder) -> list[str]:

@@ -12,9 +12,9 @@ from cluster.checks.preflight import CheckResult, check_seen_by_all, run_preflig
 from cluster.checks.ray_job import check_ray_job
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
-from jobs.driver.plan import print_plan
 from jobs.driver.result import last_sign_of_life, process_start
 from jobs.driver.resume import Resumed
+from jobs.driver.screen.plan_table import print_plan, print_start
 from jobs.job.paths import absolute_path, local_paths
 from jobs.job.spec import JobSpec, LoadedSpec
 from jobs.submission.stop_request import submission_id
@@ -51,12 +51,14 @@ def open_run(
     resumed: Resumed | None,
     began: float,
     console: Console,
+    verbose: bool = False,
 ) -> OpenRun:
-    """Make the run folder, or open the resumed one, write the records of this command and print the plan.
+    """Make the run folder, or open the resumed one, write the records of this command and print what it will do.
 
     Args:
         spec: the job of `loaded` with absolute paths.
         began: when the command started, in unix seconds.
+        verbose: print the whole plan.
 
     Raises:
         InputError: a check of the machine failed, or the plan does not fit the checkpoint.
@@ -84,12 +86,10 @@ def open_run(
     run.write_json(run.plan, plan.to_json())
     run.write_json(run.environment, environment_record())
     run.write_json(run.preflight, [check.to_json() for check in checks])
-    print_plan(plan, console)
-    for check in checks:
-        if check.status == "warn":
-            console.print(f"warning: {check.text}", markup=False, soft_wrap=True)
-    if plan.data_facts is not None:
-        console.print(f"data: {plan.data_facts.reason}", markup=False, soft_wrap=True)
+    warned = [check.text for check in checks if check.status == "warn"]
+    if verbose:
+        print_plan(replace(plan, warnings=[]), console)
+    print_start(plan, console, warnings=[*plan.warnings, *warned], every=verbose)
     if resumed is not None and run.exists(run.result):
         run.store.delete("result.json")
     return OpenRun(run, plan, attempt, claimed=attempt)

@@ -21,9 +21,9 @@ from cluster.telemetry.stacks import outside_stacks
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
-from jobs.driver.progress import Activity, Clock, HangWatch, SilentRanks, TrainingDisplay
 from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster, answers
+from jobs.driver.screen.progress import Activity, Clock, HangWatch, SilentRanks, TrainingDisplay
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
 from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
@@ -94,7 +94,7 @@ def _watched(fitting: _Fit, spec: JobSpec, opened: OpenRun, *, signals: StopSign
     """`fit_watched` once `fit` runs."""
     stop_at: float | None = None
     unanswered, change = 0, None
-    with TrainingDisplay(console) as display:
+    with TrainingDisplay(console, phases=fitting.phases) as display:
         while fitting.running(wait_s=POLL_EVERY_S):
             opened.run.heartbeat()
             unanswered = 0 if _show_progress(fitting, display, signals) else unanswered + 1
@@ -129,6 +129,7 @@ class _Fit:
     ) -> None:
         self._run_folder, self._plan, self._cluster = opened.run, opened.plan, cluster
         self._watch = ClusterWatch(local=cluster.local)
+        self.phases = activity.phases
         self.channel = driver_channel.open_channel()
         memory_limit = spec.cluster.memory_limit
         self._hosts = start_hosts(
@@ -205,10 +206,8 @@ class _Fit:
         ends = time.monotonic() + limit_s
         ended: int | None = None
         while not self._ended.is_set() and time.monotonic() < ends:
-            watch = self._watch
-            controller = (
-                watch.controller if lost else watch.find_controller()
-            )  # it may have started since it was last looked for, or later
+            # it may have started since it was last looked for, or later
+            controller = self._watch.controller if lost else self._watch.find_controller()
             if controller is not None and controller != ended:
                 with contextlib.suppress(OSError):
                     os.kill(controller, signal.SIGKILL)

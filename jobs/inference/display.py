@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jobs.driver.progress import PLAIN_EVERY_S, QUIET_S, Clock
+from jobs.driver.screen.progress import PLAIN_EVERY_S, QUIET_S, Clock
 from jobs.inference.plan import InferencePlan
 from raytrain.config.sections import InferConfig
 from raytrain.errors import RunError

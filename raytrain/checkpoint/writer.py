@@ -45,8 +45,8 @@ class _Delay:
         self._over.set()
 
     def cancel(self) -> None:
-        """Does nothing if the write has begun."""
-        self._cancelled = True
+        """Does nothing if the write has begun, or if nothing postpones it: its thread may not have come to it yet."""
+        self._cancelled = self._seconds > 0
         self._over.set()
 
 

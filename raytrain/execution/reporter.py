@@ -65,6 +65,7 @@ class RankZeroReporter:
         self._observers = Observers(observers, on_failure=self._observer_failed)
         self._report_progress = report_progress
         self._reported = 0.0
+        self._best: float | None = None
         self.last_row: dict[str, Any] = {}
 
     def fence(self) -> None:
@@ -79,10 +80,19 @@ class RankZeroReporter:
         self.run.writer(self.run.metrics).write(row)
         self._observers.metrics(row)
         self.last_row = row
+        if row["kind"] == "eval":
+            self._print_evaluation(row)
         now = time.monotonic()
         if self._report_progress is not None and now - self._reported > 0.5:
             self._reported = now
             self._report_progress({"row": row})
+
+    def _print_evaluation(self, row: dict[str, Any]) -> None:
+        """A line that stays on the driver's terminal."""
+        loss, before = float(row["loss"]), self._best
+        self._best = loss if before is None or loss < before else before
+        compared = "" if before is None else ", the best so far" if loss < before else f", best {before:.4f}"
+        print(f"step {row['step']}: eval loss {loss:.4f}{compared}")
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one row of events.jsonl."""

@@ -17,7 +17,7 @@ def value_text(name: str, choice: Choice) -> str:
         if isinstance(value, list):
             return ", ".join(map(str, value)) or "none"
         if isinstance(value, bool):
-            return "yes" if value else "no"
+            return "true" if value else "false"
         if isinstance(value, float):
             return f"about {seconds_text(value)}" if name in IN_SECONDS else f"{value:g}"
         if isinstance(value, dict):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.driver.progress import PLAIN_EVERY_S, TrainingDisplay
+from jobs.driver.screen.progress import PLAIN_EVERY_S, TrainingDisplay
 from raytrain.report.figures import summary_from_text
 
 GUEST = Path(__file__).parent / "guest" / "watching.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from jobs.driver.result import close_run, last_sign_of_life, print_result, process_start, sample_lines, write_result
+from jobs.driver.screen.phases import Phases
 from raytrain.errors import RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.folder import RESERVE_BYTES, RunFolder
@@ -118,6 +120,35 @@ def test_the_last_lines_say_how_it_ended_and_where_things_are(run: RunFolder, st
     assert f"run     {run.path}" in lines and "report  report.html" in lines  # a path is never broken
     assert ("reason: [red]the cause[/red]" in lines) == (status == "failed")
     assert ("weights w.safetensors" in lines) == (status == "done")
+
+
+def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    phases = Phases(clock=iter((10.0, 20.0)).__next__, began=0.0)
+    phases.begin("training")
+    phases.end()
+
+    def lines(status: str, **more: Any) -> list[str]:
+        record = {"status": status, "steps": 12, "wall_s": 10.0, "final_loss": 1.0, "best_eval_loss": None,
+                  "reason": "why", "time": {"eval": 2.0}, **more}  # fmt: skip
+        out = io.StringIO()
+        print_result(Console(file=out, width=200), run, record, report="report.html", phases=phases)
+        return out.getvalue().splitlines()
+
+    where = os.path.relpath(run.path)
+    done = lines("done", weights="w")
+    assert "time    10 s: training 10.0 (evaluating 2.0)" in done
+    assert done[-3:] == [
+        f"next    raytrain infer {where} infer.input=FILE",
+        f"        raytrain train --resume {where} loop.max_steps=24",
+        "        raytrain report RUN RUN",
+    ]
+    assert lines("failed")[-2:] == [
+        f"next    raytrain train --resume {where}", f"        raytrain check --bundle problem.zip --run {where}",
+    ]  # fmt: skip
+    assert not any("next" in line for line in lines("interrupted"))
 
 
 def test_steps_are_those_of_the_newest_checkpoint_where_a_command_ended_before_its_first_step(run: RunFolder) -> None:

@@ -729,3 +729,17 @@ def test_after_a_kill_at_any_moment_the_latest_valid_checkpoint_is_complete(run)
     assert done.returncode == 0, done.stderr
     newest, torn = map(int, done.stdout.split())
     assert newest >= 20 and torn > 0, "the kills hit nothing"
+
+
+def test_a_save_that_nothing_postpones_is_written_although_the_next_replaces_a_postponed_one(run: RunFolder) -> None:
+    """The thread that writes may not have begun when the next save comes, on a busy machine."""
+    busy = threading.Event()
+    writer = writer_of(run, asynchronous=True)
+    assert writer._executor is not None
+    writer._executor.submit(busy.wait)
+    parts, wait = {"model": nn.Linear(2, 2)}, writer.wait
+    writer.save(parts, {}, step=3)
+    writer.wait = lambda: (busy.set(), wait())[1]  # type: ignore[method-assign]
+    writer.save(parts, {}, step=4, eval_loss=1.0, replaces=True)
+    writer.close()
+    assert [info.step for info in list_checkpoints(run) if info.complete] == [3, 4]

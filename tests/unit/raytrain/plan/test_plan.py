@@ -928,7 +928,7 @@ def test_every_row_has_a_value_and_a_reason() -> None:
     assert all(shown and why for _, shown, why in made.rows())
     shown = {name: text for name, text, _ in made.rows()}
     assert shown["checkpoint_every"] == "1 to 32"
-    assert shown["deterministic"] == "no"
+    assert shown["deterministic"] == "false"
     assert shown["lr"] == "0.001"
     assert shown["memory"].endswith("MiB")
 

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.driver.progress import QUIET_S, SAY_SILENT_S, Activity, HangWatch, SilentRanks, TrainingDisplay, figures
+from jobs.driver.screen.progress import (
+    QUIET_S,
+    SAY_SILENT_S,
+    Activity,
+    HangWatch,
+    SilentRanks,
+    TrainingDisplay,
+    figures,
+)
 
 
 class Printed:
@@ -90,6 +98,42 @@ def test_a_row_is_shown_with_its_units() -> None:
     assert figures({**row, "kind": "eval", "tokens_per_s": None}) == "eval loss 1.5000  10 samples/s  3,072 MiB"
 
 
+def test_a_terminal_of_80_columns_shows_step_loss_elapsed_time_and_what_is_left() -> None:
+    """And what rank 0 does inside the training, but not after it."""
+    text = io.StringIO()
+    console = Console(file=text, width=80, force_terminal=True, color_system=None)
+    display = TrainingDisplay(console)
+    row = {"kind": "train", "step": 300, "loss": 1.4606, "tokens_per_s": 12345.0, "peak_memory_bytes": 1 << 30}
+    progress = {"phase": "training", "row": row, "step": 310, "max_steps": 10400, "activity": "saving a checkpoint"}
+
+    def line() -> str:
+        display.show(progress)
+        with console.capture() as seen:
+            console.print(display._bar.get_renderable())
+        (shown,) = seen.get().splitlines()
+        return shown
+
+    shown = line()
+    assert len(shown) <= 80 and "…" not in shown
+    assert all(part in shown for part in ("saving a checkpoint", "310/10400", "loss 1.4606", "0:00:00 left -:--:--"))
+    progress |= {"phase": "exporting"}
+    assert "exporting" in line() and "saving" not in line()
+    progress.clear()
+    assert "starting workers" in line() and "/" not in line()
+
+
+def test_a_terminal_shows_the_seconds_of_an_activity_in_one_line_that_goes_away() -> None:
+    text, now = io.StringIO(), 100.0
+    console = Console(file=text, width=80, force_terminal=True, color_system=None)
+    activity = Activity(console, clock=lambda: now)
+    activity.begin("starting Ray")
+    now += 7
+    activity.tick()
+    assert activity._live is not None and str(activity._live.status) == "starting Ray  7 s"
+    activity.begin("")
+    assert activity._live is None and text.getvalue().endswith("\x1b[1A\x1b[2K")
+
+
 def test_an_activity_of_the_driver_says_what_is_missing(printed: Printed) -> None:
     activity = Activity(printed.console, clock=printed.clock)
     activity.tick()
@@ -97,7 +141,8 @@ def test_an_activity_of_the_driver_says_what_is_missing(printed: Printed) -> Non
     for _ in range(70):
         printed.now += 1
         activity.tick()
-    assert printed.lines == [
+    assert printed.lines[0] == "waiting for room in the cluster"
+    assert printed.lines[1:] == [
         f"still waiting for room in the cluster, for {seconds:.0f} s: 3 CPU are needed; 1 CPU are free"
         for seconds in (QUIET_S, 2 * QUIET_S)
     ]
@@ -107,7 +152,7 @@ def test_an_activity_of_the_driver_says_what_is_missing(printed: Printed) -> Non
     activity.begin("")
     printed.now += 5 * QUIET_S
     activity.tick()
-    assert len(printed.lines) == 2
+    assert printed.lines[3:] == ["starting Ray"]
 
 
 def test_a_rank_that_does_not_respond_is_named_once_and_again_when_it_responds() -> None:

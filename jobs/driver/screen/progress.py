@@ -1,4 +1,4 @@
-"""Shows what a command does: a live bar on a terminal, otherwise plain lines, at least one every `QUIET_S` seconds."""
+"""Shows what a command does: a live line on a terminal, otherwise plain lines, at least one every `QUIET_S` seconds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -16,7 +17,9 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.status import Status
 
+from jobs.driver.screen.phases import Phases
 from raytrain.config.messages import abbreviated
 from raytrain.execution.driver_channel import SIGN_EVERY_S, STARTING
 
@@ -32,6 +35,9 @@ ANSWER_LIMIT_S = 10.0
 PLAIN_EVERY_S = 10.0
 #: Something is printed at least this often, in every phase.
 QUIET_S = 30.0
+TRAINING = "training"
+#: Columns of a terminal from which the bar also shows rate and memory.
+WIDE = 110
 #: A worker without a sign of life for this long is reported.
 SAY_SILENT_S = 15.0
 Clock = Callable[[], float]
@@ -45,19 +51,24 @@ def nothing_missing() -> str:
 
 
 class Activity:
-    """Says what the driver does before the workers report: a line for each `QUIET_S` seconds in one activity.
+    """Says what the driver does before the workers report, and after: on a terminal a live line with its seconds,
+    otherwise a line at its beginning and for each `QUIET_S` seconds in it.
 
     A context manager: a thread calls `tick` every second.
 
     Args:
+        phases: what takes the seconds of this command; None: nobody asks.
         beat: called every second too, so that the run counts as alive while it waits.
         clock: seconds; replaced in tests.
     """
 
     def __init__(
-        self, console: Console, *, beat: Callable[[], None] = lambda: None, clock: Clock = time.monotonic
-    ) -> None:
+        self, console: Console, *, phases: Phases | None = None, beat: Callable[[], None] = lambda: None,
+        clock: Clock = time.monotonic,
+    ) -> None:  # fmt: skip
         self._console, self._beat, self._clock = console, beat, clock
+        self.phases = phases or Phases()
+        self._live: Status | None = None
         self._lock = threading.Lock()
         self._what, self._missing = "", nothing_missing
         self._since = self._last = clock()
@@ -69,18 +80,41 @@ class Activity:
 
     def __exit__(self, *exception: object) -> None:
         self._over.set()
+        with self._lock:
+            self._show("")
 
     def begin(self, what: str, *, missing: Missing = nothing_missing) -> None:
         """The driver now does this, such as "starting Ray"; "" if somebody else says what happens."""
+        if what:
+            self.phases.begin(what)
         with self._lock:
             self._what, self._missing = what, missing
             self._since = self._last = self._clock()
+            self._show(what)
+
+    def _show(self, text: str) -> None:
+        """The live line; "" ends it."""
+        if not self._console.is_terminal:
+            if text:
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._live is not None and text:
+            self._live.update(escape(text))
+        elif self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif text:
+            self._live = self._console.status(escape(text))
+            self._live.start()
 
     def tick(self) -> None:
         """Print a line if the activity has said nothing for `QUIET_S` seconds."""
         with self._lock:
             now = self._clock()
-            if not self._what or now - self._last < QUIET_S:
+            if not self._what:
+                return
+            if self._live is not None:
+                self._live.update(escape(f"{self._what}  {now - self._since:.0f} s"))
+            if now - self._last < QUIET_S:
                 return
             self._last = now
             line = still(self._what, now - self._since, self._missing())
@@ -104,12 +138,14 @@ class TrainingDisplay:
     such as an evaluation.
 
     Args:
+        phases: as for `Activity`.
         clock: seconds; replaced in tests.
     """
 
-    def __init__(self, console: Console, *, clock: Clock = time.monotonic) -> None:
-        self._console, self._clock = console, clock
+    def __init__(self, console: Console, *, phases: Phases | None = None, clock: Clock = time.monotonic) -> None:
+        self._console, self._clock, self._phases = console, clock, phases or Phases()
         self._live = console.is_terminal
+        self._narrow = console.width < WIDE
         self._phase = ""
         self._shown_step = -1
         self._last = self._since = clock()
@@ -117,8 +153,8 @@ class TrainingDisplay:
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=14 if self._narrow else 24),
+            TextColumn("{task.fields[count]}"),
             TextColumn("{task.fields[figures]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -126,7 +162,7 @@ class TrainingDisplay:
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=1, figures="")
+        self._task = self._bar.add_task("starting", total=None, figures="", count="")
 
     def __enter__(self) -> TrainingDisplay:
         if self._live:
@@ -158,11 +194,16 @@ class TrainingDisplay:
         step = int(row.get("step") or progress.get("step") or 0)
         total = int(progress.get("max_steps") or 1)
         newest, now = max(step, int(progress.get("step") or 0)), self._clock()
-        doing = str(progress.get("activity") or phase)
+        doing = str((phase == TRAINING and progress.get("activity")) or phase)
+        self._phases.begin(phase)
         if (doing, newest) != self._seen:
             self._seen, self._since = (doing, newest), now
         if self._live:
-            self._bar.update(self._task, description=phase, total=total, completed=step, figures=figures(row))
+            known = progress.get("max_steps") is not None
+            self._bar.update(
+                self._task, description=doing, total=total if known else None, completed=newest,
+                figures=figures(row, brief=self._narrow), count=f"{newest}/{total}" if known else "",
+            )  # fmt: skip
             return
         due = now - self._last >= PLAIN_EVERY_S and step != self._shown_step
         if phase != self._phase or due:
@@ -176,7 +217,7 @@ class TrainingDisplay:
 
 def _quiet_line(doing: str, step: int, total: int, seconds: float, missing: str) -> str:
     """The line where no new row came: the steps since then, or what takes so long."""
-    if doing != "training":
+    if doing != TRAINING:
         return still(doing, seconds, missing)
     if seconds < PLAIN_EVERY_S:
         return f"training  step {step}/{total}"
@@ -289,13 +330,15 @@ class HangWatch:
         return [rank for rank in absent if rank in signs] or [min(signs)]
 
 
-def figures(row: dict[str, Any]) -> str:
-    """Loss, rate and memory of a row in one short line, and the time `left` where it is given."""
+def figures(row: dict[str, Any], *, brief: bool = False) -> str:
+    """Loss, rate and memory of a row in one short line, and the time `left` where it is given; `brief`: the loss."""
     parts = []
     if row.get("kind") == "eval":
         parts.append(f"eval loss {row['loss']:.4f}")
     elif row.get("loss") is not None:
         parts.append(f"loss {row['loss']:.4f}")
+    if brief:
+        return "".join(parts)
     if row.get("tokens_per_s"):
         parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
     elif row.get("samples_per_s"):

@@ -1,0 +1,70 @@
+"""What a command spent its time on, from its start to its last line, as its user saw it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+#: Phases whose seconds are added up under one name; the others have their own.
+TOGETHER = {
+    "preparing the workers' job": "starting workers",
+    "setting up the workers": "starting workers",
+    "waiting for room in the cluster": "waiting for room",
+    "confirming what the search found": "measuring",
+    "writing the report": "report",
+}
+MEASURING = "measuring "
+#: Parts of the training that rank 0 accounts for: the purpose in result.json, and its name here.
+WITHIN_TRAINING = {"eval": "evaluating", "save": "saving", "compile": "compiling", "restart": "restarting"}
+#: Shorter ones are not printed.
+LEAST_S = 0.05
+
+
+class Phases:
+    """Seconds of a command by what it did, in the order in which each was first done.
+
+    Args:
+        clock: unix seconds; replaced in tests.
+        began: when the command began; None: now.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.time, began: float | None = None) -> None:
+        self._clock = clock
+        self._since = clock() if began is None else began
+        self._name = ""
+        self.seconds: dict[str, float] = {}
+
+    def begin(self, what: str) -> None:
+        """The command now does this, such as "starting Ray"; what comes after a colon is left out."""
+        name = what.partition(":")[0]
+        name = "measuring" if name.startswith(MEASURING) else TOGETHER.get(name, name)
+        if name == self._name:
+            return
+        if self._name:
+            self._add()
+        self._name = name  # the first one began with the command
+
+    def end(self) -> None:
+        """The last phase is over."""
+        self.begin("")
+
+    def _add(self) -> None:
+        now = self._clock()
+        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
+        self._since = now
+
+    def line(self, account: Mapping[str, float]) -> str:
+        """The seconds as one line: `52 s: checking the job 1.6, starting Ray 4.1, ...`.
+
+        Args:
+            account: seconds of the run by purpose, as in result.json.
+        """
+        within = [
+            f"{name} {account[key]:.1f}" for key, name in WITHIN_TRAINING.items() if account.get(key, 0) >= LEAST_S
+        ]
+        parts = []
+        for name, seconds in self.seconds.items():
+            if seconds >= LEAST_S:
+                detail = f" ({', '.join(within)})" if name == "training" and within else ""
+                parts.append(f"{name} {seconds:.1f}{detail}")
+        return f"{sum(self.seconds.values()):.0f} s: {', '.join(parts)}"

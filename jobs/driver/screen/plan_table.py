@@ -1,0 +1,201 @@
+"""A plan as text: the grouped table of `raytrain plan`, and the few lines with which a training begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from raytrain.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Row = tuple[str, str, str]
+"""A name, a value and a reason."""
+
+GROUPS = {
+    "machine": (
+        "mode", "device", "accelerator", "workers", "placement", "strategy", "backend", "overlap", "threads", "hosts",
+        "inflight", "experts",
+    ),
+    "model": (
+        "parameters", "precision", "fp32_layers", "sync_batchnorm", "optimizer_impl", "compile", "cudnn_benchmark",
+        "deterministic",
+    ),
+    "batch": (
+        "global_batch_size", "micro_batch_size", "accumulation", "effective_batch", "shares", "steps_per_epoch",
+        "max_steps", "step_time", "lr", "warmup_steps",
+    ),
+    "memory": ("memory", "host_memory"),
+    "data": ("storage", "resident_rows", "loader_workers"),
+    "saving": ("eval_every", "checkpoint_every", "best_saves", "checkpoint_bytes", "export", "files"),
+}  # fmt: skip
+"""The decisions of each part of the table, in its order."""
+
+LABELS = {
+    "placement": "worker placement",
+    "storage": "data storage",
+    "resident_rows": "data rows kept",
+    "micro_batch_size": "micro-batch size",
+    "hosts": "expert hosts",
+    "host_memory": "expert host memory",
+    "inflight": "micro-batches in flight",
+    "optimizer_impl": "optimizer kernels",
+    "lr": "learning rate",
+    "memory": "worker memory",
+    "checkpoint_bytes": "checkpoint size",
+}
+"""Names of decisions in the printed table, where plan.json has another one."""
+
+WARNINGS = 2
+"""So many are printed before a training begins; the rest is counted."""
+
+
+def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
+    """Print the machines, the decisions with their reasons by subject, the warnings, and the other keys that were set.
+
+    A terminal gets tables of its width; a pipe or file gets one line, `name: value  # reason`, for each row. `full`
+    also lists the defaults, which plan.json always contains.
+    """
+    machines, rows = plan.inventory, _rows(plan)
+    console.print(f"{machines['source']}: {machines['summary']}", markup=False, soft_wrap=True)
+    told = " ".join(reason for _, _, reason in rows.values())
+    for note in machines["notes"]:
+        if note not in told:
+            console.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
+    for group, names in GROUPS.items():
+        _print_rows(console, group, [rows[name] for name in names if name in rows])
+    shown = {row[2].partition(" (")[0] for row in rows.values()}
+    listed = [row for row in config_rows(plan) if not row[0].startswith("tune.found.facts")]
+    given = [row for row in listed if full or (row[2] != "default" and row[0] not in shown)]
+    _print_rows(console, "keys", given)
+    left = sum(source == "default" for source in plan.sources.values())
+    if left and not full:
+        console.print(f"and {left} keys with their defaults (--full lists them)", style="dim")
+    if plan.warnings:
+        console.print()
+    for warning in plan.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
+
+
+def print_start(plan: Plan, console: Console, *, warnings: Sequence[str], every: bool = False) -> None:
+    """Print what a training is about to do, in at most six lines and `WARNINGS` warnings.
+
+    Args:
+        warnings: of the plan and of the checks.
+        every: print them all.
+    """
+    for name, text in _start_rows(plan):
+        console.print(f"{name:<10}{text}", markup=False, highlight=False, soft_wrap=not console.is_terminal)
+    shown = len(warnings) if every or len(warnings) <= WARNINGS else WARNINGS - 1
+    for warning in warnings[:shown]:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
+    if shown < len(warnings):
+        console.print(f"warning: and {len(warnings) - shown} more (-v, or the report)", style="yellow")
+
+
+def config_rows(plan: Plan) -> list[Row]:
+    """(dotted key, value, source) for every key of the configuration."""
+    return [(key, _written(_lookup(plan.config, key)), source) for key, source in plan.sources.items()]
+
+
+def _rows(plan: Plan) -> dict[str, Row]:
+    """The decisions by name, as they are printed. A fact stands in one row: what follows from another row, or cannot
+    differ with a single worker, is left out."""
+    found = {name: (name, value, reason) for name, value, reason in plan.rows()}
+    hidden = {name for name in ("device", "accelerator") if name in found and found[name][2].startswith("mode ")}
+    if plan.value("workers", 0) == 1:
+        hidden |= {"placement", "strategy"} | ({"backend"} if plan.value("hosts", 0) in (0, "none") else set())
+    if plan.value("effective_batch", 0) == plan.value("global_batch_size", None):
+        hidden.add("effective_batch")
+    if plan.value("accumulation", 0) == 1:
+        hidden.add("accumulation")
+    if plan.value("hosts", 0) == "none":
+        hidden |= {"hosts", "experts"}
+    return {
+        name: (LABELS.get(name, name.replace("_", " ")), value, _with_source(reason, plan.sources))
+        for name, (_, value, reason) in found.items()
+        if name not in hidden
+    }
+
+
+def _with_source(reason: str, sources: Mapping[str, str]) -> str:
+    """A reason that is the name of a key, with where its value came from."""
+    return f"{reason} ({sources[reason]})" if sources.get(reason, "default") != "default" else reason
+
+
+def _print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
+    """Print one part of the table on a terminal, and otherwise one line for each row."""
+    if not rows:
+        return
+    console.print()
+    if not console.is_terminal:
+        console.print(f"# {title}", markup=False, highlight=False)
+        for name, value, comment in rows:
+            console.print(f"{name}: {value}  # {comment}", markup=False, highlight=False, soft_wrap=True)
+        return
+    from rich.table import Table
+
+    console.print(title, style="bold")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(min_width=19, overflow="fold")
+    table.add_column(min_width=16, max_width=24, overflow="fold")
+    table.add_column(style="dim", overflow="fold")
+    for name, value, comment in rows:
+        table.add_row(f"  {name}", value, comment)
+    console.print(table, markup=False, highlight=False)
+
+
+def _start_rows(plan: Plan) -> list[tuple[str, str]]:
+    value = {name: text for name, text, _ in plan.rows()}
+    workers, threads = plan.value("workers", 0), value.get("threads")
+    machine = [plan.inventory["summary"], f"{workers} worker{'' if workers == 1 else 's'}"]
+    if plan.value("device", "") == "cpu" and threads is not None:
+        machine[1] += f" of {threads} threads"
+    if plan.value("hosts", 0) not in (0, "none"):
+        machine.append(f"expert hosts: {value['hosts']}")
+    model = [_model_name(plan), f"{_count(plan.value('parameters', 0))} parameters"]
+    if plan.value("hosts", "none") != "none":
+        model.append(f"experts: {value['experts']}")
+    data, facts = [str(plan.config["data"].get("source") or "given from Python")], plan.data_facts
+    if facts is not None and facts.train_rows:
+        each = f" of {facts.tokens_per_row:,} tokens" if facts.tokens_per_row else ""
+        data += [f"{facts.train_rows:,} rows{each} to train on", f"{facts.eval_rows or 0:,} to evaluate"]
+    batch = [f"{value['global_batch_size']} rows", f"micro-batches of {value['micro_batch_size']}"]
+    batch.append(f"{value['max_steps']} steps")
+    found = {"machine": machine, "model": model, "data": data, "batch": batch, "precision": [_precision(plan)]}
+    return [*((name, ", ".join(parts)) for name, parts in found.items()), ("run", str(plan.value("files", "")))]
+
+
+def _model_name(plan: Plan) -> str:
+    model = plan.config["model"]
+    return str(model.get("builder") or "the module given from Python").rpartition(":")[2]
+
+
+def _precision(plan: Plan) -> str:
+    rows = {name: (value, reason) for name, value, reason in plan.rows()}
+    value, reason = rows["precision"]
+    return f"{value}, measured at the start" if " or " in value else f"{value} ({reason})"
+
+
+def _count(number: Any) -> str:
+    if not isinstance(number, int) or not number:
+        return "an unknown number of"
+    for limit, unit in ((1_000_000_000, "B"), (1_000_000, "M")):
+        if number >= limit:
+            return f"{number / limit:.3g} {unit}"
+    return f"{number:,}"
+
+
+def _written(value: Any) -> str:
+    """A value as people write it in a job file."""
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _lookup(config: Mapping[str, Any], key: str) -> Any:
+    found, rest = config, key
+    while rest not in found:  # a key may itself contain dots (tune.found.facts)
+        part, _, rest = rest.partition(".")
+        found = found[part]
+    return found[rest]
