@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from jobs.job.arguments import ALL, split_arguments
+from jobs.job.arguments import split_arguments
 from raytrain.errors import InputError, RaytrainError
 
 INTERRUPTED = 130
@@ -29,7 +29,7 @@ class _Verbs(click.Group):
         except click.exceptions.Exit as error:
             sys.exit(error.exit_code)
         except click.ClickException as error:
-            error.show()
+            click.echo(f"error: {_one_line(error)}", err=True)
             sys.exit(2)
         except RaytrainError as error:
             click.echo(f"error: {error}", err=True)
@@ -38,30 +38,85 @@ class _Verbs(click.Group):
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and self.get_command(ctx, name) is None:
+            from raytrain.config.messages import suggestion
+
+            verbs = self.list_commands(ctx)
+            job = f"did you mean `raytrain train {name}`?" if "." in name or "/" in name or "=" in name else ""
+            raise InputError(
+                "raytrain", got=f"the unknown verb {name}", expected=f"one of {', '.join(verbs)}",
+                remedy=job or suggestion(name, verbs),
+            )  # fmt: skip
+        return super().resolve_command(ctx, args)
+
+
+def _one_line(error: click.ClickException) -> str:
+    """Click's message, and where the usage of the command is."""
+    text = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    return text if context is None else f"{text}; `{context.command_path} --help` shows what it takes"
+
 
 def _leave(number: int, frame: object) -> None:
     """Exit at once: nothing has started yet, so nothing has to be saved."""
     raise KeyboardInterrupt
 
 
-def _keys_option(sections: tuple[str, ...]) -> Any:
-    """A command class whose `--help` ends with the keys of these sections and their defaults. It takes the options of
-    other launchers as these keys."""
+def _keys_option(verb: str) -> Any:
+    """A command class whose `--help` ends with the important keys of a verb. It takes the options of other launchers as
+    keys, and says of any other option which key it probably means."""
 
     class VerbCommand(click.Command):
         def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
             from jobs.job.launchers import INFERENCE, LAUNCHER, TRAINING, as_keys
 
-            names = LAUNCHER | (INFERENCE if sections[0] == "infer" else TRAINING)
-            return super().parse_args(ctx, as_keys(args, names))
+            names = LAUNCHER | (INFERENCE if verb == "infer" else TRAINING)
+            given = as_keys(args, names)
+            try:
+                return super().parse_args(ctx, list(given))
+            except click.NoSuchOption as error:
+                known = [name for option in self.params for name in option.opts if name.startswith("--")]
+                raise _unknown_option(error.option_name, given, verb=self.name or verb, known=known) from error
 
         def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-            from jobs.job.keys import key_entries
+            from jobs.job.keys import important_entries
 
-            with formatter.section("Keys with their defaults, as section.key=value"):
-                formatter.write_dl(key_entries(sections), col_max=38)
+            with formatter.section("Important keys, as section.key=value"):
+                formatter.write_dl(important_entries(verb), col_max=30)
+            formatter.write_text("")
+            formatter.write_text("`raytrain keys` lists all keys, `raytrain keys loop` those of a section.")
 
     return VerbCommand
+
+
+def _unknown_option(option: str, given: list[str], *, verb: str, known: list[str]) -> InputError:
+    """`option` is what click found; short ones hold a letter each."""
+    from jobs.job.launchers import unknown_option
+
+    place = next((n for n, text in enumerate(given) if text.partition("=")[0] == option), None)
+    place = place if place is not None else next((n for n, text in enumerate(given) if text.startswith(option)), None)
+    value: str | None = None
+    if place is not None:
+        _, mark, value = given[place].partition("=")
+        after = given[place + 1] if place + 1 < len(given) else ""
+        value = value if mark else after if after and not after.startswith("-") and "=" not in after else None
+    return unknown_option(option, value, verb=verb, known=known)
+
+
+def _complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """Recipes, keys and files, for the completion of a shell."""
+    from click.shell_completion import CompletionItem
+
+    from jobs.job.job_file import recipe_names
+    from jobs.job.spec import JobSpec
+    from raytrain.config.messages import key_rows
+
+    words = [f"{row.key}=" for row in key_rows(JobSpec)] + recipe_names()
+    found = [CompletionItem(word) for word in words if word.startswith(incomplete)]
+    # click's script for bash forgets what came before a file
+    return found if "=" in incomplete else [CompletionItem(incomplete, type="file"), *found]
 
 
 JOB = "[JOB.yaml | RECIPE] [section.key=value ...]"
@@ -73,8 +128,8 @@ def main() -> None:
     """Train any PyTorch model on a Ray cluster, or on this machine."""
 
 
-@main.command(cls=_keys_option(ALL))
-@click.argument("arguments", nargs=-1, metavar=JOB)
+@main.command(cls=_keys_option("train"), short_help="Train a model from a job file or a recipe.")
+@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=_complete_job)
 @click.option(
     "--resume",
     metavar="RUN_DIR",
@@ -101,8 +156,8 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
     os._exit(code)
 
 
-@main.command(cls=_keys_option(("tune", *ALL)))
-@click.argument("arguments", nargs=-1, metavar=JOB)
+@main.command(cls=_keys_option("tune"), short_help="Search for the fastest batch size and precision, or other keys.")
+@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=_complete_job)
 @click.option("--resume", metavar="DIR", help="resume the search in this folder; trials whose process died run again")
 @click.option("--fresh", is_flag=True, help="ignore the measurements of earlier searches")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
@@ -121,8 +176,8 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
     os._exit({"done": 0, "interrupted": INTERRUPTED}[result.status])
 
 
-@main.command(cls=_keys_option(ALL))
-@click.argument("arguments", nargs=-1, metavar=JOB)
+@main.command(cls=_keys_option("train"), short_help="Show what a run would do and why; starts nothing.")
+@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=_complete_job)
 @click.option("--json", "as_json", is_flag=True, help="print the plan as JSON")
 @click.option("--build", is_flag=True, help="open the data and build the model for exact sizes (imports torch)")
 @click.option("--full", is_flag=True, help="also list the keys that have their default")
@@ -144,7 +199,7 @@ def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inv
     sys.exit(plan_verb(path, overrides, as_json=as_json, build=build, full=full, inventory_file=inventory_file))
 
 
-@main.command()
+@main.command(short_help="Write the report of runs, compare them, or watch one.")
 @click.argument("runs", nargs=-1, metavar="[RUN_DIR | OUTPUT_DIR | FILE.json ...]")
 @click.option("-f", "--follow", is_flag=True, help="watch one run in the terminal until it ends, with its exit code")
 def report(runs: tuple[str, ...], follow: bool) -> None:
@@ -159,7 +214,7 @@ def report(runs: tuple[str, ...], follow: bool) -> None:
     sys.exit(follow_run(list(runs)) if follow else write(list(runs)))
 
 
-@main.command()
+@main.command(short_help="Write the weights of a checkpoint of a run.")
 @click.argument("run", metavar="RUN")
 @click.option("--step", metavar="N|best|last", help="which checkpoint; by default as the run itself exports")
 @click.option("--to", "target", metavar="DIR", help="a new or empty folder or URI (default: RUN/exports/step_N)")
@@ -174,8 +229,11 @@ def export(run: str, step: str | None, target: str | None) -> None:
     sys.exit(export_verb(run, step=step, target=target))
 
 
-@main.command(cls=_keys_option(("infer", "scale", "precision", "cluster")))
-@click.argument("arguments", nargs=-1, metavar="[RUN | JOB.yaml | FOLDER | module:function] [section.key=value ...]")
+@main.command(cls=_keys_option("infer"), short_help="Answer the rows of infer.input with a trained model.")
+@click.argument(
+    "arguments", nargs=-1, metavar="[RUN | JOB.yaml | FOLDER | module:function] [section.key=value ...]",
+    shell_complete=_complete_job,
+)  # fmt: skip
 @click.option("--resume", metavar="DIR", help="continue the interrupted command that wrote this output folder")
 @click.option("--dry-run", is_flag=True, help="print the plan and start nothing")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
@@ -205,6 +263,46 @@ def recipes(name: str | None) -> None:
     from jobs.job.job_file import read_recipe, recipe_lines
 
     click.echo("\n".join(recipe_lines()) if name is None else read_recipe(name).rstrip())
+
+
+def _complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from jobs.job.spec import JobSpec
+    from raytrain.config.messages import key_rows
+
+    rows = [row.key for row in key_rows(JobSpec)]
+    return [
+        name for name in dict.fromkeys([*(key.split(".")[0] for key in rows), *rows]) if name.startswith(incomplete)
+    ]
+
+
+@main.command()
+@click.argument("name", required=False, metavar="[SECTION | KEY]", shell_complete=_complete_key)
+def keys(name: str | None) -> None:
+    """List the keys of a job with meaning, values and default."""
+    import shutil
+
+    from jobs.job.keys import key_lines
+
+    click.echo("\n".join(key_lines(name, width=min(120, shutil.get_terminal_size((80, 24)).columns))))
+
+
+@main.command(short_help="Print the JSON schema of a job, for editors.")
+@click.option("--out", metavar="FILE.json", help="write it to this file")
+def schema(out: str | None) -> None:
+    """Print the JSON schema of a job, with which editors complete and check keys."""
+    import json
+
+    from jobs.job.keys import job_schema
+
+    text = json.dumps(job_schema(), indent=2, default=repr)
+    if out is None:
+        click.echo(text)
+        return
+    try:
+        with open(out, "w", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+    except OSError as error:
+        raise InputError("--out", got=str(error), expected="a file that can be written") from error
 
 
 class _BenchCommand(click.Command):
@@ -247,8 +345,8 @@ def bench(
     sys.exit(bench_verb(name, arguments, out=out, quick=quick, as_json=as_json))
 
 
-@main.command(cls=_keys_option(("cluster", "scale", "save")))
-@click.argument("arguments", nargs=-1, metavar=JOB)
+@main.command(cls=_keys_option("check"), short_help="Check the machines, then train two steps in each precision.")
+@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=_complete_job)
 @click.option("--quick", is_flag=True, help="the machines only, without the training")
 @click.option("--json", "as_json", is_flag=True, help="print everything that was found as JSON")
 @click.option("--short", is_flag=True, help="print one line")
@@ -284,7 +382,10 @@ class _SubmitVerbs(click.Group):
         if self.get_command(ctx, args[0]) is None:
             offered = ", ".join(self.list_commands(ctx))
             local = main.get_command(ctx, args[0]) is not None
-            remedy = f"{args[0]} needs no cluster: run it here" if local else ""
+            from raytrain.config.messages import suggestion
+
+            near = suggestion(args[0], self.list_commands(ctx))
+            remedy = f"{args[0]} needs no cluster: run it here" if local else near
             raise InputError("submit", got=args[0], expected=f"one of {offered}", remedy=remedy)
         return super().resolve_command(ctx, args)
 
@@ -315,7 +416,7 @@ def _submitted(verb: str) -> click.Command:
     return submitted
 
 
-@main.group(cls=_SubmitVerbs)
+@main.group(cls=_SubmitVerbs, short_help="Run a verb as a Ray job on a cluster; look after such jobs.")
 def submit() -> None:
     """Run a verb as a Ray job on a cluster, and look after such jobs.
 

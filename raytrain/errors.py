@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+GUESS = "did you mean "
+"""How a remedy begins that names what was probably meant."""
+
 
 class RaytrainError(Exception):
     """A failure that raytrain explains; `exit_code` is the exit code of the command."""
@@ -10,7 +13,13 @@ class RaytrainError(Exception):
 
 
 def mismatch(subject: str, *, got: str, expected: str, remedy: str = "") -> str:
-    """The sentence of every error about a wrong value: ``SUBJECT: got X, expected Y; REMEDY``."""
+    """The sentence of every error about a wrong value: ``SUBJECT: got X, expected Y; REMEDY``.
+
+    A remedy that begins with a guess, ``did you mean Z?``, stands first: it is all that most readers need.
+    """
+    if remedy.startswith(GUESS):
+        guess, _, more = remedy.partition("?")
+        return f"{subject}: {guess}? Got {got}, expected {expected}{more}"
     text = f"{subject}: got {got}, expected {expected}"
     return f"{text}; {remedy}" if remedy else text
 

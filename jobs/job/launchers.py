@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 
+from jobs.job.spec import JobSpec
+from raytrain.config.messages import key_rows
 from raytrain.errors import InputError
 
 #: For every verb that takes a job.
@@ -21,6 +24,27 @@ INFERENCE = {
     "output_dir": "infer.output", "batch_size": "infer.batch_size", "max_new_tokens": "infer.max_new_tokens",
     "temperature": "infer.temperature",
 }  # fmt: skip
+#: Key -> what other programs call it, for the error about an option that does not exist here.
+ELSEWHERE = {
+    "loop.global_batch_size": ("batch_size", "bs", "train_batch_size"),
+    "loop.micro_batch_size": ("per_device_train_batch_size", "per_device_batch_size"),
+    "loop.max_steps": ("steps", "iterations", "num_steps"),
+    "loop.epochs": ("num_train_epochs", "num_epochs"),
+    "optim.lr": ("lr", "learning_rate"),
+    "optim.name": ("optimizer", "optim"),
+    "optim.weight_decay": ("wd",),
+    "scale.workers": ("gpus", "num_gpus", "num_workers", "devices", "nproc_per_node", "nnodes"),
+    "scale.mode": ("device",),
+    "precision.dtype": ("fp16", "bf16", "amp", "precision"),
+    "save.dir": ("output_dir", "output", "out", "save_dir"),
+    "model.builder": ("model",),
+    "model.init_from": ("checkpoint", "init"),
+    "data.source": ("dataset", "data"),
+    "infer.input": ("input",),
+    "cluster.address": ("ray_address",),
+}
+FILES = ("c", "config", "config_file", "job", "file")
+"""What other programs call the job file."""
 MACHINES = "num_machines"
 _VALUES = {
     ("precision.dtype", "no"): "fp32", ("infer.max_samples", "None"): "null",
@@ -57,6 +81,36 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
             key, plain = names[name], value.lower() if value in ("True", "False") else value
             found.append(f"{key}={_VALUES.get((key, plain), plain)}")
     return found
+
+
+def unknown_option(option: str, value: str | None, *, verb: str, known: Sequence[str]) -> InputError:
+    """The error for an option that a verb does not have, with what to type instead.
+
+    Args:
+        option: as it was given, with its dashes.
+        value: what followed it, if that may belong to it.
+        known: the options of the verb.
+    """
+    name = option.lstrip("-").replace("-", "_")
+    if name in FILES:
+        typed = f"raytrain {verb} {value or 'job.yaml'}"
+        return InputError(option, got="an option", expected="the job file alone", remedy=f"did you mean `{typed}`?")
+    keys = [row.key for row in key_rows(JobSpec)]
+    last = [key for key in keys if key.rpartition(".")[2] == name]
+    close = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in keys], n=1, cutoff=0.75)
+    near = [key for key in keys if close and key.rpartition(".")[2] == close[0]]
+    of_verb = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+    elsewhere = [key for key, names in ELSEWHERE.items() if name in names]
+    key = next(iter([*elsewhere, *last, *([] if of_verb else near)]), None)
+    expected = "section.key=value" + (f", or one of {', '.join(known)}" if known else "")
+    typed = None if key is None else f"{key}={_shown(name, value)}"
+    guess = typed or next(iter(of_verb), None)
+    remedy = f"did you mean {guess}?" if guess else "`raytrain keys` lists the keys"
+    return InputError(option, got="an unknown option", expected=expected, remedy=remedy)
+
+
+def _shown(name: str, value: str | None) -> str:
+    return name if name in ("fp16", "bf16") else value or "VALUE"
 
 
 def _check_machines(value: str, arguments: Sequence[str]) -> None:

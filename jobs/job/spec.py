@@ -17,6 +17,7 @@ from pydantic import Field
 from cluster.config import ClusterConfig, Section, TelemetryConfig
 from experts.config import ExpertsConfig
 from experts.plan.sizes import check_section, check_used
+from jobs.job.extended import extended
 from jobs.job.job_file import RECIPES, read_job, recipe_named
 from raytrain.config.decode import apply_overrides, decode, dump_yaml, encode, load_yaml, parse_override
 from raytrain.config.messages import describe
@@ -102,10 +103,10 @@ def load_spec(
     """Load a job: defaults, overridden by the file or mapping, overridden by the command line.
 
     Without a file and a mapping, the recipe `default` is used. If the command line sets `model.builder`, the recipe's
-    model and experts sections are dropped; if it sets `data.source`, the recipe's data section is dropped.
+    model, experts and optim sections are dropped; if it sets `data.source`, the recipe's data section is dropped.
 
     Args:
-        path: a JOB.yaml, which never inherits from a recipe, or the name of a packaged recipe.
+        path: a JOB.yaml, or the name of a packaged recipe. A job inherits only from what its `extends` names.
         overrides: ``section.key=value``; of duplicate keys, the last wins.
         mapping: a job from Python, which may contain objects in `model.module`, `data.train` and `data.eval`.
 
@@ -123,6 +124,9 @@ def load_spec(
         mapping = load_yaml(text, origin=str(path))
     if origin == "recipe" and path == DEFAULT_RECIPE:
         mapping = _without_replaced(mapping, overrides)
+    own = mapping
+    job = extended(own, file=path)
+    mapping = job.mapping
     merged, touched = apply_overrides(mapping, overrides)
     spec = decode(JobSpec, merged)
     _check_across(spec)
@@ -132,9 +136,11 @@ def load_spec(
     if origin != "python":
         _check_objects(spec)
     merged_text = dump_yaml(_given(given, merged))
+    if job.bases:  # the record of a run must not depend on other files
+        text = f"# merged with what it extends: {', '.join(job.names)}\n{dump_yaml(_given(given, mapping))}"
     return LoadedSpec(
         spec=spec,
-        sources=_sources(spec, mapping, touched, origin=origin) | dict.fromkeys(switched, "loop.reference"),
+        sources=_sources(spec, [(own, origin), *job.bases], touched) | dict.fromkeys(switched, "loop.reference"),
         mapping=merged,
         text=merged_text if text is None else text,
         merged_text=merged_text,
@@ -143,9 +149,10 @@ def load_spec(
 
 
 def _without_replaced(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The built-in recipe without the model, experts or data section if the command line replaces it."""
+    """The built-in recipe without the model, experts or data section if the command line replaces it; nor is its
+    optimizer one for any model."""
     given = {parse_override(text)[0] for text in overrides}
-    replaced = {"model": {"model.builder"}, "experts": {"model.builder"}, "data": {"data.source"}}
+    replaced = {name: {"model.builder"} for name in ("model", "experts", "optim")} | {"data": {"data.source"}}
     return {name: {} if given & replaced.get(name, set()) else section for name, section in recipe.items()}
 
 
@@ -165,12 +172,13 @@ def _leaves(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [leaf for key, item in value.items() for leaf in _leaves(item, (*path, str(key)))]
 
 
-def _sources(spec: JobSpec, mapping: Mapping[str, Any], touched: set[str], *, origin: str) -> dict[str, str]:
-    """The source of each value; `mapping` is the job before the overrides."""
+def _sources(spec: JobSpec, jobs: Sequence[tuple[Mapping[str, Any], str]], touched: set[str]) -> dict[str, str]:
+    """The source of each value; `jobs` are the job before the overrides and what it extends, each with its source."""
     sources = {}
     for leaf in _leaves(encode(spec), ()):
         prefixes = {".".join(leaf[: depth + 1]) for depth in range(len(leaf))}
-        given = "command line" if prefixes & touched else origin if _holds(mapping, leaf) else "default"
+        held = next((origin for mapping, origin in jobs if _holds(mapping, leaf)), "default")
+        given = "command line" if prefixes & touched else held
         sources[".".join(leaf)] = given
     return sources
 

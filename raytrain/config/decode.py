@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from raytrain.config.messages import describe, join, render, section_of, unknown_key, wrong_value
+from raytrain.config.messages import describe, join, render, section_of, unknown_key, whole_number, wrong_value
 from raytrain.config.sections import PLACEHOLDER, OpenSection
 from raytrain.config.yaml12 import dump_yaml, load_value, load_yaml, plain_scalar
 from raytrain.errors import InputError
@@ -114,7 +114,7 @@ def _decode(
         elif field is not None and (section := section_of(field)) is not None:
             values[key] = _decode(section, value, join(prefix, key), root, found[key])
         else:
-            values[key] = value
+            values[key] = value if field is None else whole_number(cls, key, value)
     instance, wrong = _validated(cls, values)
     for key in wrong:
         if key not in mapping:

@@ -29,6 +29,13 @@ _KINDS = {
     "array": "a list",
 }
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+SPELLINGS = {
+    "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "single": "fp32",
+    "float64": "fp64", "double": "fp64", "gpu": "single_gpu", "cuda": "single_gpu", "gpus": "multi_gpu",
+}  # fmt: skip
+"""What other programs call a value."""
+LARGEST_EXACT = 2**53
+"""Up to here every integer is a floating-point number."""
 _LONGEST = 80
 _NEAREST = 3
 _NUMBER_OR_BOOLEAN = re.compile(r"[-+]?[0-9._]+(?:e[-+]?[0-9]+)?|true|false", re.IGNORECASE)
@@ -162,6 +169,19 @@ def near_names(name: str, known: Sequence[str], *, otherwise: Sequence[str]) -> 
     return f"the nearest names: {', '.join(near)}"
 
 
+def whole_number(cls: type[BaseModel], name: str, value: Any) -> Any:
+    """`1e3` and `1000.0`, which YAML reads as floating point, as the integer that the key takes; others unchanged."""
+    if not isinstance(value, float) or not value.is_integer() or abs(value) > LARGEST_EXACT:
+        return value
+    kinds = _kinds(cls.model_json_schema()["properties"][name])
+    return int(value) if "integer" in kinds and "number" not in kinds else value
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The JSON types of a key."""
+    return {str(schema.get("type", ""))}.union(*(_kinds(member) for member in schema.get("anyOf", [])))
+
+
 def wrong_value(cls: type[BaseModel], name: str, value: Any, *, prefix: str) -> InputError:
     """The error for a value of the wrong type or out of range: one sentence, also for a union."""
     expected, remedy = expected_text(cls, name), _remedy(cls, name, value)
@@ -173,6 +193,10 @@ def _remedy(cls: type[BaseModel], name: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "it must be finite"
     if isinstance(value, str):
+        if (meant := SPELLINGS.get(value.lower())) in _choices(schema):
+            return f"did you mean {meant}?"
+        if value.endswith(".py") and "module:function" in expected_text(cls, name):
+            return f"did you mean {value.removesuffix('.py').replace('/', '.')}:FUNCTION?"
         if guess := suggestion(value.lower(), map(str, _choices(schema))):
             return guess
         if _NUMBER_OR_BOOLEAN.fullmatch(value.strip()):

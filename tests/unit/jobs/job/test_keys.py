@@ -1,29 +1,120 @@
-"""The keys that `raytrain VERB --help` lists."""
+"""The keys of a job: as a list, in the help of a verb, as a JSON schema, and in the completion of a shell."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-from jobs.job.keys import key_entries
+import jsonschema
+import pytest
+from click.testing import CliRunner
+
+from jobs.__main__ import main
+from jobs.job.job_file import read_recipe, recipe_names
+from jobs.job.keys import IMPORTANT, job_schema
 from jobs.job.spec import JobSpec
-from raytrain.config.decode import encode
+from raytrain.config.decode import load_yaml
+from raytrain.config.messages import key_rows
+
+ROOT = Path(__file__).resolve().parents[4]
 
 
-def test_every_key_of_a_section_is_listed_once_with_its_default() -> None:
-    entries = dict(key_entries(["loop", "seed"]))
-    names = [entry.partition(" = ")[0] for entry in entries]
-    assert names[0] == "seed" and len(set(names)) == len(names)
-    fields = JobSpec.model_fields["loop"].annotation.model_fields
-    assert set(names) == {"seed", *(f"loop.{name}" for name in fields)}
-    assert (
-        entries["loop.global_batch_size = 32"]
-        == "samples per optimizer step, over all workers (an integer >= 1 or auto)"
+def printed(*arguments: str) -> str:
+    done = CliRunner().invoke(main, list(arguments), env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_help_fits_one_screen_and_lists_what_exists() -> None:
+    lines = printed("--help").splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80 and not any(line.endswith("...") for line in lines[1:])
+    assert {line.split()[0] for line in lines[lines.index("Commands:") + 1 :]} == set(main.commands)
+
+
+@pytest.mark.parametrize("verb", ["train", "tune", "plan", "infer", "check"])
+def test_the_help_of_a_verb_shows_its_important_keys_and_where_the_others_are(verb: str) -> None:
+    text = printed(verb, "--help")
+    shown = [line.split(" = ")[0].strip() for line in text.splitlines() if " = " in line]
+    assert shown == list(IMPORTANT["train" if verb == "plan" else verb])
+    assert "`raytrain keys`" in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_all_keys_those_of_a_section_and_one_key() -> None:
+    rows = key_rows(JobSpec)
+    listed = [line.split(" = ")[0] for line in printed("keys").splitlines() if not line.startswith(" ")]
+    assert listed == [row.key for row in rows]
+    section = printed("keys", "retry")
+    assert [line.split(" = ")[0] for line in section.splitlines() if not line.startswith(" ")] == [
+        row.key for row in rows if row.key.startswith("retry.")
+    ]
+    assert "arguments of the builder" in printed("keys", "model")
+    assert printed("keys", "optim.lr").splitlines() == [
+        "optim.lr",
+        "  meaning  peak learning rate",
+        "  accepts  a number > 0",
+        "  default  0.001",
+        "  example  optim.lr=0.001",
+    ]
+
+
+@pytest.fixture(scope="module")
+def schema() -> jsonschema.Draft202012Validator:
+    found = job_schema()
+    jsonschema.Draft202012Validator.check_schema(found)
+    return jsonschema.Draft202012Validator(found)
+
+
+def test_the_recipes_fit_the_schema_that_the_verb_writes(
+    schema: jsonschema.Draft202012Validator, tmp_path: Path
+) -> None:
+    printed("schema", "--out", str(tmp_path / "job.schema.json"))
+    assert json.loads((tmp_path / "job.schema.json").read_text()) == json.loads(printed("schema")) == schema.schema
+    for name in recipe_names():
+        schema.validate(load_yaml(read_recipe(name), origin=name))
+    schema.validate({"extends": "default", "optim": {"lr": 1}})
+    described = schema.schema["$defs"]["OptimConfig"]["properties"]["lr"]
+    assert described["description"] == "peak learning rate" and described["default"] == 0.001
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loop": {"max_step": 1}}, {"loop": {"max_steps": 0}}, {"loop": {"max_steps": "ten"}}, {"optim": {"lr": 0}},
+        {"precision": {"dtype": "float16"}}, {"lop": {}}, {"model": "mlp"}, {"extends": 3},
+    ],
+)  # fmt: skip
+def test_the_schema_refuses_what_a_job_may_not_hold(schema: jsonschema.Draft202012Validator, wrong: dict) -> None:
+    assert not schema.is_valid(wrong)
+
+
+def test_whole_numbers_may_be_written_with_an_exponent() -> None:
+    text = printed("plan", "loop.max_steps=1e3", "loop.global_batch_size=6.4e1", "optim.lr=1e-3")
+    assert "max steps: 1,000" in text and "global batch size: 64" in text and "learning rate: 0.001" in text
+
+
+def test_bash_completes_verbs_recipes_and_keys(tmp_path: Path) -> None:
+    """In a bash of its own, with the script that click writes for it."""
+    command = tmp_path / "raytrain"
+    command.write_text(f"#!{sys.executable}\nfrom jobs.__main__ import main\nmain(prog_name='raytrain')\n")
+    command.chmod(0o755)
+    script = """
+    source <(_RAYTRAIN_COMPLETE=bash_source raytrain)
+    compopt() { :; }  # bash has it during a completion only
+    complete_line() {
+        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+        _raytrain_completion raytrain
+        echo "${COMPREPLY[@]}"
+    }
+    complete_line raytrain tr
+    complete_line raytrain train moe
+    complete_line raytrain train loop.max
+    complete_line raytrain keys optim.l
+    """
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-
-
-def test_the_defaults_are_those_of_the_schema() -> None:
-    spec = JobSpec(model={"builder": "a:b"}, data={"source": "text"})
-    shown = dict(entry.split(" = ", 1) for entry, _ in key_entries(["optim", "save", "retry"]))
-    for section in ("optim", "save", "retry"):
-        for name, value in encode(getattr(spec, section)).items():
-            assert json.loads(shown[f"{section}.{name}"]) == value
+    assert done.stdout.splitlines() == ["train", "moe_hosts", "loop.max_steps=", "optim.lr"], done.stderr
