@@ -103,12 +103,10 @@ def test_a_run_of_two_steps_writes_all_files_without_warnings(pair: Pair) -> Non
 @pytest.mark.covers("VER-10")
 def test_the_log_says_where_all_rows_are_kept_and_their_size_before_the_first_step(pair: Pair) -> None:
     out = pair.command.out
-    lines = dict(line.split(": ", 1) for line in out.splitlines() if ": " in line)
-    assert lines["device"].startswith("cpu") and lines["data storage"].startswith("resident  # ")
-    assert re.search(r"[\d.]+ [KM]iB of data", lines["data storage"]), lines["data storage"]
-    assert lines["steps per epoch"].startswith(str(pair.by_command.plan["steps_per_epoch"]["value"]))
-    assert "rows" in lines["steps per epoch"]
-    assert out.index("data storage: ") < out.index("starting workers")
+    lines = {name: rest for name, _, rest in (line.partition(" ") for line in out.splitlines())}
+    assert "CPU" in lines["machine"] and re.search(r"rows.*, [\d.]+ [KM]iB, resident$", lines["data"]), lines["data"]
+    assert lines["batch"].endswith(f"{pair.by_command.plan['steps_per_epoch']['value']} per epoch")
+    assert out.index("resident") < out.index("starting workers")
 
 
 @pytest.mark.timeout(590)
@@ -188,7 +186,10 @@ def wrong_commands(place: Any, guest_job: Job) -> dict[tuple[str, ...], str]:
         ("job.yaml", "scale.workers=100000"): "scale.workers: got 100000, expected at most",
         ("job.yaml", "model.builder=nowhere:net"): "model.builder: got nowhere:net",
         ("job.yaml", "model.builder=guest_code:absent"): "model.builder: got guest_code:absent",
-        ("job.yaml", "model.widht=3"): "model.widht: got a key that guest_code:net does not accept",
+        (
+            "job.yaml",
+            "model.widht=3",
+        ): "model.widht: did you mean model.width? Got a key that guest_code:net does not accept",
         ("job.yaml", "telemetry.observers=[guest_code:Absent]"): "telemetry.observers: got guest_code:Absent",
         ("job.yaml", "save.dir=file/runs"): "save.dir: got file/runs",
         ("absent.yaml",): "absent.yaml: got no such file",

@@ -125,7 +125,7 @@ class Tunnel:
                 if sends and b"/logs/tail" in block:
                     stream.set()
                 there.sendall(block)
-                if not sends and stream.is_set() and b"checkpoint every" in block and not self.cut.is_set():
+                if not sends and stream.is_set() and b"micro-batches of" in block and not self.cut.is_set():
                     self.cut.set()
                     break
         except OSError:
@@ -147,7 +147,7 @@ def test_a_job_brings_its_code_is_followed_through_a_cut_and_is_fetched(
     assert followed.code == 0, followed.text
     assert tunnel.cut.is_set()
     lines = followed.out.splitlines()
-    for unique in ("device: cpu", "checkpoint every", "done after 6 steps", "files: "):  # before, at and after the cut
+    for unique in ("machine ", "batch ", "done after 6 steps", "report  "):  # before, at and after the cut
         assert len([line for line in lines if line.startswith(unique)]) == 1, (unique, followed.text)
     assert followed.out.strip() == cluster.ask("logs", "whole").out.strip()
     assert "512 MiB" in followed.err and "raytrain carried along" in followed.err, followed.err
@@ -270,7 +270,7 @@ def test_wrong_input_is_refused_before_anything_is_submitted(
         (("stop", "nobody"), {}, r"ID: got nobody"),
         (("fetch", "nobody"), {}, r"ID: got nobody"),
         (("plan", "fine.yaml"), {}, r"submit: got plan, expected one of train, .*plan needs no cluster"),
-        (("tran", "fine.yaml"), {}, r"submit: got tran, expected one of train, "),
+        (("tran", "fine.yaml"), {}, r"submit: did you mean train. Got tran, expected one of train, "),
     ]
     for arguments, env, expected in cases:
         refused = cluster.ask(*arguments, env=env)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raytrain.plan.plan import Plan
+from raytrain.plan.text import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -150,7 +151,8 @@ def _print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
 def _start_rows(plan: Plan) -> list[tuple[str, str]]:
     value = {name: text for name, text, _ in plan.rows()}
     workers, threads = plan.value("workers", 0), value.get("threads")
-    machine = [plan.inventory["summary"], f"{workers} worker{'' if workers == 1 else 's'}"]
+    source = f"{plan.inventory['source']}: " if plan.inventory["source"].startswith("Ray ") else ""
+    machine = [source + plan.inventory["summary"], f"{workers} worker{'' if workers == 1 else 's'}"]
     if plan.value("device", "") == "cpu" and threads is not None:
         machine[1] += f" of {threads} threads"
     if plan.value("hosts", 0) not in (0, "none"):
@@ -161,9 +163,10 @@ def _start_rows(plan: Plan) -> list[tuple[str, str]]:
     data, facts = [str(plan.config["data"].get("source") or "given from Python")], plan.data_facts
     if facts is not None and facts.train_rows:
         each = f" of {facts.tokens_per_row:,} tokens" if facts.tokens_per_row else ""
-        data += [f"{facts.train_rows:,} rows{each} to train on", f"{facts.eval_rows or 0:,} to evaluate"]
+        data += [f"{facts.train_rows:,} rows{each}", f"{facts.eval_rows:,} held out", size_text(facts.total_bytes)]
+        data.append(value["storage"])
     batch = [f"{value['global_batch_size']} rows", f"micro-batches of {value['micro_batch_size']}"]
-    batch.append(f"{value['max_steps']} steps")
+    batch.append(f"{value['max_steps']} steps, {value['steps_per_epoch']} per epoch")
     found = {"machine": machine, "model": model, "data": data, "batch": batch, "precision": [_precision(plan)]}
     return [*((name, ", ".join(parts)) for name, parts in found.items()), ("run", str(plan.value("files", "")))]
 

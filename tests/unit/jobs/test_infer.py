@@ -219,8 +219,8 @@ def test_quality_is_computed_against_a_label(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("infer.keep=[nope]",), "infer.keep.*got 'nope'"),
-        (("infer.label=nope",), "infer.label: got 'nope'"),
+        (("infer.keep=[nope]",), "infer.keep.*Got 'nope'"),
+        (("infer.label=nope",), "infer.label: .*Got 'nope'"),
         (("model.num_features=5",), "model.init_from: got .*misshapen"),
         (("infer.max_failures=2",), "infer.max_failures"),
         (("infer.batch_size=0",), "infer.batch_size"),

@@ -377,7 +377,7 @@ def test_a_strategy_is_a_named_template_and_an_unknown_one_lists_them(capsys: py
         return stop.value.code, capsys.readouterr().err
 
     code, said = answers("none", "--strategy", "combined_optimised")
-    assert code == 2 and "got combined_optimised, expected one of infer.templates (short, combined_optimized)" in said
+    assert code == 2 and "Got combined_optimised, expected one of infer.templates (short, combined_optimized)" in said
     assert "did you mean combined_optimized" in said and not Path("none").exists()
     for name, text in job["infer"]["templates"].items():
         assert answers(name, "--strategy", name)[0] == 0

@@ -233,8 +233,8 @@ def test_a_key_like_no_other_gets_the_list_and_no_guess() -> None:
         ({"max_steps": True}, "loop.max_steps: got true (a boolean), expected an integer >= 1 or null"),
         ({"log_every": None}, "loop.log_every: got null, expected an integer >= 0; "
                               "leave it out for the default, 10"),
-        ({"compile": "defalt"}, 'loop.compile: got "defalt" (a string), expected off, default, '
-                                "reduce-overhead or max-autotune; did you mean default?"),
+        ({"compile": "defalt"}, 'loop.compile: did you mean default? Got "defalt" (a string), expected off, default, '
+                                "reduce-overhead or max-autotune"),
         ({"min_delta": math.inf}, "loop.min_delta: got inf (a number), expected a number >= 0; "
                                   "it must be finite"),
         ({"epochs": [1]}, "loop.epochs: got [1] (a list), expected an integer >= 1 or null"),

@@ -55,7 +55,7 @@ def test_the_working_directory_is_importable_but_last(folder: Path) -> None:
         ("mine_registry:", "expected module:function"),
         ("mine registry:build", "expected module:function"),
         (7, "got 7, expected module:function"),
-        ("mine_registry:bulid", r"does not define.*did you mean build\?"),
+        ("mine_registry:bulid", r"did you mean build\?.*does not define"),
         ("mine_registry:NUMBER", "a int, expected a function or a class"),
         ("nowhere_registry:build", "module nowhere_registry does not exist"),
         ("mine_registry.inner:build", "module mine_registry.inner does not exist"),

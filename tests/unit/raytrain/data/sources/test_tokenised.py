@@ -174,7 +174,7 @@ LINES = {
     "no JSON": ('{"text": "a"}\nnonsense\n', "line 2 of .* which is not valid JSON"),
     "no object": ("[1]\n", "line 1 of .* is a list"),
     "no text": ('{"text": 3}\n', "got 3 as 'text' in line 1"),
-    "no such field": ('{"text": "a"}\n{"txt": "b"}\n', "got 'text', which is missing in line 2 .* did you mean txt"),
+    "no such field": ('{"text": "a"}\n{"txt": "b"}\n', "did you mean txt. Got 'text', which is missing in line 2 "),
     "nothing to learn": ('{"text": ""}\n', "no row with a label to learn"),
     "no row": ("\n\n", "0 rows"),
 }
