@@ -16,7 +16,8 @@ from rich.console import Console
 
 from jobs.driver.screen.progress import TrainingDisplay
 from raytrain.errors import InputError, RunError
-from raytrain.report.build import build_report, compare
+from raytrain.report.build import build_report
+from raytrain.report.compare import compare
 from raytrain.report.figures import cause_of, outcome, seconds, size
 from raytrain.report.findings.rules import diagnose, finding_lines
 from raytrain.report.inference import build_inference_report, is_inference

@@ -52,6 +52,16 @@ class Result:
     weights: str | None
     reason: str
 
+    def _repr_html_(self) -> str:
+        """For notebooks: how it ended, the loss curves, and where its files are."""
+        from raytrain.report.page.snippet import result_snippet
+
+        return result_snippet(
+            {"status": self.status, "steps": self.steps, "final loss": self.final_loss,
+             "best eval loss": self.best_eval_loss, "reason": self.reason, "run": self.run, "weights": self.weights},
+            self.history,
+        )  # fmt: skip
+
 
 def result_of(run: RunFolder, record: Mapping[str, Any]) -> Result:
     """The `Result` of a run folder and its result.json."""
@@ -241,7 +251,8 @@ def print_result(
     if record["status"] == "failed":
         console.print(f"reason: {record['reason']}", markup=False)
     if phases is not None:
-        console.print(f"time    {phases.line(record['time'])}", markup=False, highlight=False)
+        spent = f"time    {phases.line(record['time'])}"
+        console.print(spent, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     for line in sample_lines(run):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"run     {run.path}", markup=False, soft_wrap=True)

@@ -20,6 +20,8 @@ from raytrain.runs.faults import CLUSTER_LOST, RAY_FAILED
 TIME_PARTS = (
     "startup", "data", "compute", "communication", "compile", "eval", "save", "restart", "lost", "other"
 )  # fmt: skip
+MOST_LOSS = 50.0
+"""A perplexity of a larger loss says nothing."""
 HISTORY_COLUMNS = (
     "epoch", "first_step", "last_step", "train_loss", "last_train_loss", "eval_loss", "accuracy", "grad_norm",
     "lr", "samples_per_s", "tokens_per_s", "step_time_s", "epoch_time_s", "peak_memory_bytes",
@@ -322,6 +324,12 @@ def compile_figures(records: RunRecords) -> dict[str, Any]:
     return {**figures, "compile_parts": {str(part.get("name")): part.get("achieved") for part in listed}}
 
 
+def _perplexity(records: RunRecords, loss: float | None) -> float | None:
+    """Of the best evaluation of a language model: e to the power of its loss per token."""
+    is_text = records.vocab_size is not None and bool(values(records.train, "tokens_per_s"))
+    return math.exp(loss) if is_text and loss is not None and loss < MOST_LOSS else None
+
+
 def summarise(records: RunRecords) -> dict[str, Any]:
     """The figures by name, in the order of the page; None for a figure that the run does not have.
 
@@ -366,6 +374,7 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "first_loss": _first_loss(records),
         "final_loss": losses[-1] if losses else number(result.get("final_loss")),
         "best_eval_loss": best[1] if best else number(result.get("best_eval_loss")),
+        "perplexity": _perplexity(records, best[1] if best else None),
         "best_eval_step": best[0] if best else None,
         "accuracy": accuracies[-1] if accuracies else None,
         "skipped_steps": number(records.train[-1].get("skipped_steps")) if records.train else None,

@@ -42,8 +42,8 @@ class ConfigRow:
 class RunRecords:
     """Everything that a run folder holds, as plain values; empty or None for what is missing.
 
-    `gpus` are those that the plan's machines have and can use; `train_rows` is the size of the train split; `train`,
-    `evals` and `loads` are rows of the metrics, `telemetry` those of all nodes in order of time.
+    `gpus` are those that the plan's machines have and can use; `train_rows` and `eval_rows` are sizes of splits;
+    `train`, `evals` and `loads` are rows of the metrics, `telemetry` those of all nodes in order of time.
     """
 
     name: str
@@ -57,6 +57,8 @@ class RunRecords:
     environment: dict[str, Any] = field(default_factory=dict)
     preflight: list[Row] = field(default_factory=list)
     train_rows: int | None = None
+    eval_rows: int | None = None
+    vocab_size: int | None = None
     train: list[Row] = field(default_factory=list)
     evals: list[Row] = field(default_factory=list)
     loads: list[Row] = field(default_factory=list)
@@ -102,7 +104,9 @@ def read_records(run: RunFolder) -> RunRecords:
         config=_config_lines(plan),
         environment=_mapping(run, run.environment, unreadable),
         preflight=[row for row in listed(checks) if isinstance(row, Mapping)],
-        train_rows=_train_rows(plan),
+        train_rows=_data_fact(plan, "train_rows"),
+        eval_rows=_data_fact(plan, "eval_rows"),
+        vocab_size=_data_fact(plan, "vocab_size"),
         train=_by_step(row for row in metrics if row.get("kind") == "train"),
         evals=_by_step(row for row in metrics if row.get("kind") == "eval"),
         loads=_by_step(row for row in _rows(run, run.experts, unreadable) if row.get("kind") == "load"),
@@ -206,10 +210,10 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _train_rows(plan: Row) -> int | None:
-    """Rows of the train split."""
-    rows = number(mapping(plan.get("data_facts")).get("train_rows"))
-    return None if rows is None else int(rows)
+def _data_fact(plan: Row, name: str) -> int | None:
+    """What the plan knew of the data: rows of a split, or its vocabulary."""
+    found = number(mapping(plan.get("data_facts")).get(name))
+    return None if found is None else int(found)
 
 
 def _plan_lines(choices: Row) -> list[PlanRow]:

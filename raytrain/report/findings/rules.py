@@ -14,7 +14,7 @@ from raytrain.report.findings.experts import experts
 from raytrain.report.findings.failures import failure, fall_backs, idle_devices, restarts, unusable_devices
 from raytrain.report.findings.finding import SEVERITIES, Finding
 from raytrain.report.findings.memory import shortages
-from raytrain.report.findings.speed import graph_breaks, limiting_part, recompiles, step_times
+from raytrain.report.findings.speed import graph_breaks, limiting_part, planned_time, recompiles, step_times
 from raytrain.report.findings.training import clipping, loss_trend, non_finite, overfitting
 from raytrain.report.records import RunRecords
 
@@ -34,6 +34,7 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     limiting_part,
     clipping,
     step_times,
+    planned_time,
     graph_breaks,
     recompiles,
     experts,

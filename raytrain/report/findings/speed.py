@@ -10,6 +10,8 @@ from raytrain.report.findings.finding import Finding
 from raytrain.report.records import RunRecords, listed, mapping, number
 
 SAVE_BUDGET = 0.03
+#: The predicted time of a step is meant to be right within this factor.
+PLANNED_WITHIN = 2.0
 #: Differences of this size are those of the operating system, which gives a core to another process for so long.
 TIME_SLICE_MS = 10.0
 
@@ -120,3 +122,16 @@ def recompiles(records: RunRecords) -> list[Finding]:
         ("set loop.compile: off", False),
     )
     return [Finding("warning", "Compiled code was compiled again and again", seen, remedy)]
+
+
+def planned_time(records: RunRecords) -> list[Finding]:
+    """Steps that took another time than the plan predicted, by more than a factor of two."""
+    planned, (measured, _) = number(records.planned("step_time")), step_ms(records)
+    if not planned or not measured or len(records.train) < 3:
+        return []
+    ratio = measured / 1000 / planned
+    if 0.5 <= ratio <= PLANNED_WITHIN:
+        return []
+    seen = f"planned {seconds(planned)}, measured {seconds(measured / 1000)} (p50): {ratio:.2g} times"
+    slower = "Other load on the machines, or a device that is slowed down: see Devices, and `raytrain check`."
+    return [Finding("info", "Steps took another time than planned", seen, slower if ratio > 1 else "")]

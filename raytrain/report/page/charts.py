@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -63,6 +63,9 @@ def chart(
     wide: bool = False,
     note: str = "",
     at: Callable[[float], str] | None = None,
+    x_label: str = "step",
+    x_tick: Callable[[float], str] | None = None,
+    log: bool = False,
 ) -> str:
     """A figure with axes, gridlines, legend and tooltips; "" if no curve has a point.
 
@@ -73,7 +76,14 @@ def chart(
         wide: span both columns of the page.
         note: a line below the title.
         at: formats an x value in a tooltip; None where x counts steps.
+        x_label: names the x axis.
+        x_tick: formats an x value at the axis.
+        log: a logarithmic y axis; values must be positive.
     """
+    if log:
+        curves = [replace(curve, points=[(x, math.log10(y)) for x, y in curve.points]) for curve in curves]
+        shown = write
+        write, tick = (lambda y: shown(10**y)), (lambda y: short(10**y))
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return ""
@@ -84,7 +94,7 @@ def chart(
     low, high, above = _y_range(curves, from_zero=from_zero)
     frame = _Frame(left, right, low, high)
     x_ticks = [x for x in ticks(left, right, 6) if at is not None or float(x).is_integer()]
-    y_ticks = ticks(low, high, 5)
+    y_ticks = log_ticks(low, high) if log else ticks(low, high, 5)
     if above:
         note = f"{note} {above} point{'s' if above > 1 else ''} above the axis.".strip()
     lines = "".join(_svg_curve(curve, frame) for curve in curves)
@@ -98,7 +108,8 @@ def chart(
         f'<span class="legend">{legend}</span></figcaption>{f"<p class=note>{esc(note)}</p>" if note else ""}'
         f'<div class="plot"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
         f'aria-label="{esc(_aria_label(title, curves, write))}">{grid}<path class="axis" d="M0 1000H1000"/>'
-        f"{stems}{lines}</svg>{_labels(x_ticks, y_ticks, frame, tick or short)}"
+        f"{stems}{lines}</svg>{_labels(x_ticks, y_ticks, frame, tick or short, x_tick or short)}"
+        f'<span class="xl">{esc(x_label)}</span>'
         f"{_bands(curves, marks, frame, write, at or _step)}</div></figure>"
     )
 
@@ -111,6 +122,36 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """The logarithms of round numbers inside [low, high], which are logarithms too: of 1, 2 and 5 times powers of ten,
+    or of closer numbers where these are fewer than three."""
+    for factors in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8), tuple(1 + step / 10 for step in range(90))):
+        powers = range(math.floor(low), math.ceil(high) + 1)
+        found = [math.log10(factor * 10.0**power) for power in powers for factor in factors]
+        found = [value for value in found if low <= value <= high]
+        if len(found) >= 3:
+            break
+    return found[:: max(1, len(found) // 6)]
+
+
+def tabs(name: str, panes: Sequence[tuple[str, str]]) -> str:
+    """Several views of the same figure, of which one is shown at a time; works without scripts.
+
+    Args:
+        name: unique on the page.
+        panes: (label, HTML) of each view; the first is shown first.
+    """
+    if len(panes) < 2:
+        return "".join(html for _, html in panes)
+    choices = "".join(
+        f'<input type="radio" name="{esc(name)}" id="{esc(name)}-{index}"{" checked" if index == 0 else ""}>'
+        f'<label for="{esc(name)}-{index}">{esc(label)}</label>'
+        for index, (label, _) in enumerate(panes)
+    )
+    views = "".join(f'<div class="pane">{html}</div>' for _, html in panes)
+    return f'<div class="tabs wide">{choices}<div class="panes">{views}</div></div>'
 
 
 def short(value: float) -> str:
@@ -185,9 +226,12 @@ def _svg_mark(mark: Mark, frame: _Frame) -> str:
     return f'<path class="{mark.kind}" d="M{frame.x(mark.x):.1f} {top}V1000"/>'
 
 
-def _labels(x_ticks: Sequence[float], y_ticks: Sequence[float], frame: _Frame, tick: Callable[[float], str]) -> str:
+def _labels(
+    x_ticks: Sequence[float], y_ticks: Sequence[float], frame: _Frame, tick: Callable[[float], str],
+    x_tick: Callable[[float], str],
+) -> str:  # fmt: skip
     ys = (f'<span class="yt" style="top:{frame.y(y) / 10:.2f}%">{esc(tick(y))}</span>' for y in y_ticks)
-    xs = (f'<span class="xt" style="left:{frame.x(x) / 10:.2f}%">{short(x)}</span>' for x in x_ticks)
+    xs = (f'<span class="xt" style="left:{frame.x(x) / 10:.2f}%">{esc(x_tick(x))}</span>' for x in x_ticks)
     return "".join(ys) + "".join(xs)
 
 

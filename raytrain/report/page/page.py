@@ -11,6 +11,7 @@ from raytrain.report.figures import outcome, plain_number, seconds, size, summar
 from raytrain.report.findings.finding import Finding
 from raytrain.report.findings.rules import diagnose
 from raytrain.report.page.charts import Curve, Mark, chart, smoothed
+from raytrain.report.page.curves import loss_chart
 from raytrain.report.page.devices import telemetry_charts
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import configuration, epochs, machine, plan_table, sample, time_table, timeline
@@ -75,6 +76,7 @@ def _tiles(summary: dict[str, Any]) -> str:
     tiles = [
         ("Final loss", _figure(summary["final_loss"]), f"first {_figure(summary['first_loss'])}"),
         ("Best eval loss", _figure(summary["best_eval_loss"]), best_at),
+        ("Perplexity", _figure(summary["perplexity"]), "best eval, per token"),
         ("Accuracy", accuracy, "eval"),
         (
             "Steps",
@@ -139,7 +141,7 @@ def rough(label: str, points: Sequence[tuple[float, float]], colour: str) -> lis
 def _curves(records: RunRecords) -> str:
     losses = rough("train", series(records.train, "loss"), "c1")
     losses.append(Curve("eval", series(records.evals, "loss"), "c2", "dots"))
-    figures = [chart("Loss", losses, marks=marks(records), wide=True), *_trends(records)]
+    figures = [loss_chart(losses, marks=marks(records), records=records), *_trends(records)]
     inner = "".join(figures)
     return f'<div class="charts">{inner}</div>' if inner else ""
 

@@ -71,7 +71,7 @@ a:hover{text-decoration:underline}
 nav{
   display:flex; flex-wrap:wrap; gap:4px 18px; margin-top:14px; padding-top:12px;
   border-top:1px solid var(--line); font-size:14px}
-.tiles{display:grid;grid-template-columns:repeat(4,minmax(0,1fr));gap:12px;margin-top:20px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(200px,1fr));gap:12px;margin-top:20px}
 .card,.tile,.chart{background:var(--card);border:1px solid var(--line);border-radius:10px;min-width:0}
 .tile{padding:12px 14px;margin:0}
 .tile dt{font-size:13px;color:var(--soft)}
@@ -107,7 +107,7 @@ figcaption{display:flex;flex-wrap:wrap;gap:2px 16px;align-items:baseline;justify
   margin-right:6px; vertical-align:middle}
 .key.dots{height:7px;width:7px;border-radius:50%}
 .key.dashed{height:0;background:none;border-top:2px dashed}
-.plot{position:relative;height:200px;margin:12px 4px 24px 46px}
+.plot{position:relative;height:200px;margin:12px 4px 36px 46px}
 .wide .plot{height:290px}
 .plot svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible}
 svg path{
@@ -140,6 +140,19 @@ svg .checkpoint{stroke-width:2}
   white-space:nowrap}
 .yt{right:100%;margin-right:8px;transform:translateY(-50%)}
 .xt{top:100%;margin-top:8px;transform:translateX(-50%)}
+.xl{position:absolute;right:0;top:100%;margin-top:23px;font-size:12px;line-height:1;color:var(--soft)}
+.tabs{min-width:0}
+.tabs>input{position:absolute;opacity:0;pointer-events:none}
+.tabs>label{
+  display:inline-block; font-size:13px; color:var(--soft); padding:3px 11px; margin:0 2px 8px 0;
+  border-radius:99px; cursor:pointer}
+.tabs>input:checked+label{background:var(--card);color:var(--ink);box-shadow:0 0 0 1px var(--line)}
+.tabs>input:focus-visible+label{outline:2px solid var(--accent)}
+.pane{display:none}
+.tabs>input:nth-of-type(1):checked~.panes>.pane:nth-child(1),
+.tabs>input:nth-of-type(2):checked~.panes>.pane:nth-child(2),
+.tabs>input:nth-of-type(3):checked~.panes>.pane:nth-child(3),
+.tabs>input:nth-of-type(4):checked~.panes>.pane:nth-child(4){display:block}
 .hit{position:absolute;top:0;bottom:0}
 .hit>i,.tip{position:absolute;display:none;pointer-events:none}
 .hit>i{top:0;bottom:0;border-left:1px solid var(--soft)}
@@ -207,7 +220,14 @@ footer p+p{margin-top:4px}
   .pairs dd{margin-bottom:8px}
 }
 @media print{
+  :root{
+    --bg:#fff; --card:#fff; --ink:#18212c; --soft:#566170; --line:#e1e5ea; --grid:#e9ecf0; --accent:#2459cf;
+    --c1:#2f6bd8; --c2:#d2600a; --c3:#15845a; --c4:#8b46c1; --c5:#c02b5e; --c6:#0e7f93; --c7:#8a6a00; --c8:#5b6675}
   body{background:#fff}
+  pre{max-height:none}
+  .scroll{overflow:visible}
+  details::details-content{content-visibility:visible;display:block;height:auto}
+  .tabs>label{display:none}
   .card,.tile,.chart{break-inside:avoid}
   nav{display:none}
 }

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.driver.result import close_run, last_sign_of_life, print_result, process_start, sample_lines, write_result
+from jobs.driver.result import (
+    Result,
+    close_run,
+    last_sign_of_life,
+    print_result,
+    process_start,
+    sample_lines,
+    write_result,
+)
 from jobs.driver.screen.phases import Phases
 from raytrain.errors import RunError
 from raytrain.execution.driver_channel import AttemptResult
@@ -235,3 +243,17 @@ def test_the_sample_is_printed_without_what_controls_a_terminal(tmp_path: Path) 
     first, *lines = sample_lines(run)
     assert first.startswith("sample of what the model writes")
     assert lines[:3] == ["    def  [31m f():", "   return 1", "  " + "x" * 76] and lines[3:] == ["  last"] * 3
+
+
+def test_a_notebook_shows_a_result_with_its_figures_and_curves(run: RunFolder) -> None:
+    history = [{"kind": "train", "step": step, "loss": 3.0 / step} for step in range(1, 9)]
+    history += [{"kind": "eval", "step": 8, "loss": 0.5}]
+    html = Result(run.path, "done", 8, 0.375, 0.5, history, None, "<8 steps>")._repr_html_()
+    assert "<svg" in html and "0.375" in html and "&lt;8 steps&gt;" in html and f"<dd>{run.path}</dd>" in html
+    assert "weights" not in html.split("</style>")[1], "there are none"
+    style = html.partition("<style>")[2].partition("</style>")[0]
+    depth, outside = 0, ""
+    for sign in style:
+        depth += (sign == "{") - (sign == "}")
+        outside += sign if depth == 0 and sign not in "{}" else ""
+    assert set(outside.split()) <= {".raytrain", "dl", ".raytrain.raytrain", "dl.raytrain"}, outside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ import pytest
 from jobs.report import report
 from raytrain.errors import InputError
 from raytrain.report.build import build_report
+from raytrain.report.compare import compare_page, not_comparable
 from raytrain.report.figures import outcome, summarise, summary_from_text
+from raytrain.report.page.charts import log_ticks
+from raytrain.report.page.curves import progress_of
 from raytrain.report.page.page import report_page
 from raytrain.report.records import read_records
 from raytrain.runs.folder import RunFolder
 
-VOID = {"meta", "br"}
+VOID = {"input", "meta", "br"}
 TIME = {"startup": 2.0, "data": 1.0, "compute": 5.0, "communication": 0.5, "save": 0.25, "other": 0.25}
 
 
@@ -271,19 +275,86 @@ def test_events_of_one_kind_in_a_row_are_drawn_together(tmp_path: Path):
 
 
 def test_report_of_several_runs_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The page lies beside the runs, not in one of them."""
     other = files()
     other["result.json"] |= {"best_eval_loss": 1.25, "best_step": 10}
+    for row in other["metrics.jsonl"]:
+        row["loss"] /= 2
+        if row["kind"] == "train":
+            row["step_time_s"] *= 2
+            row["step_ms_p50"] *= 2
+            row["step_ms_p95"] *= 2
+    other["plan.json"]["config"]["optim"]["lr"] = 0.004
     paths = [write(tmp_path / "a", files()).path, write(tmp_path / "b", other).path]
     assert report(paths) == 0
-    html = (tmp_path / "a/report/compare.html").read_text()
+    html = (tmp_path / "comparisons/a-b.html").read_text()
     page = Page(html)
     assert_self_contained(page, html)
-    assert "best eval loss 2.5 1.25" in page.text
+    assert "What differs in their jobs Key a b optim.lr 0.001 0.004 Loss" in page.text, page.text[:400]
+    assert "best eval loss 2.5 1.25 -50%" in page.text and "step p50 240 ms 480 ms +100%" in page.text.replace(
+        "0.24 s", "240 ms"
+    ).replace("0.48 s", "480 ms")
+    assert '<span class="badge good">-50%</span>' in html and '<span class="badge error">+100%</span>' in html
     assert "wall 9.0 s 9.0 s" in page.text and "tokens per second (median) 6,400 6,400" in page.text
-    assert "tokens per second (whole run) 1138 1138" in page.text
+    assert "not comparable" not in page.text and "Repeats" not in page.text
     assert capsys.readouterr().out.split() == [
-        f"{paths[0]}/report/report.html", f"{paths[1]}/report/report.html", f"{paths[0]}/report/compare.html"
+        f"{paths[0]}/report/report.html", f"{paths[1]}/report/report.html", f"{tmp_path}/comparisons/a-b.html"
     ]  # fmt: skip
+
+
+def test_runs_of_other_vocabularies_or_splits_are_said_not_to_be_comparable(tmp_path: Path):
+    runs = []
+    for name, vocab, held, source in (("a", 256, 10, "x"), ("b", 65, 10, "x"), ("c", 256, 20, "y")):
+        contents = files()
+        contents["plan.json"]["data_facts"] = {"train_rows": 90, "eval_rows": held, "vocab_size": vocab}
+        contents["plan.json"]["config"] |= {"data": {"source": source}, "seed": 1}
+        contents["plan.json"]["sources"] |= {"data.source": "file", "seed": "file"}
+        runs.append(write(tmp_path / name, contents))
+    records = [read_records(run) for run in runs]
+    names = ["a", "b", "c"]
+    (vocabulary,) = not_comparable(records[:2], names[:2])
+    assert vocabulary[0].startswith("Different vocabularies") and "a 256, b 65" in vocabulary[1]
+    (split,) = not_comparable([records[0], records[2]], ["a", "c"])
+    assert split[0].startswith("Different evaluation data") and "a 10, c 20" in split[1] and "data.source" in split[1]
+    assert not_comparable([records[0], records[0]], ["a", "a"]) == []
+    assert "Different vocabularies" in Page(compare_page(records)).text
+
+
+def test_repeats_with_other_seeds_are_shown_with_their_range(tmp_path: Path):
+    runs = []
+    for seed, factor in ((1, 1.0), (2, 1.2), (3, 0.9)):
+        contents = files()
+        contents["plan.json"]["config"] |= {"seed": seed}
+        contents["plan.json"]["sources"] |= {"seed": "command line"}
+        for row in contents["metrics.jsonl"]:
+            row["loss"] *= factor
+        runs.append(read_records(write(tmp_path / f"s{seed}", contents)))
+    text = Page(compare_page(runs)).text
+    assert "Repeats Runs best eval loss final loss step p50 s1, s2, s3 2.5 [2.5, 2.5] 2 [1.8, 2.4]" in text, text
+
+
+def test_the_loss_is_drawn_over_steps_time_and_tokens_and_in_log_scale(tmp_path: Path):
+    contents = files()
+    contents["plan.json"]["data_facts"] = {"train_rows": 90, "eval_rows": 10, "vocab_size": 256}
+    records = read_records(write(tmp_path / "a", contents))
+    page = Page(report_page(records))
+    assert page.text.count("by step") == page.text.count("by time") == page.text.count("by tokens") == 1
+    assert "log scale" in page.text and "training time" in page.text and page.tags.count("input") == 4
+    assert ("checked", "") in page.attributes, "the first view is shown"
+    known = progress_of(records.train)
+    assert known is not None and known.unit == "tokens"
+    assert (known.time(20), known.time(5), known.time(24)) == (5.0, 1.25, 6.0), "0.25 s a step"
+    assert (known.data(10), known.data(0)) == (16000.0, 0.0), "6,400 tokens in a second"
+    assert "perplexity" in page.text.lower() and summarise(records)["perplexity"] == pytest.approx(
+        math.exp(2.5), rel=1e-5
+    )
+    assert summarise(read_records(write(tmp_path / "b", files())))["perplexity"] is None, "no language model"
+
+
+def test_ticks_of_a_log_scale_are_round_numbers():
+    assert [round(10**value, 6) for value in log_ticks(math.log10(0.4), math.log10(30))] == [0.5, 1, 2, 5, 10, 20]
+    close = [10**value for value in log_ticks(math.log10(1.2), math.log10(2.6))]
+    assert len(close) >= 3 and all(abs(10 * value - round(10 * value)) < 1e-6 for value in close)
 
 
 def test_report_without_a_path_uses_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

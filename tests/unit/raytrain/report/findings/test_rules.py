@@ -257,6 +257,17 @@ def test_step_times_that_scatter():
     assert titles(records(train=uneven))["Step times vary"] == "warning"
 
 
+@pytest.mark.parametrize(("planned", "told"), [(0.1, "3 times"), (0.2, None), (0.7, "0.43 times"), (None, None)])
+def test_steps_that_took_another_time_than_planned(planned: float | None, told: str | None):
+    plan = [PlanRow("step_time", planned, "estimated", deferred=False)] if planned else []
+    found = {one.title: one for one in diagnose(records(train=rows(FALLING, step_time_s=0.3), plan=plan))}
+    one = found.get("Steps took another time than planned")
+    assert (one is None) == (told is None)
+    assert one is None or (
+        told in str(one.evidence) and one.severity == "info" and bool(one.remedy) == (planned == 0.1)
+    )
+
+
 def test_uneven_experts_and_dropped_tokens():
     seen = titles(records(train=rows(FALLING, load_imbalance=3.0, dropped_fraction=0.1)))
     assert seen["Experts are loaded unevenly"] == seen["Tokens are dropped"] == "warning"
