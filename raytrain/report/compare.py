@@ -61,7 +61,7 @@ def compare_page(runs: Sequence[RunRecords]) -> str:
     )
     body = (
         f'<header><p class="brand">raytrain report</p><h1>{len(runs)} runs compared</h1></header>'
-        + (f'<section><div class="findings">{notes}</div></section>' if notes else "")
+        + (f'<section><div class="findings tiles-gap">{notes}</div></section>' if notes else "")
         + f"<section><h2>What differs in their jobs</h2>{_differences(runs, names)}</section>"
         + f'<section><h2>Loss</h2><div class="charts">{_charts(runs, names)}</div></section>'
         + f"<section><h2>Key figures</h2>{_figures(summaries, names)}</section>"

@@ -83,6 +83,7 @@ nav{
 .narrow{max-width:620px}
 .scroll{overflow-x:auto}
 .findings{display:grid;gap:10px}
+.tiles-gap{margin-top:20px}
 .finding{
   display:grid; grid-template-columns:auto 1fr; gap:2px 12px; padding:12px 16px;
   border-left:4px solid var(--tone)}
