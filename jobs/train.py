@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from jobs.driver.attempts import RunAttempts, RunPlanner
-from jobs.driver.result import Result, close_run, process_start, result_of
+from jobs.driver.result import Result, close_run, command_start, result_of
 from jobs.driver.resume import Resumed, open_resumed
 from jobs.driver.runtime import cluster_address
 from jobs.driver.screen.phases import Phases
@@ -109,7 +109,8 @@ def train_loaded(
         InputError: the job or the machines are wrong; no run folder was made.
         Interrupted: a signal arrived before the run folder was made.
     """
-    phases = Phases(began=process_start(began))
+    began = command_start(began)
+    phases = Phases(began=began)
     activity = Activity(console, phases=phases)
     activity.begin("checking the job: opening the data and building the model")
     from jobs.driver.checks import check_on_driver  # imports torch, which takes seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -15,6 +16,7 @@ from rich.console import Console
 from jobs.driver.remedies import record_remedies
 from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
+from raytrain.config.sections import PLACEHOLDER
 from raytrain.errors import RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
@@ -24,6 +26,7 @@ from raytrain.runs.records import event
 from raytrain.runs.storage import open_store
 from raytrain.runs.time_account import account
 
+_COMMANDS = itertools.count()
 #: How much of a language model's sample is printed.
 SAMPLE_LINES, SAMPLE_WIDTH = 6, 76
 
@@ -214,6 +217,11 @@ def last_sign_of_life(run: RunFolder) -> float | None:
     return max(seen, default=None)
 
 
+def command_start(now: float) -> float:
+    """When this command began, in unix seconds: with its process, if it is the first one there, else now."""
+    return process_start(now) if next(_COMMANDS) == 0 else now
+
+
 def process_start(now: float) -> float:
     """Start of this process in unix seconds, for the time account; `now` if it is unknown."""
     try:
@@ -268,6 +276,8 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     where = _from_here(run.path)
     if record["status"] == "interrupted":
         return []
+    if run.exists(run.job) and PLACEHOLDER in run.read_text(run.job):  # only its program has the objects
+        return [f'train(..., resume="{where}")', "raytrain report RUN RUN"]
     if record["status"] == "failed":
         return [f"raytrain train --resume {where}", f"raytrain check --bundle problem.zip --run {where}"]
     infer = [f"raytrain infer {where} infer.input=FILE"] if record.get("weights") else []

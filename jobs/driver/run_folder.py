@@ -12,7 +12,7 @@ from cluster.checks.preflight import CheckResult, check_seen_by_all, run_preflig
 from cluster.checks.ray_job import check_ray_job
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
-from jobs.driver.result import last_sign_of_life, process_start
+from jobs.driver.result import last_sign_of_life
 from jobs.driver.resume import Resumed
 from jobs.driver.screen.plan_table import print_plan, print_start
 from jobs.job.paths import absolute_path, local_paths
@@ -74,7 +74,7 @@ def open_run(
     run.append_event(
         event(
             "driver_start",
-            process_start=process_start(began),
+            process_start=began,
             pid=os.getpid(),
             last_sign_of_life=last_sign,
             changed=resumed.changed if resumed else [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import time
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jobs.driver import result
 from jobs.driver.result import (
     Result,
     close_run,
+    command_start,
     last_sign_of_life,
     print_result,
     process_start,
@@ -107,11 +110,15 @@ def test_the_last_sign_of_life_is_the_newest_of_event_row_and_heartbeat(run: Run
     assert last_sign_of_life(run) == beat + 100
 
 
-def test_a_commands_time_begins_with_its_process_and_a_notebooks_with_the_call() -> None:
+def test_a_commands_time_begins_with_its_process_and_a_notebooks_with_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = time.time()
     began = process_start(now)
     assert began == now or now - 30 < began <= now
     assert process_start(now + 1e6) == now + 1e6  # a process that has been there for days
+    monkeypatch.setattr(result, "_COMMANDS", itertools.count())
+    assert abs(command_start(now) - began) < 1 and command_start(now + 2) == now + 2, "the second in a process"
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
@@ -157,6 +164,11 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
         f"next    raytrain train --resume {where}", f"        raytrain check --bundle problem.zip --run {where}",
     ]  # fmt: skip
     assert not any("next" in line for line in lines("interrupted"))
+    run.write_text(run.job, "model: {module: <object Net>}\n")
+    assert lines("done", weights="w")[-2:] == [
+        f'next    train(..., resume="{where}")',
+        "        raytrain report RUN RUN",
+    ]
 
 
 def test_steps_are_those_of_the_newest_checkpoint_where_a_command_ended_before_its_first_step(run: RunFolder) -> None:
