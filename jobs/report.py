@@ -22,6 +22,7 @@ from raytrain.report.figures import cause_of, outcome, seconds, size
 from raytrain.report.findings.rules import diagnose, finding_lines
 from raytrain.report.inference import build_inference_report, is_inference
 from raytrain.report.records import read_records
+from raytrain.report.sweep import build_sweep_report, is_sweep
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import rows_of
 from raytrain.runs.storage import LocalStore
@@ -43,8 +44,8 @@ def report(paths: list[str]) -> int:
     What the records of a run show to be wrong is printed below its path, with the key to change.
 
     Args:
-        paths: run folders (local paths or URIs), output folders of `infer`, and JSON files of `raytrain bench`; none,
-            or `latest`, means the newest run in `runs`.
+        paths: run folders (local paths or URIs), output folders of `infer`, folders of `tune`, and JSON files of
+            `raytrain bench`; none, or `latest`, means the newest run in `runs`.
 
     Raises:
         InputError: a path is neither; no report of a run is written.
@@ -57,7 +58,10 @@ def report(paths: list[str]) -> int:
     answered = [path for path in paths if path not in measured and path != "latest" and is_inference(path)]
     for path in answered:
         print(build_inference_report(path))
-    others = [*measured, *answered]
+    sweeps = [path for path in paths if path not in measured and path != "latest" and is_sweep(path)]
+    for path in sweeps:
+        print(build_sweep_report(RunFolder.open(path)))
+    others = [*measured, *answered, *sweeps]
     folders = [path for path in paths if path not in others] or ([] if others else [NEWEST])
     runs = [_open(NEWEST if path == "latest" else path) for path in folders]
     for run in runs:

@@ -7,6 +7,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -56,3 +58,17 @@ def test_the_durations_are_those_of_files_that_exist() -> None:
         rows = list(csv.DictReader(file))
     assert rows and not [row["file"] for row in rows if not (ROOT / "tests" / row["file"]).is_file()]
     assert [float(row["seconds"]) for row in rows] == sorted((float(row["seconds"]) for row in rows), reverse=True)
+
+
+@pytest.mark.covers("COMPAT-06")
+def test_accelerate_is_neither_needed_nor_imported() -> None:
+    """Ray starts the workers; the options of `accelerate launch` stand for keys (tests/unit/jobs/job)."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [
+        *about["dependencies"],
+        *(one for group in about.get("optional-dependencies", {}).values() for one in group),
+    ]
+    assert needed and not [one for one in needed if one.startswith("accelerate")]
+    code = [path for package in ("raytrain", "experts", "jobs", "cluster") for path in (ROOT / package).rglob("*.py")]
+    imports = re.compile(r"^\s*(import|from) accelerate\b", re.MULTILINE)
+    assert len(code) > 100 and not [path for path in code if imports.search(path.read_text())]

@@ -100,13 +100,25 @@ def test_a_run_of_two_steps_writes_all_files_without_warnings(pair: Pair) -> Non
 
 
 @pytest.mark.timeout(590)
-@pytest.mark.covers("VER-10")
+@pytest.mark.covers("VER-10", "TRB-20")
 def test_the_log_says_where_all_rows_are_kept_and_their_size_before_the_first_step(pair: Pair) -> None:
     out = pair.command.out
     lines = {name: rest for name, _, rest in (line.partition(" ") for line in out.splitlines())}
-    assert "CPU" in lines["machine"] and re.search(r"rows.*, [\d.]+ [KM]iB, resident$", lines["data"]), lines["data"]
+    assert "CPU" in lines["machine"] and "no GPU" in lines["machine"], "whether one is used"
+    assert re.search(r"rows.*, [\d.]+ [KM]iB, resident$", lines["data"]), lines["data"]
     assert lines["batch"].endswith(f"{pair.by_command.plan['steps_per_epoch']['value']} per epoch")
     assert out.index("resident") < out.index("starting workers")
+
+
+@pytest.mark.timeout(590)
+@pytest.mark.covers("DEV-16")
+def test_a_run_records_its_hardware_driver_and_versions(pair: Pair) -> None:
+    record = json.loads((pair.by_command.path / "environment.json").read_text())
+    assert record["cpu_model"] and record["cores"] >= 1 and record["memory_bytes"] > 1 << 30
+    assert all(isinstance(has, bool) for has in record["cpu_flags"].values()) and "amx_bf16" in record["cpu_flags"]
+    assert record["driver"] is None and record["gpus"] == [], "of NVIDIA; there is none here"
+    assert record["versions"]["torch"].startswith("2.") and record["versions"]["ray"].startswith("2.")
+    assert record["host"] and record["python"] and record["inventory"]["nodes"][0]["cpus"] >= 1
 
 
 @pytest.mark.timeout(590)

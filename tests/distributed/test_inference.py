@@ -329,7 +329,7 @@ def same(texts: Path, output: str) -> bool:
 
 
 @pytest.mark.timeout(590)
-@pytest.mark.covers("PAR-10", "INF-03", "INF-16")
+@pytest.mark.covers("PAR-10", "INF-03", "INF-16", "NODE-05")
 def test_four_workers_answer_each_row_once_as_one_process_does(disturbed: dict[str, Any], texts: Path) -> None:
     assert same(texts, "four")
     table = parquet.read_table(texts / "four/predictions.parquet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +153,7 @@ def _start_rows(plan: Plan) -> list[tuple[str, str]]:
     value = {name: text for name, text, _ in plan.rows()}
     workers, threads = plan.value("workers", 0), value.get("threads")
     source = f"{plan.inventory['source']}: " if plan.inventory["source"].startswith("Ray ") else ""
-    machine = [source + plan.inventory["summary"], f"{workers} worker{'' if workers == 1 else 's'}"]
+    machine = [source + _machines(plan.inventory), f"{workers} worker{'' if workers == 1 else 's'}"]
     if plan.value("device", "") == "cpu" and threads is not None:
         machine[1] += f" of {threads} threads"
     if plan.value("hosts", 0) not in (0, "none"):
@@ -169,6 +170,17 @@ def _start_rows(plan: Plan) -> list[tuple[str, str]]:
     batch.append(f"{value['max_steps']} steps, {value['steps_per_epoch']} per epoch")
     found = {"machine": machine, "model": model, "data": data, "batch": batch, "precision": [_precision(plan)]}
     return [*((name, ", ".join(parts)) for name, parts in found.items()), ("run", str(plan.value("files", "")))]
+
+
+def _machines(inventory: Mapping[str, Any]) -> str:
+    """Nodes, cores and GPUs in few words: `4 nodes, 64 CPU cores, 16 x H100`."""
+    nodes = inventory["nodes"]
+    gpus = Counter(device["name"] for node in nodes for device in node["devices"] if device["kind"] != "cpu")
+    if len(nodes) == 1 and sum(gpus.values()) <= 1:
+        return str(inventory["summary"])
+    parts = [f"{len(nodes)} nodes"] if len(nodes) > 1 else []
+    parts.append(f"{sum(node['cpus'] for node in nodes)} CPU cores")
+    return ", ".join([*parts, *(f"{number} x {name}" for name, number in gpus.items())] + ([] if gpus else ["no GPU"]))
 
 
 def _model_name(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.space.points import Points
 from jobs.tuning.table import SweepTable, counted, print_table, values_text
 from raytrain.errors import RunError
+from raytrain.report.sweep import build_sweep_report
 from raytrain.report.tune_figures import whole_spec
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
@@ -76,6 +77,7 @@ def print_files(command: TuneCommand, *, died: Sequence[int]) -> None:
     sweep = command.the_sweep
     command.print_line(f"trials  {sweep.trials}")
     command.print_line(f"picture {sweep.picture}")
+    command.print_line(f"report  {build_sweep_report(sweep)}")
     command.print_line(f"train   raytrain train {sweep.best}")
     if died:
         command.print_line(f"died    trial {', '.join(map(str, died))}; to repeat: raytrain tune --resume {sweep.path}")

@@ -24,12 +24,12 @@ _BUCKETS = 400
 
 @dataclass(frozen=True)
 class Curve:
-    """One series. `colour` is a class of the page (c1 to c10); `style` says how it is drawn."""
+    """One series. `colour` is a class of the page (c1 to c10); `points` are not joined."""
 
     label: str
     points: Sequence[Point]
     colour: str = "c1"
-    style: Literal["line", "faint", "dots", "dashed"] = "line"
+    style: Literal["line", "faint", "dots", "points", "dashed"] = "line"
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,9 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 def _svg_curve(curve: Curve, frame: _Frame) -> str:
     places = [(frame.x(x), frame.y(y)) for x, y in _thinned(curve.points)]
     dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
-    path = f'<path class="dot {curve.colour}" d="{dots}"/>' if curve.style == "dots" or len(places) == 1 else ""
-    if len(places) > 1:
+    dotted = curve.style in ("dots", "points") or len(places) == 1
+    path = f'<path class="dot {curve.colour}" d="{dots}"/>' if dotted else ""
+    if len(places) > 1 and curve.style != "points":
         joined = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         kind = "line" if curve.style == "dots" else curve.style
         path = f'<path class="{kind} {curve.colour}" d="M{joined}"/>{path}'

@@ -106,7 +106,7 @@ figcaption{display:flex;flex-wrap:wrap;gap:2px 16px;align-items:baseline;justify
 .key{
   display:inline-block; width:14px; height:3px; border-radius:2px; background:currentColor;
   margin-right:6px; vertical-align:middle}
-.key.dots{height:7px;width:7px;border-radius:50%}
+.key.dots,.key.points{height:7px;width:7px;border-radius:50%}
 .key.dashed{height:0;background:none;border-top:2px dashed}
 .plot{position:relative;height:200px;margin:12px 4px 36px 46px}
 .wide .plot{height:290px}
@@ -169,7 +169,7 @@ th,td{padding:7px 12px 7px 0;border-bottom:1px solid var(--line);vertical-align:
 tr:last-child td{border-bottom:0}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 td.v{font-weight:600;font-variant-numeric:tabular-nums}
-td.k{white-space:nowrap;overflow-wrap:normal}
+td.k,th.k,th.v{white-space:nowrap;overflow-wrap:normal}
 .soft{color:var(--soft)}
 td.soft{font-size:13.5px}
 .bar{

@@ -353,6 +353,22 @@ def test_the_table_shows_values_reasons_warnings_and_sources(tmp_path: Path) -> 
 A100 = "- {host: a, cpus: 12, memory_gib: 85, gpus: [{name: A100-SXM4-40GB, memory_gib: 40, capability: 8.0}]}"
 
 
+GUIDE = A100.replace("memory_gib: 40, capability: 8.0", "memory_gib: 80, capability: 8.0, count: 4")
+
+
+@pytest.mark.covers("COMPAT-09")
+@pytest.mark.parametrize(("machines", "gpus", "memory"), [(GUIDE, 4, 320), (A100, 1, 40)])
+def test_the_machines_of_the_guides_are_planned_for(tmp_path: Path, machines: str, gpus: int, memory: int) -> None:
+    """Four A100 of 80 GB, and one of 40 GB: a worker for each, in bf16 if it is as good."""
+    file, nodes = write(tmp_path / "job.yaml", json.dumps(job(tmp_path))), write(tmp_path / "nodes.yaml", machines)
+    done = CliRunner().invoke(main, ["plan", str(file), "--inventory", str(nodes), "--json"])
+    plan = Plan.from_json(json.loads(done.output))
+    assert plan.workers == Resolved(gpus, "one per GPU") and plan.backend.value_or("") == "nccl"
+    assert "bf16" in plan.precision.bounds and "8.0 has bf16" in plan.precision.reason  # type: ignore[union-attr]
+    found = [device for node in plan.inventory["nodes"] for device in node["devices"]]
+    assert sum(device["memory_bytes"] for device in found) == memory << 30 and len(found) == gpus
+
+
 @pytest.mark.covers("PERF-01")
 def test_the_verb_estimates_the_memory_of_a_full_model_on_one_a100_part_by_part(tmp_path: Path) -> None:
     """A GPT of 355 million parameters; tests/numerics compares the estimate of its rows with measured steps."""

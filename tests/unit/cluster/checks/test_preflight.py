@@ -82,7 +82,11 @@ def test_memory_counts_every_process_of_a_node() -> None:
 
 
 @pytest.mark.covers("TRB-40")
+@pytest.mark.covers("COMPAT-08")
 def test_small_shared_memory_is_a_warning(tmp_path: Path) -> None:
+    """A container has 64 MiB unless it is given more, as the documentation says."""
+    documented = (Path(__file__).parents[4] / "cluster/README.md").read_text()
+    assert "64 MiB of `/dev/shm`" in documented and "docker run --shm-size=" in documented
     assert check_shared_memory(root=tmp_path).status == "na"
     (tmp_path / "dev/shm").mkdir(parents=True)
     small = check_shared_memory(root=tmp_path, usage=lambda path: SimpleNamespace(free=64 << 20))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.devices.inventory import Inventory, Node
+from cluster.devices.inventory import Device, Inventory, Node
 from jobs.driver.plan import plan_job
 from jobs.driver.screen.plan_table import GROUPS, print_plan, print_start
 from jobs.job.spec import load_spec
@@ -74,3 +74,16 @@ def test_a_training_begins_with_at_most_eight_lines_of_80_columns() -> None:
     many = printed(print_start, plan, warnings=["one", "two", "three"])
     assert many[6:] == ["warning: one", "warning: and 2 more (-v, or the report)"]
     assert len(printed(print_start, plan, warnings=["one", "two", "three"], every=True)) == 9
+
+
+def test_machines_are_counted_by_kind() -> None:
+    gpus = tuple(Device("cuda", "NVIDIA H100", 80 << 30, (9, 0), f"GPU-{index}", index) for index in range(8))
+    nodes = tuple(Node(name, 32, 512 << 30, devices=gpus) for name in ("a", "b"))
+    pair = Inventory(nodes, source="a test", cpu_model="c", cpu_flags={})
+    (machine, *_) = printed(print_start, plan_job(load_spec(None), inventory=pair), warnings=[])
+    assert machine.startswith("machine   2 nodes, 64 CPU cores, 16 x NVIDIA H100, ")
+    plain = Inventory(
+        tuple(Node(name, 4, 8 << 30) for name in "abc"), source="Ray cluster at x", cpu_model="c", cpu_flags={}
+    )
+    (machine, *_) = printed(print_start, plan_job(load_spec(None), inventory=plain), warnings=[])
+    assert machine.startswith("machine   Ray cluster at x: 3 nodes, 12 CPU cores, no GPU, "), machine
