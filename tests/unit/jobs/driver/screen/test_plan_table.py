@@ -82,8 +82,7 @@ def test_machines_are_counted_by_kind() -> None:
     pair = Inventory(nodes, source="a test", cpu_model="c", cpu_flags={})
     (machine, *_) = printed(print_start, plan_job(load_spec(None), inventory=pair), warnings=[])
     assert machine.startswith("machine   2 nodes, 64 CPU cores, 16 x NVIDIA H100, ")
-    plain = Inventory(
-        tuple(Node(name, 4, 8 << 30) for name in "abc"), source="Ray cluster at x", cpu_model="c", cpu_flags={}
-    )
-    (machine, *_) = printed(print_start, plan_job(load_spec(None), inventory=plain), warnings=[])
+    plain = tuple(Node(name, 4, 8 << 30) for name in "abc")
+    there = Inventory(plain, source="Ray cluster at x", cpu_model="c", cpu_flags={})
+    (machine, *_) = printed(print_start, plan_job(load_spec(None), inventory=there), warnings=[])
     assert machine.startswith("machine   Ray cluster at x: 3 nodes, 12 CPU cores, no GPU, "), machine
