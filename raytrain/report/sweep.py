@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raytrain.errors import InputError, RunError
 from raytrain.report.figures import plain_number, seconds, size
 from raytrain.report.page.charts import Curve, chart, short
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import label, shown, table
 from raytrain.report.records import listed, mapping, number
 from raytrain.runs.folder import RunFolder
-from raytrain.runs.storage import join
+from raytrain.runs.storage import join, open_store
 
 TRIALS, OUTCOME, PLOT, BEST = "trials.jsonl", "tune.json", "tune_plot.json", "best.yaml"
 #: Columns of the trials that are complete runs, and of the measured sizes of a batch search.
@@ -23,11 +23,8 @@ _OF_SIZES = ("precision", "micro_batch_size", "rows_per_s", "low", "high", "peak
 
 def is_sweep(path: str) -> bool:
     """Whether this is the folder of a search."""
-    try:
-        folder = RunFolder.open(path)
-    except InputError:
-        return False
-    return folder.exists(TRIALS) and not folder.exists(folder.metrics)
+    store = open_store(path)
+    return store.exists(TRIALS) and not store.exists("metrics.jsonl")
 
 
 def build_sweep_report(sweep: RunFolder) -> str:
@@ -67,11 +64,9 @@ def sweep_page(
 
 
 def _json(sweep: RunFolder, name: str) -> Mapping[str, Any]:
-    if not sweep.exists(name):
-        return {}
     try:
-        return mapping(sweep.read_json(name))
-    except (RunError, ValueError):
+        return mapping(json.loads(sweep.read_text(name))) if sweep.exists(name) else {}
+    except json.JSONDecodeError:  # the writer was killed
         return {}
 
 

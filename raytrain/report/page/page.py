@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from raytrain.report.experts import activation_spec
 from raytrain.report.figures import outcome, plain_number, seconds, size, summarise
 from raytrain.report.findings.finding import Finding
 from raytrain.report.findings.rules import diagnose
 from raytrain.report.page.charts import Curve, Mark, chart, smoothed
 from raytrain.report.page.curves import loss_chart
 from raytrain.report.page.devices import telemetry_charts
+from raytrain.report.page.heat import expert_maps
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import configuration, epochs, machine, plan_table, sample, time_table, timeline
 from raytrain.report.records import RunRecords, number, series, values
@@ -30,7 +32,7 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
         ("findings", "What stands out", _findings(findings)),
         ("curves", "Curves", _curves(records)),
         ("devices", "Devices", telemetry_charts(records)),
-        ("experts", "Experts", _pictures(pictures or {})),
+        ("experts", "Experts", expert_maps(activation_spec(records)) + _pictures(pictures or {})),
         ("sample", "A sample of its text", sample(records)),
         ("time", "Where the time went", time_table(records)),
         ("plan", "The plan and its reasons", plan_table(records.plan)),
@@ -177,11 +179,13 @@ def _pictures(pictures: Mapping[str, bytes]) -> str:
         f'<div class="card scroll"><img alt="{esc(_ALT.get(name, name))}" loading="lazy" style="max-width:100%"'
         f' src="data:image/png;base64,{base64.b64encode(data).decode()}"></div>'
         for name, data in pictures.items()
+        if name not in _DRAWN
     )
 
 
+_DRAWN = ("expert_activations",)
+"""Pictures that the page draws itself, in its own colours."""
 _ALT = {
-    "expert_activations": "rows of each expert over time and in total, and the step of its last use",
     "expert_device_distribution": "which host each expert is on, with bytes and rows of each host",
 }
 

@@ -101,7 +101,7 @@ nav{
 figcaption{display:flex;flex-wrap:wrap;gap:2px 16px;align-items:baseline;justify-content:space-between}
 .title{font-weight:620}
 .note{font-size:13px;color:var(--soft)}
-.card+.note{margin-top:6px}
+.card+.note,.charts+.note{margin-top:8px}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:13px;color:var(--soft)}
 .key{
   display:inline-block; width:14px; height:3px; border-radius:2px; background:currentColor;
@@ -154,6 +154,14 @@ svg .checkpoint{stroke-width:2}
 .tabs>input:nth-of-type(2):checked~.panes>.pane:nth-child(2),
 .tabs>input:nth-of-type(3):checked~.panes>.pane:nth-child(3),
 .tabs>input:nth-of-type(4):checked~.panes>.pane:nth-child(4){display:block}
+.heat rect{fill:var(--c1);fill-opacity:var(--share)}
+.heat rect.none{fill:var(--bad);fill-opacity:.55}
+.heat .dead{color:var(--bad);font-weight:650}
+.heat svg{outline:1px solid var(--line)}
+.heatscale{font-size:12px;color:var(--soft);display:flex;align-items:center;margin-top:4px}
+.heatscale i{width:22px;height:12px;background:var(--c1);opacity:var(--share)}
+.heatscale i:first-of-type{margin-left:8px}
+.heatscale i:last-of-type{margin-right:8px}
 .hit{position:absolute;top:0;bottom:0}
 .hit>i,.tip{position:absolute;display:none;pointer-events:none}
 .hit>i{top:0;bottom:0;border-left:1px solid var(--soft)}
