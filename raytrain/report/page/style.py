@@ -239,5 +239,7 @@ footer p+p{margin-top:4px}
   .tabs>label{display:none}
   .card,.tile,.chart{break-inside:avoid}
   nav{display:none}
+  h2{break-after:avoid}
+  .charts{grid-template-columns:repeat(2,minmax(0,1fr))}
 }
 """
