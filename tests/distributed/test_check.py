@@ -73,7 +73,7 @@ def test_every_format_of_this_machine_trains_in_one_fit(checked: tuple[Path, Any
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.covers("DEV-14", "DEV-09", "CLI-25", "COMPAT-07")
+@pytest.mark.covers("DEV-14", "DEV-09", "CLI-25")
 def test_storage_that_cannot_be_written_turns_the_verdict_and_ends_with_1(
     run_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -82,13 +82,18 @@ def test_storage_that_cannot_be_written_turns_the_verdict_and_ends_with_1(
     assert broken.code == 1, broken.text
     assert "FAILED" in broken.out and "storage" in broken.out and "training            left out" in broken.out
     assert "set save.dir to a folder" in " ".join(broken.out.split())
-    # without nvidia-smi, rocm-smi and any other tool of the system
+    wrong = run_cli("check", "cluster.address=127.0.0.1:1", cwd=tmp_path)
+    assert wrong.code == 2 and "cluster.address" in wrong.text
+    typo = run_cli("check", "scale.worker=2", cwd=tmp_path)
+    assert typo.code == 2 and "scale.workers" in typo.text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.covers("COMPAT-07")
+def test_the_check_needs_no_tool_of_the_system_and_can_be_one_line(run_cli: Callable[..., Any], tmp_path: Path) -> None:
+    """No nvidia-smi, no rocm-smi: facts come from the driver's library and the kernel."""
     bare = {"PATH": str(tmp_path / "no tools")}
     short = run_cli("check", "--short", "--quick", cwd=tmp_path, env=bare)
     assert short.code == 0, short.text
     (line,) = short.out.splitlines()
     assert line.startswith("ok: 1 node, 1 x ") and "CUDA devices 0; torch 2." in line and " 0 failed" in line
-    wrong = run_cli("check", "cluster.address=127.0.0.1:1", cwd=tmp_path)
-    assert wrong.code == 2 and "cluster.address" in wrong.text
-    typo = run_cli("check", "scale.worker=2", cwd=tmp_path)
-    assert typo.code == 2 and "scale.workers" in typo.text
