@@ -187,17 +187,17 @@ class SharedDriver:
         """One request of tests/driver.py and its answer."""
         process = self._process or self._start()
         assert process.stdin is not None
-        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.write(json.dumps({**request, "timeout": timeout}) + "\n")
         process.stdin.flush()
         deadline = time.monotonic() + timeout
         while True:
             try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                line, why = self._lines.get(timeout=max(0.0, deadline - time.monotonic())), "the driver ended"
             except queue.Empty:
-                line = ""
+                line, why = "", f"no answer within {timeout} s"
             if not line:
                 self.stop()
-                pytest.fail(f"no answer within {timeout} s\n{(self._folder / 'stderr').read_text()}")
+                pytest.fail(f"{why}\n{(self._folder / 'stderr').read_text()}")
             if line.startswith("ANSWER "):
                 return json.loads(line.removeprefix("ANSWER "))
 

@@ -2,18 +2,24 @@
 
 Started by the fixture `train_shared` of conftest.py. It reads JSON lines {"job", "overrides", "cwd", "resume"} and
 answers each with a JSON line after the prefix ANSWER: the result of `jobs.train.train`, or the error it raised. With
-{"script"} instead of a job it runs that file and answers with its output.
+{"script"} instead of a job it runs that file and answers with its output. Shortly before "timeout" it writes to stderr
+where it is, and what holds the machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import os
 import runpy
 import sys
+import threading
 from typing import Any
+
+import ray
+from ray.util import placement_group_table
 
 from jobs.driver.runtime import connected
 from jobs.train import train
@@ -44,11 +50,23 @@ def run_script(path: str) -> str:
     return printed.getvalue()
 
 
+def write_state() -> None:
+    """The stacks of all threads, free resources and placement groups, to stderr."""
+    faulthandler.dump_traceback()
+    groups = [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
+    print("free:", ray.available_resources(), "\ngroups:", groups, file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Serves requests until stdin ends."""
     with connected("local", num_cpus=4, num_gpus=0, verbose=False):
         for line in sys.stdin:
-            print("ANSWER", json.dumps(answer(json.loads(line))), flush=True)
+            request = json.loads(line)
+            late = threading.Timer(0.9 * request["timeout"], write_state)
+            late.start()
+            found = answer(request)
+            late.cancel()
+            print("ANSWER", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -244,6 +244,7 @@ def run_units(
         items = [asdict(unit) for unit in units]
         rows = ray.data.from_items(items, override_num_blocks=len(items))
         starts = ray.remote(UnitStarts).options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
+        stack.callback(ray.kill, starts)  # Ray Data may keep the arguments of a pool
         finished = rows.map_batches(
             UnitActor, fn_constructor_args=(work, starts, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
             num_cpus=cpus, num_gpus=gpus or None, **required,

@@ -31,7 +31,9 @@ def broken():
 """
 SCRIPT = """
 import json
+import os
 import ray
+import time
 import torch
 from pathlib import Path
 from safetensors.torch import save_file
@@ -53,6 +55,24 @@ for given in (["model.builder=doubled_guest:broken"], ["model.init_from=other.sa
         found["errors"].append(None)
     except RaytrainError as error:
         found["errors"].append([type(error).__name__, str(error), Path("none").exists()])
+
+
+def actors_left():
+    parents, names = {}, {}
+    for process in (one for one in Path("/proc").iterdir() if one.name.isdigit()):
+        try:
+            names[process.name] = (process / "cmdline").read_text().rstrip("\\0")
+            parents[process.name] = (process / "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+    mine = str(os.getpid())
+    return [name for one, name in names.items() if "Unit" in name and parents.get(parents.get(one)) == mine]
+
+
+end = time.monotonic() + 20
+while actors_left() and time.monotonic() < end:
+    time.sleep(0.05)
+found["left"] = actors_left()
 print("FOUND", json.dumps(found))
 """
 
@@ -69,6 +89,7 @@ def test_ray_datasets_are_input_and_output_and_actors_tell_why_a_model_does_not_
     found = json.loads(lines[-1][6:])
     assert (found["kind"], found["rows"]) == ("Dataset", 90)
     assert found["ids"] == [f"n{row}" for row in range(90)] and found["predictions"] == [2.0 * row for row in range(90)]
+    assert found["left"] == [], "actors hold memory and CPUs until they end"
     broken, weights = found["errors"]
     assert broken[0] == "RunError" and "the model did not load: KeyError: 'no such part'" in broken[1]
     assert weights[0] == "InputError" and "model.init_from" in weights[1]
