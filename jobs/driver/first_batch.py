@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from cluster.devices.inventory import local_inventory
 from cluster.devices.limits import memory_bytes
+from cluster.forks import keep_parents_objects
 from jobs.driver.runtime import cluster_address
 from jobs.job.spec import JobSpec
 from raytrain.config.user_code import users_error
@@ -289,6 +290,7 @@ def check_first_batch(
         return FirstPass("this system cannot fork a process" if run else None)
     sys.stdout.flush()
     sys.stderr.flush()
+    keep_parents_objects()
     read, write = os.pipe()
     with warnings.catch_warnings():  # Python warns of threads; the child uses none of them
         warnings.simplefilter("ignore", DeprecationWarning)

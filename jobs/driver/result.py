@@ -98,7 +98,7 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console, phases
         run.append_event(event("driver_end", status=result.status, reason=result.reason))
         record = write_result(run, result)
         record_remedies(run, failed=result.status == "failed", reason=result.reason)
-        run.flush()
+        run.close()
     except RunError as error:
         first = f"{result.reason}; " if result.reason else ""
         raise RunError(f"{first}the end of the run was not recorded either: {error}") from error

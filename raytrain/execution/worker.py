@@ -23,6 +23,7 @@ import torch
 from ray import cloudpickle
 from torch import nn
 
+from cluster.forks import keep_parents_objects
 from cluster.telemetry.stacks import own_stacks, stack_of
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.resolve import resolve_choices
@@ -67,6 +68,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
         Rank 0's result; None on the other ranks.
     """
     keep_freed_memory()
+    keep_parents_objects()  # the user's own datasets may fork
     make_importable(config["import_path"])  # the job names the user's classes: importable before it is unpickled
     workers = Workers()
     channel = config["channel"]

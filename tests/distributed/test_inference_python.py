@@ -8,6 +8,32 @@ from typing import Any
 
 import pytest
 
+TRAINED = """
+import gc
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        gc.collect()
+        return {"loss": F.cross_entropy(self.layer(x), labels)}
+
+
+def build():
+    return Net()
+
+
+def rows():
+    return {"train": {"x": torch.randn(64, 4), "labels": torch.arange(64) % 3}}
+"""
+JOB = "model: {builder: trained_guest:build}\ndata: {source: trained_guest:rows}\nloop: {max_steps: 2}\n"
 GUEST = """
 import torch
 from torch import nn
@@ -29,7 +55,17 @@ def build():
 def broken():
     raise KeyError("no such part")
 """
+OPEN = """
+import gc
+import os
+
+gc.enable()
+for number in os.listdir("/proc/self/fd"):
+    if os.path.exists(f"/proc/self/fd/{number}"):
+        print(os.readlink(f"/proc/self/fd/{number}"))
+"""
 SCRIPT = """
+import gc
 import json
 import os
 import ray
@@ -41,6 +77,7 @@ from jobs.infer import infer
 from raytrain.errors import RaytrainError
 
 save_file({"weight": torch.zeros(5)}, "other.safetensors")
+gc.disable()  # until the training
 rows = ray.data.range(90, override_num_blocks=9).map(lambda row: {"value": row["id"], "name": f"n{row['id']}"})
 found = {"errors": []}
 result = infer("doubled_guest:build", input=rows, output="out", workers=2, quiet=True,
@@ -96,3 +133,11 @@ def test_ray_datasets_are_input_and_output_and_actors_tell_why_a_model_does_not_
     assert [one[2] for one in (broken, weights)] == [False, False], (
         "nothing is left that a corrected command would find"
     )
+
+    # The forked check of the first batch must not collect what Ray Data left behind.
+    (tmp_path / "trained_guest.py").write_text(TRAINED)
+    (tmp_path / "job.yaml").write_text(JOB)
+    run = shared_driver.train(tmp_path / "job.yaml", "scale.mode=cpu", "scale.threads=1", cwd=tmp_path, timeout=60)
+    assert (run / "result.json").is_file()
+    (tmp_path / "open.py").write_text(OPEN)
+    assert str(run) not in shared_driver.run_script(tmp_path / "open.py", timeout=20), "each run would keep files open"

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from cluster.forks import keep_parents_objects
 from raytrain.data.loading.prefetch import BatchRequest
 from raytrain.data.loading.shared_memory import receive, send
 from raytrain.data.rows.contract import Batch
@@ -48,6 +49,7 @@ class LoaderPool:
         """Requests that may be pending at a time."""
         self.high_water = 0
         context = multiprocessing.get_context("fork")
+        keep_parents_objects()
         self._pipes: list[Any] = []  # of Connection, which is another class on Windows
         self._processes: list[BaseProcess] = []
         for number in range(workers):
