@@ -43,6 +43,10 @@ DEATH_NOTICE = (
 """Matches the messages that Ray prints on the driver for every process or node that dies."""
 
 
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""With it Ray's address of this machine is 127.0.0.1, also where Ray is given that address to connect to."""
+
+
 def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[str, str]:
     """Environment variables to set before the first ``import ray``, with their values.
 
@@ -76,7 +80,7 @@ def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
     if local_cluster:
-        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        variables |= LOOPBACK
         variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
         variables["GLIBC_TUNABLES"] = UNCACHED
     if quiet:

@@ -1,4 +1,4 @@
-"""Network interfaces: which one of this machine has an address, and the variables that keep gloo and NCCL on one."""
+"""Network interfaces and addresses of this machine: which one has an address, who answers, what gloo and NCCL use."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+#: Seconds to wait for a connection.
+CONNECT_S = 2.0
 SIOCGIFADDR = 0x8915
 """The request for the IPv4 address of an interface (netdevice(7))."""
 
@@ -54,6 +56,25 @@ def interface_of(address: str) -> str | None:
         if own == wanted or (own.is_loopback and wanted.is_loopback):  # Linux answers to all of 127.0.0.0/8
             return name
     return None
+
+
+def answers(address: str) -> bool:
+    """Whether something accepts connections at `host:port`."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), CONNECT_S):
+        return True
+    return False
+
+
+def loopback_only(address: str) -> bool:
+    """Whether `host:port` is on this machine's loopback and no other address of it accepts connections to the port.
+
+    Ray takes another address of the machine in its place otherwise, also where its cluster does not listen there.
+    """
+    host, _, port = address.rpartition(":")
+    if interface_of({"localhost": "127.0.0.1"}.get(host, host.strip("[]"))) != "lo" or not answers(address):
+        return False
+    return not any(answers(f"[{own}]:{port}") for _, own in _addresses() if not own.is_loopback)
 
 
 def _addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:

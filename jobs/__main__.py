@@ -365,6 +365,24 @@ def check(
     sys.exit(run_check(path, overrides, quick=quick, as_json=as_json, short=short, bundle=bundle, run=run))
 
 
+@main.command(short_help="Watch the devices and Ray's workers of a cluster, or of this machine.")
+@click.option("--address", metavar="ADDRESS", help="of a Ray cluster, or `auto` (default: RAY_ADDRESS)")
+@click.option("--every", default=1.0, show_default=True, metavar="SECONDS", help="time between frames")
+@click.option("--frames", type=int, metavar="N", help="end after N frames (default: until Ctrl-C)")
+@click.option("--json", "as_json", is_flag=True, help="print each frame as a line of JSON")
+def top(address: str | None, every: float, frames: int | None, as_json: bool) -> None:
+    """Watch the devices and Ray's workers of a cluster, or, without an address, of this machine.
+
+    For a machine without a cluster nothing is started: the workers of any run on it are shown.
+    """
+    from rich.console import Console
+
+    from jobs.top import run_top
+
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    sys.exit(run_top(address=address, every=every, frames=frames, as_json=as_json, console=Console(highlight=False)))
+
+
 class _SubmitVerbs(click.Group):
     """The verbs that can be submitted, and `status`, `logs`, `stop` and `fetch`."""
 

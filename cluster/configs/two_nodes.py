@@ -39,7 +39,7 @@ def main(cpus: int, gpus: int, port: int) -> None:
             signal.signal(number, lambda *_: stop.set())
         print(f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={os.environ['RAY_AUTH_TOKEN_PATH']}")
         print(f"export RAY_API_SERVER_ADDRESS=http://127.0.0.1:{port}", flush=True)
-        print("two nodes are running; Ctrl-C stops them", file=sys.stderr, flush=True)
+        print(f"two nodes are running at {nodes.gcs_address}; Ctrl-C stops them", file=sys.stderr, flush=True)
         try:
             while not stop.wait(1.0):
                 continue

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: their memory and CPU time, read from /proc."""
+"""The processes of a run, or all of Ray's, on this machine: their memory and CPU time, read from /proc."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ class RunProcesses:
 
     def sample(self) -> list[ProcessSample]:
         """The processes, by process id."""
-        siblings = [pid for pid in self._children(self._parent(self._pid)) if self._is_of_run(pid)]
-        pids, waiting = set[int](), [self._pid, *siblings]
+        pids, waiting = set[int](), self._roots()
         while waiting:
             pid = waiting.pop()
             if pid not in pids:
@@ -61,6 +60,10 @@ class RunProcesses:
         found = [one for pid in sorted(pids) if (one := self._read(pid)) is not None]
         self._before = {pid: seen for pid, seen in self._before.items() if pid in pids}
         return found
+
+    def _roots(self) -> list[int]:
+        """The processes whose children belong to the run as well."""
+        return [self._pid, *(pid for pid in self._children(self._parent(self._pid)) if self._is_of_run(pid))]
 
     def _is_of_run(self, pid: int) -> bool:
         """Whether a child of the raylet belongs to the job; read once for each process, as Ray does not change it."""
@@ -118,3 +121,14 @@ class RunProcesses:
             anonymous=sizes.get("RssAnon", sizes.get("VmRSS", 0)) + sizes.get("VmSwap", 0),
             cpu_percent=None if before is None else 100 * (spent - before[1]) / max(now - before[0], 1e-3),
         )
+
+
+class RayWorkers(RunProcesses):
+    """Ray's worker processes on this machine, of every job and cluster of this user, and their children."""
+
+    def _roots(self) -> list[int]:
+        found = {int(entry.name) for entry in (self._root / "proc").iterdir() if entry.name.isdigit()}
+        self._of_run = {pid: of_ray for pid, of_ray in self._of_run.items() if pid in found}
+        for pid in found - self._of_run.keys():
+            self._of_run[pid] = self._job_of(pid) is not None
+        return [pid for pid, of_ray in self._of_run.items() if of_ray]

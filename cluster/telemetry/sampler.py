@@ -13,7 +13,7 @@ from typing import Any
 from cluster.devices.limits import ROOT
 from cluster.telemetry.cpu import CpuReader, shared_memory
 from cluster.telemetry.gpu import open_gpus
-from cluster.telemetry.processes import RunProcesses
+from cluster.telemetry.processes import RayWorkers, RunProcesses
 
 
 class NodeSampler:
@@ -24,16 +24,18 @@ class NodeSampler:
     Args:
         node: name of the node.
         environ: the environment that says which GPUs are visible.
+        every_job: count the processes of all jobs of Ray, not only of this one.
         root, nvml: substitutes for ``/`` and the pynvml module, for tests.
     """
 
     def __init__(
-        self, node: str, *, environ: Mapping[str, str] | None = None, root: Path = ROOT, nvml: Any = None
-    ) -> None:
+        self, node: str, *, environ: Mapping[str, str] | None = None, every_job: bool = False, root: Path = ROOT,
+        nvml: Any = None,
+    ) -> None:  # fmt: skip
         self.node, self._root = node, root
         self._gpus = open_gpus(os.environ if environ is None else environ, root=root, nvml=nvml)
         self._cpu = CpuReader(root=root)
-        self._processes = RunProcesses(root=root)
+        self._processes = (RayWorkers if every_job else RunProcesses)(root=root)
         self.notes = self._gpus.notes
         """Why no GPU is sampled; empty if one is."""
 

@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -16,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.checks.ray_job import is_submitted
-from cluster.environment import ray_environment
+from cluster.environment import LOOPBACK, ray_environment
+from cluster.network import answers, loopback_only
 from cluster.private_ray import end_daemons, private_ray
 from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError, first_line
 from raytrain.plan.choice import Resolved
@@ -31,7 +31,6 @@ PATIENT = {
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_raylet_client_connect_timeout_milliseconds": "10000",
 }
-CONNECT_S = 2.0
 CALL_INIT = "does not work any more, and the connection is shut down; call ray.init again, then resume the run"
 
 
@@ -91,7 +90,10 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
     if address == "connected":
         yield from _already_connected(verbose=verbose)
         return
-    for name, value in ray_environment(local_cluster=address == "local", quiet=not verbose).items():
+    variables = ray_environment(local_cluster=address == "local", quiet=not verbose)
+    if loopback_only(address):
+        variables |= LOOPBACK
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
     options = {"log_to_driver": verbose, "logging_level": "info" if verbose else "error"}
     with contextlib.ExitStack() as stack:
@@ -180,14 +182,6 @@ def _abandon(folder: str) -> None:
 
     ray.shutdown()
     end_daemons(folder)
-
-
-def answers(address: str) -> bool:
-    """Whether something accepts connections at `host:port`."""
-    host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), CONNECT_S):
-        return True
-    return False
 
 
 @contextlib.contextmanager

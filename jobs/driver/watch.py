@@ -16,13 +16,14 @@ import ray.exceptions
 from rich.console import Console
 
 from cluster.checks.ray_job import measured_stop
+from cluster.network import answers
 from cluster.placement import on_node
 from cluster.telemetry.stacks import outside_stacks
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
 from jobs.driver.run_folder import OpenRun
-from jobs.driver.runtime import Cluster, answers
+from jobs.driver.runtime import Cluster
 from jobs.driver.screen.progress import Activity, Clock, HangWatch, SilentRanks, TrainingDisplay
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def without_secret(run: Path, token: str) -> bool:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.covers("NODE-07")
+@pytest.mark.covers("NODE-07", "MON-11")
 def test_the_development_cluster_has_two_nodes_on_loopback(
     start_python: Callable[..., Any], place: Any, guest_job: Callable[..., Any], free_port: int
 ) -> None:
@@ -57,8 +58,18 @@ def test_the_development_cluster_has_two_nodes_on_loopback(
     given = ("-m", "jobs", "submit", "train", "job.yaml", f"save.dir={place.folder / 'runs'}")
     refused = start_python(*given, cwd=place.folder, env=place.env | told | {"RAY_AUTH_TOKEN": "no"})
     assert refused.finish(timeout=LIMIT_S).code == 2
+    (address,) = {path.read_text() for path in token.parent.glob("r*/ray_current_cluster")}
+    watching = ("-m", "jobs", "top", "--address", address, "--json", "--every", "0.2")
+    top = start_python(*watching, cwd=place.folder, env=place.env | told)
+    shown: list[str] = []
+    reader = threading.Thread(target=lambda: shown.extend(top.process.stdout))  # a pipe holds a few seconds
+    reader.start()
     done = start_python(*given, cwd=place.folder, env=place.env | told).finish(timeout=LIMIT_S)
     assert done.code == 0, done.text
+    top.process.send_signal(signal.SIGINT)
+    assert top.process.wait(timeout=30) == 0
+    reader.join()
+    assert_top_saw_the_training([json.loads(line) for line in shown])
     run = place.run
     assert len(run.losses()) == 4 and run.plan["workers"]["value"] == 2
     assert_on_both_nodes(run, cores=2)
@@ -70,6 +81,17 @@ def test_the_development_cluster_has_two_nodes_on_loopback(
     command.process.send_signal(signal.SIGTERM)
     assert command.process.wait(timeout=60) == 0
     assert not token.parent.exists()
+
+
+def assert_top_saw_the_training(frames: list[list[dict[str, Any]]]) -> None:
+    """Frames of both nodes, in which the processes that trained had memory and computed."""
+    assert len(frames) >= 3 and {len(frame) for frame in frames} == {2}
+    assert len({row["node"] for row in frames[0]}) == 2
+    seen = [one for frame in frames for row in frame for one in row["processes"]]
+    trained = [one for one in seen if one["name"].startswith("ray::RayTrainWorker")]
+    assert len({one["pid"] for one in trained}) >= 2 and max(one["cpu_percent"] or 0.0 for one in trained) > 10
+    assert all(one["rss"] > 2**20 for one in trained)
+    assert all(row["devices"][0]["memory_run"] > 2**20 for row in frames[-1])
 
 
 SRUN = """#!{python}

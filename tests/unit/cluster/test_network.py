@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from cluster import network
-from cluster.network import GLOO, NCCL, interface_of, join_network
+from cluster.network import GLOO, NCCL, interface_of, join_network, loopback_only
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +41,14 @@ def test_a_configured_interface_is_taken_before_the_users_variables_and_these_be
     assert (os.environ[GLOO], os.environ[NCCL]) == ("lo", "^docker")
     join_network("eth7", address="127.0.0.3")
     assert (os.environ[GLOO], os.environ[NCCL]) == ("eth7", "=eth7")
+
+
+def test_a_server_on_loopback_alone_is_told_from_one_on_all_addresses() -> None:
+    elsewhere = [str(own) for _, own in network._addresses() if not own.is_loopback and own.version == 4]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert [loopback_only(f"{host}:{port}") for host in ("127.0.0.1", "localhost")] == [True, True]
+        assert not any(loopback_only(f"{host}:{port}") for host in (*elsewhere, "203.0.113.9"))
+    assert not loopback_only(f"127.0.0.1:{port}") and not loopback_only("auto") and not loopback_only("local")
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        assert loopback_only(f"127.0.0.1:{server.getsockname()[1]}") == (not elsewhere)
