@@ -365,7 +365,7 @@ def check(
     sys.exit(run_check(path, overrides, quick=quick, as_json=as_json, short=short, bundle=bundle, run=run))
 
 
-@main.command(short_help="Watch the devices and Ray's workers of a cluster, or of this machine.")
+@main.command(short_help="Watch the devices and Ray's worker processes.")
 @click.option("--address", metavar="ADDRESS", help="of a Ray cluster, or `auto` (default: RAY_ADDRESS)")
 @click.option("--every", default=1.0, show_default=True, metavar="SECONDS", help="time between frames")
 @click.option("--frames", type=int, metavar="N", help="end after N frames (default: until Ctrl-C)")
