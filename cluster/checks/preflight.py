@@ -246,7 +246,7 @@ def on_each_node(
     import ray
 
     remote, found, names = ray.remote(function), dict[str, Any](), set[str]()
-    for node in ray.nodes():
+    for node in sorted(ray.nodes(), key=lambda one: (one["NodeManagerAddress"], one["NodeID"])):  # Ray's is any order
         if not node["Alive"]:
             continue
         slots = node["Resources"].get("GPU", 0) if gpus else 0

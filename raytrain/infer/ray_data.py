@@ -106,6 +106,9 @@ class UnitActor:
 
     def _run(self, unit: Unit) -> str:
         """The report of a unit as JSON, or the error."""
+        written = None if self._starts is None else self._worker.written(unit)
+        if written is not None:  # the process that this one replaces ended before its report had arrived
+            return json.dumps(asdict(written))
         if self._ends_each_time(unit):
             return _encoded(
                 RunError(
@@ -243,7 +246,7 @@ def run_units(
             required["ray_remote_args_fn"] = places.next_first_stage
         items = [asdict(unit) for unit in units]
         rows = ray.data.from_items(items, override_num_blocks=len(items))
-        starts = ray.remote(UnitStarts).options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
+        starts: Any = ray.remote(UnitStarts).options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
         stack.callback(ray.kill, starts)  # Ray Data may keep the arguments of a pool
         finished = rows.map_batches(
             UnitActor, fn_constructor_args=(work, starts, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",

@@ -26,7 +26,7 @@ class UnitReport:
     """What a worker says about a unit that it has written.
 
     Attributes:
-        seconds: to read, compute and write it.
+        seconds: to read, compute and write it; in the unit's file without the time to write that.
         load_s: seconds that the worker took to load the model.
         begin, end: unix seconds.
         stages: `StageTimes` of the unit as JSON; "" for a model that is not divided.

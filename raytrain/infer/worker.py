@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from raytrain.config.sections import InferConfig
 from raytrain.infer.batch_size import BatchChoice, BatchSizeSearch
 from raytrain.infer.input.rows import InputRows
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.output.folder import write_part
+from raytrain.infer.output.folder import write_part, written_report
 from raytrain.infer.predictor import Predictor
 from raytrain.infer.quantize import COMPARED_ROWS, quantization_of, quantize_compared
 from raytrain.infer.runner import TooManyFailures, UnitRunner
@@ -163,15 +163,20 @@ class InferenceWorker:
                 self.load_s, runner.out_of_memory - shortages, begin, time.time(), error=str(error),
             )  # fmt: skip
         ids = ids_of(table, unit, infer.id_column)
-        write_part(
-            self.work.parts, unit, table.select(kept_columns(infer)), results, ids=ids, worker=self.name,
-            job=self.work.job,
-        )  # fmt: skip
-        return UnitReport(
+        report = UnitReport(
             unit.number, unit.rows, sum(result.error is not None for result in results),
             sum(result.tokens for result in results), time.perf_counter() - began, self.name, self.load_s,
             runner.out_of_memory - shortages, begin, time.time(), self._stage_times(), self._quantized,
         )  # fmt: skip
+        write_part(
+            self.work.parts, unit, table.select(kept_columns(infer)), results, ids=ids, report=report,
+            job=self.work.job,
+        )  # fmt: skip
+        return replace(report, seconds=time.perf_counter() - began, end=time.time())
+
+    def written(self, unit: Unit) -> UnitReport | None:
+        """The report of a unit whose file is there, by a worker that may have ended before its report arrived."""
+        return written_report(self.work.parts, unit, self.work.job)
 
 
 def kept_columns(infer: InferConfig) -> list[str]:

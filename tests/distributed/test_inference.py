@@ -386,14 +386,22 @@ def test_each_actor_sees_its_own_gpu(disturbed: dict[str, Any]) -> None:
 def test_a_killed_worker_node_or_driver_changes_no_answer_and_costs_a_unit_a_worker(
     disturbed: dict[str, Any], texts: Path
 ) -> None:
-    for name, workers in (("worker", 1), ("node", 2)):
-        assert same(texts, name), name
-        assert 0 < disturbed[name]["rows"] - TEXTS <= workers * TEXT_UNIT, disturbed[name]
-    assert disturbed["node"]["code"] == 0
-    assert len(disturbed["worker"]["loads"]) == 3, "another worker takes the place of the killed one"
+    worker, node = disturbed["worker"], disturbed["node"]
+    assert same(texts, "worker") and same(texts, "node")
+    assert 0 < worker["rows"] - TEXTS <= TEXT_UNIT, "the unit that it was killed in"
+    assert len(worker["loads"]) == 3, "another worker takes the place of the killed one"
+    assert node["rows"] - TEXTS <= 2 * TEXT_UNIT, node  # processes of the lost node may still write what they began
+    assert node["code"] == 0 and len(node["loads"]) > 4
     first, second = disturbed["driver"]["first"], disturbed["driver"]["second"]
     assert same(texts, "driver") and len(first["units"]) == 2
     assert 0 < first["rows"] + second["rows"] - TEXTS <= 2 * TEXT_UNIT
+
+
+@pytest.mark.timeout(590)
+def test_a_unit_that_a_killed_worker_had_written_is_not_computed_again(disturbed: dict[str, Any], texts: Path) -> None:
+    """The worker dies between the unit's file and its report, which the one in its place finds in the file."""
+    found = disturbed["reporting"]
+    assert len(found["loads"]) == 3 and found["rows"] == TEXTS and same(texts, "reporting")
 
 
 @pytest.mark.timeout(300)

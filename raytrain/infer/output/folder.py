@@ -7,12 +7,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from raytrain.errors import InputError
 from raytrain.infer.runner import RowResult
-from raytrain.infer.units import Unit
+from raytrain.infer.units import Unit, UnitReport
 from raytrain.runs.lease import Attempts, this_process
 from raytrain.runs.storage import ANSWERS, LocalStore, ObjectStore, join, locate, open_store
 
@@ -154,7 +154,7 @@ class OutputFolder:
         """
         names = {entry.name for entry in self.store.entries(PARTS)}
         present = [unit for unit in units if part_name(unit.number) in names]
-        return {unit.number: part_facts(self.parts, unit, job).failed for unit in present}
+        return {unit.number: part_facts(self.parts, unit, job).report.failed for unit in present}
 
 
 def digest_of(identity: Mapping[str, Any]) -> str:
@@ -168,7 +168,7 @@ def part_name(number: int) -> str:
 
 
 def write_part(
-    parts: str, unit: Unit, table: Any, results: Sequence[RowResult], *, ids: Any, worker: str, job: str
+    parts: str, unit: Unit, table: Any, results: Sequence[RowResult], *, ids: Any, report: UnitReport, job: str
 ) -> None:
     """Write the file of a unit: complete or not at all.
 
@@ -176,6 +176,7 @@ def write_part(
         parts: the folder.
         table: the input columns to keep, as Arrow.
         ids: Arrow array of the rows' ids.
+        report: what the worker says about the unit, kept in the file for `written_report`.
         job: `digest_of` the job.
     """
     import pyarrow as pa
@@ -192,10 +193,9 @@ def write_part(
         "batch_rows": pa.array([result.batch_rows for result in results], pa.int64()),
         "tokens": pa.array([result.tokens for result in results], pa.int64()),
         "again": pa.array([result.again for result in results], pa.bool_()),
-        "worker": pa.array([worker] * unit.rows, pa.string()),
+        "worker": pa.array([report.worker] * unit.rows, pa.string()),
     }
-    failed = sum(result.error is not None for result in results)
-    about = json.dumps({"number": unit.number, "start": unit.start, "rows": unit.rows, "failed": failed, "job": job})
+    about = json.dumps({**asdict(report), "start": unit.start, "job": job})
     made = pa.table(columns).replace_schema_metadata({ABOUT: about.encode()})
     sink = pa.BufferOutputStream()
     parquet.write_table(made, sink)
@@ -204,9 +204,9 @@ def write_part(
 
 @dataclass(frozen=True)
 class PartFacts:
-    """What the footer of a unit's file says: its failed rows, and its Arrow schema."""
+    """What the footer of a unit's file says: the report of the worker that wrote it, and its Arrow schema."""
 
-    failed: int
+    report: UnitReport
     schema: Any
 
 
@@ -228,10 +228,20 @@ def part_facts(parts: str, unit: Unit, job: str) -> PartFacts:
             expected=f"rows {unit.start} to {unit.start + unit.rows}",
             remedy="delete it: --resume computes its rows again",
         )  # fmt: skip
-    if about.get("job") != job:
+    said = {one.name: about[one.name] for one in fields(UnitReport) if one.name in about}
+    if about.get("job") != job or len(said) < len(fields(UnitReport)):
         raise InputError(KEY, got=f"{path}, which another job wrote", expected="the file of a unit of this job",
                          remedy="delete it: --resume computes its rows again")  # fmt: skip
-    return PartFacts(int(about["failed"]), schema.remove_metadata())
+    return PartFacts(UnitReport(**said), schema.remove_metadata())
+
+
+def written_report(parts: str, unit: Unit, job: str) -> UnitReport | None:
+    """What the worker said that has written a unit's file; None if there is none, or none of this unit and job."""
+    store = open_store(parts, ANSWERS)
+    try:
+        return part_facts(parts, unit, job).report if store.exists(part_name(unit.number)) else None
+    except InputError:
+        return None
 
 
 def _schema_of(path: str) -> tuple[Any, int]:

@@ -64,8 +64,9 @@ def merge(
             timing.write(table)
             read(table)
     return {
-        "rows": sum(unit.rows for unit in units), "failed": sum(one.failed for one in facts), "units": len(units),
-        "unit_rows": [unit.rows for unit in units], "files": {name: answers.facts, TIMING: timing.facts},
+        "rows": sum(unit.rows for unit in units), "failed": sum(one.report.failed for one in facts),
+        "units": len(units), "unit_rows": [unit.rows for unit in units],
+        "files": {name: answers.facts, TIMING: timing.facts},
     }  # fmt: skip
 
 

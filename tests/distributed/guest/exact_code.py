@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrain.infer import worker
 from raytrain.models.gpt import gpt
 from raytrain.trainable import Trainable
 
@@ -40,6 +41,20 @@ class Orders:
         """The first worker to begin unit `at` or a later one dies."""
         if place >= at and self._first("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def written(self, write: Any) -> Any:
+        """`write_part` after which, in the mode of this name, the first worker dies that has written the file of unit
+        number `at` or a later one: its report is not sent."""
+
+        def write_and_die(parts: str, unit: Any, *rest: Any, **named: Any) -> None:
+            write(parts, unit, *rest, **named)
+            if self._read("mode") == "die_reporting" and unit.number >= int(self._read("at")) and self._first("killed"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return write_and_die
+
+    def die_reporting(self, place: int, at: int) -> None:
+        """See `written`."""
 
     def hold(self, place: int, at: int) -> None:
         """From unit `at` on, all wait for the file `go`."""
@@ -100,6 +115,7 @@ class Orders:
 def build(vocab_size: int, context: int) -> Trainable:
     """A GPT with weights of its own, which follows the orders."""
     orders = Orders(Path(os.environ["ORDERS"]).resolve())
+    worker.write_part = orders.written(worker.write_part)
     orders._append("loads", f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', '-')}")
     torch.manual_seed(3)
     trainable = gpt(vocab_size=vocab_size, layers=1, heads=2, width=16, context=context)

@@ -135,6 +135,8 @@ def main() -> None:
     answer["slow"] = run("slow", 2)
     order("kill", 9)
     answer["worker"] = run("worker", 2)
+    order("die_reporting", 9)
+    answer["reporting"] = run("reporting", 2)
     answer["devices"] = devices()
     answer["driver"] = with_a_killed_driver(cluster)
     answer["node"] = with_a_lost_node(cluster, third)
