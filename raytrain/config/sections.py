@@ -199,8 +199,10 @@ class LoopConfig(Section):
     grow_after: Count | None = Field(
         default=100, description="steps without out-of-memory until a halved micro-batch is tried larger; null: never"
     )
-    log_every: NonNegativeInt = Field(
-        default=10, description="steps between train rows; the first and the last step always have one"
+    log_every: NonNegativeInt | Literal["epoch"] = Field(
+        default=10,
+        description="steps between train rows, or `epoch`: one, and a line on the terminal, at the end of each epoch; "
+        "the first and the last step always have one",
     )
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
         default="off",

@@ -50,6 +50,7 @@ class RankZeroReporter:
         attempt: number of this attempt; the worker stops writing once the folder has a newer one.
         observers: objects for `Observers`.
         report_progress: sends a progress mapping to the driver, at most twice a second; None without a driver.
+        print_epochs: a line about each epoch stays on the driver's terminal.
     """
 
     def __init__(
@@ -59,11 +60,13 @@ class RankZeroReporter:
         attempt: int,
         observers: list[Any],
         report_progress: Callable[[dict[str, Any]], None] | None,
+        print_epochs: bool = False,
     ) -> None:
         self.run = run
         self.attempt = attempt
         self._observers = Observers(observers, on_failure=self._observer_failed)
         self._report_progress = report_progress
+        self._print_epochs = print_epochs
         self._reported = 0.0
         self._best: float | None = None
         self.last_row: dict[str, Any] = {}
@@ -82,6 +85,8 @@ class RankZeroReporter:
         self.last_row = row
         if row["kind"] == "eval":
             self._print_evaluation(row)
+        elif self._print_epochs and row.get("ends_epoch"):
+            print(epoch_line(row))
         now = time.monotonic()
         if self._report_progress is not None and now - self._reported > 0.5:
             self._reported = now
@@ -120,6 +125,15 @@ class RankZeroReporter:
         self._observers.close()
         self.fence()
         self.run.flush()
+
+
+def epoch_line(row: Mapping[str, Any]) -> str:
+    """The line about an epoch that ended with this train row; memory is that of rank 0 at its end."""
+    used, held = (float(row[f"memory_{name}_bytes"]) / 2**30 for name in ("allocated", "reserved"))
+    return (
+        f"epoch {row['epoch']} ended at step {row['step']}: loss {row['loss']:.4f}, {row['samples_per_s']:,.0f} samples/s, "
+        f"memory {used:.2f} GiB allocated, {held:.2f} GiB reserved"
+    )
 
 
 class StepReports:

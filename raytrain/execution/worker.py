@@ -179,8 +179,9 @@ class Worker:
         if self.job.tensorboard:
             observers.append(TensorBoard(MirroredFolder(self.run_folder, "tensorboard")))
         reporter = RankZeroReporter(
-            self.run_folder, attempt=self.attempt, observers=observers, report_progress=self._report_progress
-        )
+            self.run_folder, attempt=self.attempt, observers=observers, report_progress=self._report_progress,
+            print_epochs=self.job.loop.log_every == "epoch",
+        )  # fmt: skip
         for fault in self._new_faults:
             row = fault.to_json()
             reporter.event("fault", failed_attempt=row.pop("attempt"), failed_at=row.pop("time"), **row)

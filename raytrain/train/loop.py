@@ -86,7 +86,7 @@ class TrainingLoop:
         while state.step < self.limits.max_steps:
             output = self._one_step(state)
             last = state.step == self.limits.max_steps
-            if last or self._row_due(state.step):
+            if last or self._row_due(state):
                 failed = self._log(state, output)
                 if failed >= self.limits.nonfinite_steps:
                     why = f"{failed} steps in a row were not finite"
@@ -209,9 +209,15 @@ class TrainingLoop:
 
     # -- logging ----------------------------------------------------------------------------------
 
-    def _row_due(self, step: int) -> bool:
+    def _ends_epoch(self, state: LoopState) -> bool:
+        """Whether the step that was just done is the last one of its epoch."""
+        return state.cursor.epoch > self._epoch
+
+    def _row_due(self, state: LoopState) -> bool:
         """Whether a row is due: at the first step, by `log_every`, or since too many steps have failed."""
-        if step == 1 or (self.limits.log_every and step % self.limits.log_every == 0):
+        every = self.limits.log_every
+        due = self._ends_epoch(state) if every == "epoch" else bool(every) and state.step % every == 0
+        if state.step == 1 or due:
             return True
         return self._nonfinite.longest_before() >= self.limits.nonfinite_steps
 
@@ -220,7 +226,8 @@ class TrainingLoop:
         row = read_row(
             self.step, output, self._interval, self._nonfinite, number=state.step, epoch=self._epoch,
             skipped_before=self._skipped_before, peak_memory=self.peak_memory,
-            extra={**self.switches.metrics(), **self.memory()},
+            extra={**self.switches.metrics(), **self.memory()}
+            | ({"ends_epoch": True} if self._ends_epoch(state) else {}),
         )  # fmt: skip
         state.final_loss = row.record.loss
         self.reporter.metrics(row.record.to_row())

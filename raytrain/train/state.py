@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class LoopLimits:
     """The resolved numbers that limit a loop (steps count from 1)."""
 
     max_steps: int
-    log_every: int
+    log_every: int | Literal["epoch"]
     eval_every: int | None
     eval_batches: int | None
     patience: int | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_steps_that_are_not_finite_end_between_rows_and_nothing_but_a_row_reads_
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.covers("MON-01", "MON-17", "VER-12")
+@pytest.mark.covers("MON-01", "MON-06", "VER-12")
 @pytest.mark.parametrize(
     ("log_every", "rows"), [(100, [1, 100, 200, 250]), (50, [1, 50, 100, 150, 200, 250]), (0, [1, 250])]
 )
@@ -92,6 +93,29 @@ def test_rows_come_at_the_interval_first_and_last_and_nothing_asks_for_memory_be
     shown = printed.getvalue().splitlines()
     assert [line.split()[2] for line in shown] == [f"{step}/250" for step in rows]
     assert all(f"loss {row['loss']:.4f}" in line and " MiB" in line for row, line in zip(logged, shown, strict=True))
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.covers("MON-07", "MON-08", "VER-11")
+def test_by_epoch_there_is_one_row_and_one_line_with_the_memory_of_each(watched: Callable[..., Any]) -> None:
+    """Fifteen steps are an epoch; the run ends within the fourth."""
+    loop = {"max_steps": 50, "global_batch_size": 16, "log_every": "epoch"}
+    run, lines = watched({}, loop=loop)
+    logged = run.rows("train")
+    assert [(row["step"], row["epoch"]) for row in logged] == [(1, 0), (15, 0), (30, 1), (45, 2), (50, 3)]
+    assert [row.get("ends_epoch", False) for row in logged] == [False, True, True, True, False]
+    assert {line["step"] - 1 for line in lines if line["queries"]} == {1, 15, 30, 45}, "memory is asked for with a row"
+    printed = (run.path / "logs" / "rank_00000.log").read_text()
+    found = re.findall(
+        r"epoch (\d) ended at step (\d+): loss ([\d.]+), .* memory (\d+\.\d\d) GiB allocated, (\d+\.\d\d) GiB reserved\n",
+        printed,
+    )
+    expected = [
+        (str(row["epoch"]), str(row["step"]), f"{row['loss']:.4f}")
+        + tuple(f"{row[f'memory_{name}_bytes'] / 2**30:.2f}" for name in ("allocated", "reserved"))
+        for row in logged[1:-1]
+    ]
+    assert found == expected and printed.count(" ended at step ") == 3
 
 
 @pytest.mark.timeout(LIMIT_S + 20)

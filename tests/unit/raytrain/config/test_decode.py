@@ -231,7 +231,7 @@ def test_a_key_like_no_other_gets_the_list_and_no_guess() -> None:
         ({"max_steps": "7"}, 'loop.max_steps: got "7" (a string), expected an integer >= 1 or null; '
                              "write it without quotes"),
         ({"max_steps": True}, "loop.max_steps: got true (a boolean), expected an integer >= 1 or null"),
-        ({"log_every": None}, "loop.log_every: got null, expected an integer >= 0; "
+        ({"log_every": None}, "loop.log_every: got null, expected an integer >= 0 or epoch; "
                               "leave it out for the default, 10"),
         ({"compile": "defalt"}, 'loop.compile: did you mean default? Got "defalt" (a string), expected off, default, '
                                 "reduce-overhead or max-autotune"),

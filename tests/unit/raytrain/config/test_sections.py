@@ -76,7 +76,7 @@ def test_defaults_are_those_of_the_design(section: type[Section], values: dict[s
         (OptimConfig, "final_lr_fraction", [0, 1], [1.1, -0.1]),
         (LoopConfig, "max_steps", [1, None], [0, 2.0, "7", True, "auto"]),
         (LoopConfig, "global_batch_size", [1, "auto"], [0, None, 1.0, [32]]),
-        (LoopConfig, "log_every", [0, 1], [-1, None, "auto"]),
+        (LoopConfig, "log_every", [0, 1, "epoch"], [-1, None, "auto"]),
         (LoopConfig, "compile", ["off", "max-autotune"], [False, "max_autotune", None]),
         (LoopConfig, "deterministic", [True], [1, "true", None]),
         (SaveConfig, "keep", [1, "all"], [0, -1, None]),

@@ -72,8 +72,10 @@ def test_two_runs_give_the_same_losses_bit_for_bit(deterministic: bool) -> None:
 
 
 @pytest.mark.covers("MON-01", "CLI-04", "BP-07")
-@pytest.mark.parametrize(("log_every", "logged"), [(100, [1, 100, 200, 250]), (0, [1, 250]), (125, [1, 125, 250])])
-def test_rows_come_at_the_interval_and_at_the_end_and_cost_a_read_each(log_every: int, logged: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("log_every", "logged"), [(100, [1, 100, 200, 250]), (0, [1, 250]), ("epoch", [1, *range(4, 251, 4), 250])]
+)
+def test_rows_come_at_the_interval_and_at_the_end_and_cost_a_read_each(log_every: Any, logged: list[int]) -> None:
     session = mlp({"max_steps": 250, "log_every": log_every})
     with DeviceReads() as reads:
         rows, _ = train(session)
