@@ -57,3 +57,10 @@ class ClusterConfig(Section):
         default=None,
         description="bytes of device memory, or of RAM on a CPU, that one worker may use; null: the fraction",
     )
+    wanted_memory: Count | None = Field(
+        default=None,
+        description="bytes of each GPU, or of a CPU node, that the job is meant for; less is a warning",
+    )
+    wanted_capability: Positive | None = Field(
+        default=None, description="compute capability that the job is meant for, such as 9.0; less is a warning"
+    )

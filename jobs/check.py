@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.checks.preflight import CheckResult, on_each_node
+from cluster.checks.wanted import DeviceSize, check_wanted
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
 from jobs.checks.compare import (
     check_clocks,
@@ -156,7 +157,7 @@ def _check_machines(
         report.nodes = _answers(tasks, NODE_TIMEOUT_S)
     for result in check_versions(report.nodes):
         _add(report, console, [result])
-    _add(report, console, [check_platform(report.nodes)])
+    _add(report, console, [check_platform(report.nodes), *_wanted(report, spec)])
     for node, one in report.nodes.items():
         found = [result for result in one.results if result.name != "shared_storage" or not why]
         _add(report, console, found, node)
@@ -168,6 +169,16 @@ def _check_machines(
     for nodes in _one_of_each_host(report.nodes):
         report.rates |= _answers(on_each_node(measure_node, gpus=gpus, only=nodes), RATES_TIMEOUT_S)
     _add(report, console, [check_repeatable(report.rates), *check_rates(report.rates), check_monitoring(report.rates)])
+
+
+def _wanted(report: CheckReport, spec: JobSpec) -> list[CheckResult]:
+    """Whether the devices are what the job is meant for; nothing where it does not say."""
+    result = check_wanted(spec.cluster, (
+        DeviceSize(f"{row['name']} of {node}", row["kind"] != "cpu", row["memory_total_bytes"],
+                   row["capability"] and tuple(row["capability"]))
+        for node, one in report.nodes.items() for row in one.devices
+    ))  # fmt: skip
+    return [] if result.status == "na" else [result]
 
 
 def _check_training(

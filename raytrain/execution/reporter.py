@@ -131,8 +131,8 @@ def epoch_line(row: Mapping[str, Any]) -> str:
     """The line about an epoch that ended with this train row; memory is that of rank 0 at its end."""
     used, held = (float(row[f"memory_{name}_bytes"]) / 2**30 for name in ("allocated", "reserved"))
     return (
-        f"epoch {row['epoch']} ended at step {row['step']}: loss {row['loss']:.4f}, {row['samples_per_s']:,.0f} samples/s, "
-        f"memory {used:.2f} GiB allocated, {held:.2f} GiB reserved"
+        f"epoch {row['epoch']} ended at step {row['step']}: loss {row['loss']:.4f}, "
+        f"{row['samples_per_s']:,.0f} samples/s, memory {used:.2f} GiB allocated, {held:.2f} GiB reserved"
     )
 
 

@@ -38,6 +38,7 @@ from raytrain.plan.rules.devices import (
     choose_devices,
     choose_fp32_layers,
     choose_precision,
+    warn_of_lesser_devices,
     warn_of_mixed_gpus,
 )
 from raytrain.plan.rules.fsdp import micro_batch_under_fsdp, precision_under_fsdp, refuse_unmeasured
@@ -185,6 +186,7 @@ def make_plan(
     """
     warnings, total = list[str](), choose_global_batch(loop, data_facts)
     machines = choose_devices(scale, inventory, warnings)
+    warnings += warn_of_lesser_devices(cluster, machines, inventory)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
     auto = partial(
         _auto_hosts, model_facts, optim, precision, loop, scale, cluster, machines, inventory, workers=alone.value,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -97,3 +100,64 @@ def test_the_check_needs_no_tool_of_the_system_and_can_be_one_line(run_cli: Call
     assert short.code == 0, short.text
     (line,) = short.out.splitlines()
     assert line.startswith("ok: 1 node, 1 x ") and "CUDA devices 0; torch 2." in line and " 0 failed" in line
+
+
+def in_a_container(*command: str) -> list[str]:
+    """Arguments of Python that run `python -m jobs COMMAND` where /dev/shm has 64 MiB, as in a container by default."""
+    script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    arguments = [
+        "unshare",
+        "--mount",
+        "--map-root-user",
+        "sh",
+        "-c",
+        script,
+        "sh",
+        sys.executable,
+        "-m",
+        "jobs",
+        *command,
+    ]
+    return ["-c", f"import os; os.execvp('unshare', {arguments!r})"]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--mount", "--map-root-user", "true"]).returncode != 0,
+    reason="this system lets no user make a mount namespace",
+)
+@pytest.mark.covers("DEV-12", "MEM-19")
+def test_a_container_with_little_shared_memory_and_lesser_devices_than_wanted_is_warned_of_and_trains(
+    start_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The loader processes read ahead 2 x 2 batches of 24 MiB, more than /dev/shm holds: they do not use it."""
+    wanted = ("cluster.wanted_memory=9000000000000", "cluster.wanted_capability=99")
+    checked = start_python(*in_a_container("check", "--quick", "--json", *wanted), cwd=tmp_path).finish(timeout=100)
+    assert checked.code == 0, checked.text
+    found = {check["name"]: check for check in json.loads(checked.out)["checks"]}
+    shared, devices = found["shared_memory"], found["wanted_devices"]
+    assert shared["status"] == "warn" and shared["seen"] == "64 MiB free in /dev/shm"
+    assert shared["expected"] == "256 MiB free" and "docker run --shm-size=" in shared["remedy"]
+    assert devices["status"] == "warn" and devices["key"] == "cluster.wanted_memory"
+    assert devices["expected"] == "8381.9 GiB of memory and compute capability 99.0"
+    total = json.loads(checked.out)["nodes"][devices_node(checked)]["limits"]["memory_total_bytes"]
+    assert f"has {total / 2**30:.1f} GiB and no compute capability" in devices["seen"]
+
+    shutil.copy(Path(__file__).parent / "guest" / "large_rows.py", tmp_path)
+    job = [
+        "model.builder=large_rows:sums", "data.source=large_rows:rows", "data.eval_fraction=0", "data.loader_workers=2",
+        "data.storage=stream", "loop.epochs=2", "loop.global_batch_size=24", "name=large", *wanted,
+    ]  # fmt: skip
+    (tmp_path / "job.yaml").write_text("model: {builder: large_rows:sums}\n")
+    trained = start_python(*in_a_container("train", "job.yaml", *job), cwd=tmp_path).finish(timeout=200)
+    assert trained.code == 0, trained.text
+    result = json.loads((tmp_path / "runs" / "latest" / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("done", 4)
+    plan = json.loads((tmp_path / "runs" / "latest" / "plan.json").read_text())
+    assert any("cluster.wanted_memory: the job is meant for" in line for line in plan["warnings"])
+
+
+def devices_node(checked: Any) -> str:
+    """The only node's name."""
+    (node,) = json.loads(checked.out)["nodes"]
+    return node

@@ -106,15 +106,13 @@ def test_by_epoch_there_is_one_row_and_one_line_with_the_memory_of_each(watched:
     assert [row.get("ends_epoch", False) for row in logged] == [False, True, True, True, False]
     assert {line["step"] - 1 for line in lines if line["queries"]} == {1, 15, 30, 45}, "memory is asked for with a row"
     printed = (run.path / "logs" / "rank_00000.log").read_text()
-    found = re.findall(
-        r"epoch (\d) ended at step (\d+): loss ([\d.]+), .* memory (\d+\.\d\d) GiB allocated, (\d+\.\d\d) GiB reserved\n",
-        printed,
-    )
+    memory = r"memory (\d+\.\d\d) GiB allocated, (\d+\.\d\d) GiB reserved\n"
+    found = re.findall(r"epoch (\d) ended at step (\d+): loss ([\d.]+), .* " + memory, printed)
     expected = [
-        (str(row["epoch"]), str(row["step"]), f"{row['loss']:.4f}")
-        + tuple(f"{row[f'memory_{name}_bytes'] / 2**30:.2f}" for name in ("allocated", "reserved"))
+        (str(row["epoch"]), str(row["step"]), f"{row['loss']:.4f}",
+         *(f"{row[f'memory_{name}_bytes'] / 2**30:.2f}" for name in ("allocated", "reserved")))
         for row in logged[1:-1]
-    ]
+    ]  # fmt: skip
     assert found == expected and printed.count(" ended at step ") == 3
 
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cluster.checks.wanted import DeviceSize, check_wanted
+from cluster.config import ClusterConfig
 from cluster.devices.inventory import Device, Inventory, Node
 from raytrain.config.sections import PrecisionConfig, ScaleConfig
 from raytrain.errors import InputError
@@ -93,6 +95,19 @@ def warn_of_mixed_gpus(machines: DevicePool, warnings: list[str]) -> None:
             f"GPUs of {len(names)} kinds ({', '.join(names)}): each step waits for the slowest;"
             " scale.shares auto gives the faster ones more, scale.accelerator picks one kind"
         )
+
+
+def warn_of_lesser_devices(cluster: ClusterConfig, machines: DevicePool, inventory: Inventory) -> list[str]:
+    """A warning if a device that the job uses has less than it is meant for."""
+    if machines.on_gpu:
+        used = [
+            DeviceSize(f"{gpu.name} of {node.host}", True, gpu.memory_bytes, gpu.capability)
+            for node, gpus in machines.pool for gpu in gpus
+        ]  # fmt: skip
+    else:
+        used = [DeviceSize(f"the CPU of {node.host}", False, node.memory_bytes, None) for node in inventory.nodes]
+    result = check_wanted(cluster, used)
+    return [f"{result.seen}; {result.key}: the job is meant for {result.expected}"] if result.status == "warn" else []
 
 
 def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ...]], ...]:

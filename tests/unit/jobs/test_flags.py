@@ -239,7 +239,8 @@ def planned(loaded: LoadedSpec, place: Place, *, inventory: Inventory = BOX) -> 
         plan = plan_job(loaded, inventory=inventory)
     except InputError as error:
         return {"refused": str(error)}
-    return {"refused": None, **{name: (value, reason) for name, value, reason in plan.rows()}}
+    decisions = {name: (value, reason) for name, value, reason in plan.rows()}
+    return {"refused": None, "warnings": plan.warnings, **decisions}
 
 
 def planned_on_gpus(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
@@ -705,6 +706,8 @@ FLAGS = {
     "telemetry.every": Flag(commanded, "telemetry_every", "1.0", "0.0"),
     "cluster.address": Flag(commanded, "address", "null", "10.0.0.1:6379"),
     "cluster.interface": Flag(commanded, "interface", "null", "eth7", ("cluster.address=10.0.0.1:6379",)),
+    "cluster.wanted_memory": Flag(planned_on_gpus, "warnings", "null", "90000000000000"),
+    "cluster.wanted_capability": Flag(planned_on_gpus, "warnings", "8.0", "9.0"),
     "cluster.memory_fraction": Flag(planned, "storage", "0.9", "0.1"),
 }  # fmt: skip
 """Every key that this version obeys."""
