@@ -186,7 +186,6 @@ def make_plan(
     """
     warnings, total = list[str](), choose_global_batch(loop, data_facts)
     machines = choose_devices(scale, inventory, warnings)
-    warnings += warn_of_lesser_devices(cluster, machines, inventory)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
     auto = partial(
         _auto_hosts, model_facts, optim, precision, loop, scale, cluster, machines, inventory, workers=alone.value,
@@ -194,7 +193,7 @@ def make_plan(
     )  # fmt: skip
     workers, hosts = _workers_and_hosts(experts_hosts, scale, machines, inventory, alone=alone, auto=auto)
     left = machines.without(gpus_of_hosts(hosts.value, machines, inventory))
-    choices = _machine_choices(scale, precision, machines, left, inventory, workers, hosts, warnings)
+    choices = _machine_choices(scale, precision, cluster, machines, left, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
@@ -276,10 +275,11 @@ def _auto_hosts(
 
 
 def _machine_choices(
-    scale: ScaleConfig, precision: PrecisionConfig, machines: DevicePool, left: DevicePool, inventory: Inventory,
-    workers: Resolved, hosts: Resolved, warnings: list[str],
+    scale: ScaleConfig, precision: PrecisionConfig, cluster: ClusterConfig, machines: DevicePool, left: DevicePool,
+    inventory: Inventory, workers: Resolved, hosts: Resolved, warnings: list[str],
 ) -> dict[str, Choice]:  # fmt: skip
     """Choices that depend only on the machines and the number of workers; `left` excludes the GPUs of expert hosts."""
+    warnings += warn_of_lesser_devices(cluster, machines, inventory)
     if scale.shares == "equal":
         warn_of_mixed_gpus(left, warnings)
     refuse_unmeasured(scale, precision)
