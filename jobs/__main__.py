@@ -179,10 +179,13 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
 @main.command(cls=_keys_option("train"), short_help="Show what a run would do and why; starts nothing.")
 @click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=_complete_job)
 @click.option("--json", "as_json", is_flag=True, help="print the plan as JSON")
+@click.option("--print", "as_text", type=click.Choice(["yaml"]), help="print a job file with what was decided")
 @click.option("--build", is_flag=True, help="open the data and build the model for exact sizes (imports torch)")
 @click.option("--full", is_flag=True, help="also list the keys that have their default")
 @click.option("--inventory", "inventory_file", metavar="NODES.yaml", help="plan for these machines instead of this one")
-def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inventory_file: str | None) -> None:
+def plan(
+    arguments: tuple[str, ...], as_json: bool, as_text: str | None, build: bool, full: bool, inventory_file: str | None
+) -> None:
     """Show what a run would do and why, without starting anything.
 
     \b
@@ -196,7 +199,11 @@ def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inv
     from jobs.plan import plan_verb
 
     path, overrides = split_arguments(arguments)
-    sys.exit(plan_verb(path, overrides, as_json=as_json, build=build, full=full, inventory_file=inventory_file))
+    sys.exit(
+        plan_verb(
+            path, overrides, as_json=as_json, as_text=as_text, build=build, full=full, inventory_file=inventory_file
+        )
+    )
 
 
 @main.command(short_help="Write the report of runs, compare them, or watch one.")

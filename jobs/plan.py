@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jobs.driver.plan import plan_job
 from jobs.driver.screen.plan_table import print_plan
+from jobs.driver.screen.plan_yaml import job_text
 from jobs.job.spec import load_spec, refuse_later
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def plan_verb(
     inventory_file: str | Path | None = None,
     build: bool = False,
     full: bool = False,
+    as_text: str | None = None,
     console: Console | None = None,
 ) -> int:
     """Print the plan of a job as a table or as JSON, and return the exit code 0.
@@ -33,6 +35,7 @@ def plan_verb(
         inventory_file: machines to plan for instead of this one.
         build: import torch, open the data and build the model to determine their exact sizes.
         full: also list the keys left at their defaults.
+        as_text: "yaml" prints a job file in which each `auto` is replaced by what was decided.
 
     Raises:
         InputError: the job or its files are wrong, or the machines do not fit the job.
@@ -45,7 +48,9 @@ def plan_verb(
 
         inventory = inventory_from_file(inventory_file)
     plan = plan_job(loaded, inventory=inventory, build=build)
-    if as_json:
+    if as_text == "yaml":
+        print(job_text(plan), end="")
+    elif as_json:
         print(json.dumps(plan.to_json(), indent=2))
     else:
         from rich.console import Console

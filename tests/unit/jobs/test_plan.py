@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -516,3 +517,32 @@ def test_the_machines_shown_in_the_readme_and_in_the_help_can_be_read(tmp_path: 
     found = [inventory_from_file(write(tmp_path / "nodes.yaml", text)) for text in (helped, readme.partition("```")[0])]
     assert found[0] == found[1] and len(found[0].devices()) == 4
     assert [node.host for node in found[0].nodes] == ["a", "b"]
+
+
+@pytest.mark.covers("NODE-10")
+def test_the_answers_for_accelerate_become_a_job_file_that_decides_the_same(tmp_path: Path) -> None:
+    """One machine, four GPUs, bf16; nothing asks, and the machine that plans needs no GPU."""
+    (tmp_path / "four.yaml").write_text(
+        "- {host: a, cpus: 32, memory_gib: 128, gpus: [{name: A100, memory_gib: 80, capability: 8.0, count: 4}]}\n"
+    )
+    machine = ["--inventory", str(tmp_path / "four.yaml")]
+    asked = ["--num_processes", "4", "--num_machines", "1", "--mixed_precision", "bf16"]
+    more = ["optim.betas=[0.8, 0.9]", "loop.patience=3", "save.dir='no: 1 #'"]
+    printed = CliRunner().invoke(main, ["plan", *asked, *more, "--print", "yaml", *machine])
+    assert printed.exit_code == 0, printed.output
+    job = yaml.safe_load(printed.output)
+    assert (job["scale"]["workers"], job["scale"]["mode"], job["precision"]["dtype"]) == (4, "multi_gpu", "bf16")
+    assert (job["optim"]["betas"], job["save"]["dir"], job["loop"]["patience"]) == ([0.8, 0.9], "no: 1 #", 3)
+    assert job["loop"]["micro_batch_size"] == "auto" and "# the largest that fits, measured" in printed.output
+    assert (
+        "scale.threads" not in asked and f"threads: {job['scale']['threads']}  # 32 usable cores / 4" in printed.output
+    )
+    (tmp_path / "job.yaml").write_text(printed.output)
+
+    def decided(*arguments: str) -> dict[str, Any]:
+        found = CliRunner().invoke(main, ["plan", *arguments, "--json", *machine])
+        assert found.exit_code == 0, found.output
+        choices = json.loads(found.output)["choices"]
+        return {name: {key: row[key] for key in row if key != "reason"} for name, row in choices.items()}
+
+    assert decided(str(tmp_path / "job.yaml")) == decided(*asked, *more)
