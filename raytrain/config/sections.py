@@ -196,6 +196,9 @@ class LoopConfig(Section):
     eval_clear_every: Count | None = Field(
         default=None, description="evaluation batches after which cached memory is released; null: never"
     )
+    clear_every: Count | None = Field(
+        default=None, description="training steps after which cached memory is released; null: never, which is faster"
+    )
     grow_after: Count | None = Field(
         default=100, description="steps without out-of-memory until a halved micro-batch is tried larger; null: never"
     )

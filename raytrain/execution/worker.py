@@ -100,6 +100,13 @@ def write_stacks(run: RunFolder, rank: int, thread: int) -> dict[str, Any]:
     return {"waits": bool(collective), "place": where}
 
 
+def place_of(device: torch.device) -> dict[str, Any]:
+    """Where this worker runs, for the record of its attempt: the node by the address that Ray knows it by, the device,
+    and what hides the others from it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"node": ray.util.get_node_ip_address(), "device": str(device), "pid": os.getpid(), "visible": visible}
+
+
 class Worker:
     """One attempt on one worker.
 
@@ -201,6 +208,7 @@ class Worker:
             self.run_folder.truncate_metrics(session.state.step)
             discard_after(self.run_folder, session.state.step)
             on_stop_request(self.channel, self._stop_requested.set)
+        ranks = self.workers.all_gather_object(place_of(session.device))
         reporter.event(
             "attempt",
             from_step=session.state.step,
@@ -212,6 +220,7 @@ class Worker:
             device=str(session.device),
             platform=platform().to_json(),
             reason=start.decision.reason,
+            ranks=ranks,
             **session.strategy.facts(),
         )
         self.run_folder.flush()  # upload the start of this attempt to an object store before the first step
@@ -320,7 +329,8 @@ class Worker:
                 saver.close()
                 raise
             saver.close()
-            reporter.event("account", seconds=clock.seconds, step=session.state.step)
+            busy = [row[0] for row in self.workers.all_gather_floats([clock.share("compute")])]
+            reporter.event("account", seconds=clock.seconds, step=session.state.step, busy=busy)
             if outcome.kind != "rollback":
                 return outcome
             after = rollback_policy.recover(session, outcome)

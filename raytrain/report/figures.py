@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.report.experts import loads_of, names_of
-from raytrain.report.records import Row, RunRecords, first_text, listed, number, percentile, series, values
+from raytrain.report.records import Row, RunRecords, first_text, listed, mapping, number, percentile, series, values
 from raytrain.runs.faults import CLUSTER_LOST, RAY_FAILED
 
 TIME_PARTS = (
@@ -177,6 +177,16 @@ def time_account(records: RunRecords) -> list[tuple[str, float]]:
     if wall and missing > 0.01 * wall:
         known.append(("unaccounted", missing))
     return known
+
+
+def ranks_of(records: RunRecords) -> list[dict[str, Any]]:
+    """Of each worker of the last attempt: node, device, pid, `visible` (CUDA_VISIBLE_DEVICES) and `busy`, the fraction
+    of its time that it computed (None if the attempt did not end); [] where nothing was recorded."""
+    attempts = records.of_kind("attempt")
+    rows = [mapping(row) for row in listed(attempts[-1].get("ranks"))] if attempts else []
+    ended = [row for row in records.of_kind("account") if row.get("attempt") == (attempts or [{}])[-1].get("attempt")]
+    busy = [number(share) for share in listed(ended[-1].get("busy"))] if ended else []
+    return [{**row, "busy": busy[rank] if rank < len(busy) else None} for rank, row in enumerate(rows)]
 
 
 def history(records: RunRecords) -> list[dict[str, Any]]:

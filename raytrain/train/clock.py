@@ -26,6 +26,11 @@ class Clock:
         """Charge seconds to a purpose."""
         self.seconds[purpose] += seconds
 
+    def share(self, purpose: str) -> float:
+        """The fraction of all charged seconds that a purpose has; 0 before anything was charged."""
+        total = sum(self.seconds.values())
+        return self.seconds[purpose] / total if total else 0.0
+
     def keep(self, step: int) -> None:
         """Note the checkpoint of `step`: time spent until now is not lost where the run goes back to it."""
         self._kept[step] = time.perf_counter(), dict(self.seconds)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytrain.train.memory.allocator import give_back_free_pages
+from raytrain.train.memory.allocator import release_cached
 from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.step import TrainingStep
@@ -73,14 +73,6 @@ def _scored(
         for _ in range(passes if step.collective_passes else 0):
             step.idle()
     return total, weight
-
-
-def release_cached(device: torch.device) -> None:
-    """Release what the device's allocator, or on a CPU the C library, has cached."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    else:
-        give_back_free_pages()
 
 
 def _agreed_names(step: TrainingStep, result: tuple[dict[str, Tensor], int] | Shortage, workers: Workers) -> list[str]:

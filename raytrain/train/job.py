@@ -131,4 +131,5 @@ def limits_of(job: TrainJob) -> LoopLimits:
         patience=job.loop.patience,
         min_delta=job.loop.min_delta,
         nonfinite_steps=job.retry.nonfinite_steps,
+        clear_every=job.loop.clear_every,
     )

@@ -24,6 +24,7 @@ from raytrain.runs.records import EvalRecord
 from raytrain.train.clock import Clock, Fetching
 from raytrain.train.compute.switches import Switches
 from raytrain.train.loader import BatchLoader
+from raytrain.train.memory.allocator import release_cached
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import Shortage, run_or_shortage
 from raytrain.train.memory.retry import ShortageRetry
@@ -73,6 +74,7 @@ class TrainingLoop:
         self._buffers = BufferSync(self.step.trainable.module, self.step.workers)
         self._nonfinite = NonFinite(self.step.device)
         self._culprit = ""
+        self._clears = 0
         self._skipped_before = 0
         self._interval = LogInterval()
         self.activity = ""
@@ -85,6 +87,7 @@ class TrainingLoop:
         self._interval.since = time.perf_counter()
         while state.step < self.limits.max_steps:
             output = self._one_step(state)
+            self._clear(state.step)
             last = state.step == self.limits.max_steps
             if last or self._row_due(state):
                 failed = self._log(state, output)
@@ -129,6 +132,12 @@ class TrainingLoop:
         waited_s = output.communication_s
         self._interval.add(seconds, fetching, waited_s=waited_s, samples=len(indices), tokens=tokens)
         return output
+
+    def _clear(self, step: int) -> None:
+        """Release cached memory where `loop.clear_every` asks for it; rows count how often, in this attempt."""
+        if self.limits.clear_every and step % self.limits.clear_every == 0:
+            release_cached(self.step.device)
+            self._clears += 1
 
     def _report_sent(self, names: list[str], *, step: int) -> None:
         """Report the buffers that are sent to all workers after every step from now on."""
@@ -226,8 +235,7 @@ class TrainingLoop:
         row = read_row(
             self.step, output, self._interval, self._nonfinite, number=state.step, epoch=self._epoch,
             skipped_before=self._skipped_before, peak_memory=self.peak_memory,
-            extra={**self.switches.metrics(), **self.memory()}
-            | ({"ends_epoch": True} if self._ends_epoch(state) else {}),
+            extra={**self.switches.metrics(), **self.memory(), **self._counts(state)},
         )  # fmt: skip
         state.final_loss = row.record.loss
         self.reporter.metrics(row.record.to_row())
@@ -240,6 +248,10 @@ class TrainingLoop:
         self._interval = LogInterval()
         self._nonfinite.reset_longest()
         return row.longest_failed
+
+    def _counts(self, state: LoopState) -> dict[str, Any]:
+        found: dict[str, Any] = {"ends_epoch": True} if self._ends_epoch(state) else {}
+        return found | ({"memory_clears": self._clears} if self.limits.clear_every else {})
 
     def _name_nonfinite(self, step: int, loss: float, aux_loss: float | None) -> None:
         """Report what was not finite in the step that was just skipped; its gradients are still in the buffers."""

@@ -22,6 +22,7 @@ class LoopLimits:
     patience: int | None
     min_delta: float
     nonfinite_steps: int
+    clear_every: int | None = None
 
 
 @dataclass

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def checked(start_module_python: Callable[..., Any], tmp_path_factory: pytest.Te
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.covers("VER-02", "TRB-41")
+@pytest.mark.covers("VER-02", "TRB-41", "SRC-02")
 def test_a_bundle_holds_the_machine_and_the_training_and_each_worker_trained_on_its_device(
     checked: tuple[Path, Any],
 ) -> None:
@@ -126,7 +127,7 @@ def in_a_container(*command: str) -> list[str]:
     subprocess.run(["unshare", "--mount", "--map-root-user", "true"]).returncode != 0,
     reason="this system lets no user make a mount namespace",
 )
-@pytest.mark.covers("DEV-12", "MEM-19")
+@pytest.mark.covers("DEV-12", "MEM-19", "CFG-13")
 def test_a_container_with_little_shared_memory_and_lesser_devices_than_wanted_is_warned_of_and_trains(
     start_python: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -153,6 +154,12 @@ def test_a_container_with_little_shared_memory_and_lesser_devices_than_wanted_is
     assert trained.code == 0, trained.text
     result = json.loads((tmp_path / "runs" / "latest" / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("done", 4)
+    events = (tmp_path / "runs" / "latest" / "events.jsonl").read_text().splitlines()
+    (worker,) = [row["ranks"][0]["pid"] for row in map(json.loads, events) if row["kind"] == "attempt"]
+    read = [line.split() for line in (tmp_path / "readers.txt").read_text().splitlines()]
+    loaded = [(pid, int(index)) for pid, index in read if pid.startswith(f"{worker}-")]
+    assert len({pid for pid, _ in loaded}) == 2, "the loader processes of the first epoch read the second one too"
+    assert min(Counter(index for _, index in loaded).values()) >= 2 and {index for _, index in loaded} == set(range(48))
     plan = json.loads((tmp_path / "runs" / "latest" / "plan.json").read_text())
     assert any("cluster.wanted_memory: the job is meant for" in line for line in plan["warnings"])
 

@@ -199,3 +199,24 @@ def test_a_node_under_which_two_workers_died_is_left_out(answer_of: Callable[...
     assert {fault["node"] for fault in faults if fault["error"] == "WorkerDied"} == {left_out["node"]}
     starts = {call: {path for name, path in answer["places"].items() if name.endswith(f"-{call}")} for call in (1, 21)}
     assert "127.0.0.2" in starts[1] and "127.0.0.2" not in starts[21] and starts[21], answer["places"]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.covers("NODE-02", "NODE-03", "CLI-24")
+def test_four_nodes_get_a_worker_each_and_sixteen_slots_a_process_that_sees_its_own(
+    answer_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    answer = answer_of("four_nodes.py", tmp_path / "runs", timeout=220)
+    nodes = [f"127.0.0.{n}" for n in range(1, 5)]
+    assert answer["status"] == "done"
+    events = [json.loads(line) for line in (Path(answer["run"]) / "events.jsonl").read_text().splitlines()]
+    (attempt,) = [row for row in events if row["kind"] == "attempt"]
+    assert sorted(rank["node"] for rank in attempt["ranks"]) == nodes, "one on each"
+    assert len({rank["pid"] for rank in attempt["ranks"]}) == 4
+    (account,) = [row for row in events if row["kind"] == "account"]
+    assert len(account["busy"]) == 4 and all(0 < share <= 1 for share in account["busy"]), "none is idle"
+    for rank, share in zip(attempt["ranks"], account["busy"], strict=True):
+        assert f"{rank['node']}</td>" in answer["page"] and f"{share:.0%}</td>" in answer["page"]
+    assert (answer["workers"], answer["mode"]) == (16, "multi_gpu")
+    places = [(node, visible) for node, visible in answer["places"]]
+    assert sorted(places) == [(node, str(slot)) for node in nodes for slot in range(4)], "each slot once"

@@ -117,6 +117,19 @@ def test_by_epoch_there_is_one_row_and_one_line_with_the_memory_of_each(watched:
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.covers("MEM-01")
+def test_a_quarter_of_a_gibibyte_that_the_model_keeps_is_in_every_figure_of_memory_from_then_on(
+    watched: Callable[..., Any],
+) -> None:
+    run, _ = watched({"fault": "keeps", "at": 30}, loop={"max_steps": 40, "log_every": 1})
+    rows = {row["step"]: row for row in run.rows("train")}
+    for name in ("memory_allocated_bytes", "memory_reserved_bytes", "peak_memory_bytes"):
+        before, after = rows[29][name], rows[31][name]
+        assert abs(after - before - (256 << 20)) <= 16 << 20, (name, before, after)
+        assert abs(rows[40][name] - after) <= 16 << 20, "and stays"
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.covers("DEV-08")
 def test_a_weight_that_leaves_the_device_at_step_five_ends_the_run_there_and_is_named(
     watched: Callable[..., Any],

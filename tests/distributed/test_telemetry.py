@@ -132,6 +132,28 @@ def test_the_rows_and_the_report_hold_the_memory_and_the_curves_of_the_devices(w
     assert len(records.telemetry) == len(telemetry_of(watched.run))
 
 
+@pytest.mark.covers("VER-09", "VER-14", "MON-02")
+def test_every_worker_computed_and_the_rows_hold_memory_and_its_device(watched: Watched) -> None:
+    """Busy by the clock of its steps; the slow rank sleeps, which counts as its work."""
+    (account,) = watched.run.events("account")
+    (attempt,) = watched.run.events("attempt")
+    assert len(account["busy"]) == 2 == len(attempt["ranks"]) and min(account["busy"]) > 0.02
+    assert account["busy"][1] > 2 * account["busy"][0], "rank 0 waits for rank 1, which is slow"
+    page = (watched.run.path / "report" / "report.html").read_text()
+    table = page.partition("<h3>Workers</h3>")[2].partition("</table>")[0]
+    assert re.findall(r">(\d+%)</td>", table) == [f"{share:.0%}" for share in account["busy"]]
+    assert [rank["device"] for rank in attempt["ranks"]] == ["cpu", "cpu"] and table.count(">cpu</td>") == 2
+    assert sorted(rank["pid"] for rank in attempt["ranks"]) == sorted(
+        one["pid"] for one in telemetry_of(watched.run)[-1]["processes"] if "RayTrainWorker" in one["name"]
+    )
+    rows = [row["devices"][0] for row in telemetry_of(watched.run) if row["step"] > 20]
+    assert rows and all(row["device"] == "cpu" and row["utilisation"] > 0 for row in rows)
+    assert all(0 < row["memory_run"] <= row["memory_used"] <= row["memory_total"] for row in rows)
+    for row in watched.run.rows("train"):
+        keys = ("memory_allocated_bytes", "memory_reserved_bytes", "peak_memory_bytes")
+        assert 0 < row[keys[0]] < row[keys[1]] and row[keys[2]] > 0
+
+
 def test_another_process_follows_the_run_and_ends_with_its_exit_code(watched: Watched) -> None:
     viewer, stopped = watched.viewer, watched.stopped_viewer
     assert viewer.code == 0, viewer.text

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from raytrain.config.messages import advice
+from raytrain.config.messages import abbreviated, advice
 from raytrain.report.figures import (
     cause_of,
     cluster_lost,
     failure_reason,
     outcome,
+    ranks_of,
 )
 from raytrain.report.findings.finding import Finding
 from raytrain.report.findings.memory import memory_failure
@@ -131,6 +132,10 @@ def idle_devices(records: RunRecords) -> list[Finding]:
         ("raise loop.global_batch_size, of which each worker needs a row", False),
     )
     seen = f"{shown}: {ran} ran on {records.gpus} GPUs"
+    places = [f"rank {rank} on {row.get('device')} of {row.get('node')}" for rank, row in enumerate(ranks_of(records))]
+    seen += f" ({abbreviated(places, 4)})" if places else ""
+    hidden = sorted({str(row["visible"]) for row in ranks_of(records) if row.get("visible") is not None})
+    seen += f"; the workers see CUDA_VISIBLE_DEVICES={' and '.join(hidden)}" if hidden else ""
     chosen = isinstance(asked["workers"], int) or asked["mode"] == "single_gpu"
     title = f"{idle} of {records.gpus} GPUs did nothing"
     return [Finding("info" if chosen else "warning", title, seen, remedy)]

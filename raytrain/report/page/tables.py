@@ -10,7 +10,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raytrain.report.figures import HISTORY_COLUMNS, cause_of, history, plain_number, seconds, size, time_account
+from raytrain.report.figures import (
+    HISTORY_COLUMNS,
+    cause_of,
+    history,
+    plain_number,
+    ranks_of,
+    seconds,
+    size,
+    time_account,
+)
 from raytrain.report.page.style import esc
 from raytrain.report.records import ConfigRow, PlanRow, Row, RunRecords, listed, mapping, number
 
@@ -228,7 +237,23 @@ def machine(records: RunRecords) -> str:
     }
     inner = "".join(f"<dt>{esc(key)}</dt><dd>{esc(value)}</dd>" for key, value in pairs.items() if value)
     facts = f'<div class="card"><dl class="pairs">{inner}</dl></div>' if inner else ""
-    return facts + _checks(records.preflight)
+    return facts + ranks(records) + _checks(records.preflight)
+
+
+def ranks(records: RunRecords) -> str:
+    """Where each worker of the last attempt ran, and how much of its time it computed; "" for a single one."""
+    rows = ranks_of(records)
+    if len(rows) < 2:
+        return ""
+    cells = [
+        [
+            str(rank), esc(row.get("node")), esc(row.get("device")), esc(row.get("visible") or "-"),
+            "" if row["busy"] is None else f"{row['busy']:.0%}",
+        ]
+        for rank, row in enumerate(rows)
+    ]  # fmt: skip
+    columns = [("Rank", "n"), ("Node", "k"), ("Device", "k"), ("CUDA_VISIBLE_DEVICES", "k"), ("Computing", "n")]
+    return f'<h3>Workers</h3><div class="card">{table(columns, cells)}</div>'
 
 
 def _checks(checks: Sequence[Row]) -> str:

@@ -7,6 +7,8 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 
+import torch
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 2**30
 #: The largest value that glibc accepts for the heaps of threads other than the main one; Ray trains in such a thread.
@@ -92,3 +94,11 @@ def _glibc(name: str) -> Callable[..., int] | None:
         return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
         return None
+
+
+def release_cached(device: torch.device) -> None:
+    """Release what the device's allocator, or on a CPU the C library, has cached."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        give_back_free_pages()

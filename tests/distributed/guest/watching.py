@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from raytrain.trainable import Trainable
 
+KEPT = 256 << 20
+"""Bytes that the fault "keeps" allocates and never frees."""
+
 
 def rows() -> dict[str, Any]:
     """240 rows of eight features and four classes, and none to evaluate on."""
@@ -32,6 +35,8 @@ class Watched(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         self.half, number = torch.is_autocast_enabled("cpu"), self.step + 1
+        if self._fault == "keeps" and number == self._at:
+            self.kept = torch.ones(KEPT // 4)
         if self._fault == "moves" and number == self._at:
             self.layers[0].weight = nn.Parameter(self.layers[0].weight.detach().to("meta"))
         loss = F.cross_entropy(self.layers(x).float(), labels)

@@ -318,11 +318,12 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
 
 
 def evaluated(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
-    """How often an evaluation gives memory back."""
-    times: list[Any] = []
-    place.patch.setattr("raytrain.train.evaluation.release_cached", times.append)
+    """How often evaluations, and how often steps, give memory back."""
+    times: dict[str, list[Any]] = {"evaluation": [], "loop": []}
+    for module, calls in times.items():
+        place.patch.setattr(f"raytrain.train.{module}.release_cached", calls.append)
     trained(loaded, place)
-    return {"cleared": len(times)}
+    return {module: len(calls) for module, calls in times.items()}
 
 
 def inferred(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
@@ -621,7 +622,8 @@ FLAGS = {
     "loop.micro_batch_size": Flag(trained, "batches", "auto", "4"),
     "loop.eval_every": Flag(trained, "eval_steps", "1", "3"),
     "loop.eval_batches": Flag(trained, "evals", "null", "1", ("data.eval_fraction=0.5", "loop.micro_batch_size=1")),
-    "loop.eval_clear_every": Flag(evaluated, "cleared", "1", "null", ("data.eval_fraction=0.5",)),
+    "loop.eval_clear_every": Flag(evaluated, "evaluation", "1", "null", ("data.eval_fraction=0.5",)),
+    "loop.clear_every": Flag(evaluated, "loop", "2", "null"),
     "loop.grow_after": Flag(trained, "batches", "1", "null", job=tight_job),
     "loop.log_every": Flag(trained, "steps", "1", "2"),
     "loop.deterministic": Flag(trained, "deterministic", "false", "true"),

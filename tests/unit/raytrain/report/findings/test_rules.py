@@ -72,6 +72,19 @@ def test_gpus_without_a_worker_are_named_with_the_workers_that_were_asked_for_an
     assert "2 of 4" in found(1, 4, hosts=1)[0].title
 
 
+@pytest.mark.covers("TRB-38")
+def test_idle_gpus_are_shown_with_what_each_worker_sees_of_them() -> None:
+    ranks = [{"node": "10.0.0.1", "device": f"cuda:{n}", "pid": n, "visible": "0,1"} for n in range(2)]
+    run = records(
+        gpus=4, plan=[PlanRow("device", "cuda", ""), PlanRow("hosts", 0, "")],
+        config=[ConfigRow("scale.workers", "auto", "default")],
+        events=[{"kind": "attempt", "attempt": 1, "from_step": 0, "workers": 2, "ranks": ranks}],
+    )  # fmt: skip
+    (one,) = [finding for finding in diagnose(run) if "GPUs did nothing" in finding.title]
+    assert "(rank 0 on cuda:0 of 10.0.0.1, rank 1 on cuda:1 of 10.0.0.1)" in one.evidence
+    assert one.evidence.endswith("the workers see CUDA_VISIBLE_DEVICES=0,1")
+
+
 FALLING = [3.0 - 0.05 * n for n in range(40)]
 
 
