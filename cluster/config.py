@@ -46,7 +46,10 @@ class TelemetryConfig(Section):
 class ClusterConfig(Section):
     """The machines that the job runs on, and how much of their memory it may use."""
 
-    address: Text | None = Field(default=None, description="a running Ray cluster; null starts a private local one")
+    address: Text | None = Field(
+        default=None,
+        description="a running Ray cluster (of several addresses the first that answers); null starts a private one",
+    )
     interface: Text | None = Field(
         default=None, description="network interface for the collectives; null: the one Ray uses"
     )

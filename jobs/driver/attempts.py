@@ -17,7 +17,7 @@ from jobs.driver.plan import plan_job, show_only_picked
 from jobs.driver.result import Result, close_run
 from jobs.driver.resume import Resumed
 from jobs.driver.run_folder import OpenRun, open_run, replan
-from jobs.driver.runtime import cluster_size, connected
+from jobs.driver.runtime import cluster_size, connected, dashboard_url
 from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import StopSignals
@@ -28,6 +28,7 @@ from raytrain.execution.driver_channel import AttemptResult
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.runs.lease import this_process
+from raytrain.runs.records import event
 
 if TYPE_CHECKING:  # imports torch
     from jobs.driver.checks import Checked
@@ -175,6 +176,8 @@ class RunAttempts:
                     activity.begin(f"planning for {self._workers.value} workers")
                     self.opened = self._planner.change_workers(self.opened, inventory_from_ray(), self._workers)
                     self._workers = None
+                if not cluster.local:
+                    self._show_dashboard(self.opened)
                 activity.begin("preparing the workers' job")
                 from jobs.driver.watch import fit_watched  # imports Ray, which reads the environment of `connected`
 
@@ -192,6 +195,12 @@ class RunAttempts:
                         self.opened.run, self.result, console=self._console, phases=self._planner.phases
                     )
                 activity.begin("stopping Ray")
+
+    def _show_dashboard(self, opened: OpenRun) -> None:
+        """Where the cluster itself is watched, beside the report of the run."""
+        if (url := dashboard_url()) is not None:
+            self._console.print(f"{'watch':<10}{url} (Ray's dashboard)", markup=False, highlight=False, soft_wrap=True)
+            opened.run.append_event(event("dashboard", url=url, reason=f"Ray's dashboard is at {url}"))
 
 
 def next_attempt(opened: OpenRun, error: ClusterLost, *, retry: RetryConfig, fallback: bool) -> OpenRun:

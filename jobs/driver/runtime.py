@@ -58,10 +58,40 @@ def cluster_address(configured: str | None) -> str:
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return "connected"
     if configured:
-        return configured
+        return first_that_answers(configured) if "," in configured else configured
     if is_submitted():
         return os.environ.get("RAY_ADDRESS") or "auto"
     return "local"
+
+
+def first_that_answers(addresses: str) -> str:
+    """The first of several addresses (`HOST:PORT,HOST:PORT`) at which a Ray cluster answers.
+
+    Raises:
+        InputError: none does.
+    """
+    several = [address.strip() for address in addresses.split(",") if address.strip()]
+    found = next((one for one in several if re.fullmatch(r"[^/]+:\d+", one) and answers(one)), None)
+    if found is not None:
+        return found
+    hosts = {one.rpartition(":")[0] for one in several}
+    remedy = "the other nodes join it with `ray start --address=HEAD:6379`; see cluster/README.md"
+    if len(hosts) == 1 and len(several) > 1:
+        remedy = (
+            f"these are {len(several)} ports of one host, {hosts.pop()}: where they are tunnels to as many machines, "
+            f"only the port of the head's own address counts; {remedy}"
+        )
+    expected = "the address of the head of a running Ray cluster, or several of which one answers"
+    raise InputError("cluster.address", got=f"{addresses} (nothing answers there)", expected=expected, remedy=remedy)
+
+
+def dashboard_url() -> str | None:
+    """Where the dashboard of the connected cluster is; None without one."""
+    from ray._private import worker
+
+    node = worker._global_node
+    url = None if node is None else node.webui_url
+    return None if not url else url if "://" in url else f"http://{url}"
 
 
 def cluster_size(plan: Plan | None) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from jobs.inference.target import Target
 from raytrain.config.sections import InferConfig
 from raytrain.errors import InputError
 from raytrain.infer.quantize import KEY as QUANTIZE
+from raytrain.infer.quantize import saved_bytes
 from raytrain.infer.stages.estimate import InferenceMemory, inference_memory, sizes_of_config, sizes_of_keys
 from raytrain.infer.stages.measure import LEAST_BATCHES, PartTimes
 from raytrain.infer.stages.plan import (
@@ -44,12 +45,14 @@ class StageChoice:
         memory: the estimate of a whole copy, None where the sizes are not known.
         limit: bytes that a device may use, None where unknown.
         room: bytes of weights that each device has room for, None where unknown.
+        int8: bytes of a whole copy with int8 weights, where the model was divided for want of memory.
     """
 
     split: StageSplit | None
     memory: InferenceMemory | None
     limit: int | None
     room: int | None = None
+    int8: int | None = None
 
     @property
     def stages(self) -> int:
@@ -67,6 +70,9 @@ class StageChoice:
             lines += [(f"stage {stage}", plan.describe(stage)) for stage in range(plan.stages)]
             lines.append(("balance", self.split.balance))
             lines.append(("in flight", f"{self.split.inflight} batches at a time in each replica"))
+        if self.int8 is not None and self.limit is not None:
+            fits = "which fits one device" if self.int8 <= self.limit else "still more than a device may use"
+            lines.append(("or", f"{QUANTIZE}=int8: about {size_text(self.int8)}, {fits}"))
         return lines
 
 
@@ -102,8 +108,21 @@ def choose_stages(target: Target, *, rows: int) -> StageChoice:
         return _chosen(target, plan, memory, limit, room=limit)
     if memory is None or limit is None or memory.total <= limit:
         return StageChoice(None, memory, limit)
-    plan = _fewest(target, _parts(target), memory, limit)
-    return _chosen(target, plan, memory, limit, room=_room(target, memory, limit, plan.stages))
+    return _for_memory(target, memory, limit)
+
+
+def _for_memory(target: Target, memory: InferenceMemory, limit: int) -> StageChoice:
+    """The fewest stages of a model whose whole copy a device has no room for."""
+    int8 = memory.total - saved_bytes(skeleton_of(target.model).module, value_bytes=WEIGHT_BYTES)
+    try:
+        plan = _fewest(target, _parts(target), memory, limit)
+    except InputError as error:
+        text = f"{QUANTIZE}=int8 needs about {size_text(int8)} on one device"
+        raise InputError(
+            error.key, got=error.got, expected=error.expected, remedy=f"{error.remedy}; {text} of {size_text(limit)}"
+        ) from error
+    chosen = _chosen(target, plan, memory, limit, room=_room(target, memory, limit, plan.stages))
+    return replace(chosen, int8=int8)
 
 
 def _one_copy(infer: InferConfig, limit: int | None) -> StageChoice:

@@ -8,7 +8,7 @@ slower than one of float32; this costs 1.1 times with 256 rows and twice with on
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,20 +86,38 @@ def quantize(module: nn.Module) -> Quantization:
     Raises:
         InputError: it has no linear layer.
     """
+    for part, name, child in list(_own_linears(module)):
+        setattr(part, name, Int8Linear(child).train(child.training))
+    found = quantization_of(module)
+    if found is None:
+        raise InputError(KEY, got="int8 with a model without linear layers of its own", expected="null")
+    return found
+
+
+def saved_bytes(module: nn.Module, *, value_bytes: int) -> int:
+    """Bytes that `quantize` would save; the module may be on the meta device.
+
+    Args:
+        value_bytes: of a weight as it is now.
+    """
+    scale_bytes = 4
+    return sum(
+        (value_bytes - 1) * child.weight.numel() - scale_bytes * child.out_features
+        for _, _, child in _own_linears(module)
+    )
+
+
+def _own_linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """(parent, name in it, layer) of each linear layer whose weight no other layer shares."""
     uses: dict[int, int] = {}
     for part in module.modules():
         for parameter in part._parameters.values():
             if parameter is not None:
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    for part in list(module.modules()):
-        for name, child in list(part.named_children()):
-            if type(child) is not nn.Linear or uses[id(child.weight)] > 1:
-                continue
-            setattr(part, name, Int8Linear(child).train(child.training))
-    found = quantization_of(module)
-    if found is None:
-        raise InputError(KEY, got="int8 with a model without linear layers of its own", expected="null")
-    return found
+    for part in module.modules():
+        for name, child in part.named_children():
+            if type(child) is nn.Linear and uses[id(child.weight)] == 1:
+                yield part, name, child
 
 
 def quantization_of(module: nn.Module) -> Quantization | None:

@@ -28,7 +28,7 @@ def head(start_head: Callable[..., Any]) -> str:
 
 
 @pytest.mark.timeout(580)
-@pytest.mark.covers("DEV-01", "NODE-06")
+@pytest.mark.covers("DEV-01", "NODE-06", "VIS-11")
 def test_a_submitted_job_trains_and_passes_its_exit_code_on(
     start_python: Callable[..., Any], head: str, guest_job: Callable[..., Any], place: Any
 ) -> None:
@@ -57,4 +57,7 @@ def test_a_submitted_job_trains_and_passes_its_exit_code_on(
     assert "Ray lists 4 GPU slots" in said["good"].out and "its driver shows no device" in said["good"].out
     assert run.plan["device"]["value"] == "cpu"
     assert (run.path / "weights" / "model.safetensors").exists() and (run.path / "report" / "report.html").exists()
+    assert f"watch     {head} (Ray's dashboard)" in said["good"].out.splitlines()
+    page = (run.path / "report" / "report.html").read_text()
+    assert f'<a href="{head}">' in page and "<script src=" not in page, "the page is one file"
     assert len(list((place.folder / "runs").glob("guest-*"))) == 1

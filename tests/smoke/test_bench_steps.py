@@ -161,13 +161,16 @@ def test_attention_is_timed_with_built_masks_cached_masks_and_no_mask(attention:
     assert any("masks saves at least 5%" in claim["effect"] for claim in document["claims"])
 
 
-@pytest.mark.covers("TEST-02", "PERF-29")
+@pytest.mark.covers("TEST-02", "PERF-29", "TRB-19")
 def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilation_separately(bench: Callable[..., Any]) -> None:
     document = bench("compile")
     assert set(document["arms"]) == {"eager", "default", "defaults", "optim.fused false", "reference"}
     status = document["values"]["default"]
     assert status["achieved"] == "1 of 1 parts" and status["seconds"] > 0 and status["graph_breaks"] == 0
     assert status["pays_from_step"] is None or status["pays_from_step"] >= 1
+    (claim,) = [claim for claim in document["claims"] if claim["effect"].startswith("torch.compile (default)")]
+    pays = status["pays_from_step"]
+    assert ("no break-even" if pays is None else f"break-even at step {pays}") in claim["evidence"], claim
     ratio, *others = document["ratios"]
     assert [other["name"] for other in others] == [
         "reference / every default", "optimizer without / with fused kernels",

@@ -151,6 +151,42 @@ def throttling(records: RunRecords) -> list[Finding]:
     ]
 
 
+def utilisation(records: RunRecords) -> list[Finding]:
+    """GPUs that computed in less than `UTILISED` of the second half of the run; no judgement of a small model, whose
+    steps are too short to fill a device."""
+    seen: dict[str, list[float]] = {}
+    for row in records.telemetry[len(records.telemetry) // 2 :]:
+        for device in row["devices"]:
+            used = number(device.get("utilisation"))
+            if device.get("kind") not in (None, "cpu") and used is not None and number(device.get("memory_run")):
+                seen.setdefault(f"{device.get('device')} of {row.get('node')}", []).append(used)
+    shares = {name: statistics.median(values) for name, values in seen.items() if len(values) >= LEAST_ROWS}
+    if not shares:
+        return []
+    text = ", ".join(f"{name} {used:.0f} %" for name, used in sorted(shares.items(), key=lambda one: one[1])[:4])
+    if min(shares.values()) >= UTILISED:
+        return [Finding("good", "The GPUs are used", f"median utilisation: {text}")]
+    step = percentile([_of(row, "step_time_s") for row in records.train], 0.5) or 0.0
+    evidence = f"median utilisation: {text}, with steps of {seconds(step)}"
+    if step < SHORT_STEP_S:
+        return [Finding("info", "Steps are too short to fill a GPU", evidence, _fuller(records))]
+    return [Finding("info", "The GPUs are not fully used", evidence, _fuller(records))]
+
+
+def _fuller(records: RunRecords) -> str:
+    return advice(
+        ("raise loop.micro_batch_size", records.planned("accumulation") == 1),
+        ("raise loop.global_batch_size", records.planned("accumulation") not in (None, 1)),
+        ("set loop.compile: reduce-overhead", records.configured("loop.compile") == "reduce-overhead"),
+        ("see what the time account says of data and communication", False),
+    )
+
+
+#: Utilisation, in percent, from which a GPU counts as used.
+UTILISED = 80.0
+#: Launching the kernels of a step takes a few milliseconds: shorter ones cannot keep a GPU busy.
+SHORT_STEP_S = 0.02
+
 #: Reasons that slow a device down below what it is set to; a power cap is normal under full load.
 HARMFUL = ("hardware slowdown", "thermal (software)", "thermal (hardware)", "power brake")
 #: Share of the samples in which a device is slowed down.

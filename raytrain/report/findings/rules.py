@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from raytrain.report.findings.bottleneck import memory_warnings, step_limits, throttling
+from raytrain.report.findings.bottleneck import memory_warnings, step_limits, throttling, utilisation
 from raytrain.report.findings.experts import experts
 from raytrain.report.findings.failures import failure, fall_backs, idle_devices, restarts, unusable_devices
 from raytrain.report.findings.finding import SEVERITIES, Finding
@@ -31,6 +31,7 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     memory_warnings,
     step_limits,
     throttling,
+    utilisation,
     limiting_part,
     clipping,
     step_times,

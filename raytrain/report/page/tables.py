@@ -21,7 +21,7 @@ from raytrain.report.figures import (
     time_account,
 )
 from raytrain.report.page.style import esc
-from raytrain.report.records import ConfigRow, PlanRow, Row, RunRecords, listed, mapping, number
+from raytrain.report.records import ConfigRow, PlanRow, Row, RunRecords, first_text, listed, mapping, number
 
 _EVENTS_SHOWN = 200
 _TONES = {
@@ -236,8 +236,18 @@ def machine(records: RunRecords) -> str:
         "Variables": ", ".join(f"{name}={value}" for name, value in mapping(seen.get("variables")).items()),
     }
     inner = "".join(f"<dt>{esc(key)}</dt><dd>{esc(value)}</dd>" for key, value in pairs.items() if value)
+    inner += _dashboard(records)
     facts = f'<div class="card"><dl class="pairs">{inner}</dl></div>' if inner else ""
     return facts + ranks(records) + _checks(records.preflight)
+
+
+def _dashboard(records: RunRecords) -> str:
+    """A link to Ray's dashboard, for a run on a cluster that has one."""
+    rows = records.of_kind("dashboard")
+    url = first_text(rows[-1], "url") if rows else ""
+    if not re.fullmatch(r"https?://[\w.:\-\[\]]+/?", url):
+        return ""
+    return f'<dt>Ray dashboard</dt><dd><a href="{esc(url)}">{esc(url)}</a>, while the cluster runs</dd>'
 
 
 def ranks(records: RunRecords) -> str:

@@ -196,3 +196,23 @@ def test_an_error_of_ray_that_nobody_handled_is_a_failed_run(failing: Any) -> No
         connected("local", num_cpus=1, num_gpus=0, verbose=False),
     ):
         raise LookupError("the GCS is gone")  # stands for a RayError
+
+
+@pytest.mark.covers("NODE-04")
+def test_of_several_addresses_the_first_that_answers_counts_and_ports_of_one_host_are_explained(
+    run_cli: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = "127.0.0.1:50000,127.0.0.1:50001,127.0.0.1:50002,127.0.0.1:50003"
+    for verb in ("train", "check"):
+        refused = run_cli(verb, f"cluster.address={ports}", cwd=tmp_path)
+        assert refused.code == 2, refused.text
+        said = " ".join(refused.err.split())
+        assert f"cluster.address: got {ports} (nothing answers there)" in said
+        assert "these are 4 ports of one host, 127.0.0.1: where they are tunnels to as many machines, only" in said
+        assert "ray start --address=HEAD:6379" in said and not (tmp_path / "runs").exists()
+    with pytest.raises(InputError) as apart:
+        cluster_address("127.0.0.1:50000,127.0.0.2:50000")
+    assert "of one host" not in str(apart.value)
+    monkeypatch.setattr("jobs.driver.runtime.answers", lambda address: address == "10.0.0.5:6379")
+    assert cluster_address("10.0.0.4:6379, 10.0.0.5:6379,10.0.0.6:6379") == "10.0.0.5:6379"
+    assert cluster_address("10.0.0.4:6379") == "10.0.0.4:6379", "one address is tried where Ray connects to it"

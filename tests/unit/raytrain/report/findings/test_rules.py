@@ -85,6 +85,31 @@ def test_idle_gpus_are_shown_with_what_each_worker_sees_of_them() -> None:
     assert one.evidence.endswith("the workers see CUDA_VISIBLE_DEVICES=0,1")
 
 
+@pytest.mark.covers("VER-08")
+def test_the_utilisation_of_gpus_is_judged_except_where_steps_are_too_short() -> None:
+    def found(*used: float, step_s: float = 0.2, kind: str = "cuda", run: int = 1 << 30) -> list[Any]:
+        devices = [
+            {"kind": kind, "device": f"cuda:{n}", "utilisation": share, "memory_run": run}
+            for n, share in enumerate(used)
+        ]
+        rows_of_node = [{"node": "a", "step": n, "devices": devices} for n in range(20)]
+        plan = [PlanRow("accumulation", 1, "")]
+        seen = records(
+            train=rows([3.0 - 0.05 * n for n in range(40)], step_time_s=step_s), telemetry=rows_of_node, plan=plan
+        )
+        return [one for one in diagnose(seen) if "GPU" in one.title]
+
+    (low,) = found(35.0, 90.0)
+    assert (low.severity, low.title) == ("info", "The GPUs are not fully used")
+    assert low.evidence == "median utilisation: cuda:0 of a 35 %, cuda:1 of a 90 %, with steps of 0.2 s"
+    assert low.remedy.startswith("Set loop.compile: reduce-overhead") and "micro_batch" not in low.remedy
+    (used,) = found(81.0, 95.0)
+    assert (used.severity, used.title) == ("good", "The GPUs are used")
+    (short,) = found(35.0, step_s=0.004)
+    assert short.title == "Steps are too short to fill a GPU" and "4 ms" in short.evidence
+    assert found(35.0, kind="cpu") == found(35.0, run=0) == [], "a CPU, and a GPU that this run does not use"
+
+
 FALLING = [3.0 - 0.05 * n for n in range(40)]
 
 
