@@ -102,7 +102,10 @@ def test_the_utilisation_of_gpus_is_judged_except_where_steps_are_too_short() ->
     (low,) = found(35.0, 90.0)
     assert (low.severity, low.title) == ("info", "The GPUs are not fully used")
     assert low.evidence == "median utilisation: cuda:0 of a 35 %, cuda:1 of a 90 %, with steps of 0.2 s"
-    assert low.remedy.startswith("Set loop.compile: reduce-overhead") and "micro_batch" not in low.remedy
+    assert (
+        low.remedy.startswith("Raise loop.global_batch_size, set loop.compile: reduce-overhead")
+        and "micro_batch" not in low.remedy
+    )
     (used,) = found(81.0, 95.0)
     assert (used.severity, used.title) == ("good", "The GPUs are used")
     (short,) = found(35.0, step_s=0.004)
