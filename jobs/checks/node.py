@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from cluster.checks.caches import check_caches
 from cluster.checks.preflight import CheckResult, check_disk, check_shared_memory, check_storage, check_visible_devices
 from cluster.devices.facts import device_facts, machine_limits
 from cluster.devices.inventory import local_inventory
@@ -95,8 +96,10 @@ def examine(save_dir: str, token: str, name: str, driver: tuple[str, int], inter
         check_limits(limits), check_shared_memory(), check_network(driver, interface), check_visible_devices(),
         check_devices(inventory.unusable, inventory.describe()),
     ]  # fmt: skip
-    record = environment_record(inventory=inventory)
-    return NodeReport(record["host"], record, limits, device_facts(inventory), results)
+    record, devices = environment_record(inventory=inventory), device_facts(inventory)
+    runtimes = sorted({row["runtime"] for row in devices if row["kind"] != "cpu" and row["runtime"]})
+    results.append(check_caches(", ".join(runtimes) or None))
+    return NodeReport(record["host"], record, limits, devices, results)
 
 
 def check_network(driver: tuple[str, int], interface: str | None) -> CheckResult:

@@ -59,6 +59,15 @@ class StageChoice:
         """Devices that hold a replica of the model."""
         return 1 if self.split is None else self.split.plan.stages
 
+    @staticmethod
+    def _schedule(stages: int, inflight: int) -> str:
+        """How many stages compute at the same time: a batch is in one stage at a time."""
+        text = f"{inflight} batch{'es' * (inflight > 1)} at a time in each replica"
+        if inflight >= stages:
+            return text
+        busy = "one stage computes" if inflight == 1 else f"at most {inflight} of {stages} stages compute"
+        return f"{text}: {busy} while the others wait; infer.inflight auto keeps all of them busy"
+
     def lines(self) -> list[tuple[str, str]]:
         """What the plan says about it."""
         lines = []
@@ -69,7 +78,7 @@ class StageChoice:
             plan = self.split.plan
             lines += [(f"stage {stage}", plan.describe(stage)) for stage in range(plan.stages)]
             lines.append(("balance", self.split.balance))
-            lines.append(("in flight", f"{self.split.inflight} batches at a time in each replica"))
+            lines.append(("in flight", self._schedule(plan.stages, self.split.inflight)))
         if self.int8 is not None and self.limit is not None:
             fits = "which fits one device" if self.int8 <= self.limit else "still more than a device may use"
             lines.append(("or", f"{QUANTIZE}=int8: about {size_text(self.int8)}, {fits}"))

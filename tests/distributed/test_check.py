@@ -17,7 +17,17 @@ import pytest
 
 from cluster.devices.limits import cpu_description
 
-MACHINE = ["storage", "shared_storage", "disk", "memory", "shared_memory", "network", "visible_devices", "devices"]
+MACHINE = [
+    "storage",
+    "shared_storage",
+    "disk",
+    "memory",
+    "shared_memory",
+    "network",
+    "visible_devices",
+    "devices",
+    "kernel_caches",
+]
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +103,16 @@ def test_storage_that_cannot_be_written_turns_the_verdict_and_ends_with_1(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.covers("COMPAT-07")
+@pytest.mark.covers("COMPAT-07", "TRB-25")
 def test_the_check_needs_no_tool_of_the_system_and_can_be_one_line(run_cli: Callable[..., Any], tmp_path: Path) -> None:
     """No nvidia-smi, no rocm-smi: facts come from the driver's library and the kernel."""
     bare = {"PATH": str(tmp_path / "no tools")}
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "one.so").write_bytes(bytes(3 << 20))
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kernels"), "CUDA_CACHE_PATH": str(tmp_path / "none")}
+    plain = run_cli("check", "--quick", cwd=tmp_path, env=bare | kept)
+    assert f"no CUDA; kept: torch.compile 3.0 MiB in {tmp_path / 'kernels'}" in plain.out and "none" not in plain.out
+    assert "torch               2." in plain.out
     short = run_cli("check", "--short", "--quick", cwd=tmp_path, env=bare)
     assert short.code == 0, short.text
     (line,) = short.out.splitlines()

@@ -130,13 +130,15 @@ def test_a_quarter_of_a_gibibyte_that_the_model_keeps_is_in_every_figure_of_memo
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.covers("DEV-08")
+@pytest.mark.covers("DEV-08", "TRB-14")
 def test_a_weight_that_leaves_the_device_at_step_five_ends_the_run_there_and_is_named(
     watched: Callable[..., Any],
 ) -> None:
     run, lines = watched({"fault": "moves", "at": 5}, loop={"max_steps": 9})
     assert run.result["status"] == "failed" and run.result["steps"] == 4
     assert "layers.0.weight is on meta, expected every tensor on cpu" in run.result["reason"], run.result
+    line = 1 + GUEST.read_text().splitlines().index("class Watched(nn.Module):")
+    assert f"it is of Watched (watching.py:{line}), and something moved it during training" in run.result["reason"]
     assert [step for step, _ in run.losses()] == [1, 2, 3, 4]
     assert {row["step"] for row in run.events("fault")} == {5}
     assert {row["error"] for row in run.events("fault")} == {"DevicePlacementError"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +40,22 @@ def verify_placement(value: Any, device: torch.device | str, *, name: str = "bat
         return
     where = dict(tensors_of(value, name))
     named = abbreviated([f"{path} is on {where[path].device}" for path in paths], NAMED_AT_MOST)
-    raise DevicePlacementError(f"{named}, expected every tensor on {torch.device(device)}")
+    owner = f"; it is of {owner_of(value, paths[0])}" if isinstance(value, nn.Module) else ""
+    raise DevicePlacementError(f"{named}, expected every tensor on {torch.device(device)}{owner}")
+
+
+def owner_of(module: nn.Module, name: str) -> str:
+    """Whose tensor `name` of a module is: the nearest class around it that is not torch's own, and the line at which
+    that class begins."""
+    path = name.split(".")[:-1]
+    around = [module.get_submodule(".".join(path[:length])) for length in range(len(path), -1, -1)]
+    own = next((part for part in around if not type(part).__module__.startswith("torch.")), around[0])
+    kind = type(own)
+    try:
+        line = f" ({os.path.basename(inspect.getsourcefile(kind) or '?')}:{inspect.getsourcelines(kind)[1]})"
+    except (OSError, TypeError):  # made in a notebook cell that is gone, or by a program
+        line = ""
+    return f"{kind.__name__}{line}"
 
 
 @dataclass
@@ -96,6 +113,7 @@ class DeviceGuard:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module
         self._device = torch.empty(0, device=device).device  # with its index
         self._slots = [
             (table, leaf, f"{path}.{leaf}" if path else leaf)
@@ -111,8 +129,8 @@ class DeviceGuard:
             tensor = table.get(leaf)
             if tensor is not None and tensor.device != self._device:
                 raise DevicePlacementError(
-                    f"{name} is on {tensor.device}, expected every tensor on {self._device}; "
-                    "something moved it during training"
+                    f"{name} is on {tensor.device}, expected every tensor on {self._device}; it is of "
+                    f"{owner_of(self._module, name)}, and something moved it during training"
                 )
 
     @contextlib.contextmanager

@@ -28,7 +28,17 @@ def test_a_node_reports_facts_and_every_check(storage: tuple[Path, str]) -> None
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         report = examine(str(storage[0]), "token", "me", driver=("127.0.0.1", port), interface=None)
-    names = ["storage", "shared_storage", "disk", "memory", "shared_memory", "network", "visible_devices", "devices"]
+    names = [
+        "storage",
+        "shared_storage",
+        "disk",
+        "memory",
+        "shared_memory",
+        "network",
+        "visible_devices",
+        "devices",
+        "kernel_caches",
+    ]
     assert [result.name for result in report.results] == names
     assert {r.status for r in report.results if r.name in ("storage", "shared_storage", "devices")} == {"ok"}
     assert (storage[0] / "token/me").read_text() == "token"

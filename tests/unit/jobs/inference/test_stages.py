@@ -36,8 +36,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
     return module
 
 
-def planned(limit: int) -> str:
-    arguments = ["job.yaml", "infer.input=in.jsonl", f"cluster.memory_limit={limit}", "--dry-run"]
+def planned(limit: int, *more: str) -> str:
+    arguments = ["job.yaml", "infer.input=in.jsonl", f"cluster.memory_limit={limit}", *more, "--dry-run"]
     done = CliRunner().invoke(main, ["infer", *arguments])
     return f"exit {done.exit_code}\n{done.output}"
 
@@ -60,3 +60,21 @@ def test_a_model_without_room_is_divided_and_int8_is_offered_with_its_predicted_
     refused = planned(int(0.02 * weights))
     assert "exit 2" in refused and "infer.stages: got weights of" in refused
     assert f"infer.quantize=int8 needs about {said} on one device of" in " ".join(refused.split())
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.covers("TRB-37")
+def test_the_plan_of_stages_says_which_parts_each_has_and_whether_they_compute_one_at_a_time() -> None:
+    parts = ("infer.stages=3",)
+    alone = planned(1 << 30, *parts, "infer.inflight=1")
+    named = re.findall(r"^stage (\d): (.*)$", alone, re.MULTILINE)
+    assert [number for number, _ in named] == ["0", "1", "2"] and "tokens" in named[0][1] and "head" in named[2][1]
+    assert all("blocks." in text for _, text in named)
+    waiting = (
+        "in flight: 1 batch at a time in each replica: one stage computes while the others wait; infer.inflight auto"
+    )
+    assert waiting in " ".join(alone.split())
+    two = " ".join(planned(1 << 30, *parts, "infer.inflight=2").split())
+    assert "2 batches at a time in each replica: at most 2 of 3 stages compute while the others wait" in two
+    all_of_them = planned(1 << 30, *parts)
+    assert "in flight: 6 batches at a time in each replica\n" in all_of_them and "wait" not in all_of_them

@@ -12,6 +12,8 @@ from raytrain.execution.reporter import RankZeroReporter, SilentReporter, StepRe
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 
+ROOT = Path(__file__).resolve().parents[4]
+
 
 class Watcher:
     """An observer that keeps rows, or fails."""
@@ -126,3 +128,17 @@ def test_each_evaluation_prints_a_line_that_says_whether_it_is_the_best(
         "step 20: eval loss 2.5000, best 2.0000",
         "step 30: eval loss 1.0000, the best so far",
     ]
+
+
+@pytest.mark.covers("PERF-22")
+def test_the_line_of_an_epoch_is_the_one_in_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = {f"memory_{name}_bytes": gib * 2**30 for name, gib in (("allocated", 2.34), ("reserved", 2.5))}
+    row = {"kind": "train", "step": 7032, "epoch": 3, "loss": 1.23451, "samples_per_s": 5121.4, **memory}
+    _, silent = opened(tmp_path / "a")
+    silent.metrics({**row, "ends_epoch": True})
+    _, reporter = opened(tmp_path / "b", print_epochs=True)
+    reporter.metrics(row)
+    assert capsys.readouterr().out == ""
+    reporter.metrics({**row, "ends_epoch": True})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"```text\n{line}\n```" in (ROOT / "raytrain" / "README.md").read_text()
