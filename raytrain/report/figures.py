@@ -56,8 +56,8 @@ def size(value: float | None) -> str:
     if value is None:
         return "-"
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.3g} {unit}"
+        if abs(value) < 1023.5:
+            return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
         value /= 1024
     return f"{value:.3g} TiB"
 
@@ -68,8 +68,10 @@ def plain_number(value: float | None, *, digits: int = 4) -> str:
         return "-"
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
-    if abs(value) >= 10**digits:
-        return f"{value:,.0f}"
+    if abs(value) >= 1000:
+        left = max(0, digits - len(str(int(abs(value)))))
+        text = f"{value:,.{left}f}"
+        return text.rstrip("0").rstrip(".") if left else text
     return f"{value:.{digits}g}"
 
 

@@ -16,7 +16,8 @@ from raytrain.report.page.curves import loss_chart
 from raytrain.report.page.devices import telemetry_charts
 from raytrain.report.page.heat import expert_maps
 from raytrain.report.page.style import esc, page
-from raytrain.report.page.tables import configuration, epochs, machine, plan_table, sample, time_table, timeline
+from raytrain.report.page.tables import configuration, epochs, machine, plan_table, sample, time_table
+from raytrain.report.page.timeline import timeline
 from raytrain.report.records import RunRecords, number, series, values
 
 TONES = {"done": "good", "failed": "error", "interrupted": "warning", "running": "info", "lost": "warning"}

@@ -1,4 +1,4 @@
-"""Sections of the report that are tables and lists: plan, time, timeline, epochs, machine, configuration.
+"""Sections of the report that are tables: plan, time, epochs, machine, workers, configuration.
 
 Each function takes records and returns HTML, or "" if there is nothing to show.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 from raytrain.report.figures import (
     HISTORY_COLUMNS,
-    cause_of,
     history,
     plain_number,
     ranks_of,
@@ -23,11 +22,8 @@ from raytrain.report.figures import (
 from raytrain.report.page.style import esc
 from raytrain.report.records import ConfigRow, PlanRow, Row, RunRecords, first_text, listed, mapping, number
 
-_EVENTS_SHOWN = 200
-_TONES = {
-    "failure": "error", "fault": "error", "stop": "error", "restart": "warning", "death": "warning", "attempt": "info",
-    "checkpoint": "good", "best": "good", "done": "good",
-}  # fmt: skip
+BYTES = ("memory", "host_memory", "checkpoint_bytes")
+"""Decisions of the plan that are bytes."""
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, stack: bool = False) -> str:
@@ -53,7 +49,9 @@ def shown(value: Any, name: str = "") -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
-        return size(value) if name in ("memory", "checkpoint_bytes") else esc(plain_number(value, digits=6))
+        if name == "step_time":
+            return seconds(value)
+        return size(value) if name in BYTES else esc(plain_number(value, digits=6))
     if isinstance(value, list | Mapping):
         flat = isinstance(value, list) and not any(isinstance(item, list | Mapping) for item in value)
         return esc(", ".join(map(str, value)) if flat else json.dumps(value, default=str, ensure_ascii=False))
@@ -145,76 +143,6 @@ def epochs(records: RunRecords) -> str:
     note = "" if cut is rows else '<p class="note">The first and last 30; all of them are in history.csv.</p>'
     columns = [(label(key), "n") for key in kept]
     return f'<div class="card">{table(columns, cells)}</div>{note}'
-
-
-def timeline(events: Sequence[Row]) -> str:
-    """The events in order, in seconds since the first; four or more of the same kind in a row become one entry."""
-    events = [row for row in events if row.get("kind") not in _ACCOUNTS]
-    start = next((when for row in events if (when := number(row.get("time"))) is not None), None)
-    items = [_event_item(group, start) for group in _grouped(events)]
-    if len(items) > _EVENTS_SHOWN:
-        half = _EVENTS_SHOWN // 2
-        left_out = f"<li><time></time><p class=soft>{len(items) - _EVENTS_SHOWN} left out</p></li>"
-        items = [*items[:half], left_out, *items[-half:]]
-    return f'<div class="card"><ol class="events">{"".join(items)}</ol></div>' if items else ""
-
-
-def _grouped(events: Sequence[Row]) -> list[list[Row]]:
-    groups: list[list[Row]] = []
-    for row in events:
-        if groups and groups[-1][0].get("kind") == row.get("kind") and row.get("kind") not in _APART:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return [part for group in groups for part in ([group] if len(group) > 3 else [[row] for row in group])]
-
-
-_APART = ("attempt", "failure", "fault", "decision")
-_ACCOUNTS = ("account",)
-_HIDDEN = {
-    "kind", "time", "traceback", "seconds", "what", "reduced", "final", "matmul", "process_start",
-    "last_sign_of_life",
-}  # fmt: skip
-
-
-def _event_item(group: Sequence[Row], start: float | None) -> str:
-    row = group[0]
-    kind, when = str(row.get("kind", "event")), number(row.get("time"))
-    offset = f"+{seconds(max(0.0, when - start))}" if when is not None and start is not None else ""
-    text, more = _event_words(kind, row)
-    if len(group) > 1:
-        steps = [int(step) for member in group if (step := number(member.get("step"))) is not None]
-        text = f"{len(group)} times" + (f", steps {min(steps):,} to {max(steps):,}" if steps else "")
-        more = ""
-    badge = f'<span class="badge {_TONES.get(kind, "")}">{esc(kind.replace("_", " "))}</span>'
-    inner = f"<p>{badge} {esc(text)}</p>" + (f'<p class="soft">{esc(more)}</p>' if more else "")
-    if row.get("traceback"):
-        inner += f"<details><summary>traceback</summary><pre>{esc(row['traceback'])}</pre></details>"
-    return f"<li><time>{esc(offset)}</time><div>{inner}</div></li>"
-
-
-def _event_words(kind: str, row: Row) -> tuple[str, str]:
-    """(what happened, further details): the message of the event, then its fields; the fields alone if it has no
-    message."""
-    text, hidden = cause_of(row), set(_HIDDEN)
-    if kind == "decision":
-        text, hidden = (
-            f"{row.get('what', '')}: {_brief(row.get('value'))} ({text})",
-            hidden | {"value", "attempt"},
-        )
-    fields = {key: seen for key, seen in row.items() if key not in hidden and seen not in (None, [], {}, "")}
-    shown = {key: _brief(seen, key) for key, seen in fields.items()}
-    more = ", ".join(f"{label(key)} {seen}" for key, seen in shown.items() if len(seen) < 4 or seen not in text)
-    if kind == "attempt":  # the step it starts from matters more than the reason, which only later attempts have
-        return more, text if (number(row.get("attempt")) or 1) > 1 else ""
-    return (text, more) if text else (more, "")
-
-
-def _brief(value: Any, key: str = "") -> str:
-    if isinstance(value, float):
-        return seconds(value) if key.endswith("_s") else plain_number(value)
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def machine(records: RunRecords) -> str:

@@ -141,7 +141,7 @@ def test_the_page_describes_the_run_in_one_file(tmp_path: Path):
         "resolved in the run", "optim.lr 0.001 command line", "experts.num_experts 4 file",
         "WorkerDied: signal 9", "Traceback: here", "To be or not", "step 20, temperature 0.8",
         "A CPU, 2 cores", "little space; free some", "threads: one each",
-        "startup 2.0 s 22.2%", "total 9.0 s", "name: shown", "stall 4 ms",
+        "startup 2.0 s 22.2%", "total 9.0 s", "name: shown", "training waited 4 ms",
     ):  # fmt: skip
         assert told in page.text, told
 

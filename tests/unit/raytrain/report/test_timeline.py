@@ -1,0 +1,77 @@
+"""The timeline of the report says in words what happened."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from raytrain.report.figures import plain_number, size
+from raytrain.report.page.timeline import timeline
+
+RANKS = [{"node": f"10.0.0.{n}", "device": "cpu", "pid": n, "visible": None} for n in (1, 2)]
+COPIES = {"copies": [[0], [0, 1], [1]], "shares": [[1.0], [0.5, 0.5], [1.0]]}
+
+
+def words(**row: Any) -> str:
+    """The one entry of a timeline, as text."""
+    text = re.sub(r"<[^>]+>", " ", timeline([{"time": 5.0, **row}]))
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"kind": "driver_start", "pid": 7, "changed": ["loop.max_steps"], "ray_job": "raysubmit_1"},
+         "driver start the command started (pid 7) as Ray job raysubmit_1 changed: loop.max_steps"),
+        ({"kind": "attempt", "attempt": 2, "from_step": 1200, "workers": 2, "precision": "bf16", "device": "cpu",
+          "reason": "rank 1 died", "ranks": RANKS, "matmul": {"autocast": "bfloat16"}, "platform": {"name": "cpu"}},
+         "attempt attempt 2 begins at step 1,200: 2 workers on cpu in bf16, on 2 nodes rank 1 died"),
+        ({"kind": "attempt", "attempt": 1, "from_step": 0, "workers": 1, "precision": "fp32", "device": "cuda:0",
+          "reason": "no faults", "node": "a"}, "attempt attempt 1 begins at step 0: 1 worker on cuda:0 in fp32, on a"),
+        ({"kind": "attempt_end", "attempt": 1, "step": 40, "outcome": "done", "reason": "40 steps"},
+         "attempt end attempt 1 ended at step 40: done, 40 steps"),
+        ({"kind": "checkpoint", "step": 40, "stall_s": 0.0073, "seconds": {"data": 1.0}},
+         "checkpoint step 40; training waited 7.3 ms"),
+        ({"kind": "compile", "step": 64, "achieved": "2 of 2 parts", "graphs": 1, "graph_breaks": 12, "recompiles": 27,
+          "seconds": 112.0, "reasons": [], "parts": [{"name": "blocks.0", "kind": "MoEBlock"}]},
+         "compile by step 64 2 of 2 parts compiled: 1 graph, 12 graph breaks, 27 recompilations, 1 min 52 s in the "
+         "compiler"),
+        ({"kind": "expert_hosts", "seconds": 3.68, "hosts": [{"device": "cpu", "node": "a", "pid": 5}]},
+         "expert hosts 1 expert host is ready after 3.7 s cpu of a (pid 5)"),
+        ({"kind": "placement", "step": 1, "version": 3, "num_hosts": 2, "layers": [COPIES, COPIES],
+          "bytes": [1 << 20, 2 << 20]},
+         "placement version 3 from step 1: 4 + 4 copies of experts on 2 hosts with 1 MiB + 2 MiB"),
+        ({"kind": "decision", "what": "micro_batch", "value": 8, "reason": "it fits"},
+         "decision micro batch: 8 (it fits)"),
+        ({"kind": "decision", "what": "shares", "value": {"parts": [1, 2]}, "reason": "measured"},
+         "decision shares (measured)"),
+        ({"kind": "nonfinite", "step": 9, "what": "the loss was inf"}, "nonfinite step 9: the loss was inf"),
+        ({"kind": "death", "who": "expert host 0", "pid": 3, "step": 4, "reason": "expert host 0 died", "x": {"a": 1}},
+         "death expert host 0 died pid 3, step 4"),
+        ({"kind": "driver_end", "status": "done", "reason": "9 steps"}, "driver end the command ended: done, 9 steps"),
+    ],
+)  # fmt: skip
+def test_each_kind_of_event_is_a_sentence_without_json(row: dict[str, Any], said: str) -> None:
+    assert words(**row) == f"+0 s {said}"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(4188.3, "4,188"), (10150.4, "10,150"), (1234.5, "1,234"), (12.345, "12.35"), (2000.0, "2,000"),
+     (-5432.1, "-5,432")],
+)  # fmt: skip
+def test_thousands_are_separated_from_one_thousand_on(value: float, text: str) -> None:
+    assert plain_number(value) == text
+    assert plain_number(123456.78, digits=6) == "123,457" and plain_number(4188.3456, digits=6) == "4,188.35"
+
+
+def test_a_size_just_below_the_next_unit_has_no_exponent() -> None:
+    assert [size(n * 2**20) for n in (1010, 1023.9, 99.96, 1.5)] == ["1010 MiB", "1 GiB", "100 MiB", "1.5 MiB"]
+
+
+def test_of_the_messages_about_one_preparation_the_last_is_shown() -> None:
+    rows = [{"kind": "preparation", "time": float(n), "attempt": 1 + n // 3, "reason": f"part {n}"} for n in range(6)]
+    page = timeline([*rows, {"kind": "dashboard", "time": 9.0, "reason": "over"}])
+    assert re.findall(r"part \d", page) == ["part 2", "part 5"] and "over" in page
