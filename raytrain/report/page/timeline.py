@@ -22,8 +22,7 @@ _TONES = {
 def timeline(events: Sequence[Row]) -> str:
     """The events in order, in seconds since the first; four or more of the same kind in a row become one entry."""
     events = [row for row in events if row.get("kind") not in _ACCOUNTS]
-    ahead = [*events[1:], {}]
-    events = [row for row, then in zip(events, ahead, strict=True) if not _superseded(row, then)]
+    events = [row for row, then in zip(events, [*events[1:], {}], strict=False) if not _superseded(row, then)]
     start = next((when for row in events if (when := number(row.get("time"))) is not None), None)
     items = [_event_item(group, start) for group in _grouped(events)]
     if len(items) > _EVENTS_SHOWN:

@@ -74,4 +74,5 @@ def test_a_size_just_below_the_next_unit_has_no_exponent() -> None:
 def test_of_the_messages_about_one_preparation_the_last_is_shown() -> None:
     rows = [{"kind": "preparation", "time": float(n), "attempt": 1 + n // 3, "reason": f"part {n}"} for n in range(6)]
     page = timeline([*rows, {"kind": "dashboard", "time": 9.0, "reason": "over"}])
+    assert timeline([]) == ""
     assert re.findall(r"part \d", page) == ["part 2", "part 5"] and "over" in page
