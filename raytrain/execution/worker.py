@@ -235,12 +235,14 @@ class Worker:
         if outcome.kind == "interrupted":
             return self._result("interrupted", outcome.reason)
         self._report_progress({"phase": "exporting", "row": reporter.last_row})
+        began = time.perf_counter()
         module = self._full_module(session)
         if self.workers.rank == 0 and module is not None:
             try:
                 export(session, module, self.run_folder)
             except Exception as error:  # of the disk, the object store or the user's own export
                 return self._result("failed", self._not_exported(error))
+            reporter.event("exported", step=session.state.step, seconds=time.perf_counter() - began)
         return self._result("done", outcome.reason)
 
     def _full_module(self, session: Session) -> nn.Module | None:

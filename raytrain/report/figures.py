@@ -18,7 +18,7 @@ from raytrain.report.records import Row, RunRecords, first_text, listed, mapping
 from raytrain.runs.faults import CLUSTER_LOST, RAY_FAILED
 
 TIME_PARTS = (
-    "startup", "data", "compute", "communication", "compile", "eval", "save", "restart", "lost", "other"
+    "startup", "data", "compute", "communication", "compile", "eval", "save", "export", "restart", "lost", "other"
 )  # fmt: skip
 MOST_LOSS = 50.0
 """A perplexity of a larger loss says nothing."""

@@ -9,7 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
-PURPOSES = ("startup", "data", "compute", "communication", "compile", "eval", "save", "restart", "lost", "other")
+PURPOSES = (
+    "startup",
+    "data",
+    "compute",
+    "communication",
+    "compile",
+    "eval",
+    "save",
+    "export",
+    "restart",
+    "lost",
+    "other",
+)
 
 
 def account(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
@@ -56,6 +68,7 @@ def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: 
     prepared = sum(row["seconds"] for row in rows[: starts[0]] if row.get("phase") == "finished")
     total["data"] += prepared  # reading and converting data is part of the start, but is counted as data
     total["startup"] += rows[starts[0]]["time"] - begin - prepared
+    total["export"] += sum(row["seconds"] for row in rows if row["kind"] == "exported")
     for position, start in enumerate(starts):
         last = position + 1 == len(starts)
         mine = rows[start : len(rows) if last else starts[position + 1]]

@@ -10,6 +10,8 @@ from raytrain.report.findings.finding import Finding
 from raytrain.report.records import RunRecords, listed, mapping, number
 
 SAVE_BUDGET = 0.03
+#: Of phases that every run has once: a third of the time is worth a word.
+LONG_PHASE = 1 / 3
 #: The predicted time of a step is meant to be right within this factor.
 PLANNED_WITHIN = 2.0
 #: Differences of this size are those of the operating system, which gives a core to another process for so long.
@@ -31,7 +33,13 @@ _LIMITS: tuple[tuple[str, float, str, Callable[[RunRecords], str]], ...] = (
         lambda _: "Raise loop.eval_every or evaluate fewer rows with loop.eval_batches.",
     ),
     ("save", SAVE_BUDGET, "Checkpoints cost more than their budget of 3 %", _of_saving),
-    ("startup", 0.3, "Start-up takes much of the time", lambda _: "A longer run spreads it over more steps."),
+    (
+        "export",
+        LONG_PHASE,
+        "Writing the weights and a sample takes much of the time",
+        lambda _: "A longer run spreads it over more steps; see how fast the disk of save.dir is.",
+    ),
+    ("startup", LONG_PHASE, "Start-up takes much of the time", lambda _: "A longer run spreads it over more steps."),
     ("compile", 0.25, "Compilation takes much of the time", lambda _: "Set loop.compile: off for runs this short."),
     (
         "restart",

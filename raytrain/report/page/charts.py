@@ -24,7 +24,7 @@ _BUCKETS = 400
 
 @dataclass(frozen=True)
 class Curve:
-    """One series. `colour` is a class of the page (c1 to c10); `points` are not joined."""
+    """One series. `colour` is a class of the page (c1 to c11); `points` are not joined."""
 
     label: str
     points: Sequence[Point]

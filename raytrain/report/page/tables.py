@@ -22,6 +22,11 @@ from raytrain.report.figures import (
 from raytrain.report.page.style import esc
 from raytrain.report.records import ConfigRow, PlanRow, Row, RunRecords, first_text, listed, mapping, number
 
+PART_COLOURS = {
+    "compute": "c1", "startup": "c2", "compile": "c3", "communication": "c4", "eval": "c5", "data": "c6", "save": "c7",
+    "restart": "c8", "export": "c9", "lost": "c11",
+}  # fmt: skip
+"""The colour of each part of the time, the same in every report."""
 BYTES = ("memory", "host_memory", "checkpoint_bytes")
 """Decisions of the plan that are bytes."""
 
@@ -86,7 +91,7 @@ def time_table(records: RunRecords) -> str:
     total = sum(spent for _, spent in account)
     if total <= 0:
         return ""
-    colours = {part: f"c{index % 10 + 1}" for index, (part, _) in enumerate(_by_weight(account))}
+    colours = {part: PART_COLOURS.get(part, "c10") for part, _ in account}
     bar = "".join(
         f'<i class="{colours[part]}" style="width:{100 * spent / total:.2f}%" title="{esc(part)}"></i>'
         for part, spent in _by_weight(account)

@@ -125,6 +125,11 @@ def _checkpoint(row: Row) -> tuple[str, str]:
     return text if stall is None else f"{text}; training waited {seconds(stall)}", ""
 
 
+def _exported(row: Row) -> tuple[str, str]:
+    step = int(number(row.get("step")) or 0)
+    return f"the weights of step {step:,} were written in {seconds(number(row.get('seconds')))}", ""
+
+
 def _compile(row: Row) -> tuple[str, str]:
     counts = ", ".join(
         _count(row, key, name)
@@ -174,8 +179,8 @@ def _nonfinite(row: Row) -> tuple[str, str]:
 
 _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
     "driver_start": _driver_start, "driver_end": _driver_end, "attempt": _attempt, "attempt_end": _attempt_end,
-    "checkpoint": _checkpoint, "compile": _compile, "expert_hosts": _expert_hosts, "placement": _placement,
-    "decision": _decision, "nonfinite": _nonfinite, "preparation": _message, "speed_remedies": _message,
-    "memory_remedies": _message, "dashboard": _message,
+    "checkpoint": _checkpoint, "compile": _compile, "exported": _exported, "expert_hosts": _expert_hosts,
+    "placement": _placement, "decision": _decision, "nonfinite": _nonfinite, "preparation": _message,
+    "speed_remedies": _message, "memory_remedies": _message, "dashboard": _message,
 }  # fmt: skip
 """Kind of event -> (a sentence, details)."""

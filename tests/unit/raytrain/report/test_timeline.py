@@ -38,6 +38,8 @@ def words(**row: Any) -> str:
           "seconds": 112.0, "reasons": [], "parts": [{"name": "blocks.0", "kind": "MoEBlock"}]},
          "compile by step 64 2 of 2 parts compiled: 1 graph, 12 graph breaks, 27 recompilations, 1 min 52 s in the "
          "compiler"),
+        ({"kind": "exported", "step": 400, "seconds": 1.72},
+         "exported the weights of step 400 were written in 1.7 s"),
         ({"kind": "expert_hosts", "seconds": 3.68, "hosts": [{"device": "cpu", "node": "a", "pid": 5}]},
          "expert hosts 1 expert host is ready after 3.7 s cpu of a (pid 5)"),
         ({"kind": "placement", "step": 1, "version": 3, "num_hosts": 2, "layers": [COPIES, COPIES],

@@ -46,6 +46,11 @@ def test_a_run_that_went_well() -> None:
     check([*events, end(122)], wall=22, startup=7, compute=9, eval=2, save=1.5, other=2.5)
 
 
+def test_writing_the_weights_is_a_purpose_of_its_own() -> None:
+    events = [start(100), attempt(1, 107), *done(120, compute=9), {"kind": "exported", "time": 124, "seconds": 3.5}]
+    check([*events, end(126)], wall=26, startup=7, compute=9, export=3.5, other=6.5)
+
+
 def test_a_restart_within_a_command_loses_unsaved_steps() -> None:
     events = [
         start(0),

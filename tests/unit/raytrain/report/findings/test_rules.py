@@ -206,6 +206,7 @@ def test_an_out_of_memory_error_is_reported_with_the_size_that_fitted():
         ("save", "Checkpoints cost more than their budget of 3 %"),
         ("startup", "Start-up takes much of the time"),
         ("compile", "Compilation takes much of the time"),
+        ("export", "Writing the weights and a sample takes much of the time"),
         ("restart", "Restarts take much of the time"),
         ("lost", "Work was lost between a checkpoint and a fault"),
     ],
