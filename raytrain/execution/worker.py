@@ -331,7 +331,7 @@ class Worker:
                 saver.close()
                 raise
             saver.close()
-            busy = [row[0] for row in self.workers.all_gather_floats([clock.share("compute")])]
+            busy = self._busy(clock) if outcome.kind in ("done", "plateau") else []
             reporter.event("account", seconds=clock.seconds, step=session.state.step, busy=busy)
             if outcome.kind != "rollback":
                 return outcome
@@ -339,6 +339,11 @@ class Worker:
             if isinstance(after, LoopOutcome):
                 return after
             self.session = session = after
+
+    def _busy(self, clock: Clock) -> list[float]:
+        """The fraction of its time that each rank computed. Collective: not for a run that is stopped, whose workers
+        may have little time left."""
+        return [row[0] for row in self.workers.all_gather_floats([clock.share("compute")])]
 
     def _checkpoint_every(self) -> int | str:
         return self.job.plan.checkpoint_every.value_or("auto")
