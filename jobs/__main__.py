@@ -28,6 +28,9 @@ class _Verbs(click.Group):
             return super().main(*args, **{**extra, "standalone_mode": False})
         except click.exceptions.Exit as error:
             sys.exit(error.exit_code)
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message())
+            sys.exit(2)
         except click.ClickException as error:
             click.echo(f"error: {_one_line(error)}", err=True)
             sys.exit(2)

@@ -96,7 +96,8 @@ class CheckReport:
         text = (
             f"{'FAILED' if self.failed else 'ok'}: {len(self.nodes)} node{'s' * (len(self.nodes) != 1)}, {kinds}; "
             f"CUDA devices {cuda}; {', '.join(sorted(runtimes))}, Ray {record['versions'].get('ray')}, Python "
-            f"{record['python']}; {counts['ok']} checks ok, {counts['warn']} warnings, {counts['fail']} failed"
+            f"{record['python']}; {counts['ok']} checks ok, {counts['warn']} warning{'s' * (counts['warn'] != 1)}, "
+            f"{counts['fail']} failed"
         )
         wrong = [(node, result) for node, result in self.results if result.status == "fail"]
         return f"{text}: {_titled(*wrong[0])}" if wrong else text

@@ -29,6 +29,8 @@ COPIED = 64 << 20
 #: Memory that is left of what the process may use below which nothing can train.
 LEAST_MEMORY = 1 << 30
 CONNECT_S = 3.0
+#: Threads at work for each core above which a machine is busy: a check's own are few.
+BUSY = 1.5
 #: Bytes that are allocated on a device, for telemetry to see.
 WATCHED = 256 << 20
 
@@ -94,7 +96,7 @@ def examine(save_dir: str, token: str, name: str, driver: tuple[str, int], inter
     results = [
         check_storage(save_dir), shared_storage(save_dir, token, name), check_disk(save_dir, None),
         check_limits(limits), check_shared_memory(), check_network(driver, interface), check_visible_devices(),
-        check_devices(inventory.unusable, inventory.describe()),
+        check_devices(inventory.unusable, inventory.describe()), check_load(),
     ]  # fmt: skip
     record, devices = environment_record(inventory=inventory), device_facts(inventory)
     runtimes = sorted({row["runtime"] for row in devices if row["kind"] != "cpu" and row["runtime"]})
@@ -161,6 +163,22 @@ def check_devices(unusable: tuple[str, ...], seen: str) -> CheckResult:
     if unusable:
         return CheckResult("devices", "fail", "; ".join(unusable), expected, "see the reason; `nvidia-smi` lists GPUs")
     return CheckResult("devices", "ok", seen, expected)
+
+
+def check_load(load: float | None = None, cores: int | None = None) -> CheckResult:
+    """Whether other programs use this machine: then what is measured here, and later trained, is slower.
+
+    Args:
+        load: threads that run or wait for a core, the mean of the last minute; by default the kernel's.
+        cores: of the machine, which the kernel's figure counts too.
+    """
+    load = os.getloadavg()[0] if load is None else load
+    cores = cores or os.cpu_count() or 1
+    seen, expected = f"{load:.1f} threads at work on {cores} cores", f"at most {BUSY:g} for each core"
+    if load > BUSY * cores:
+        remedy = "end other programs, or wait: rates and steps are slower than they could be"
+        return CheckResult("load", "warn", seen, expected, remedy)
+    return CheckResult("load", "ok", seen, expected)
 
 
 def gib(count: int | None) -> str:

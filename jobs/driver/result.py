@@ -281,7 +281,16 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     if record["status"] == "failed":
         return [f"raytrain train --resume {where}", f"raytrain check --bundle problem.zip --run {where}"]
     infer = [f"raytrain infer {where} infer.input=FILE"] if record.get("weights") else []
-    return [*infer, f"raytrain train --resume {where} loop.max_steps={2 * record['steps']}", "raytrain report RUN RUN"]
+    return [*infer, f"raytrain train --resume {where} {_twice_as_long(run, record)}", "raytrain report RUN RUN"]
+
+
+def _twice_as_long(run: RunFolder, record: Mapping[str, Any]) -> str:
+    """The key that makes a run twice as long: the one that limits it."""
+    loop = run.read_json(run.plan).get("config", {}).get("loop", {}) if run.exists(run.plan) else {}
+    epochs = loop.get("epochs")
+    if epochs and loop.get("max_steps") is None:
+        return f"loop.epochs={2 * epochs}"
+    return f"loop.max_steps={2 * record['steps']}"
 
 
 def _from_here(path: str) -> str:

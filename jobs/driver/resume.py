@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jobs.job.job_file import read_job
 from jobs.job.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume
-from raytrain.config.decode import apply_overrides, load_yaml
+from raytrain.config.decode import apply_overrides, encode, load_yaml
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
@@ -93,7 +94,7 @@ def open_resumed(
             expected="a run that has ended",
             remedy="stop it first, or wait",
         )
-    original = run.read_json(run.job_mapping)
+    original = _with_earlier_changes(run, run.read_json(run.job_mapping))
     given = load_yaml(read_job(path), origin=str(path)) if path else original
     mapping, _ = apply_overrides(given, overrides)
     changed = changed_keys(original, mapping)
@@ -106,7 +107,49 @@ def open_resumed(
             remedy="this key cannot change on resume; start a new run without --resume to change it",
         )
     loaded = _from_run(load_spec(mapping=mapping), changed)
+    _refuse_fewer_steps(run, loaded, changed)
     return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))
+
+
+def changed_values(resumed: Resumed | None) -> dict[str, Any]:
+    """{dotted key: value} of what a resume changes, for the record of its command: the next resume starts from it."""
+    if resumed is None:
+        return {}
+    config, found = encode(resumed.loaded.spec), dict[str, Any]()
+    for key in resumed.changed:
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if not (isinstance(value, str) and value.startswith("<object ")):  # only its program has an object
+            found[key] = value
+    return found
+
+
+def _with_earlier_changes(run: RunFolder, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's own job with what earlier resumes changed: an extension outlives an interruption."""
+    events = run.read_rows(run.events) if run.exists(run.events) else []
+    rows = [row["changes"] for row in events if row["kind"] == "driver_start" and row.get("changes")]
+    given = [f"{key}={json.dumps(value)}" for changes in rows for key, value in changes.items()]
+    return apply_overrides(mapping, given)[0]
+
+
+def _refuse_fewer_steps(run: RunFolder, loaded: LoadedSpec, changed: list[str]) -> None:
+    """Refuse a new number of steps that the run has reached already.
+
+    Raises:
+        InputError: nothing would be trained.
+    """
+    most = loaded.spec.loop.max_steps
+    if "loop.max_steps" not in changed or most is None:
+        return
+    from raytrain.checkpoint.reader import list_checkpoints  # imports torch
+
+    reached = max((info.step for info in list_checkpoints(run) if info.complete), default=0)
+    if most <= reached:
+        raise InputError(
+            "loop.max_steps", got=str(most), expected=f"more than {reached}, the step of the newest checkpoint",
+            remedy=f"`raytrain export {run.path}` writes its weights without training",
+        )  # fmt: skip
 
 
 def _extended(changed: list[str]) -> bool:

@@ -13,7 +13,7 @@ from cluster.checks.ray_job import check_ray_job
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
 from jobs.driver.result import last_sign_of_life
-from jobs.driver.resume import Resumed
+from jobs.driver.resume import Resumed, changed_values
 from jobs.driver.screen.plan_table import print_plan, print_start
 from jobs.job.paths import absolute_path, local_paths
 from jobs.job.spec import JobSpec, LoadedSpec
@@ -78,6 +78,7 @@ def open_run(
             pid=os.getpid(),
             last_sign_of_life=last_sign,
             changed=resumed.changed if resumed else [],
+            changes=changed_values(resumed),
             ray_job=submission_id(),
         )
     )

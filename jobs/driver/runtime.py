@@ -161,7 +161,7 @@ def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:
             raise InputError(
                 "cluster.address",
                 got=f"{cluster.address} ({first_line(error)})",
-                expected="the address of a running Ray cluster",
+                expected="HOST:PORT of the head of a running Ray cluster",
                 remedy="if it uses token authentication, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
             ) from error
     meanwhile.join()

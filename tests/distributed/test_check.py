@@ -26,6 +26,7 @@ MACHINE = [
     "network",
     "visible_devices",
     "devices",
+    "load",
     "kernel_caches",
 ]
 

@@ -94,6 +94,10 @@ def restarts(records: RunRecords) -> list[Finding]:
         if row.get("error") in CAUSES and known.get("error") not in CAUSES:
             decisive[str(row.get("attempt"))] = row
     causes += [cause_of(row) for row in decisive.values()]
+    stops = [row for row in records.of_kind("attempt_end") if row.get("outcome") == "interrupted"]
+    causes += [
+        f"{cause_of(row) or 'a stop was asked for'} (step {int(number(row.get('step')) or 0):,})" for row in stops
+    ]
     reasons = "; ".join(dict.fromkeys(cause for cause in causes if cause)) or "no cause was recorded"
     starts = ", ".join(f"{int(number(row.get('from_step')) or 0):,}" for row in attempts[1:])
     failed = f"; {len(decisive)} of the earlier attempts failed" if 0 < len(decisive) < len(attempts) - 1 else ""

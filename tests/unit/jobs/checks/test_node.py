@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from jobs.checks import node
-from jobs.checks.node import check_devices, check_limits, check_network, examine, is_repeatable, measure, shared_storage
+from jobs.checks.node import (
+    check_devices,
+    check_limits,
+    check_load,
+    check_network,
+    examine,
+    is_repeatable,
+    measure,
+    shared_storage,
+)
 from jobs.checks.training import STEPS, check_training
 
 CPU = torch.device("cpu")
@@ -37,6 +46,7 @@ def test_a_node_reports_facts_and_every_check(storage: tuple[Path, str]) -> None
         "network",
         "visible_devices",
         "devices",
+        "load",
         "kernel_caches",
     ]
     assert [result.name for result in report.results] == names
@@ -130,3 +140,12 @@ def test_a_worker_that_does_not_train_fails_its_precision(changes: dict[str, Any
     wrong, fp32 = check_training([row(rank=0), row(**changes), other], workers=1)
     assert wrong.name == "training in bf16" and wrong.status == "fail" and "rank 1" in wrong.seen and said in wrong.seen
     assert fp32.status == "ok"
+
+
+def test_a_machine_that_others_use_is_warned_of() -> None:
+    busy = check_load(6.4, 4)
+    assert (busy.status, busy.seen) == (
+        "warn",
+        "6.4 threads at work on 4 cores",
+    ) and "end other programs" in busy.remedy
+    assert check_load(5.9, 4).status == "ok" and check_load().status in ("ok", "warn")

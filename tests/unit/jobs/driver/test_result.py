@@ -160,6 +160,11 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
         f"        raytrain train --resume {where} loop.max_steps=24",
         "        raytrain report RUN RUN",
     ]
+    for limits, key in (
+        ({"epochs": 3, "max_steps": None}, "loop.epochs=6"), ({"epochs": 3, "max_steps": 99}, "loop.max_steps=24")
+    ):  # fmt: skip
+        run.write_json(run.plan, {"config": {"loop": limits}})
+        assert f"        raytrain train --resume {where} {key}" in lines("done", weights="w")
     assert lines("failed")[-2:] == [
         f"next    raytrain train --resume {where}", f"        raytrain check --bundle problem.zip --run {where}",
     ]  # fmt: skip

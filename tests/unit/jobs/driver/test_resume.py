@@ -11,13 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from jobs.driver.resume import Resumed, open_resumed
+from jobs.driver.resume import Resumed, changed_values, open_resumed
 from jobs.job.spec import load_spec
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
+from raytrain.runs.records import event
 
 JOB: dict[str, Any] = {
     "name": "mine",
@@ -176,3 +177,37 @@ def test_only_a_complete_checkpoint_replaces_the_initial_weights(tmp_path: Path)
     assert not resumed.has_checkpoint()
     (checkpoint / "COMPLETE").write_text("")
     assert resumed.has_checkpoint()
+
+
+def test_what_a_resume_changed_holds_for_the_next_one(tmp_path: Path) -> None:
+    run = run_in(tmp_path, status="interrupted")
+    longer = open_resumed(run.path, None, ["loop.max_steps=30", "telemetry.observers=[a:b]", "save.keep=all"])
+    assert longer is not None
+    changes = changed_values(longer)
+    assert changes == {"loop.max_steps": 30, "telemetry.observers": ["a:b"], "save.keep": "all"}
+    run.append_event(event("driver_start", changed=longer.changed, changes=changes))
+    run.append_event(event("driver_start", changed=[], changes={}))
+    again = open_resumed(run.path, None, [])
+    assert again is not None and again.changed == [] and changed_values(again) == changed_values(None) == {}
+    assert (again.loaded.spec.loop.max_steps, again.loaded.spec.save.keep) == (30, "all")
+    back = open_resumed(run.path, None, ["loop.max_steps=10"])
+    assert back is not None and back.changed == ["loop.max_steps"] and back.loaded.spec.loop.max_steps == 10
+    run.append_event(event("driver_start", changed=back.changed, changes=changed_values(back)))
+    last = open_resumed(run.path, None, [])
+    assert last is not None and (last.loaded.spec.loop.max_steps, last.loaded.spec.save.keep) == (10, "all")
+
+
+def test_fewer_steps_than_the_run_has_reached_are_refused_and_its_own_number_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was killed between its last step and the export has to export."""
+    reached = [SimpleNamespace(step=4, complete=True), SimpleNamespace(step=10, complete=True),
+               SimpleNamespace(step=12, complete=False)]  # fmt: skip
+    monkeypatch.setattr("raytrain.checkpoint.reader.list_checkpoints", lambda run: reached)
+    run = run_in(tmp_path)
+    own = open_resumed(run.path, None, [])
+    assert own is not None and own.loaded.spec.loop.max_steps == 10
+    longer = open_resumed(run.path, None, ["loop.max_steps=11"])
+    assert longer is not None and longer.changed == ["loop.max_steps"]
+    with pytest.raises(InputError, match=r"loop\.max_steps: got 9, expected more than 10, the step of the newest"):
+        open_resumed(run.path, None, ["loop.max_steps=9"])
