@@ -6,6 +6,7 @@ name, the run still works, but starts more slowly or is less well protected from
 | private name | used for | without it |
 |---|---|---|
 | `ray._raylet.Config.initialize` | make Ray read the environment again | Ray must not be imported earlier |
+| `ray._private.ray_constants.ENABLE_RAY_CLUSTER` | a node's address is loopback | as for `Config` |
 | `ray._private.services.ConsolePopen` | start the daemons in process groups of their own | they stay in ours |
 | `ray._private.node.Node.start_monitor`, `.start_log_monitor`, `.start_api_server` | omit daemons | they start |
 | `DataParallelTrainer._create_default_callbacks` | omit two callbacks, each an actor | they are started |
@@ -30,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import subprocess
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -42,6 +44,9 @@ UNNEEDED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 #: Exceptions by which Ray Train reports that a worker's process died. The first is private: all are matched by name.
 DEATH_ERRORS = ("WorkerHealthCheckFailedError", "ActorDiedError", "RayActorError")
 
+
+#: Decides whether a node's address is that of the network, or loopback; Ray sets it when it is imported.
+CLUSTER = "ENABLE_RAY_CLUSTER"
 
 #: The label that Ray gives each node, with the node's id as the value.
 NODE_ID_LABEL = "ray.io/node-id"
@@ -64,6 +69,9 @@ def reread_environment() -> None:
     if config is not None:
         with contextlib.suppress(AttributeError, TypeError):
             config.initialize("")
+    constants = find("ray._private", "ray_constants")
+    if constants is not None and hasattr(constants, CLUSTER):
+        constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1") != "0"
 
 
 @contextlib.contextmanager

@@ -68,7 +68,10 @@ def test_experts_on_hosts_answer_as_in_one_process_also_after_the_death_of_a_hos
     assert len(set(first["prediction"].to_pylist())) > ROWS // 2
     assert hosts.equals(first) and two.equals(first.slice(0, FEW))
     assert [worker["units"] for worker in seen["hosts"]["workers"]] == [ROWS // UNIT], "only its host was replaced"
-    assert len(seen["two"]["workers"]) == 2
+    assert seen["workers"] == 2, (
+        "both have begun, each with its host, before either computes; one may compute all units"
+    )
+    assert sum(worker["units"] for worker in seen["two"]["workers"]) == FEW // UNIT
 
 
 @pytest.mark.timeout(300)

@@ -25,18 +25,30 @@ def answered(output: str, *overrides: str) -> dict[str, Any]:
     return result.summary
 
 
-def oldest_host() -> int | None:
-    """The expert host of this cluster that started first, so not the stand-by."""
+def processes(title: bytes) -> list[tuple[int, int]]:
+    """(when it started, pid) of this cluster's processes with a title, the first one first."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             raylets = (Path("/proc") / fields[1] / "stat").read_text().rpartition(")")[2].split()
-            if int(raylets[1]) == os.getpid() and b"::ExpertHost" in (entry / "cmdline").read_bytes():
+            if int(raylets[1]) == os.getpid() and title in (entry / "cmdline").read_bytes():
                 found.append((int(fields[19]), int(entry.name)))
         except OSError:
             continue
-    return min(found)[1] if found else None
+    return sorted(found)
+
+
+def oldest_host() -> int | None:
+    """The expert host of this cluster that started first, so not the stand-by."""
+    found = processes(b"::ExpertHost")
+    return found[0][1] if found else None
+
+
+def most_workers(most: list[int], over: threading.Event) -> None:
+    """Note how many workers of a job there are at the same time, until it is over."""
+    while not over.wait(0.05):
+        most[0] = max(most[0], len(processes(b"(UnitActor)")))
 
 
 def kill_after_two_units(folder: Path, killed: list[int]) -> None:
@@ -59,8 +71,13 @@ def main() -> None:
     watching.start()
     hosts = answered("hosts", "experts.hosts=2")
     watching.join()
+    most, over = [0], threading.Event()
+    counting = threading.Thread(target=most_workers, args=(most, over))
+    counting.start()
     both = answered("two", "experts.hosts=1", "scale.workers=2", f"infer.max_samples={GIVEN['few']}")
-    print("SEEN", json.dumps({"killed": killed, "hosts": hosts, "two": both}))
+    over.set()
+    counting.join()
+    print("SEEN", json.dumps({"killed": killed, "hosts": hosts, "two": both, "workers": most[0]}))
 
 
 main()
