@@ -218,10 +218,10 @@ import ray.data
 from jobs.driver.runtime import connected
 with connected("local", num_cpus=1, num_gpus=0, verbose=False):
     mode = ray._raylet.get_authentication_mode() == ray._raylet.AuthenticationMode.TOKEN
-    print(ray.get(ray.remote(lambda: 2 + 2).remote()), mode)
+    print(ray.get(ray.remote(lambda: 2 + 2).remote()), mode, *(node["NodeManagerAddress"] for node in ray.nodes()))
 """
     ended = start_python("-c", program, cwd=place.folder, env=place.env).finish(timeout=LIMIT_S)
-    assert ended.code == 0 and ended.out.split() == ["4", "True"], ended.text
+    assert ended.code == 0 and ended.out.split() == ["4", "True", "127.0.0.1"], ended.text
 
 
 @pytest.mark.timeout(400)
