@@ -36,8 +36,9 @@ def check_caches(runtime: str | None, *, environ: Mapping[str, str] | None = Non
     Args:
         runtime: of the devices, such as "CUDA 12.8".
     """
-    found = {name: size for name, folder in kernel_caches(environ).items() if (size := _size(folder)) is not None}
-    kept = ", ".join(f"{name} {size / 2**20:.1f} MiB in {kernel_caches(environ)[name]}" for name, size in found.items())
+    sizes = {name: (folder, _size(folder)) for name, folder in kernel_caches(environ).items()}
+    known = [f"{name} {size / 2**20:.1f} MiB in {folder}" for name, (folder, size) in sizes.items() if size is not None]
+    kept = ", ".join(known)
     seen = f"{runtime or 'no CUDA'}; kept: {kept or 'nothing'}"
     return CheckResult("kernel_caches", "ok", seen, "any; a folder may be deleted, and kernels are compiled again")
 

@@ -71,7 +71,7 @@ def reread_environment() -> None:
             config.initialize("")
     constants = find("ray._private", "ray_constants")
     if constants is not None and hasattr(constants, CLUSTER):
-        constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1") != "0"
+        setattr(constants, CLUSTER, os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1") != "0")
 
 
 @contextlib.contextmanager
