@@ -82,6 +82,7 @@ def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[
     if local_cluster:
         variables |= LOOPBACK
         variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+        variables["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # Ray Train's own default for its controller
         variables["GLIBC_TUNABLES"] = UNCACHED
     if quiet:
         variables["RAY_DEDUP_LOGS_SKIP_REGEX"] = DEATH_NOTICE

@@ -19,6 +19,13 @@ from typing import Any
 
 TOKEN_FILE = "token"
 
+#: Imported by each process that Ray starts in advance, and the variable that says where these take their numbers and
+#: how many of them will be workers.
+PRELOAD_MODULE, PRELOAD = "raytrain.execution.preload", "RAYTRAIN_PRELOAD"
+
+#: Processes that Ray may start at the same time. Its own limit is the number of cores, and a start is mostly waiting.
+STARTS = 8
+
 #: One secret for all private clusters of this process, since Ray reads it only once.
 _TOKEN = secrets.token_hex(32)
 
@@ -30,10 +37,12 @@ class PrivateRay:
     Attributes:
         folder: a new directory that only this user can read; it holds the token and Ray's files.
         options: arguments of ``ray.init``.
+        workers: processes that will compute with torch, which they import in advance.
     """
 
     folder: str
     options: Mapping[str, Any]
+    workers: int = 0
 
     def set_environment(self, environ: MutableMapping[str, str]) -> None:
         """Set the variables of the process that starts the cluster, before its first ``import ray``.
@@ -44,16 +53,27 @@ class PrivateRay:
         environ["RAY_AUTH_MODE"] = "token"
         environ["RAY_AUTH_TOKEN_PATH"] = os.path.join(self.folder, TOKEN_FILE)
         environ.pop("RAY_AUTH_TOKEN", None)
+        environ["RAY_worker_maximum_startup_concurrency"] = str(STARTS)
+        if self.workers:
+            environ["RAY_preload_python_modules"] = PRELOAD_MODULE
+            environ[PRELOAD] = f"{self.workers}:{os.path.join(self.folder, 'p')}"
+        else:  # of another cluster of this process
+            environ.pop("RAY_preload_python_modules", None)
+            environ.pop(PRELOAD, None)
 
 
 @contextlib.contextmanager
-def private_ray() -> Iterator[PrivateRay]:
-    """Create the folder and the token of a private cluster; the folder is removed at the end."""
+def private_ray(*, workers: int = 0) -> Iterator[PrivateRay]:
+    """Create the folder and the token of a private cluster; the folder is removed at the end.
+
+    Args:
+        workers: processes that will compute with torch.
+    """
     folder = tempfile.mkdtemp(prefix="rt-")  # mode 0700; short, since socket paths end at 107 bytes
     try:
         _write_token(folder)
         options = {"include_dashboard": False, "_temp_dir": os.path.join(folder, "r"), "_node_ip_address": "127.0.0.1"}
-        yield PrivateRay(folder, options)
+        yield PrivateRay(folder, options, workers)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -164,10 +164,12 @@ class RunAttempts:
                 self.opened.run.heartbeat()
 
     def _connect_and_fit(self) -> None:
-        cpus, gpus = cluster_size(None if self.opened is None else self.opened.plan)
+        cpus, gpus, processes = cluster_size(None if self.opened is None else self.opened.plan)
         with Activity(self._console, phases=self._planner.phases, beat=self._beat) as activity:
             activity.begin(CONNECTING.get(self._address, f"connecting to {self._address}"))
-            with connected(self._address, num_cpus=cpus, num_gpus=gpus, verbose=self._verbose) as cluster:
+            with connected(
+                self._address, num_cpus=cpus, num_gpus=gpus, workers=processes, verbose=self._verbose
+            ) as cluster:
                 self._signals.install()
                 if self.opened is None:  # a running cluster: Ray knows its machines
                     activity.begin("checking the nodes of the cluster")

@@ -31,6 +31,8 @@ PATIENT = {
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_raylet_client_connect_timeout_milliseconds": "10000",
 }
+#: Actors of a run that reserve no CPU: the driver's channel, Ray Train's controller and its meeting point of workers.
+RAY_PROCESSES = 3
 CALL_INIT = "does not work any more, and the connection is shut down; call ray.init again, then resume the run"
 
 
@@ -94,17 +96,20 @@ def dashboard_url() -> str | None:
     return None if not url else url if "://" in url else f"http://{url}"
 
 
-def cluster_size(plan: Plan | None) -> tuple[int, int]:
-    """(CPUs, GPUs) that a private cluster declares: those that the plan needs, not all of the machine."""
+def cluster_size(plan: Plan | None) -> tuple[int, int, int]:
+    """(CPUs, GPUs, processes that compute) of a private cluster: those that the plan needs, not all of the machine.
+
+    Ray starts a process in advance for each CPU that it is given, so that its own ones (`RAY_PROCESSES`) count.
+    """
     if plan is None:
-        return 1, 0
+        return RAY_PROCESSES, 0, 0
     assert isinstance(plan.workers, Resolved) and isinstance(plan.device, Resolved)  # never deferred
     processes = int(plan.workers.value) + separate_hosts(plan.hosts)
-    return processes + 1, processes if plan.device.value == "cuda" else 0
+    return processes + RAY_PROCESSES, processes if plan.device.value == "cuda" else 0, processes
 
 
 @contextlib.contextmanager
-def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> Iterator[Cluster]:
+def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, workers: int = 0) -> Iterator[Cluster]:
     """Connect to `address`, or start a private cluster if it is "local"; shut down at the end.
 
     A local cluster is private (`cluster.private_ray`). Call it in the main thread, since Ray ties the cluster's
@@ -112,6 +117,7 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
 
     Args:
         num_cpus, num_gpus: logical resources that a local cluster declares.
+        workers: processes of a local cluster that will compute with torch, which they import in advance.
 
     Raises:
         InputError: the address cannot be reached.
@@ -128,7 +134,7 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
     options = {"log_to_driver": verbose, "logging_level": "info" if verbose else "error"}
     with contextlib.ExitStack() as stack:
         if address == "local":
-            private = stack.enter_context(private_ray())
+            private = stack.enter_context(private_ray(workers=workers))
             private.set_environment(os.environ)
             folder = private.folder
             options |= {"num_cpus": num_cpus, "num_gpus": num_gpus, **private.options}
@@ -147,9 +153,6 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
 
 
 def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:
-    # while Ray's daemons start, import pandas, the slowest import of Ray Train; it does not import Ray
-    meanwhile = threading.Thread(target=importlib.import_module, args=("pandas",), daemon=True, name="imports")
-    meanwhile.start()
     if cluster.local:
         _start_private(cluster.folder, options)
     else:
@@ -164,7 +167,6 @@ def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:
                 expected="HOST:PORT of the head of a running Ray cluster",
                 remedy="if it uses token authentication, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
             ) from error
-    meanwhile.join()
     from raytrain.execution.trainer import quiet_ray
 
     if not verbose:
@@ -199,11 +201,25 @@ def _start_private(folder: str, options: dict[str, Any]) -> None:
 def _init(address: str, options: dict[str, Any]) -> None:
     import ray
 
-    from raytrain.execution.ray_private import only_needed_daemons, own_process_groups, reread_environment
+    from raytrain.execution.ray_private import (
+        only_needed_daemons,
+        own_process_groups,
+        prompt_look_up,
+        reread_environment,
+    )
 
     reread_environment()
-    with own_process_groups(), only_needed_daemons(logs=options["log_to_driver"]):
+    with (
+        own_process_groups(),
+        only_needed_daemons(logs=options["log_to_driver"]),
+        prompt_look_up(meanwhile=_import_train),
+    ):
         ray.init(address=address, ignore_reinit_error=True, **options)
+
+
+def _import_train() -> None:
+    """Import what the driver needs next. The slowest are Ray Train and pandas, which it imports."""
+    importlib.import_module("raytrain.execution.trainer")
 
 
 def _abandon(folder: str) -> None:

@@ -55,6 +55,9 @@ class DriverChannel:
 
     def __init__(self) -> None:
         self._stop = asyncio.Event()
+        self._stored = asyncio.Event()
+        self._kept: dict[str, Any] = {}
+        self._not_kept: dict[str, str] = {}
         self._progress: dict[str, Any] = {}
         self._ended = False  # a worker failed, and the group that replaces its own has not started
         self._seen: dict[int, tuple[float, str]] = {}
@@ -65,12 +68,29 @@ class DriverChannel:
         self._stack_request = 0
         self._stacks: dict[int, dict[str, Any]] = {}
 
-    async def keep(self, value: Any) -> list[Any]:
-        """Driver: store a value for the workers; returns [reference]. See `raytrain.execution.ray_private`, which says
-        why the driver does not own it."""
+    async def keep(self, name: str, value: Any) -> None:
+        """Driver: store a value for the workers; `raytrain.execution.ray_private` says why it does not own it."""
         import ray
 
-        return [ray.put(value)]
+        try:
+            self._kept[name] = ray.put(value)
+        except Exception as error:
+            self._not_kept[name] = f"{type(error).__name__}: {error}"
+        finally:
+            self._stored.set()
+
+    async def kept(self, name: str) -> list[Any]:
+        """Worker: [reference] of a value, as soon as it is stored.
+
+        Raises:
+            RuntimeError: it could not be stored.
+        """
+        while name not in self._kept:
+            if name in self._not_kept:
+                raise RuntimeError(f"Ray could not store the {name} of this run: {self._not_kept[name]}")
+            self._stored.clear()
+            await self._stored.wait()
+        return [self._kept[name]]
 
     async def request_stop(self) -> None:
         """Driver: ask the workers to save after the current step and return."""
@@ -241,11 +261,11 @@ def open_channel() -> Any:
     return ray.remote(DriverChannel).options(**options).remote()
 
 
-def keep(channel: Any, value: Any) -> Any:
-    """Driver: a reference to a value that the `DriverChannel` actor stores for the workers."""
+def kept(channel: Any, name: str) -> Any:
+    """Worker: a value that the driver gave the `DriverChannel` actor (`DriverChannel.keep`)."""
     import ray
 
-    return ray.get(channel.keep.remote(value))[0]
+    return ray.get(ray.get(channel.kept.remote(name))[0])
 
 
 def on_stop_request(channel: Any, then: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from ray.train.torch import TorchTrainer
 
 from raytrain.errors import ClusterLost, RunError, first_line
 from raytrain.execution.controller import Collectives, FaultWriter
-from raytrain.execution.driver_channel import AttemptResult, keep
+from raytrain.execution.driver_channel import AttemptResult
 from raytrain.execution.ray_private import free_by_node, local_trainer, node_callbacks
 from raytrain.execution.recovery.faulty_nodes import NodeChoice
 from raytrain.execution.worker import train_loop_per_worker
@@ -59,15 +59,14 @@ def fit(
     resources = worker_resources(job.plan, local=local)
     choice = NodeChoice(job.run_path, resources, least or int(job.planned("workers")), channel)
     choosing = [] if local else node_callbacks(partial(choice.selector, ray.nodes))
+    _hand_over(job, data, channel)
     trainer = (local_trainer() if local else TorchTrainer)(
         train_loop_per_worker,
         train_loop_config={
-            # the job may contain Python objects; Ray re-exports `dumps` without declaring it
-            "job": keep(channel, cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
             "import_path": job.import_path,
             "run_path": job.run_path,
             "channel": channel,
-            "data": None if data is None else keep(channel, data),
+            "data": data is not None,
         },
         scaling_config=ScalingConfig(
             num_workers=int(job.planned("workers")),
@@ -90,6 +89,15 @@ def fit(
         ),
     )
     return _result_of(trainer)
+
+
+def _hand_over(job: TrainJob, data: Any, channel: Any) -> None:
+    """Give the channel what the workers read from it. The workers wait for it, not this process, so that Ray Train's
+    controller starts at the same time as the channel."""
+    # the job may contain Python objects; Ray re-exports `dumps` without declaring it
+    channel.keep.remote("job", cloudpickle.dumps(job))  # pyright: ignore[reportPrivateImportUsage]
+    if data is not None:
+        channel.keep.remote("data", data)
 
 
 def _result_of(trainer: TorchTrainer) -> AttemptResult:

@@ -34,7 +34,7 @@ from raytrain.data.sources.open import source_from_driver
 from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, RunError, StateLost, first_line
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.driver_channel import AttemptResult, on_stop_request, signs_of_life, stacks_file
+from raytrain.execution.driver_channel import AttemptResult, kept, on_stop_request, signs_of_life, stacks_file
 from raytrain.execution.export import export
 from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
@@ -61,8 +61,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
     """Entry point of a Ray Train worker.
 
     Args:
-        config: {"job": reference to a pickled TrainJob, "import_path", "run_path", "channel": handle of the
-            DriverChannel actor, "data": reference to the data that the driver read, or None}.
+        config: {"import_path", "run_path", "channel": handle of the DriverChannel actor, which keeps the pickled
+            TrainJob, "data": whether it also keeps data that the driver read}.
 
     Returns:
         Rank 0's result; None on the other ranks.
@@ -76,8 +76,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
     log = rank_log(RunFolder(config["run_path"]), workers.rank, print_lines=print_lines, wait=ray.wait)
     stacks = partial(write_stacks, RunFolder(config["run_path"]), workers.rank, threading.get_ident())
     with signs_of_life(channel, workers.rank, write_stacks=stacks), log:
-        job: TrainJob = cloudpickle.loads(ray.get(config["job"]))
-        data = None if config["data"] is None else ray.get(config["data"])
+        job: TrainJob = cloudpickle.loads(kept(channel, "job"))
+        data = kept(channel, "data") if config["data"] else None
         local_rank = ray.train.get_context().get_local_rank()
         node = ray.get_runtime_context().get_node_id()
         worker = Worker(job, workers=workers, local_rank=local_rank, channel=channel, node=node)

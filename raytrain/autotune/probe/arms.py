@@ -80,6 +80,7 @@ def timed_arms(
     attempt: Callable[[Callable[[], object]], str] = run_unguarded,
     stop_on_failure: bool = False,
     decided: Callable[[list[list[float]]], bool] = lambda _seconds: False,
+    clear: Callable[[list[list[float]]], bool] = lambda _seconds: False,
 ) -> list[ArmTimes]:
     """Time all arms in alternating rounds after one warm-up round, every arm with the same random numbers. Changes
     nothing that it measures. Collective.
@@ -88,6 +89,8 @@ def timed_arms(
         attempt: runs an arm, and returns why that failed on any worker, or "". A failed arm is not run again.
         stop_on_failure: with one failed arm the others are of no interest.
         decided: whether this worker's seconds by arm need no `min_rounds`.
+        clear: whether, after `min_rounds`, this worker's seconds by arm need no more of the budget. The rounds end once
+            they need none on any worker.
     """
     seconds: list[list[float]] = [[] for _ in arms]
     values: list[Sequence[float]] = [() for _ in arms]
@@ -110,7 +113,9 @@ def timed_arms(
                     seconds[index].append(one.seconds)
             enough = round_number >= min_rounds or decided(seconds)
             enough = enough and time.perf_counter() - begin > budget_s
-            if (stop_on_failure and errors) or workers.all_reduce_ints([int(enough)])[0]:
+            settled = round_number >= min_rounds and clear(seconds)
+            some, all_of = workers.all_reduce_ints([int(enough), int(settled)])
+            if (stop_on_failure and errors) or some or all_of == workers.world_size:
                 break
     return _gathered(seconds, values, errors, workers)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raytrain.autotune.probe.agreed import run_agreed
 from raytrain.autotune.probe.arms import BUDGET_S, TimedArm, timed_arms
-from raytrain.autotune.search.precision import PrecisionTrial
+from raytrain.autotune.search.precision import PrecisionTrial, has_winner
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
 from raytrain.train.precision.policy import PrecisionPolicy, policy_for
@@ -43,6 +43,7 @@ def compare_precisions(
         min_rounds=MIN_ROUNDS,
         max_rounds=MAX_ROUNDS,
         budget_s=budget_s,
+        clear=has_winner,
         attempt=lambda work: run_agreed(work, workers=workers, device=device, remote=trainable.remote)[1],
     )
     trials = []

@@ -101,6 +101,17 @@ def gate_refusal(report: GateReport) -> str:
     return ""
 
 
+def has_winner(seconds: list[list[float]]) -> bool:
+    """Whether more rounds would not change the choice: in every round one arm was faster than each other arm ever was,
+    by more than the gain that is worth while.
+
+    Args:
+        seconds: for each arm those of every round; an arm that could not be run has none.
+    """
+    timed = sorted((arm for arm in seconds if arm), key=max)
+    return all(max(timed[0]) * (1 + WORTHWHILE_GAIN) < min(arm) for arm in timed[1:])
+
+
 def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -> Resolved:
     """The fastest precision that is inside the band and beats the reference by more than noise; if the reference cannot
     run, the fastest that can.

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.private_ray import TOKEN_FILE, _write_token, end_daemons, private_ray
+from cluster.private_ray import PRELOAD, PRELOAD_MODULE, STARTS, TOKEN_FILE, _write_token, end_daemons, private_ray
+from raytrain.execution import preload
 
 
 def test_folder_and_token_are_readable_by_this_user_only_and_removed() -> None:
@@ -44,8 +45,20 @@ def test_what_the_user_has_set_does_not_open_the_cluster_to_others() -> None:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": f"{private.folder}/{TOKEN_FILE}",
+            "RAY_worker_maximum_startup_concurrency": str(STARTS),
             "HOME": "/home/me",
         }
+
+
+def test_processes_of_a_cluster_that_trains_import_in_advance() -> None:
+    environ: dict[str, str] = {}
+    with private_ray(workers=2) as private:
+        private.set_environment(environ)
+        assert environ["RAY_preload_python_modules"] == preload.__name__ == PRELOAD_MODULE
+        assert environ[PRELOAD].startswith("2:" + private.folder)
+    with private_ray() as private:  # another cluster of this process, whose processes need no torch
+        private.set_environment(environ)
+        assert PRELOAD not in environ and "RAY_preload_python_modules" not in environ
 
 
 def test_only_daemons_of_this_cluster_and_this_process_are_ended(tmp_path: Path) -> None:

@@ -457,7 +457,8 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
 
     class Trains:
         def __init__(self, *_: Any, torch_config: Any, train_loop_config: Any, **__: Any) -> None:
-            seen["telemetry_every"] = cloudpickle.loads(train_loop_config["job"]).telemetry_every
+            assert train_loop_config["data"] == ("data" in kept)
+            seen["telemetry_every"] = cloudpickle.loads(kept["job"]).telemetry_every
             seen["interface"] = torch_config.interface
 
         def fit(self) -> Any:
@@ -471,7 +472,9 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
         seen["address"] = address
         yield Cluster(local=address == "local", address=address, folder=str(place.folder))
 
+    kept: dict[str, Any] = {}
     channel = SimpleNamespace(
+        keep=SimpleNamespace(remote=kept.__setitem__),
         request_stop=SimpleNamespace(remote=stopped.set), progress=SimpleNamespace(remote=str),
         printed_lines=SimpleNamespace(remote=lambda *, last: ""),
         last_signs=SimpleNamespace(remote=dict), warnings=SimpleNamespace(remote=list),
@@ -490,7 +493,6 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr("jobs.driver.watch.start_hosts", start_hosts)
     place.patch.setattr(trainer, "TorchTrainer", Trains)
     place.patch.setattr(trainer, "local_trainer", lambda: Trains)
-    place.patch.setattr(trainer, "keep", lambda channel, value: value)
     place.patch.setattr("ray.get", lambda *_, **__: ({}, "", {}, [], {}))
     try:
         quiet = Console(quiet=True)

@@ -109,6 +109,7 @@ NOTHING_PRIVATE = {
     "reread_environment": lambda: None,
     "own_process_groups": contextlib.nullcontext,
     "only_needed_daemons": lambda *, logs: contextlib.nullcontext(),
+    "prompt_look_up": lambda *, meanwhile: contextlib.nullcontext(),
 }
 
 

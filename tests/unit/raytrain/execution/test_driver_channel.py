@@ -138,3 +138,37 @@ def test_late_messages_of_a_failed_group_are_dropped_until_the_next_one_starts()
         assert [where for _, where in (await channel.last_signs()).values()] == ["on b"]
 
     asyncio.run(tell())
+
+
+def test_workers_wait_for_what_the_driver_keeps_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.put", lambda value: f"reference to {value}")
+
+    async def story() -> None:
+        channel = DriverChannel()
+        job, data = (asyncio.create_task(channel.kept(name)) for name in ("job", "data"))
+        await asyncio.sleep(0)
+        await channel.keep("job", "J")
+        await asyncio.sleep(0)
+        assert await job == ["reference to J"] and not data.done()
+        await channel.keep("data", "D")
+        assert await data == ["reference to D"] and await channel.kept("job") == ["reference to J"]
+
+    asyncio.run(story())
+
+
+def test_what_ray_could_not_store_is_an_error_of_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(value: Any) -> None:
+        raise MemoryError(f"no room for {value}")
+
+    monkeypatch.setattr("ray.put", full)
+
+    async def story() -> None:
+        channel = DriverChannel()
+        early = asyncio.create_task(channel.kept("job"))
+        await asyncio.sleep(0)
+        await channel.keep("job", "J")
+        for wait in (early, channel.kept("job")):
+            with pytest.raises(RuntimeError, match="could not store the job of this run: MemoryError: no room for J"):
+                await wait
+
+    asyncio.run(story())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import subprocess
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
+from ray.runtime_env import RuntimeEnv
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -16,6 +19,7 @@ from raytrain.execution import ray_private
 
 POLICIES = "ray.train.v2._internal.execution.scaling_policy"
 TRAINERS = "ray.train.v2.api.data_parallel_trainer"
+CONSTANTS = "ray.train.v2._internal.constants"
 
 
 def services() -> Any:
@@ -94,12 +98,79 @@ def test_daemons_that_a_private_cluster_does_not_need_are_not_started(
         pass
 
 
+def test_a_starting_node_is_looked_for_many_times_a_second_and_work_goes_on_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    class State:
+        def _initialize_global_state(self, options: Any) -> None:
+            done.append(options)
+
+        def node_table(self) -> list[dict[str, str]]:
+            done.append("looked")
+            return [{"NodeID": "another"}, *([{"NodeID": "n1"}] if done.count("looked") == 3 else [])]
+
+    def ray_looks(address: str, node_id: str) -> str:
+        done.append("Ray's own")
+        return f"{node_id} at {address}"
+
+    monkeypatch.setattr("ray._private.services.get_node", ray_looks)
+    monkeypatch.setattr("ray._private.services._get_gcs_client_options", lambda address: f"options of {address}")
+    monkeypatch.setattr("ray._private.state.GlobalState", State)
+    monkeypatch.setattr("raytrain.execution.ray_private.LOOK_EVERY_S", 0.0)
+    with ray_private.prompt_look_up(meanwhile=lambda: done.append("imports")):
+        assert services().get_node("here:1", "n1") == "n1 at here:1"
+    assert done == ["imports", "options of here:1", "looked", "looked", "looked", "Ray's own"]
+    assert services().get_node is ray_looks
+    done.clear()
+    monkeypatch.setattr("raytrain.execution.ray_private.LOOK_FOR_S", 0.0)  # it never starts: Ray says so
+    with ray_private.prompt_look_up(meanwhile=lambda: None):
+        assert services().get_node("here:1", "n2") == "n2 at here:1" and done[-1] == "Ray's own"
+    monkeypatch.setattr(State, "_initialize_global_state", None)  # another Ray
+    with ray_private.prompt_look_up(meanwhile=lambda: None):
+        assert services().get_node("here:1", "n1") == "n1 at here:1"
+    monkeypatch.delattr("ray._private.state.GlobalState")
+    with ray_private.prompt_look_up(meanwhile=lambda: None):
+        assert services().get_node is ray_looks
+
+
+def test_processes_inherit_the_drivers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor with variables of its own gets a new process; Ray compares them as JSON."""
+    module, workers = importlib.import_module(TRAINERS), importlib.import_module(CONSTANTS)
+    original = module.get_env_vars_to_propagate
+    with ray_private.inherited_variables():
+        variables = module.get_env_vars_to_propagate()
+        assert variables.setdefault("RAY_ANY", "0") == "0" and variables == {}
+        assert RuntimeEnv(env_vars=variables).serialize() == RuntimeEnv().serialize() == "{}"
+    assert module.get_env_vars_to_propagate is original
+    monkeypatch.setattr(workers, "ENV_VARS_TO_PROPAGATE", {"RAY_TRAIN_V2_ENABLED"})
+    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
+    assert workers.get_env_vars_to_propagate() == {"RAY_TRAIN_V2_ENABLED": "1"}
+    ray_private.propagate_nothing()
+    assert workers.get_env_vars_to_propagate() == {}
+    monkeypatch.delattr(f"{TRAINERS}.get_env_vars_to_propagate")
+    monkeypatch.delattr(f"{CONSTANTS}.ENV_VARS_TO_PROPAGATE")
+    ray_private.propagate_nothing()
+    with ray_private.inherited_variables():
+        assert not hasattr(module, "get_env_vars_to_propagate")
+
+
+def test_only_a_worker_unpickles_its_function() -> None:
+    reference = ray_private.InlineFunction(cloudpickle.dumps(lambda: 7))
+    assert pickle.loads(pickle.dumps(reference)).get()() == 7
+    assert isinstance(reference.pickled, bytes)
+
+
 def test_a_fixed_number_of_workers_needs_no_autoscaler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy = ray_private.fixed_scaling_policy(ScalingConfig(num_workers=2))
     assert policy is not None
+    calls: list[str] = []
+    monkeypatch.setattr(ray_private, "propagate_nothing", lambda: calls.append("nothing"))
     policy.after_controller_start(None)
+    assert calls == ["nothing"]
     assert policy.make_decision_for_non_running_worker_group().num_workers == 2
     assert policy._coordinator_client is None, "nobody was asked"
 

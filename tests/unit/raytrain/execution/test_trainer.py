@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +28,10 @@ def fitted(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> Any:
                 raise outcome
             return self
 
-    monkeypatch.setattr(trainer, "keep", lambda channel, value: value)
+    channel = SimpleNamespace(keep=SimpleNamespace(remote=lambda name, value: None))
     monkeypatch.setattr(trainer, "TorchTrainer", Played)
     job, _ = make_job(MLP, {"train": class_rows(64)})
-    return trainer.fit(job, data=None, channel=None, local=False, interface=None, storage="unused")
+    return trainer.fit(job, data=None, channel=channel, local=False, interface=None, storage="unused")
 
 
 class Task(ray.exceptions.RayTaskError, ray.exceptions.RayActorError):

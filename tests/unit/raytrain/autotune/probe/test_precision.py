@@ -62,15 +62,28 @@ def test_an_error_outside_of_operations_is_not_hidden() -> None:
         compared(session, ["fp32", "bf16"])
 
 
-@pytest.mark.parametrize(("budget", "rounds"), [(0.0, MIN_ROUNDS + 1), (1e9, MAX_ROUNDS + 1)])
-def test_rounds_alternate_until_the_time_is_up(budget: float, rounds: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "bf16_s", "rounds"),
+    [
+        (0.0, (1.0, 1.0), MIN_ROUNDS + 1),
+        (1e9, (1.0, 1.0), MAX_ROUNDS + 1),
+        (1e9, (0.5, 0.6), MIN_ROUNDS + 1),  # clearly the faster one
+        (1e9, (0.5, 0.99), MAX_ROUNDS + 1),  # faster, but once by less than the gain that is worth while
+        (1e9, (2.0, 3.0), MIN_ROUNDS + 1),  # clearly the slower one
+    ],
+)
+def test_rounds_alternate_until_the_time_is_up_or_one_has_won(
+    monkeypatch: pytest.MonkeyPatch, budget: float, bf16_s: tuple[float, float], rounds: int
+) -> None:
     session = session_of()
-    inner, order = session.trainable.loss, []
+    inner, order, now = session.trainable.loss, [], [0.0]
 
     def loss(module: nn.Module, batch: Any) -> Any:
         order.append("bf16" if torch.is_autocast_enabled("cpu") else "fp32")
+        now[0] += bf16_s[order.count("bf16") % 2] if order[-1] == "bf16" else 1.0
         return inner(module, batch)
 
+    monkeypatch.setattr("raytrain.autotune.probe.arms.seconds_of", lambda _device: now[0])
     session.trainable.loss = loss
     compared(session, ["fp32", "bf16"], budget_s=budget)
     assert order == ["fp32", "bf16"] * rounds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain.autotune.search.precision import PrecisionTrial, choose_precision
+from raytrain.autotune.search.precision import PrecisionTrial, choose_precision, has_winner
 
 NAN = float("nan")
 
@@ -49,3 +49,19 @@ def test_if_the_reference_cannot_run_the_fastest_runnable_precision_is_chosen() 
 
 def test_a_gradient_of_zero_has_no_ratio() -> None:
     assert choose_precision([trial("fp32", 1.0, norm=0.0), trial("bf16", 0.5, norm=0.0)]).value == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "won"),
+    [
+        ([[1.0, 1.1], [0.5, 0.6]], True),
+        ([[0.5, 0.6], [1.0, 1.1]], True),  # the reference
+        ([[1.0, 1.1], [0.5, 0.98]], False),  # by less than is worth while in one round
+        ([[1.0, 1.1], [0.5, 1.2]], False),
+        ([[1.0, 1.1], [0.5, 0.6], [0.55, 0.6]], False),  # two are faster, and near each other
+        ([[1.0, 1.1], [0.5, 0.6], []], True),  # the third could not be run
+        ([[1.0, 1.1]], True),
+    ],
+)
+def test_rounds_that_do_not_overlap_have_a_winner(seconds: list[list[float]], won: bool) -> None:
+    assert has_winner(seconds) is won
