@@ -261,7 +261,8 @@ def local_trainer() -> type[Any]:
             policy = fixed_scaling_policy(self.scaling_config) if "scaling_policy" in named else None
             changed = {} if policy is None else {"scaling_policy": policy}
             if find(named.get("train_fn_ref"), "_ref") is not None:
-                changed["train_fn_ref"] = InlineFunction(cloudpickle.dumps(named["train_fn_ref"].get()))
+                function = cloudpickle.dumps(named["train_fn_ref"].get())  # pyright: ignore[reportPrivateImportUsage]
+                changed["train_fn_ref"] = InlineFunction(function)
                 named["train_fn_ref"]._ref = None
             with inherited_variables():
                 return super()._initialize_and_run_controller(*given, **{**named, **changed})
