@@ -58,6 +58,18 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def address_towards(host: str, port: int) -> str:
+    """This machine's own address on the way to another one (or to itself); nothing is sent.
+
+    Raises:
+        OSError: there is no such host, or no way to it.
+    """
+    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as asking:
+        asking.connect(where)
+        return str(asking.getsockname()[0])
+
+
 def answers(address: str) -> bool:
     """Whether something accepts connections at `host:port`."""
     host, _, port = address.rpartition(":")

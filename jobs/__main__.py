@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 import click
 
 from jobs.job.arguments import split_arguments
+from jobs.submission.recipe import torchrun_options
 from raytrain.errors import InputError, RaytrainError
 
 INTERRUPTED = 130
@@ -20,12 +22,19 @@ class _Verbs(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         signal.signal(signal.SIGTERM, _leave)  # until a verb installs its own handlers
-        from jobs.driver.signals import Interrupted
+        from jobs.driver.signals import request_stop
         from jobs.submission.stop_request import watch_stop_request
+        from jobs.submission.torchrun import carried_out
 
         watch_stop_request()
+        command = partial(self._main, *args, **{**extra, "standalone_mode": False})
+        return carried_out(command, request_stop=request_stop)
+
+    def _main(self, *args: Any, **extra: Any) -> Any:
+        from jobs.driver.signals import Interrupted
+
         try:
-            return super().main(*args, **{**extra, "standalone_mode": False})
+            return super().main(*args, **extra)
         except click.exceptions.Exit as error:
             sys.exit(error.exit_code)
         except click.exceptions.NoArgsIsHelpError as error:
@@ -42,6 +51,8 @@ class _Verbs(click.Group):
             sys.exit(INTERRUPTED)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        from jobs.submission.torchrun import leader
+
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             from raytrain.config.messages import suggestion
@@ -52,6 +63,8 @@ class _Verbs(click.Group):
                 "raytrain", got=f"the unknown verb {name}", expected=f"one of {', '.join(verbs)}",
                 remedy=job or suggestion(name, verbs),
             )  # fmt: skip
+        if name not in ("", "train") and (first := leader()) is not None:
+            raise first.refuse(name)
         return super().resolve_command(ctx, args)
 
 
@@ -73,7 +86,7 @@ def _keys_option(verb: str) -> Any:
 
     class VerbCommand(click.Command):
         def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-            from jobs.job.launchers import INFERENCE, LAUNCHER, TRAINING, as_keys
+            from jobs.job.launchers import INFERENCE, LAUNCHER, TRAINING, as_keys, unknown_among
 
             names = LAUNCHER | (INFERENCE if verb == "infer" else TRAINING)
             given = as_keys(args, names)
@@ -81,7 +94,7 @@ def _keys_option(verb: str) -> Any:
                 return super().parse_args(ctx, list(given))
             except click.NoSuchOption as error:
                 known = [name for option in self.params for name in option.opts if name.startswith("--")]
-                raise _unknown_option(error.option_name, given, verb=self.name or verb, known=known) from error
+                raise unknown_among(error.option_name, given, verb=self.name or verb, known=known) from error
 
         def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
             from jobs.job.keys import important_entries
@@ -92,20 +105,6 @@ def _keys_option(verb: str) -> Any:
             formatter.write_text("`raytrain keys` lists all keys, `raytrain keys loop` those of a section.")
 
     return VerbCommand
-
-
-def _unknown_option(option: str, given: list[str], *, verb: str, known: list[str]) -> InputError:
-    """`option` is what click found; short ones hold a letter each."""
-    from jobs.job.launchers import unknown_option
-
-    place = next((n for n, text in enumerate(given) if text.partition("=")[0] == option), None)
-    place = place if place is not None else next((n for n, text in enumerate(given) if text.startswith(option)), None)
-    value: str | None = None
-    if place is not None:
-        _, mark, value = given[place].partition("=")
-        after = given[place + 1] if place + 1 < len(given) else ""
-        value = value if mark else after if after and not after.startswith("-") and "=" not in after else None
-    return unknown_option(option, value, verb=verb, known=known)
 
 
 def _complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
@@ -144,6 +143,7 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
     """Train a model from JOB.yaml or a recipe (default: the recipe `default`)."""
     from rich.console import Console
 
+    from jobs.submission.torchrun import close
     from jobs.train import run_train
 
     path, overrides = split_arguments(arguments)
@@ -155,6 +155,7 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
     code = {"done": 0, "failed": 1, "interrupted": INTERRUPTED}[result.status]
     sys.stdout.flush()
     sys.stderr.flush()
+    close(code)
     # the fit thread of an interrupted run may still wait inside Ray or gloo; do not wait for it
     os._exit(code)
 
@@ -182,13 +183,15 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
 @main.command(cls=_keys_option("train"), short_help="Show what a run would do and why; starts nothing.")
 @click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=_complete_job)
 @click.option("--json", "as_json", is_flag=True, help="print the plan as JSON")
-@click.option("--print", "as_text", type=click.Choice(["yaml"]), help="print a job file with what was decided")
+@click.option(
+    "--print", "as_text", type=click.Choice(["yaml", "torchrun"]),
+    help="yaml: a job file with what was decided; torchrun: the command for each node of --nnodes",
+)  # fmt: skip
+@torchrun_options
 @click.option("--build", is_flag=True, help="open the data and build the model for exact sizes (imports torch)")
 @click.option("--full", is_flag=True, help="also list the keys that have their default")
 @click.option("--inventory", "inventory_file", metavar="NODES.yaml", help="plan for these machines instead of this one")
-def plan(
-    arguments: tuple[str, ...], as_json: bool, as_text: str | None, build: bool, full: bool, inventory_file: str | None
-) -> None:
+def plan(arguments: tuple[str, ...], **options: Any) -> None:
     """Show what a run would do and why, without starting anything.
 
     \b
@@ -202,11 +205,7 @@ def plan(
     from jobs.plan import plan_verb
 
     path, overrides = split_arguments(arguments)
-    sys.exit(
-        plan_verb(
-            path, overrides, as_json=as_json, as_text=as_text, build=build, full=full, inventory_file=inventory_file
-        )
-    )
+    sys.exit(plan_verb(path, overrides, **options))
 
 
 @main.command(short_help="Write the report of runs, compare them, or watch one.")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.driver.plan import plan_job
 from jobs.driver.screen.plan_table import print_plan
 from jobs.driver.screen.plan_yaml import job_text
 from jobs.job.spec import load_spec, refuse_later
+from jobs.submission.recipe import recipe_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +28,7 @@ def plan_verb(
     full: bool = False,
     as_text: str | None = None,
     console: Console | None = None,
+    **torchrun: Any,
 ) -> int:
     """Print the plan of a job as a table or as JSON, and return the exit code 0.
 
@@ -35,13 +38,21 @@ def plan_verb(
         inventory_file: machines to plan for instead of this one.
         build: import torch, open the data and build the model to determine their exact sizes.
         full: also list the keys left at their defaults.
-        as_text: "yaml" prints a job file in which each `auto` is replaced by what was decided.
+        as_text: "yaml" prints a job file in which each `auto` is replaced by what was decided, "torchrun" the commands
+            that train the job on several machines.
+        torchrun: the options of `TorchrunRecipe` that were given, by name.
 
     Raises:
         InputError: the job or its files are wrong, or the machines do not fit the job.
     """
     loaded = load_spec(path, overrides)
     refuse_later(loaded.spec, "plan")
+    recipe = recipe_of(torchrun, wanted=as_text == "torchrun")
+    if recipe is not None:
+        recipe.check(loaded.spec)
+        print("\n".join(recipe.commands([*([] if path is None else [str(path)]), *overrides])))
+        print(*(f"# {line}" for line in recipe.notes()), sep="\n", end="\n" * (recipe.nnodes > 1), file=sys.stderr)
+        return 0
     inventory = None
     if inventory_file is not None:
         from jobs.job.nodes_file import inventory_from_file

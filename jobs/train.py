@@ -6,8 +6,9 @@ report.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import resolved
-from jobs.job.spec import LoadedSpec, load_spec, refuse_later
+from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
+from jobs.submission.torchrun import leader
 from raytrain.errors import ClusterLost, RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.faults import CLUSTER_LOST
@@ -80,6 +82,8 @@ def run_train(
     signals.install()
     try:
         resumed = None
+        if (first := leader()) is not None:
+            overrides = first.overrides(path, overrides, mapping, resumes=resume not in (None, "auto"))
         if resume is not None and resume != "auto":
             resumed = open_resumed(resume, path, overrides)
             if resumed is not None and resumed.finished:
@@ -121,17 +125,44 @@ def train_loaded(
     if checked.note is not None:
         console.print(checked.note, markup=False, soft_wrap=True)
 
-    attempts = RunAttempts(
-        spec,
-        address=cluster_address(spec.cluster.address),
-        planner=RunPlanner(
-            loaded, spec, checked, resumed=resumed, began=began, phases=phases, console=console, verbose=verbose
-        ),
-        data=checked.handed,
-        signals=signals,
-        console=console,
-        verbose=verbose,
-    )
+    with _cluster_of(spec, console=console, phases=phases) as address:
+        attempts = RunAttempts(
+            spec,
+            address=address,
+            planner=RunPlanner(
+                loaded, spec, checked, resumed=resumed, began=began, phases=phases, console=console, verbose=verbose
+            ),
+            data=checked.handed,
+            signals=signals,
+            console=console,
+            verbose=verbose,
+        )
+        _run(attempts)
+    if attempts.opened is None:
+        raise Interrupted("before the run folder was made")
+    return attempts.closed or close_run(attempts.opened.run, attempts.result, console=console, phases=phases)
+
+
+@contextlib.contextmanager
+def _cluster_of(spec: JobSpec, *, console: Console, phases: Phases) -> Iterator[str]:
+    """The address of the cluster to train in, as `cluster_address`; under torchrun, the one that its nodes form."""
+    first = leader()
+    if first is None or first.launch.nodes == 1:
+        yield cluster_address(spec.cluster.address)
+        return
+    with contextlib.ExitStack() as stack:
+        with Activity(console, phases=phases) as activity:
+            activity.begin(f"starting Ray on the {first.launch.nodes} nodes of torchrun")
+            address = stack.enter_context(first.cluster())
+        yield address
+
+
+def _run(attempts: RunAttempts) -> None:
+    """Train until the run ends or is stopped.
+
+    Raises:
+        RaytrainError: it failed before the run folder was made.
+    """
     try:
         attempts.run()
     except KeyboardInterrupt:  # includes `Interrupted`; what the workers returned before it stays the result
@@ -144,9 +175,6 @@ def train_loaded(
             raise
         lost = f"{CLUSTER_LOST}: " if isinstance(error, ClusterLost) else ""  # as in the records of faults
         attempts.result = AttemptResult("failed", f"{lost}{error}")
-    if attempts.opened is None:
-        raise Interrupted("before the run folder was made")
-    return attempts.closed or close_run(attempts.opened.run, attempts.result, console=console, phases=phases)
 
 
 def _nothing_left(run: RunFolder, console: Console) -> Result:

@@ -33,7 +33,7 @@ ELSEWHERE = {
     "optim.lr": ("lr", "learning_rate"),
     "optim.name": ("optimizer", "optim"),
     "optim.weight_decay": ("wd",),
-    "scale.workers": ("gpus", "num_gpus", "num_workers", "devices", "nproc_per_node", "nnodes"),
+    "scale.workers": ("gpus", "num_gpus", "num_workers", "devices", "nproc_per_node"),
     "scale.mode": ("device",),
     "precision.dtype": ("fp16", "bf16", "amp", "precision"),
     "save.dir": ("output_dir", "output", "out", "save_dir"),
@@ -46,6 +46,8 @@ ELSEWHERE = {
 FILES = ("c", "config", "config_file", "job", "file")
 """What other programs call the job file."""
 MACHINES = "num_machines"
+TORCHRUN = ("nnodes", "node_rank", "master_addr", "master_port")
+"""Options of torchrun itself, which takes them before the verb."""
 _VALUES = {
     ("precision.dtype", "no"): "fp32", ("infer.max_samples", "None"): "null",
     ("loop.compile", "true"): "default", ("loop.compile", "false"): "off",
@@ -83,6 +85,23 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
     return found
 
 
+def unknown_among(option: str, given: Sequence[str], *, verb: str, known: Sequence[str]) -> InputError:
+    """`unknown_option` for an option among all arguments, with the value that follows it.
+
+    Args:
+        option: what click found; short ones hold a letter each.
+        given: the arguments of the verb.
+    """
+    place = next((n for n, text in enumerate(given) if text.partition("=")[0] == option), None)
+    place = place if place is not None else next((n for n, text in enumerate(given) if text.startswith(option)), None)
+    value: str | None = None
+    if place is not None:
+        _, mark, value = given[place].partition("=")
+        after = given[place + 1] if place + 1 < len(given) else ""
+        value = value if mark else after if after and not after.startswith("-") and "=" not in after else None
+    return unknown_option(option, value, verb=verb, known=known)
+
+
 def unknown_option(option: str, value: str | None, *, verb: str, known: Sequence[str]) -> InputError:
     """The error for an option that a verb does not have, with what to type instead.
 
@@ -95,6 +114,10 @@ def unknown_option(option: str, value: str | None, *, verb: str, known: Sequence
     if name in FILES:
         typed = f"raytrain {verb} {value or 'job.yaml'}"
         return InputError(option, got="an option", expected="the job file alone", remedy=f"did you mean `{typed}`?")
+    if name in TORCHRUN:
+        typed = f"raytrain plan job.yaml --print torchrun --nproc_per_node N --nnodes N --{name} {value or 'VALUE'}"
+        expected = "an option of torchrun, which starts this command on each node"
+        return InputError(option, got="an option of the verb", expected=expected, remedy=f"`{typed}` prints how")
     keys = [row.key for row in key_rows(JobSpec)]
     last = [key for key in keys if key.rpartition(".")[2] == name]
     close = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in keys], n=1, cutoff=0.75)
@@ -118,5 +141,6 @@ def _check_machines(value: str, arguments: Sequence[str]) -> None:
     if value != "1" and not any(given.startswith("cluster.address=") for given in arguments):
         raise InputError(
             f"--{MACHINES}", got=value, expected="1, or the address of a Ray cluster of these machines",
-            remedy="add cluster.address=HOST:PORT; workers are spread over its nodes",
+            remedy="add cluster.address=HOST:PORT; workers are spread over its nodes. Without a cluster: "
+            "`raytrain plan job.yaml --print torchrun`",
         )  # fmt: skip

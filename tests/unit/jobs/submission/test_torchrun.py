@@ -1,0 +1,149 @@
+"""The commands for torchrun, and what a process that it started knows and refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.network import address_towards
+from jobs.__main__ import main
+from jobs.driver.signals import StopSignals, request_stop
+from jobs.job.spec import load_spec
+from jobs.submission.ray_node import find_token, set_environment
+from jobs.submission.torchrun import Launch, Leader, check_launched
+from raytrain.errors import InputError
+
+SET = {
+    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`plan(*arguments)`: exit code, output and errors of `plan --print torchrun`."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", "default", "--print", "torchrun", *arguments])
+        said = capsys.readouterr()
+        return int(str(stop.value.code)), said.out, said.err
+
+    return run
+
+
+@pytest.mark.covers("NODE-01", "CLI-23")
+def test_the_recipe_has_the_command_of_each_node(plan: Callable[..., tuple[int, str, str]]) -> None:
+    given = ("--nproc_per_node", "4", "--nnodes=4", "--master-addr", "10.0.0.4", "--master_port", "29500")
+    code, out, err = plan(*given, "save.dir=my runs")
+    assert code == 0 and "get-auth-token" in err
+    assert out.splitlines() == [
+        f"torchrun --nproc_per_node=4 --nnodes=4 --node_rank={rank} --master_addr=10.0.0.4 --master_port=29500 "
+        "-m jobs train default 'save.dir=my runs'"
+        for rank in range(4)
+    ]
+    assert plan(*given, "save.dir=my runs", "--node_rank=2")[1].splitlines() == out.splitlines()[2:3]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--nnodes=4"], "--master_addr: got no value, expected the address at which the other nodes reach node 0"),
+        (["--nnodes=2", "--master_addr=a", "--node_rank=2"], "--node_rank: got 2, expected 0 to 1"),
+        (["--nnodes=0"], "--nnodes: got 0, expected an integer >= 1"),
+        (["--nproc_per_node=2", "scale.workers=3"], "scale.workers: got 3, expected 2, the number of torchrun's"),
+        (["cluster.address=10.0.0.4:6379"], "cluster.address: got 10.0.0.4:6379, expected null"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused(
+    plan: Callable[..., tuple[int, str, str]], given: list[str], expected: str
+) -> None:
+    code, out, err = plan(*given)
+    assert (code, out) == (2, "") and expected in err
+
+
+def test_the_options_of_torchrun_are_named_where_they_do_not_belong(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, option, expected in (
+        ("train", "--master_addr=10.0.0.4", "raytrain plan job.yaml --print torchrun"),
+        ("train", "--nproc_per_node=4", "did you mean scale.workers=4?"),
+        ("plan", "--nnodes=4", "expected --print torchrun with it"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([verb, "default", option])
+        assert stop.value.code == 2 and expected in capsys.readouterr().err
+
+
+def test_a_process_knows_its_place_and_only_one_of_torchrun_has_one() -> None:
+    launch = Launch.of(SET)
+    assert launch is not None
+    assert (launch.rank, launch.local_rank, launch.node, launch.nodes) == (5, 1, 1, 4)
+    assert (launch.world_size, launch.local_world_size) == (16, 4)
+    assert (launch.address, launch.port, launch.serves) == ("10.0.0.4", 29500, False)
+    again = Launch.of({**SET, "TORCHELASTIC_RESTART_COUNT": "3"})
+    assert again is not None and again.name != launch.name, "keys of an earlier start must not count"
+    own = Launch.of({**SET, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert own is not None and own.serves
+    assert Launch.of({name: SET[name] for name in SET if name != "TORCHELASTIC_RUN_ID"}) is None
+
+
+def test_workers_are_those_of_torchrun_unless_the_job_says_otherwise() -> None:
+    leader = Leader.__new__(Leader)
+    found = Launch.of(SET)
+    assert found is not None
+    leader.launch = found
+    assert leader.overrides(None, ["seed=1"], None, resumes=False) == ["seed=1", "scale.workers=16"]
+    elastic = ["scale.workers=[2, 16]"]
+    assert leader.overrides(None, elastic, None, resumes=False) == elastic
+    assert leader.overrides(None, [], None, resumes=True) == ["scale.workers=16"]
+    assert leader.overrides(None, ["scale.workers=8"], None, resumes=True) == ["scale.workers=8"]
+    with pytest.raises(InputError, match=r"scale\.workers: got 8, expected 16"):
+        leader.overrides(None, ["scale.workers=8"], None, resumes=False)
+    with pytest.raises(InputError, match=r"scale\.workers"):
+        check_launched(load_spec(None, ["scale.workers=[17, 20]"]).spec, processes=16)
+    assert "raytrain tune" in str(leader.refuse("tune"))
+
+
+def test_nodes_on_a_network_need_a_token_and_those_on_loopback_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    with pytest.raises(InputError, match="RAY_AUTH_TOKEN_PATH: got no token"):
+        find_token()
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(InputError, match="which is no file"):
+        find_token()
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    set_environment(loopback=False, token_path=None)
+    assert os.environ["RAY_AUTH_MODE"] == "token" and "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ
+    assert "RAY_ADDRESS" not in os.environ, "of another cluster"
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    os.environ.pop("RAY_AUTH_TOKEN_PATH")
+    find_token()
+    set_environment(loopback=True, token_path="/x/token")
+    assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" and os.environ["RAY_AUTH_TOKEN_PATH"] == "/x/token"
+
+
+def test_the_own_address_is_that_on_the_way_to_another_machine() -> None:
+    assert address_towards("127.0.0.1", 80) == "127.0.0.1"
+
+
+def test_a_stop_of_another_node_and_a_signal_are_one_request() -> None:
+    assert not request_stop(), "no command handles signals"
+    signals = StopSignals()
+    signals.install()
+    try:
+        assert request_stop() and signals.asked.is_set()
+        assert signals.times == 0, "the first signal of this process is not a second one"
+    finally:
+        signals.restore()
+    assert not request_stop()
