@@ -26,7 +26,7 @@ from cluster.devices.limits import cpu_description, usable_cores
 CACHE_VARIABLE = "RAYTRAIN_CACHE"
 """Environment variable with the folder of the cache; by default `raytrain` in the user's cache folder."""
 
-VERSION = 2
+VERSION = 3
 """Changes when the meaning of the measured values changes, so that older files are not used."""
 
 ProductRates = tuple[tuple[int, float], ...]
@@ -113,7 +113,8 @@ class MachineRates:
         rates: rates of one process by its number of threads, the fewest first.
         round_trip_s: seconds of a small message to another process of this machine and back, over loopback.
         wire_bytes_per_s: rate of large messages over loopback.
-        busy: other processes used the machine meanwhile.
+        busy: other processes used the machine meanwhile, so that rates of several threads are assumed and no prediction
+            should compare numbers of processes.
     """
 
     device: str

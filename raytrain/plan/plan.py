@@ -51,9 +51,8 @@ from raytrain.plan.rules.hosts import (
     gpus_of_hosts,
     hosts_by_node,
     leave_gpus_to_hosts,
-    number_of_hosts,
 )
-from raytrain.plan.rules.layouts import choose_layout, pools
+from raytrain.plan.rules.layouts import choose_layout
 from raytrain.plan.rules.memory import (
     ShareOut,
     advise_activation_checkpointing,
@@ -67,6 +66,7 @@ from raytrain.plan.rules.speed import choose_speed
 from raytrain.plan.rules.step_time import predict_step
 from raytrain.plan.rules.storage import DataRoom, choose_loaders, choose_storage, resident_bytes
 from raytrain.plan.rules.workers import allowed_bytes, choose_placement, choose_threads, cores_of, count_workers, spread
+from raytrain.plan.strategies import Strategy, StrategyInputs, strategies_of
 from raytrain.plan.text import reason_of, value_text
 from raytrain.runs.storage import join
 
@@ -80,7 +80,8 @@ class Plan:
     `sync_batchnorm` where they are off, `shares` where equal shares are configured, `fp32_layers` where none is
     configured, `resident_rows` unless only a part of the rows is kept on the device. `warnings` lists each fall-back
     and each doubtful setting; `config` is the full configuration with its defaults, `sources` says where each dotted
-    key of it came from (default, recipe, file, python or command line).
+    key of it came from (default, recipe, file, python or command line). `strategies` are the ways to distribute the job
+    with their predicted times, the fastest first; empty where the sizes of the model are unknown.
     """
 
     mode: Choice
@@ -125,6 +126,7 @@ class Plan:
     checkpoint_bytes: Choice
     files: Choice
     warnings: list[str] = field(default_factory=list)
+    strategies: tuple[Strategy, ...] = ()
     model_facts: ModelFacts | None = None
     data_facts: DataFacts | None = None
     inventory: dict[str, Any] = field(default_factory=dict)
@@ -151,6 +153,7 @@ class Plan:
         return {
             "choices": {name: choice.to_json() for name, choice in self.choices().items()},
             "warnings": list(self.warnings),
+            "strategies": [one.to_json() for one in self.strategies],
             "model_facts": self.model_facts.to_json() if self.model_facts else None,
             "data_facts": self.data_facts.to_json() if self.data_facts else None,
             "inventory": self.inventory,
@@ -165,6 +168,7 @@ class Plan:
         return cls(
             **{name: choice_from_json(row) for name, row in record["choices"].items()},
             warnings=list(record["warnings"]),
+            strategies=tuple(map(Strategy.from_json, record.get("strategies", ()))),  # older runs have none
             model_facts=ModelFacts.from_json(model) if model else None,
             data_facts=DataFacts(**data) if data else None,
             inventory=dict(record["inventory"]),
@@ -187,10 +191,11 @@ def make_plan(
     warnings, total = list[str](), choose_global_batch(loop, data_facts)
     machines = choose_devices(scale, inventory, warnings)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
-    auto = partial(
-        _auto_hosts, model_facts, optim, precision, loop, scale, cluster, machines, inventory, workers=alone.value,
-        rows=total, measured=measured, share_out=share_out,
+    inputs = StrategyInputs(
+        model_facts, data_facts, optim, precision, loop, scale, cluster, machines, inventory, rows=total,
+        measured=measured, share_out=share_out,
     )  # fmt: skip
+    auto = partial(_auto_hosts, inputs, workers=alone.value)
     workers, hosts = _workers_and_hosts(experts_hosts, scale, machines, inventory, alone=alone, auto=auto)
     left = machines.without(gpus_of_hosts(hosts.value, machines, inventory))
     choices = _machine_choices(scale, precision, cluster, machines, left, inventory, workers, hosts, warnings)
@@ -223,16 +228,32 @@ def make_plan(
     return Plan(
         **choices, **updated, **length, **estimates, shares=shares,
         fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
-        step_time=predict_step(
-            model_facts, machines, inventory, known, hosts=hosts, measured=measured, recomputed=again
-        ), global_batch_size=Resolved(total, "loop.global_batch_size"),
+        global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
         **choose_saving(save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
         **kept, hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),
         files=Resolved(join(save.dir, f"{name}-<UTC stamp>"), "save.dir and name"), sources={}, config={},
+        **_predictions(inputs, known, workers, hosts, asked_hosts=experts_hosts, kept=kept),
     )  # fmt: skip
+
+
+def _predictions(
+    inputs: StrategyInputs, choices: Mapping[str, Choice], workers: Resolved, hosts: Resolved, *, asked_hosts: Any,
+    kept: Mapping[str, Choice],
+) -> dict[str, Any]:  # fmt: skip
+    """step_time as planned, and the strategies; `kept` is the choice of data storage."""
+    loop, scale = inputs.loop, inputs.scale
+    spent = predict_step(
+        inputs.facts, inputs.machines, inputs.inventory, choices, hosts=hosts, measured=inputs.measured,
+        recomputed=bool(loop.activation_checkpointing), threads=scale.threads,
+    )  # fmt: skip
+    found = strategies_of(
+        inputs, planned=(hosts.value, workers.value, scale.strategy == "fsdp"), workers=workers,
+        asked_hosts=asked_hosts, step_time=spent, resident=resident_bytes(inputs.data, kept),
+    )  # fmt: skip
+    return {"step_time": spent, "strategies": found}
 
 
 def _workers_and_hosts(
@@ -247,31 +268,13 @@ def _workers_and_hosts(
     return workers, hosts if chosen is None else Resolved(hosts.value, chosen.reason)
 
 
-def _auto_hosts(
-    facts: ModelFacts | None, optim: OptimConfig, precision: PrecisionConfig, loop: LoopConfig, scale: ScaleConfig,
-    cluster: ClusterConfig, machines: DevicePool, inventory: Inventory, *, workers: int, rows: int,
-    measured: MachineRates | None, share_out: ShareOut | None,
-) -> Resolved:  # fmt: skip
+def _auto_hosts(inputs: StrategyInputs, *, workers: int) -> Resolved:
     """What `experts.hosts: auto` means: a value of the key, with its reason."""
-    dtype = choose_precision(precision, machines, inventory, [])
-
-    def fits(hosts: Any, processes: int) -> bool:
-        own, theirs = pools(machines, hosts)
-        each = loop.micro_batch_size if isinstance(loop.micro_batch_size, int) else -(-rows // processes)
-        found = estimate_bytes(
-            facts, optim, precision=dtype, micro=each, resident=0, on_gpu=machines.on_gpu, workers=processes,
-            hosts=Resolved(hosts, ""), share_out=share_out, recomputed=bool(loop.activation_checkpointing),
-        )  # fmt: skip
-        needed, of_host = (int(found[name].value_or(0) or 0) for name in ("memory", "host_memory"))
-        if not machines.on_gpu:  # on a CPU all processes of a node share its memory
-            needed += of_host * number_of_hosts(hosts) // processes
-        elif theirs is not None and of_host > (allowed_bytes(cluster, theirs, inventory, workers=1) or of_host):
-            return False
-        return needed <= (allowed_bytes(cluster, own, inventory, workers=processes) or needed)
-
     return choose_layout(
-        facts, scale, loop, dtype, machines, inventory, workers=workers, rows=rows, measured=measured, fits=fits
-    )
+        inputs.facts, inputs.scale, inputs.loop, inputs.precision_of(sharded=False), inputs.machines, inputs.inventory,
+        workers=workers, rows=inputs.rows, measured=inputs.measured,
+        fits=lambda hosts, processes: inputs.memory(hosts, processes)[2] is not False,
+    )  # fmt: skip
 
 
 def _machine_choices(

@@ -7,7 +7,7 @@ Pure: facts, sections, machines and rates in, a choice out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.devices.calibration import MachineRates
@@ -15,9 +15,9 @@ from cluster.devices.inventory import Inventory
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.plan.choice import Choice, Resolved
 from raytrain.plan.facts import ModelFacts
-from raytrain.plan.rules.accelerators import is_named, of_type
+from raytrain.plan.rules.accelerators import is_named
 from raytrain.plan.rules.devices import DevicePool
-from raytrain.plan.rules.hosts import number_of_hosts
+from raytrain.plan.rules.hosts import gpus_of_hosts, number_of_hosts
 from raytrain.plan.rules.rates import GPU_FLOPS, ProcessRates, peak_flops, rates_of
 from raytrain.plan.rules.step_time import (
     StepWork,
@@ -82,15 +82,19 @@ def choose_layout(
         share = -(-rows // processes)
         passes = 1 if each is None else -(-share // each)
         work = work_of(facts, rows=rows, passes=passes, dtype=dtype, recomputed=bool(loop.activation_checkpointing))
-        return Layout(hosts, processes, _seconds(work, dtype, hosts, processes, machines, inventory, scale, measured))
+        spent = seconds_of_layout(work, dtype, hosts, processes, machines, inventory, scale, measured)
+        return Layout(hosts, processes, spent)
 
     layouts = [predicted(*pair) for pair in _candidates(scale, machines, inventory, workers=workers, dtype=dtype)]
     fitting = [layout for layout in layouts if fits(layout.hosts, layout.workers)]
-    best = _fastest(fitting or layouts)
+    uncertain = not machines.on_gpu and measured is not None and measured.busy
+    best = (_smallest if uncertain else _fastest)(fitting or layouts)
     each_text = ", ".join(f"{layout.name} {seconds_text(layout.seconds)}" for layout in layouts)
     reason = f"predicted step: {each_text}"
     if left := [layout.name for layout in layouts if layout not in fitting]:
         reason += f"; too little memory for {', '.join(left)}"
+    elif uncertain:
+        reason += "; measured while other processes used the cores, so that no processes are added for it"
     elif best.seconds > min(layout.seconds for layout in layouts):
         reason += f"; more processes must save at least {1 - WORTH:.0%}"
     return Resolved(best.hosts, reason)
@@ -106,6 +110,11 @@ def _fastest(layouts: list[Layout]) -> Layout:
     return best
 
 
+def _smallest(layouts: list[Layout]) -> Layout:
+    """The one with the fewest processes: rates measured under load do not say which of several is the fastest."""
+    return min(layouts, key=lambda layout: (layout.processes, layout.seconds))
+
+
 def _candidates(
     scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, workers: int, dtype: str
 ) -> list[tuple[Any, int]]:
@@ -117,14 +126,14 @@ def _candidates(
         found.append(("colocated", workers))
     if not machines.on_gpu and inventory.cpus >= CPU_HOSTS:
         found.append((CPU_HOSTS, workers))
-    slow = _slow_kind(machines, dtype) if scale.workers == "auto" else None
+    slow = slow_kind(machines, dtype) if scale.workers == "auto" else None
     if slow is not None:
         kind, number = slow
         found.append(({kind: number}, len(machines.gpus) - number))
     return found or [(0, workers)]
 
 
-def _slow_kind(machines: DevicePool, dtype: str) -> tuple[str, int] | None:
+def slow_kind(machines: DevicePool, dtype: str) -> tuple[str, int] | None:
     """(accelerator type of the slowest kind of GPU, how many); None with one kind, and where a node has several."""
     if any(len({gpu.name for gpu in gpus}) > 1 for _, gpus in machines.pool):
         return None
@@ -139,36 +148,35 @@ def _slow_kind(machines: DevicePool, dtype: str) -> tuple[str, int] | None:
     return kind, len(gpus)
 
 
-def _seconds(
+def seconds_of_layout(
     work: StepWork, dtype: str, hosts: Any, workers: int, machines: DevicePool, inventory: Inventory,
     scale: ScaleConfig, measured: MachineRates | None,
 ) -> float:  # fmt: skip
+    """Predicted seconds of a step with `workers` workers and the experts as `hosts` says: a value of `experts.hosts`,
+    "none" for a dense model."""
     number = number_of_hosts(hosts)
 
     def rates(pool: DevicePool) -> ProcessRates:
-        threads = threads_of(inventory, processes=workers + number)
+        threads = threads_of(inventory, processes=workers + number, configured=scale.threads)
         return rates_of(
             pool, inventory, dtype, processes=workers + number, threads=threads, width=work.width,
-            unequal=hosts == 0 and scale.shares == "auto", measured=measured,
+            unequal=hosts in ("none", 0) and scale.shares == "auto", measured=measured,
         )  # fmt: skip
 
-    own, theirs = pools(machines, hosts)
+    own, theirs = pools(machines, hosts, inventory)
     return layout_seconds(
-        work, rates(own), workers=workers, hosts=number, shared=hosts != 0,
+        work, rates(own), workers=workers, hosts=number, shared=hosts not in ("none", 0),
         of_hosts=None if theirs is None else rates(theirs),
     )  # fmt: skip
 
 
-def pools(machines: DevicePool, hosts: Any) -> tuple[DevicePool, DevicePool | None]:
-    """(devices of the workers, devices of the hosts) where hosts take one kind of GPU; else all, and None."""
-    if not isinstance(hosts, dict):
+def pools(machines: DevicePool, hosts: Any, inventory: Inventory) -> tuple[DevicePool, DevicePool | None]:
+    """(devices of the workers, devices of the hosts) where hosts take named kinds of GPUs; else all, and None."""
+    if not isinstance(hosts, dict) or not machines.on_gpu:
         return machines, None
-    taken = {
-        node.host: [gpu for gpu in gpus if any(of_type(node, gpu, kind) for kind in hosts)]
-        for node, gpus in machines.pool
-    }
-    left = {node.host: [gpu for gpu in gpus if gpu not in taken[node.host]] for node, gpus in machines.pool}
-    return machines.without(taken), machines.without(left)
+    taken = gpus_of_hosts(hosts, machines, inventory)
+    held = tuple((node, tuple(taken[node.host])) for node in inventory.nodes if node.host in taken)
+    return machines.without(taken), replace(machines, pool=held)
 
 
 def _without_sizes(machines: DevicePool) -> Resolved:

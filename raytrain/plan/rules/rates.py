@@ -96,11 +96,21 @@ def rates_of(
     link = link if near else f"{NODES_WIRE / 1e9:.1f} GB/s between nodes, assumed"
     how = "assumed: no run has measured this machine yet" if measured is None else "measured on this machine"
     how += ", while it was busy" if known.busy else ""
+    memory = min(one.memory_bytes_per_s, _memory_of_node(known, inventory, threads, processes=processes))
     return ProcessRates(
-        flops, one.elementwise_bytes_per_s, one.memory_bytes_per_s, one.operation_s,
+        flops, one.elementwise_bytes_per_s, memory, one.operation_s,
         known.round_trip_s if near else NODES_TRIP_S, known.wire_bytes_per_s if near else NODES_WIRE,
         max(1.0, inventory.cpus / threads), f"{rate_text}, {link}, {how}",
     )  # fmt: skip
+
+
+def _memory_of_node(known: MachineRates, inventory: Inventory, threads: int, *, processes: int) -> float:
+    """Memory bytes per second of each of the processes that compute on a node at the same time: together they reach
+    what one process with all of their threads does."""
+    nodes = max(1, len(inventory.nodes))
+    cores = max(1, inventory.cpus // nodes)
+    each = min(processes / nodes, cores / threads)  # that compute at the same time
+    return known.at(min(cores, round(threads * each))).memory_bytes_per_s / max(1.0, each)
 
 
 def gpu_rates(machines: DevicePool, dtype: str, *, unequal: bool) -> ProcessRates:

@@ -75,7 +75,7 @@ class StepWork:
 
 def predict_step(
     facts: ModelFacts | None, machines: DevicePool, inventory: Inventory, choices: Mapping[str, Choice], *,
-    hosts: Resolved, recomputed: bool = False, measured: MachineRates | None = None,
+    hosts: Resolved, recomputed: bool = False, measured: MachineRates | None = None, threads: int | str = "auto",
 ) -> Choice:  # fmt: skip
     """Seconds of a step as planned; the reason has those of the other layouts.
 
@@ -83,6 +83,7 @@ def predict_step(
         choices: strategy, precision, threads, workers, effective_batch, accumulation and, if present, shares are read.
         recomputed: `loop.activation_checkpointing`.
         measured: the calibration of these machines; None assumes rates.
+        threads: `scale.threads`.
     """
     unknown = facts is not None and facts.experts is None and hosts.value not in ("none", 0)
     if facts is None or facts.flops_per_sample is None or unknown:
@@ -95,9 +96,9 @@ def predict_step(
     work = work_of(facts, rows=rows, passes=accumulation, dtype=dtype, recomputed=recomputed)
 
     def rates(processes: int) -> ProcessRates:
-        threads = threads_of(inventory, processes=processes)
+        each = threads_of(inventory, processes=processes, configured=threads)
         return rates_of(
-            machines, inventory, dtype, processes=processes, threads=threads, width=work.width, unequal=unequal,
+            machines, inventory, dtype, processes=processes, threads=each, width=work.width, unequal=unequal,
             measured=measured,
         )  # fmt: skip
 
@@ -108,7 +109,7 @@ def predict_step(
     planned = found[layout_name(hosts)]
     if isinstance(way := choices.get("strategy"), Resolved) and way.value == "fsdp":
         calls = accumulation * (1 + len(facts.blocks or (0,)))
-        planned = found["fsdp"] = _sharded_seconds(work, rates(workers), workers=workers, collectives=calls)
+        planned = found["fsdp"] = sharded_seconds(work, rates(workers), workers=workers, collectives=calls)
     each = ", ".join(f"{name} {seconds_text(spent)}" for name, spent in found.items())
     return Resolved(planned, f"estimated, not measured: {each}; {rates(workers).source}")
 
@@ -162,10 +163,11 @@ def layout_seconds(
         spent += 2 * (workers - 1) / workers * 4 * reduced / rates.wire + TRIPS_PER_EXCHANGE * rates.trip_s
     holding = of_hosts or rates
     computed = work.expert_flops / holding.flops + work.expert_moved / holding.elementwise
-    computed += STACK_BYTES * work.expert_parameters / holding.memory
-    if not shared:
-        return spent + computed / rates.share(workers) + reduced * update * workers / rates.share(workers)
-    spent += computed / holding.share(holders)
+    stacked = STACK_BYTES * work.expert_parameters / holding.memory
+    if not shared:  # each worker fills and updates all of them
+        filled = stacked + reduced * update
+        return spent + computed / rates.share(workers) + filled * workers / rates.share(workers)
+    spent += (computed + stacked) / holding.share(holders)
     away = 1.0 if hosts else (holders - 1) / holders  # a worker's own experts need no message
     busy = rates.share(workers + hosts)  # both ends of an exchange work on it
     spent += work.exchanges * TRIPS_PER_EXCHANGE * rates.trip_s * max(1.0, (workers + hosts) / busy)
@@ -185,9 +187,10 @@ def layout_name(hosts: Resolved) -> str:
     return "colocated" if hosts.value == "colocated" else f"{sum(hosts.value.values())} hosts"
 
 
-def threads_of(inventory: Inventory, *, processes: int) -> int:
-    """CPU threads of each of `processes` processes that share the cores of the machines."""
-    return max(1, inventory.cpus // processes)
+def threads_of(inventory: Inventory, *, processes: int, configured: int | str = "auto") -> int:
+    """CPU threads of each of `processes` processes that share the cores of the machines; `configured` is
+    `scale.threads`."""
+    return configured if isinstance(configured, int) else max(1, inventory.cpus // processes)
 
 
 def _known(choice: Choice) -> int:
@@ -212,7 +215,7 @@ def _layouts(hosts: Resolved, machines: DevicePool, *, workers: int, has_experts
     return found
 
 
-def _sharded_seconds(work: StepWork, rates: ProcessRates, *, workers: int, collectives: int) -> float:
+def sharded_seconds(work: StepWork, rates: ProcessRates, *, workers: int, collectives: int) -> float:
     """Seconds of a step under FSDP: weights are gathered twice per pass and gradients reduce-scattered once, each in
     `collectives` calls."""
     parameters = work.trunk_parameters + work.expert_parameters
@@ -220,6 +223,7 @@ def _sharded_seconds(work: StepWork, rates: ProcessRates, *, workers: int, colle
     spent = STEP_S + (work.trunk_flops + work.expert_flops) / (busy * rates.flops)
     spent += (work.trunk_moved + work.expert_moved) / (busy * rates.elementwise)
     spent += work.passes * work.operations * rates.operation_s * workers / busy
+    spent += STACK_BYTES * work.expert_parameters / rates.memory * workers / busy  # gathered on each worker
     if workers > 1:
         moved = work.passes * (workers - 1) / workers * 4 * parameters
         spent += 3 * (moved / rates.wire + collectives * TRIPS_PER_EXCHANGE * rates.trip_s)

@@ -40,6 +40,12 @@ STREAM_BYTES = 32 << 20
 AGAIN_S = 600.0
 """Seconds after which rates of a busy machine are measured again."""
 
+CALM_S = 60.0
+"""The same where the load of the machine has become low since."""
+
+WAITED = 0.9
+"""A thread that computed for less than this fraction of the time has waited for other processes to use its core."""
+
 ASSUMED_GAIN = 0.5
 """What each further thread adds to the rates of one where several could not be measured."""
 
@@ -162,7 +168,9 @@ def calibrate(device: torch.device, *, budget_s: float = BUDGET_S) -> MachineRat
     """Measure this machine with `device`; torch's settings are unchanged afterwards.
 
     On a CPU the rates are measured with one thread and with all usable cores. Where other processes use the cores,
-    several threads wait for each other, so that only one is measured and `ASSUMED_GAIN` gives the rates of all.
+    several threads wait for each other, so that only one is measured and `ASSUMED_GAIN` gives the rates of all. The
+    rates are marked as `busy` if the load says so before, if the thread waited for a core, or if the rates of several
+    threads are below those of one.
     """
     deadline = time.perf_counter() + budget_s
     round_trip, wire = _loopback_or_assumed()
@@ -171,15 +179,37 @@ def calibrate(device: torch.device, *, budget_s: float = BUDGET_S) -> MachineRat
     with _restored_threads():
         if device.type == "cpu":
             torch.set_num_threads(1)
+        began, computed = time.perf_counter(), time.thread_time()
         one = _rates(device, 1, until=(time.perf_counter() + deadline) / 2 if several and not busy else deadline)
+        spent = time.perf_counter() - began
+        busy = busy or (device.type == "cpu" and has_waited(spent, computed_s=time.thread_time() - computed))
         rates = [one]
         if several:
             every = one.with_threads(cores, gain=1 + ASSUMED_GAIN * (cores - 1))
             if not busy:
                 torch.set_num_threads(cores)
-                every = _rates(device, cores, until=deadline).at_least(one)
+                found = _rates(device, cores, until=deadline)
+                busy = slower_together(one, found)
+                every = every if busy else found.at_least(one)
             rates.append(every)
     return MachineRates(_name(device), tuple(rates), round_trip, wire, busy=busy)
+
+
+def has_waited(spent_s: float, *, computed_s: float) -> bool:
+    """Whether a thread that computes all the time did not have its core for a part of it: `computed_s` of CPU time in
+    `spent_s` by the clock."""
+    return computed_s < WAITED * spent_s
+
+
+def slower_together(one: RatesAtThreads, several: RatesAtThreads) -> bool:
+    """Whether several threads multiply the widest matrices of any format that both have measured slower than one does:
+    no machine does so, unless other processes use its cores."""
+    for name, points in several.products.items():
+        alone, together = dict(one.products.get(name, ())), dict(points)
+        both = alone.keys() & together.keys()
+        if both and together[max(both)] < alone[max(both)]:
+            return True
+    return False
 
 
 def _rates(device: torch.device, threads: int, *, until: float) -> RatesAtThreads:
@@ -190,14 +220,15 @@ def _rates(device: torch.device, threads: int, *, until: float) -> RatesAtThread
 def calibration_of_machine(device: torch.device, *, file: CalibrationFile | None = None) -> MachineRates:
     """The kept calibration of this machine with `device`, or a new one, which is then kept.
 
-    One that was measured while other processes used the cores is measured again after `AGAIN_S`; the better rates are
+    One that was measured while other processes used the cores is measured again after `AGAIN_S`, or after `CALM_S` if
+    the load is low by then. A measurement of an idle machine replaces it; of two of a busy one the better rates are
     kept.
     """
     file = file or CalibrationFile.of_this_machine(_name(device))
     known = file.read()
-    if known is None or (known.busy and file.age_s() > AGAIN_S):
+    if known is None or (known.busy and file.age_s() > (AGAIN_S if is_busy(usable_cores()[0]) else CALM_S)):
         found = calibrate(device)
-        known = found if known is None else found.better_of(known)
+        known = found if known is None or not found.busy else found.better_of(known)
         file.write(known)
     return known
 

@@ -23,7 +23,7 @@ from cluster.devices.inventory import Device, Inventory, Node, local_inventory
 from cluster.devices.torch_build import TorchBuild
 from jobs.__main__ import main
 from jobs.driver.plan import plan_job, show_only_picked
-from jobs.driver.screen.plan_table import config_rows, print_plan
+from jobs.driver.screen.plan_table import config_rows, print_plan, strategy_rows
 from jobs.job.nodes_file import inventory_from_file
 from jobs.job.paths import resolve_paths
 from jobs.job.spec import load_spec
@@ -163,6 +163,53 @@ def test_rates_that_a_run_has_kept_are_used_for_this_machine_alone(
     assert float(mine.value("step_time", 0.0)) > 5, "at 1 GFLOP/s"
 
 
+@pytest.mark.covers("PAR-05")
+def test_the_plan_prints_every_strategy_with_its_predicted_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYTRAIN_CACHE", str(tmp_path))
+    mixture = job(tmp_path)
+    mixture["model"] |= {"builder": "experts.models:moe_gpt", "width": 32}
+    path, two = write(tmp_path / "job.yaml", json.dumps(mixture)), replace(local_inventory().nodes[0], cpus=2)
+    monkeypatch.setattr("jobs.driver.plan.local_inventory", lambda: replace(local_inventory(), nodes=(two,)))
+
+    def printed(*flags: str, gain: float, busy: bool = False) -> str:
+        one = RatesAtThreads(1, {"fp32": ((128, 1e9),), "bf16": ((128, 1e9),)}, 1e9, 1e9, 1e-7)
+        known = MachineRates("cpu", (one, one.with_threads(2, gain=gain)), 1e-7, 1e9, busy=busy)
+        CalibrationFile.of_this_machine("cpu").write(known)
+        done = CliRunner().invoke(main, ["plan", str(path), "scale.accelerator=cpu", "precision.dtype=fp32", *flags])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    def rows(text: str) -> dict[str, tuple[str, str]]:
+        lines = text.partition("# strategies")[2].partition("\n\n")[0].splitlines()[1:]
+        found = re.findall(r"^#? *(.*?): (.*?)  # (.*)$", "\n".join(lines), flags=re.MULTILINE)
+        return {name: (value, reason) for name, value, reason in found}
+
+    slow, fast = rows(printed("experts.hosts=0", gain=1.0)), rows(printed(gain=2.0))
+    assert set(slow) == {
+        "* 1 process", "2 data-parallel workers", "2 FSDP workers", "2 workers, experts in shards",
+        "1 worker, 2 expert hosts", "2 workers, 2 expert hosts",
+    }  # fmt: skip
+    assert next(iter(fast)) == "* 1 process" != next(iter(slow))
+    value, reason = slow["1 worker, 2 expert hosts"]
+    assert re.fullmatch(r"[\d.]+ m?s, [\d.]+ MiB \+ [\d.]+ MiB", value) and reason.startswith("1 thread each; ")
+    assert reason.endswith("; scale.workers=1 experts.hosts=2")
+    assert slow["* 1 process"][1].startswith("2 threads; set by experts.hosts; ")
+    yaml_text = printed("experts.hosts=0", "--print", "yaml", gain=1.0)
+    assert rows(yaml_text) == slow and "strategies" not in yaml.safe_load(yaml_text)
+    record = json.loads(printed("experts.hosts=0", "--json", gain=1.0))["strategies"]
+    assert [("* " if row["chosen"] else "") + row["name"] for row in record] == list(slow)
+    loaded = rows(printed(gain=1.0, busy=True))
+    assert next(iter(loaded)) == "* 1 process" and "measured while other processes" in loaded["* 1 process"][1]
+    assert all("not compared" in reason for name, (_, reason) in loaded.items() if name != "* 1 process")
+
+    screen = io.StringIO()
+    console = Console(file=screen, width=80, force_terminal=True, color_system=None)
+    print_plan(plan_job(load_spec(path)), console)
+    assert "  * 1 process" in screen.getvalue() and max(map(len, screen.getvalue().splitlines())) <= 80
+
+
 def test_built_in_models_and_data_are_sized_without_torch(tmp_path: Path) -> None:
     write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))
     code = (
@@ -192,9 +239,13 @@ def test_a_users_model_is_sized_only_when_it_is_built(tmp_path: Path, monkeypatc
     assert isinstance(before.max_steps, Deferred)
     assert isinstance(before.parameters, Deferred)
     assert "plan --build" in before.parameters.how
+    assert strategy_rows(before) == [
+        ("each strategy", "later", "predicted from the sizes of the model, known after start (or plan --build)")
+    ]
     built = planned(mapping, build=True)
     assert isinstance(built.parameters, Resolved)
     assert (built.parameters.value, built.parameters.reason) == (72, "built on the meta device")
+    assert len(built.strategies) == 5 and all(one.seconds for one in built.strategies), "the model is traced"
     assert built.steps_per_epoch == Resolved(2, "45 rows / 32, rounded up")
     on_cpu = planned(mapping, "model.meta=false", build=True)
     assert isinstance(on_cpu.parameters, Resolved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtThreads
 from cluster.devices.limits import usable_cores
 from raytrain.train.compute import calibrate as measuring
-from raytrain.train.compute.calibrate import calibrate, calibration_of_machine, loopback, product_flops
+from raytrain.train.compute.calibrate import (
+    calibrate,
+    calibration_of_machine,
+    has_waited,
+    loopback,
+    product_flops,
+)
 
 CPU = torch.device("cpu")
 
@@ -55,13 +62,50 @@ def test_loopback_goes_through_another_process() -> None:
 
 def test_a_cached_calibration_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = RatesAtThreads(1, {"fp32": ((64, 1e9),)}, 1e9, 1e9, 1e-6)
-    measured = [MachineRates("cpu", (rates,), 1e-4, 1e9, busy=busy) for busy in (True, False)]
+    assumed = replace(rates, memory_bytes_per_s=9e9)
+    found = [MachineRates("cpu", (one,), 1e-4, 1e9, busy=one is not rates) for one in (assumed, assumed, rates)]
+    measured = list(found)
     monkeypatch.setattr(measuring, "calibrate", lambda _device: measured.pop(0))
     file = CalibrationFile.of_this_machine("cpu", folder=tmp_path)
-    first = calibration_of_machine(CPU, file=file)
-    assert first.busy and file.read() == first
-    assert calibration_of_machine(CPU, file=file) == first, "not long ago"
-    os.utime(file.path, (0, 0))
-    again = calibration_of_machine(CPU, file=file)
-    assert again == replace(first, busy=False), "measured while the machine was busy, so once more"
-    assert calibration_of_machine(CPU, file=file) == again and not measured
+
+    def known(*, age_s: float, load: float) -> MachineRates:
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+        if file.path.exists():
+            os.utime(file.path, (time.time() - age_s,) * 2)
+        return calibration_of_machine(CPU, file=file)
+
+    assert known(age_s=0, load=0.0) == found[0] == file.read() and found[0].busy
+    assert known(age_s=1, load=0.0) == found[0] and len(measured) == 2, "not long ago"
+    assert known(age_s=300, load=1e3) == found[0] and len(measured) == 2, "the machine is still busy"
+    assert known(age_s=900, load=1e3) == found[1] and len(measured) == 1, "after ten minutes in any case"
+    assert known(age_s=300, load=0.0) == found[2], "idle: its rates replace what was assumed under load"
+    assert known(age_s=1e9, load=0.0) == found[2] and not measured
+
+
+def test_a_machine_whose_thread_waits_or_whose_threads_are_slower_than_one_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(measuring, "usable_cores", lambda: (2, "a test"))
+    one = RatesAtThreads(1, {"fp32": ((64, 2e9), (128, 3e9))}, 1e9, 1e9, 1e-6)
+
+    def calibrated(*, two: float, narrow: float = 9e9, computed_s: float = 1.0) -> MachineRates:
+        clock, cpu = iter(range(100)), iter(computed_s * at for at in range(100))
+        several = RatesAtThreads(2, {"fp32": ((64, narrow), (128, two))}, 1e9, 1e9, 1e-6)
+        monkeypatch.setattr(measuring, "_rates", lambda _device, threads, *, until: one if threads == 1 else several)
+        monkeypatch.setattr(measuring, "_loopback_or_assumed", lambda: (1e-4, 1e9))
+        monkeypatch.setattr(time, "thread_time", lambda: next(cpu))
+        monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock) // 2))
+        return calibrate(CPU)
+
+    calm = calibrated(two=5e9)
+    assert not calm.busy and calm.at(2).product_flops("fp32", width=128) == 5e9
+    assert not calibrated(two=3.1e9, narrow=1e9).busy, "narrow products may gain nothing"
+    slower = calibrated(two=2.9e9)
+    assert slower.busy and slower.at(2).product_flops("fp32", width=128) == 4.5e9, "assumed: half a core more"
+    assert calibrated(two=5e9, computed_s=0.2).busy, "the thread waited"
+
+
+@pytest.mark.parametrize(("computed_s", "waited"), [(1.0, False), (0.95, False), (0.8, True)])
+def test_a_thread_that_computes_less_than_the_clock_has_waited(computed_s: float, waited: bool) -> None:
+    assert has_waited(1.0, computed_s=computed_s) is waited
