@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from cluster.checks.preflight import CheckResult
 from cluster.devices.inventory import Inventory
+from cluster.wording import counted
 
+COPIES = "batch_copies"
 STEPS, ROWS, WIDTH, CONTEXT = 2, 8, 64, 32
 #: Bytes that the collectives move.
 MOVED = 8 << 20
 
 
 def small_job(*, workers: int, threads: int, mode: str, dtype: str) -> dict[str, Any]:
-    """A language model of some ten thousand parameters on generated text."""
+    """A language model of some ten thousand parameters on generated text; on a GPU its batches are copied there."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
@@ -26,7 +28,8 @@ def small_job(*, workers: int, threads: int, mode: str, dtype: str) -> dict[str,
         "name": "check",
         "model": {"builder": "raytrain.models.gpt:gpt", "layers": 1, "heads": 4, "width": WIDTH, "context": CONTEXT,
                   "vocab_size": 256},
-        "data": {"train": {"input_ids": ids, "labels": ids.roll(-1, 1)}, "eval_fraction": 0.0},
+        "data": {"train": {"input_ids": ids, "labels": ids.roll(-1, 1)}, "eval_fraction": 0.0,
+                 "storage": "auto" if mode == "cpu" else "pinned"},
         "precision": {"dtype": dtype},
         "loop": {"max_steps": STEPS, "global_batch_size": ROWS * workers, "micro_batch_size": ROWS, "log_every": 1},
         "scale": {"workers": workers, "threads": threads, "mode": mode},
@@ -52,6 +55,7 @@ def train_steps(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _train(packed: tuple[Any, Any], workers: Any, local_rank: int) -> dict[str, Any]:
     """Two steps of a job; the row of this worker."""
+    from raytrain.data.transfer import TRANSFERS
     from raytrain.execution.reporter import SilentReporter
     from raytrain.train.session import Session
 
@@ -68,13 +72,16 @@ def _train(packed: tuple[Any, Any], workers: Any, local_rank: int) -> dict[str, 
     dtype = str(job.planned("precision"))
     session.prepare(dtype)
     before = [parameter.detach().clone() for parameter in session.trainable.module.parameters()]
+    copied = replace(TRANSFERS)
     session.loop(reporter=Losses(), should_stop=lambda: False).run(session.state)
+    copies = TRANSFERS.since(copied)
     moved = all(
         not (one == other).all() for one, other in zip(before, session.trainable.module.parameters(), strict=True)
     )  # fmt: skip
     places = sorted({str(parameter.device) for parameter in session.trainable.module.parameters()})
     row = {"what": "training", "precision": dtype, "losses": losses, "steps": session.state.step, "moved": moved,
-           "device": str(session.device), "devices": places, "seconds": time.perf_counter() - began}  # fmt: skip
+           "device": str(session.device), "devices": places, "copies": vars(copies),
+           "seconds": time.perf_counter() - began}  # fmt: skip
     session.close()
     return row
 
@@ -154,7 +161,7 @@ def run_fit(
 
 
 def check_training(rows: Sequence[dict[str, Any]], *, workers: int) -> list[CheckResult]:
-    """A result for each precision, and one for the collectives."""
+    """A result for each precision, one for the collectives, and one for the copies of batches."""
     results = [_check_collectives(rows)] if workers > 1 else []
     trained = [row for row in rows if row["what"] == "training"]
     for dtype in dict.fromkeys(row["precision"] for row in trained):
@@ -162,18 +169,39 @@ def check_training(rows: Sequence[dict[str, Any]], *, workers: int) -> list[Chec
         wrong = [text for row in mine if (text := _wrong(row))]
         seconds = max(row["seconds"] for row in mine)
         losses = ", ".join(f"{loss:.4f}" for loss in mine[0]["losses"])
-        seen = f"{len(mine)} workers, {STEPS} steps, losses {losses}, {seconds:.1f} s on {mine[0]['device']}"
+        seen = f"{counted(len(mine), 'worker')}, {STEPS} steps, losses {losses}, {seconds:.1f} s on {mine[0]['device']}"
         expected = f"{STEPS} steps with finite losses that change every weight, on one device"
         status, remedy = ("fail", "see the rank's own message above") if wrong else ("ok", "")
         results.append(CheckResult(f"training in {dtype}", status, "; ".join(wrong) or seen, expected, remedy))
-    return results
+    return [*results, check_copies(trained)]
+
+
+def check_copies(trained: Sequence[Mapping[str, Any]]) -> CheckResult:
+    """Whether the copies of batches that the workers counted came from pinned memory and were non-blocking.
+
+    Args:
+        trained: the rows of the workers' trainings.
+    """
+    from raytrain.data.transfer import TransferCounts
+
+    expected = "every batch is copied from pinned memory, non-blocking"
+    device = trained[0]["device"].partition(":")[0] if trained else "cpu"
+    if device == "cpu":
+        seen = "not shown: the model is in the memory of the CPU, so that no batch is copied"
+        return CheckResult(COPIES, "na", seen, expected)
+    total = TransferCounts.total(TransferCounts(**row["copies"]) for row in trained)
+    idle = [f"rank {row['rank']} in {row['precision']}" for row in trained if not row["copies"]["tensors"]]
+    seen = total.describe(device) + (f"; none were counted on {', '.join(idle)}" if idle else "")
+    if not idle and total.tensors == total.pinned == total.non_blocking:
+        return CheckResult(COPIES, "ok", seen, expected)
+    return CheckResult(COPIES, "fail", seen, expected, "copies wait for each other: report this with `check --bundle`")
 
 
 def _wrong(row: dict[str, Any]) -> str:
     """What is wrong with a worker's training; "" if nothing is."""
     who = f"rank {row['rank']}"
     if row["steps"] != STEPS:
-        return f"{who} took {row['steps']} steps"
+        return f"{who} took {counted(row['steps'], 'step')}"
     if not all(math.isfinite(loss) for loss in row["losses"]):
         return f"{who} has the losses {row['losses']}"
     if not row["moved"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,26 +16,71 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from cluster.wording import counted
+
 
 @dataclass
 class TransferCounts:
     """Copies that `to_device` has made in this process.
 
     Attributes:
-        copied: tensors that were really copied, `nbytes` of them together.
+        tensors: that were really copied, `bytes` of them together.
         in_place: tensors that were on the device already and were returned as the same object.
-        blocking: copies that the host waited for; those from pinned memory run in the background.
+        pinned: copies whose source was pinned host memory.
+        non_blocking: copies that were queued, so that the host did not wait for them.
+        pageable, other_device: copies that the host waited for, as their source was ordinary host memory, or as it was
+            on another device.
     """
 
-    copied: int = 0
-    nbytes: int = 0
+    tensors: int = 0
+    bytes: int = 0
     in_place: int = 0
-    blocking: int = 0
+    pinned: int = 0
+    non_blocking: int = 0
+    pageable: int = 0
+    other_device: int = 0
+
+    @property
+    def blocking(self) -> int:
+        """Copies that the host waited for."""
+        return self.pageable + self.other_device
 
     def since(self, before: TransferCounts) -> TransferCounts:
         """The difference to an earlier state (`dataclasses.replace(copies)` keeps one)."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return TransferCounts(**{name: getattr(self, name) - getattr(before, name) for name in names})
+        return TransferCounts(*(now - then for now, then in zip(self.values(), before.values(), strict=True)))
+
+    def values(self) -> list[int]:
+        """The counts in the order of the fields, which `TransferCounts(*values)` takes."""
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+    @classmethod
+    def total(cls, counts: Iterable[TransferCounts]) -> TransferCounts:
+        """The sum of the counts of several workers."""
+        return cls(*map(sum, zip(*(one.values() for one in counts), strict=True)))
+
+    def describe(self, device: str) -> str:
+        """One sentence: how many tensors of batches were copied to `device`, and how."""
+        if not self.tensors:
+            if self.in_place:
+                return f"no copies: all {counted(self.in_place, 'tensor')} of batches were on {device} already"
+            return f"no copies: batches were made on {device}"
+        text = f"{counted(self.tensors, 'tensor')} of batches ({self.bytes / 1e6:,.1f} MB) copied to {device}"
+        text += f": {self.pinned:,} from pinned memory, {self.non_blocking:,} non-blocking"
+        waited = {"whose source was ordinary memory": self.pageable, "from another device": self.other_device}
+        blocked = [f"{number:,} {why}" for why, number in waited.items() if number]
+        return text + (f"; the host waited for {' and '.join(blocked)}" if blocked else "")
+
+    def add(self, nbytes: int, *, source: torch.device, pinned: bool, non_blocking: bool) -> None:
+        """Count one copy of a tensor on `source`."""
+        self.tensors += 1
+        self.bytes += nbytes
+        self.pinned += pinned
+        if non_blocking:
+            self.non_blocking += 1
+        elif source.type == "cpu":
+            self.pageable += 1
+        else:
+            self.other_device += 1
 
 
 TRANSFERS = TransferCounts()
@@ -102,10 +147,9 @@ def to_device(value: Any, device: torch.device | str) -> Any:
         if is_on(value.data, torch.device(device)):
             TRANSFERS.in_place += 1
             return value
-        TRANSFERS.copied += 1
-        TRANSFERS.nbytes += value.data.nbytes
-        TRANSFERS.blocking += 1
-        return value.to(device)  # pyright: ignore[reportArgumentType]  (torch's stub knows the overload for dtypes alone)
+        pinned = _from_pinned(value.data, torch.device(device))
+        TRANSFERS.add(value.data.nbytes, source=value.data.device, pinned=pinned, non_blocking=pinned)
+        return value.to(device, non_blocking=pinned)  # pyright: ignore[reportCallIssue, reportArgumentType]  (torch's stub)
     return rebuild(value, lambda part: to_device(part, device))
 
 
@@ -114,11 +158,13 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if is_on(tensor, device):
         TRANSFERS.in_place += 1
         return tensor
-    pinned = tensor.device.type == "cpu" and device.type != "cpu" and tensor.is_pinned()
-    TRANSFERS.copied += 1
-    TRANSFERS.nbytes += tensor.nbytes
-    TRANSFERS.blocking += not pinned
+    pinned = _from_pinned(tensor, device)
+    TRANSFERS.add(tensor.nbytes, source=tensor.device, pinned=pinned, non_blocking=pinned)
     return tensor.to(device, non_blocking=pinned)
+
+
+def _from_pinned(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == "cpu" and device.type != "cpu" and tensor.is_pinned()
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -144,7 +190,9 @@ def is_on(tensor: Tensor, device: torch.device) -> bool:
 def pin(value: Any) -> Any:
     """`value` with every CPU tensor in it in pinned memory (torch keeps the blocks and reuses them)."""
     if isinstance(value, Tensor):
-        return value.pin_memory() if value.device.type == "cpu" and not value.is_pinned() else value
+        if value.device.type != "cpu" or value.is_pinned():
+            return value
+        return dense(value).pin_memory()  # made dense later, it would leave pinned memory
     if isinstance(value, PackedSequence):
         return value.pin_memory()
     return rebuild(value, pin)

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from raytrain.checkpoint.retention import discard_after
 from raytrain.config.user_code import make_importable, resolve
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import source_from_driver
+from raytrain.data.transfer import TRANSFERS, TransferCounts
 from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, RunError, StateLost, first_line
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
@@ -299,7 +301,7 @@ class Worker:
         """
         session = self.session
         assert session is not None
-        clock = Clock(session.state.step)
+        clock, copied = Clock(session.state.step), replace(TRANSFERS)
         rollback_policy = RollbackPolicy(self.run_folder, limit=self.job.retry.rollbacks)
         while True:
             loop = session.loop(reporter=reporter, should_stop=self._stop_requested.is_set, clock=clock)
@@ -331,8 +333,9 @@ class Worker:
                 saver.close()
                 raise
             saver.close()
-            busy = self._busy(clock) if outcome.kind in ("done", "plateau") else []
+            busy, copies = self._of_all(clock, TRANSFERS.since(copied), ended=outcome.kind in ("done", "plateau"))
             reporter.event("account", seconds=clock.seconds, step=session.state.step, busy=busy)
+            reporter.event("transfers", step=session.state.step, **transfers_row(copies, device=session.device.type))
             if outcome.kind != "rollback":
                 return outcome
             after = rollback_policy.recover(session, outcome)
@@ -340,10 +343,13 @@ class Worker:
                 return after
             self.session = session = after
 
-    def _busy(self, clock: Clock) -> list[float]:
-        """The fraction of its time that each rank computed. Collective: not for a run that is stopped, whose workers
-        may have little time left."""
-        return [row[0] for row in self.workers.all_gather_floats([clock.share("compute")])]
+    def _of_all(self, clock: Clock, copies: TransferCounts, *, ended: bool) -> tuple[list[float], list[TransferCounts]]:
+        """The fraction of its time that each rank computed, and its copies of batches. Collective, but not for a run
+        that is stopped, whose workers may have little time left: then there is only what this rank copied."""
+        if not ended:
+            return [], [copies]
+        rows = self.workers.all_gather_floats([clock.share("compute"), *map(float, copies.values())])
+        return [row[0] for row in rows], [TransferCounts(*map(int, row[1:])) for row in rows]
 
     def _checkpoint_every(self) -> int | str:
         return self.job.plan.checkpoint_every.value_or("auto")
@@ -387,6 +393,17 @@ class Worker:
     def _report_progress(self, progress: dict[str, Any]) -> None:
         if self.workers.rank == 0:
             self.channel.report_progress.remote(progress)
+
+
+def transfers_row(copies: list[TransferCounts], *, device: str) -> dict[str, Any]:
+    """The event about the copies of batches since the first step of an attempt, evaluations included.
+
+    Args:
+        copies: of each worker, by rank; of rank 0 alone if the run was stopped.
+    """
+    total = TransferCounts.total(copies)
+    ranks = [vars(one) for one in copies]
+    return {"device": device, "workers": len(copies), **vars(total), "ranks": ranks, "reason": total.describe(device)}
 
 
 def fault_of(

@@ -191,6 +191,15 @@ def ranks_of(records: RunRecords) -> list[dict[str, Any]]:
     return [{**row, "busy": busy[rank] if rank < len(busy) else None} for rank, row in enumerate(rows)]
 
 
+def batch_copies(records: RunRecords) -> dict[str, Any]:
+    """Tensors of batches that the last attempt copied to the devices, and how (`batch_tensors_...`), from the counters
+    of its workers; empty if it has not ended."""
+    rows = records.of_kind("transfers")
+    names = ("tensors", "bytes", "pinned", "non_blocking", "pageable", "other_device")
+    found = {} if not rows else {name: rows[-1].get(name) for name in names}
+    return {f"batch_{name}_copied" if name in names[:2] else f"batch_tensors_{name}": n for name, n in found.items()}
+
+
 def history(records: RunRecords) -> list[dict[str, Any]]:
     """One row per epoch (`HISTORY_COLUMNS`), from the first to the last recorded one.
 
@@ -383,6 +392,7 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         **throughput(records),
         "mfu": percentile(values(records.train, "mfu"), 0.5),
         "peak_memory_bytes": max(values(records.train, "peak_memory_bytes"), default=None),
+        **batch_copies(records),
         "first_loss": _first_loss(records),
         "final_loss": losses[-1] if losses else number(result.get("final_loss")),
         "best_eval_loss": best[1] if best else number(result.get("best_eval_loss")),

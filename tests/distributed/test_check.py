@@ -71,8 +71,9 @@ def test_every_format_of_this_machine_trains_in_one_fit(checked: tuple[Path, Any
     assert names == [
         "python", "torch", "ray", "platform", *MACHINE, "clocks", "repeated_products", "rates",
         "memory_monitoring", "collectives",
-        *(f"training in {dtype}" for dtype in formats),
+        *(f"training in {dtype}" for dtype in formats), "batch_copies",
     ]  # fmt: skip
+    assert report["checks"][-1]["status"] == "na" and report["checks"][-1]["seen"].startswith("not shown: ")
     assert {check["status"] for check in report["checks"]} <= {"ok", "na", "warn"} and report["status"] == "ok"
     trained = [row for row in report["training"] if row["what"] == "training"]
     assert [(row["rank"], row["precision"]) for row in trained] == [(rank, f) for rank in (0, 1) for f in formats]

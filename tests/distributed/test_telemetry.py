@@ -142,6 +142,9 @@ def test_every_worker_computed_and_the_rows_hold_memory_and_its_device(watched: 
     page = (watched.run.path / "report" / "report.html").read_text()
     table = page.partition("<h3>Workers</h3>")[2].partition("</table>")[0]
     assert re.findall(r">(\d+%)</td>", table) == [f"{share:.0%}" for share in account["busy"]]
+    (copies,) = watched.run.events("transfers")
+    assert (copies["device"], copies["workers"], copies["tensors"]) == ("cpu", 2, 0) and len(copies["ranks"]) == 2
+    assert copies["reason"].startswith("no copies") and copies["reason"] in page
     assert [rank["device"] for rank in attempt["ranks"]] == ["cpu", "cpu"] and table.count(">cpu</td>") == 2
     assert sorted(rank["pid"] for rank in attempt["ranks"]) == sorted(
         one["pid"] for one in telemetry_of(watched.run)[-1]["processes"] if "RayTrainWorker" in one["name"]

@@ -89,6 +89,6 @@ def test_rows_copied_ahead_give_equal_losses_and_no_copy_is_waited_for(
     assert ahead == resident
     copies = TRANSFERS.since(before)
     if kind == "cuda":
-        assert (session.loader.uploads is not None) and copies.copied >= 10 and copies.blocking == 0
+        assert (session.loader.uploads is not None) and copies.tensors >= 10 and copies.blocking == 0
     else:
-        assert copies.copied == 0
+        assert copies.tensors == 0

@@ -17,7 +17,7 @@ from jobs.job.spec import load_spec
 from raytrain.data.loading.prepare import DataPlan, prepare_source
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.sources.in_memory import memory_source
-from raytrain.data.transfer import TRANSFERS, to_device
+from raytrain.data.transfer import TRANSFERS, TransferCounts, to_device
 from raytrain.train.loader import BatchLoader
 
 DATA = {"train": class_rows(64), "eval_fraction": 0.25}
@@ -119,8 +119,8 @@ def test_a_peak_of_the_first_epoch_does_not_count_for_the_second() -> None:
 # ---------------------------------------------------------------- batches
 
 
-def copies_of_epochs(storage: Any) -> int:
-    """Tensors copied to another device while the batches of two epochs are made; `meta` represents a GPU."""
+def copies_of_epochs(storage: Any) -> TransferCounts:
+    """Copies to another device while the batches of two epochs are made; `meta` represents a GPU."""
     device = torch.device("meta")
     source = memory_source(class_rows(64), None, fraction=0.0)
     source = prepare_source(source, DataPlan(storage), device=device, report=lambda kind, **fields: None)
@@ -133,13 +133,32 @@ def copies_of_epochs(storage: Any) -> int:
     while cursor.epoch < 2:
         indices, cursor = loader.global_batch(cursor)
         assert all(micro.batch["x"].is_meta for micro in loader.micro_batches(indices))
-    return TRANSFERS.since(before).copied
+    return TRANSFERS.since(before)
 
 
 @pytest.mark.covers("BP-19", "VER-13")
 def test_resident_rows_are_not_copied_in_the_loop() -> None:
-    assert copies_of_epochs("resident") == 0
-    assert copies_of_epochs("stream") == 2 * 2 * 64 // 8, "both tensors of each micro-batch: the counter does count"
+    assert copies_of_epochs("resident").tensors == 0
+    streamed = 2 * 2 * 64 // 8  # both tensors of each micro-batch: the counter does count
+    assert copies_of_epochs("stream").tensors == streamed
+
+
+class Pinned(Tensor):
+    """Represents a tensor in pinned memory, which needs a GPU."""
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return True
+
+
+@pytest.mark.covers("VER-03", "TRB-15")
+def test_the_loader_copies_every_batch_from_pinned_memory_and_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real path of a batch, and the counts of its copies; only the pinned memory is represented."""
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor.as_subclass(Pinned))
+    copies, tensors = copies_of_epochs("pinned"), 2 * 2 * 64 // 8
+    assert (copies.tensors, copies.pinned, copies.non_blocking, copies.blocking) == (tensors, tensors, tensors, 0)
+    assert copies.bytes == 2 * 64 * (12 * 4 + 8), "12 floats and a label for each of 64 rows, twice"
+    streamed = copies_of_epochs("stream")
+    assert (streamed.pinned, streamed.non_blocking, streamed.pageable) == (0, 0, tensors)
 
 
 @pytest.mark.covers("BP-20")
@@ -148,4 +167,4 @@ def test_items_whose_tensors_are_on_several_devices_become_batches_on_one() -> N
     before = replace(TRANSFERS)
     there = to_device(batch, "meta")
     assert there["image"] is batch["image"] and there["boxes"][0].is_meta and there["boxes"][1] is batch["boxes"][1]
-    assert (TRANSFERS.since(before).copied, TRANSFERS.since(before).in_place) == (1, 2)
+    assert (TRANSFERS.since(before).tensors, TRANSFERS.since(before).in_place) == (1, 2)

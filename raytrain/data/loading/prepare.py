@@ -72,7 +72,7 @@ def prepare_source(
         phase="finished",
         rows=rows,
         megabytes=megabytes,
-        copies=TRANSFERS.since(copied).copied,
+        copies=TRANSFERS.since(copied).tensors,
         seconds=seconds,
         reason=f"{described} prepared in {seconds:.2f} s; {megabytes:,.1f} MB stay on {where['device']}",
         **where,

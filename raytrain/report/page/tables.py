@@ -178,6 +178,7 @@ def machine(records: RunRecords) -> str:
         "Packages": versions,
         "Commit": f"{git.get('commit')}{' with changes' if git.get('dirty') else ''}" if git else None,
         "Variables": ", ".join(f"{name}={value}" for name, value in mapping(seen.get("variables")).items()),
+        "Batches": first_text((records.of_kind("transfers") or [{}])[-1], "reason"),
     }
     inner = "".join(f"<dt>{esc(key)}</dt><dd>{esc(value)}</dd>" for key, value in pairs.items() if value)
     inner += _dashboard(records)

@@ -48,7 +48,7 @@ def _grouped(events: Sequence[Row]) -> list[list[Row]]:
 
 
 _APART = ("attempt", "failure", "fault", "decision", "warning")
-_ACCOUNTS = ("account",)
+_ACCOUNTS = ("account", "transfers")
 _HIDDEN = {"kind", "time", "traceback", "seconds", "what", "reduced", "final", "process_start", "last_sign_of_life"}
 
 

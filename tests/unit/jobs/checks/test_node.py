@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.checks.preflight import CheckResult
 from jobs.checks import node
 from jobs.checks.node import (
     check_devices,
@@ -21,7 +22,8 @@ from jobs.checks.node import (
     measure,
     shared_storage,
 )
-from jobs.checks.training import STEPS, check_training
+from jobs.checks.training import STEPS, check_copies, check_training
+from raytrain.data.transfer import TransferCounts
 
 CPU = torch.device("cpu")
 
@@ -119,7 +121,8 @@ def test_the_rates_of_a_device_are_those_of_its_formats() -> None:
 
 def row(**changes: Any) -> dict[str, Any]:
     good = {"what": "training", "rank": 1, "precision": "bf16", "losses": [5.5, 5.4], "steps": STEPS, "moved": True,
-            "device": "cuda:0", "devices": ["cuda:0"], "seconds": 0.1}  # fmt: skip
+            "device": "cuda:0", "devices": ["cuda:0"], "seconds": 0.1,
+            "copies": vars(TransferCounts(4, 4096, pinned=4, non_blocking=4))}  # fmt: skip
     return {**good, **changes}
 
 
@@ -128,7 +131,7 @@ def row(**changes: Any) -> dict[str, Any]:
     ("changes", "said"),
     [
         ({"losses": [5.5, float("nan")]}, "losses"),
-        ({"steps": 1}, "took 1 steps"),
+        ({"steps": 1}, "took 1 step"),
         ({"moved": False}, "no step changed"),
         ({"devices": ["cpu", "cuda:0"]}, "holds weights on cpu, cuda:0"),
     ],
@@ -136,10 +139,29 @@ def row(**changes: Any) -> dict[str, Any]:
 def test_a_worker_that_does_not_train_fails_its_precision(changes: dict[str, Any], said: str) -> None:
     other = row(precision="fp32")
     fine: Callable[..., Any] = check_training
-    assert [result.status for result in fine([row(), other], workers=1)] == ["ok", "ok"]
-    wrong, fp32 = check_training([row(rank=0), row(**changes), other], workers=1)
+    assert [result.status for result in fine([row(), other], workers=1)] == ["ok", "ok", "ok"]
+    wrong, fp32, _ = check_training([row(rank=0), row(**changes), other], workers=1)
     assert wrong.name == "training in bf16" and wrong.status == "fail" and "rank 1" in wrong.seen and said in wrong.seen
     assert fp32.status == "ok"
+
+
+@pytest.mark.covers("VER-03")
+def test_the_copies_of_batches_are_judged_by_what_the_workers_counted() -> None:
+    def found(*copies: TransferCounts, device: str = "cuda:0") -> CheckResult:
+        return check_copies([row(rank=rank, device=device, copies=vars(one)) for rank, one in enumerate(copies)])
+
+    pinned = TransferCounts(4, 500_000, pinned=4, non_blocking=4)
+    fine = found(pinned, pinned)
+    assert fine.status == "ok" and fine.name == "batch_copies"
+    assert fine.seen == "8 tensors of batches (1.0 MB) copied to cuda: 8 from pinned memory, 8 non-blocking"
+    waited = found(pinned, TransferCounts(4, 100, pageable=4))
+    assert waited.status == "fail" and "4 whose source was ordinary memory" in waited.seen
+    blocked = found(TransferCounts(4, 100, pinned=4, non_blocking=3, pageable=1))
+    assert blocked.status == "fail", "from pinned memory, and still the host waited"
+    none = found(pinned, TransferCounts(in_place=4))
+    assert none.status == "fail" and "none were counted on rank 1 in bf16" in none.seen
+    shown = found(TransferCounts(in_place=4), device="cpu")
+    assert shown.status == "na" and shown.seen.startswith("not shown: ")
 
 
 def test_a_machine_that_others_use_is_warned_of() -> None:

@@ -13,8 +13,9 @@ from lab import MLP, class_rows, make_job
 from raytrain.checkpoint.reader import list_checkpoints
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.data.rows.batches import Cursor
+from raytrain.data.transfer import TransferCounts
 from raytrain.execution.attempt import agree_on_start, take_attempt_number
-from raytrain.execution.worker import fault_of
+from raytrain.execution.worker import fault_of, transfers_row
 from raytrain.runs import storage
 from raytrain.runs.faults import read_faults, write_fault
 from raytrain.runs.folder import RunFolder
@@ -70,3 +71,12 @@ def test_a_rollback_that_is_newer_than_all_checkpoints_is_applied(run: RunFolder
     assert started_attempt(run).cursor is None
     run.append_event({"kind": "decision", "what": "rollback", "value": 5, "epoch": 1, "position": 16})
     assert started_attempt(run).cursor == Cursor(1, 16)
+
+
+@pytest.mark.covers("TRB-15")
+def test_the_event_about_copies_has_the_sum_and_the_counts_of_each_rank() -> None:
+    one, other = TransferCounts(3, 300, pinned=3, non_blocking=3), TransferCounts(2, 200, 5, pageable=2)
+    row = transfers_row([one, other], device="cuda")
+    assert (row["workers"], row["tensors"], row["bytes"], row["in_place"]) == (2, 5, 500, 5)
+    assert (row["pinned"], row["non_blocking"], row["pageable"], row["other_device"]) == (3, 3, 2, 0)
+    assert [rank["tensors"] for rank in row["ranks"]] == [3, 2] and "waited for 2 whose source" in row["reason"]

@@ -132,6 +132,25 @@ def assert_self_contained(page: Page, html: str) -> None:
     assert "default-src 'none'" in html
 
 
+@pytest.mark.covers("TRB-15")
+def test_the_copies_of_batches_are_figures_and_a_line_of_the_page(tmp_path: Path) -> None:
+    counts = {"tensors": 40, "bytes": 8000, "pinned": 36, "non_blocking": 36, "pageable": 4, "other_device": 0}
+    contents = files()
+    for attempt, reason in ((1, "of the first attempt"), (2, "40 tensors of batches copied")):
+        scale = {name: count * attempt // 2 for name, count in counts.items()}
+        contents["events.jsonl"] += [
+            {"kind": "transfers", "time": 110.0, "attempt": attempt, "reason": reason, **scale}
+        ]
+    run = write(tmp_path, contents)
+    found = {name: value for name, value in summarise(read_records(run)).items() if name.startswith("batch_")}
+    assert found == {
+        "batch_tensors_copied": 40, "batch_bytes_copied": 8000, "batch_tensors_pinned": 36,
+        "batch_tensors_non_blocking": 36, "batch_tensors_pageable": 4, "batch_tensors_other_device": 0,
+    }  # fmt: skip
+    assert "Batches 40 tensors of batches copied" in page_of(run).text
+    assert "batch_tensors_copied" not in summarise(read_records(write(tmp_path / "running", files())))
+
+
 def test_the_page_describes_the_run_in_one_file(tmp_path: Path):
     html = Path(build_report(write(tmp_path, files()))).read_text()
     page = Page(html)
