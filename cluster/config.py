@@ -39,8 +39,15 @@ class TelemetryConfig(Section):
     """What is monitored while a job runs; none of these keys affects the training itself."""
 
     every: NonNegative = Field(default=5.0, description="seconds between two samples of a node; 0: none")
-    observers: list[Text] = Field(default=[], description="module:Class of user-defined observers, called on rank 0")
+    observers: list[Text] = Field(
+        default=[],
+        examples=[["my_mod:Observer"]],
+        description="module:Class of user-defined observers, called on rank 0",
+    )
     tensorboard: bool = Field(default=True, description="write TensorBoard files in addition to metrics.jsonl")
+    log_memory: bool = Field(
+        default=False, description="print the memory in use on rank 0's device with each train row (loop.log_every)"
+    )
 
 
 class ClusterConfig(Section):
@@ -48,22 +55,27 @@ class ClusterConfig(Section):
 
     address: Text | None = Field(
         default=None,
+        examples=["10.0.0.4:6379"],
         description="a running Ray cluster (of several addresses the first that answers); null starts a private one",
     )
     interface: Text | None = Field(
-        default=None, description="network interface for the collectives; null: the one Ray uses"
+        default=None, examples=["eth0"], description="network interface for the collectives; null: the one Ray uses"
     )
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.9, description="fraction of a device's memory that the job may use"
     )
     memory_limit: Count | None = Field(
         default=None,
+        examples=[2147483648],
         description="bytes of device memory, or of RAM on a CPU, that one worker may use; null: the fraction",
     )
     wanted_memory: Count | None = Field(
         default=None,
+        examples=[17179869184],
         description="bytes of each GPU, or of a CPU node, that the job is meant for; less is a warning",
     )
     wanted_capability: Positive | None = Field(
-        default=None, description="compute capability that the job is meant for, such as 9.0; less is a warning"
+        default=None,
+        examples=[8.0],
+        description="compute capability that the job is meant for, such as 9.0; less is a warning",
     )

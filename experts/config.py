@@ -28,14 +28,18 @@ class ExpertsConfig(Section):
 
     _connection: Any = PrivateAttr(default=None)
 
-    num_experts: Count | None = Field(default=None, description="experts per layer; null lets the builder choose")
+    num_experts: Count | None = Field(
+        default=None, examples=[8], description="experts per layer; null lets the builder choose"
+    )
     top_k: Count = Field(default=2, description="experts each token is sent to")
     hosts: NonNegativeInt | Literal["auto", "colocated"] | HostsByAccelerator = Field(
         default="auto", description="actors that own the experts; 0 keeps them inside every worker"
     )
     inflight: OneOrTwo | Literal["auto"] = Field(default="auto", description="micro-batches in flight to the experts")
     capacity_factor: Positive | None = Field(
-        default=None, description="tokens of a row that an expert may take, as a multiple of the mean; null drops none"
+        default=None,
+        examples=[1.25],
+        description="tokens of a row that an expert may take, as a multiple of the mean; null drops none",
     )
     score: Literal["softmax", "sigmoid"] = Field(default="softmax", description="how the router scores experts")
     renormalize: bool = Field(default=True, description="weights of the chosen experts sum to one")
@@ -49,11 +53,13 @@ class ExpertsConfig(Section):
     temperature: Positive = Field(default=1.0, description="divides the router logits, in training and afterwards")
     shared_expert: bool = Field(default=False, description="adds an expert that every token visits")
     shared_hidden: Count | None = Field(
-        default=None, description="hidden width of the shared expert; null is that of the widest expert"
+        default=None, examples=[256], description="hidden width of the shared expert; null is that of the widest expert"
     )
     shared_gate: bool = Field(default=False, description="weights the shared expert by its own sigmoid gate")
     hidden: Count | HiddenWidths | None = Field(
-        default=None, description="hidden width of an expert, or a list with that of each; null lets the builder choose"
+        default=None,
+        examples=[256],
+        description="hidden width of an expert, or a list with that of each; null lets the builder choose",
     )
     activation: Activation = Field(default="gelu", description="nonlinearity inside an expert")
     bias: bool = Field(default=False, description="linear maps of an expert add a bias; with relu this is an MLP")
@@ -62,10 +68,12 @@ class ExpertsConfig(Section):
         default="auto", description="which host owns which experts"
     )
     trace_every: Count | None = Field(
-        default=None, description="steps between records of the experts of each token; null keeps none"
+        default=None, examples=[100], description="steps between records of the experts of each token; null keeps none"
     )
     rebalance_every: Count | None = Field(
-        default=None, description="steps between decisions to move experts; null keeps the first placement"
+        default=None,
+        examples=[200],
+        description="steps between decisions to move experts; null keeps the first placement",
     )
 
     @property

@@ -165,4 +165,5 @@ def train_job(
         cluster=spec.cluster,
         found=spec.tune.found,
         telemetry_every=spec.telemetry.every,
+        log_memory=spec.telemetry.log_memory,
     )

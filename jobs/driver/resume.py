@@ -14,7 +14,7 @@ from raytrain.config.decode import apply_overrides, encode, load_yaml
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
-from raytrain.runs.folder import RunFolder, find_unfinished
+from raytrain.runs.folder import RunFolder, find_unfinished, run_to_name
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def open_resumed(
     except InputError as error:
         raise InputError("--resume", got=error.got, expected=error.expected, remedy=error.remedy) from error
     if not run.exists(run.job_mapping):
-        raise InputError("--resume", got=f"{resume}, which has no job.json", expected="the folder of a run")
+        seen, remedy = f"{resume}, which has no job.json", run_to_name(resume)
+        raise InputError("--resume", got=seen, expected="the folder of a run", remedy=remedy)
     alive = run.alive()
     if alive:
         raise InputError(

@@ -59,7 +59,7 @@ def key_lines(name: str | None, *, width: int) -> list[str]:
         (row,) = wanted
         default = "it must be given" if row.default == "required" else row.default
         return [row.key, *(f"  {label:<9}{text}" for label, text in (
-            ("meaning", row.meaning), ("accepts", row.expected), ("default", default), ("example", _example(row)),
+            ("meaning", row.meaning), ("accepts", row.expected), ("default", default), ("example", row.example),
         ) if text)]  # fmt: skip
     lines: list[str] = []
     for row in wanted:
@@ -87,7 +87,3 @@ def job_schema() -> dict[str, Any]:
 
 def _entry(row: KeyRow) -> tuple[str, str]:
     return f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})".lstrip()
-
-
-def _example(row: KeyRow) -> str:
-    return "" if row.default in ("required", "null") or not row.default else f"{row.key}={row.default}"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 
+from jobs.job.job_file import recipe_names
 from jobs.job.spec import JobSpec
-from raytrain.config.messages import key_rows
+from raytrain.config.decode import accepts
+from raytrain.config.foreign import SWITCHES, meant, switched
+from raytrain.config.messages import SPELLINGS, key_rows
 from raytrain.errors import InputError
 
 #: For every verb that takes a job.
@@ -14,35 +18,15 @@ LAUNCHER = {"num_processes": "scale.workers", "mixed_precision": "precision.dtyp
 #: For the other verbs that take a job.
 TRAINING = {
     "experts": "experts.num_experts", "parallel_strategy": "experts.hosts", "compile": "loop.compile",
-    "compile_mode": "loop.compile", "cudnn_benchmark": "loop.cudnn_benchmark",
+    "compile_mode": "loop.compile", "cudnn_benchmark": "loop.cudnn_benchmark", "pin_memory": "data.storage",
+    "log_gpu_memory": "telemetry.log_memory",
 }  # fmt: skip
-SWITCHES = ("compile",)
-"""Options that may stand alone, for true."""
 #: For `infer`.
 INFERENCE = {
     "data_source": "infer.input", "max_samples": "infer.max_samples", "strategy": "infer.template",
     "output_dir": "infer.output", "batch_size": "infer.batch_size", "max_new_tokens": "infer.max_new_tokens",
     "temperature": "infer.temperature",
 }  # fmt: skip
-#: Key -> what other programs call it, for the error about an option that does not exist here.
-ELSEWHERE = {
-    "loop.global_batch_size": ("batch_size", "bs", "train_batch_size"),
-    "loop.micro_batch_size": ("per_device_train_batch_size", "per_device_batch_size"),
-    "loop.max_steps": ("steps", "iterations", "num_steps"),
-    "loop.epochs": ("num_train_epochs", "num_epochs"),
-    "optim.lr": ("lr", "learning_rate"),
-    "optim.name": ("optimizer", "optim"),
-    "optim.weight_decay": ("wd",),
-    "scale.workers": ("gpus", "num_gpus", "num_workers", "devices", "nproc_per_node"),
-    "scale.mode": ("device",),
-    "precision.dtype": ("fp16", "bf16", "amp", "precision"),
-    "save.dir": ("output_dir", "output", "out", "save_dir"),
-    "model.builder": ("model",),
-    "model.init_from": ("checkpoint", "init"),
-    "data.source": ("dataset", "data"),
-    "infer.input": ("input",),
-    "cluster.address": ("ray_address",),
-}
 FILES = ("c", "config", "config_file", "job", "file")
 """What other programs call the job file."""
 MACHINES = "num_machines"
@@ -50,7 +34,6 @@ TORCHRUN = ("nnodes", "node_rank", "master_addr", "master_port")
 """Options of torchrun itself, which takes them before the verb."""
 _VALUES = {
     ("precision.dtype", "no"): "fp32", ("infer.max_samples", "None"): "null",
-    ("loop.compile", "true"): "default", ("loop.compile", "false"): "off",
     ("experts.hosts", "data_parallel"): "0", ("experts.hosts", "expert_parallel"): "colocated",
 }  # fmt: skip
 
@@ -68,12 +51,17 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
         given = waiting.pop(0)
         name, mark, value = given[2:].partition("=")
         name = name.replace("-", "_")
+        if given.startswith("--no") and not mark and (off := name.removeprefix("no_")) in SWITCHES and off in names:
+            found.append(_switch(given, off, "false"))
+            continue
         if not given.startswith("--") or name not in (*names, MACHINES):
             found.append(given)
             continue
-        if not mark and name in SWITCHES and (waiting[:1] or [""])[0].lower() not in ("true", "false"):
-            value = "true"
-        elif not mark:
+        if name in SWITCHES:
+            value = value if mark else waiting.pop(0) if waiting and _is_value(waiting[0]) else "true"
+            found.append(_switch(given.partition("=")[0], name, value))
+            continue
+        if not mark:
             if not waiting:
                 raise InputError(given, got="no value", expected=f"{given} VALUE")
             value = waiting.pop(0)
@@ -83,6 +71,26 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
             key, plain = names[name], value.lower() if value in ("True", "False") else value
             found.append(f"{key}={_VALUES.get((key, plain), plain)}")
     return found
+
+
+def _is_value(argument: str) -> bool:
+    """Whether what follows a switch belongs to it: not an option, a key, a job file or a recipe."""
+    is_job = argument.endswith((".yaml", ".yml")) or argument in recipe_names() or os.path.exists(argument)
+    return not (argument.startswith("-") or "=" in argument or is_job)
+
+
+def _switch(option: str, name: str, value: str) -> str:
+    """`key=value` for a switch.
+
+    Raises:
+        InputError: the value is neither true nor false, and not one of the key's own.
+    """
+    key, on, off = SWITCHES[name]
+    typed = switched(name, value)
+    if typed is None and name != "compile":  # whose key has further values
+        remedy = f"for example {option} true, which is {key}={on} here; false is {key}={off}"
+        raise InputError(option, got=value, expected="true or false", remedy=remedy)
+    return typed or f"{key}={value}"
 
 
 def unknown_among(option: str, given: Sequence[str], *, verb: str, known: Sequence[str]) -> InputError:
@@ -118,22 +126,26 @@ def unknown_option(option: str, value: str | None, *, verb: str, known: Sequence
         typed = f"raytrain plan job.yaml --print torchrun --nproc_per_node N --nnodes N --{name} {value or 'VALUE'}"
         expected = "an option of torchrun, which starts this command on each node"
         return InputError(option, got="an option of the verb", expected=expected, remedy=f"`{typed}` prints how")
-    keys = [row.key for row in key_rows(JobSpec)]
-    last = [key for key in keys if key.rpartition(".")[2] == name]
-    close = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in keys], n=1, cutoff=0.75)
-    near = [key for key in keys if close and key.rpartition(".")[2] == close[0]]
+    examples = {row.key: row.example for row in key_rows(JobSpec)}
+    last = [key for key in examples if key.rpartition(".")[2] == name]
+    close = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in examples], n=1, cutoff=0.75)
+    near = [key for key in examples if close and key.rpartition(".")[2] == close[0]]
     of_verb = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
-    elsewhere = [key for key, names in ELSEWHERE.items() if name in names]
-    key = next(iter([*elsewhere, *last, *([] if of_verb else near)]), None)
+    key = next(iter([*([meant(name, value)] if meant(name) else []), *last, *([] if of_verb else near)]), None)
     expected = "section.key=value" + (f", or one of {', '.join(known)}" if known else "")
-    typed = None if key is None else f"{key}={_shown(name, value)}"
+    typed = key if key is None or "=" in key else _typed(key, name, value, example=examples[key])
     guess = typed or next(iter(of_verb), None)
     remedy = f"did you mean {guess}?" if guess else "`raytrain keys` lists the keys"
     return InputError(option, got="an unknown option", expected=expected, remedy=remedy)
 
 
-def _shown(name: str, value: str | None) -> str:
-    return name if name in ("fp16", "bf16") else value or "VALUE"
+def _typed(key: str, name: str, value: str | None, *, example: str) -> str:
+    """`key=value` with the value that was given with an option `name`; with one that the key takes if it does not take
+    that."""
+    for one in (name if name in ("fp16", "bf16") else value, SPELLINGS.get((value or "").lower())):
+        if one and accepts(JobSpec, f"{key}={one}"):
+            return f"{key}={one}"
+    return example or f"{key}=VALUE"
 
 
 def _check_machines(value: str, arguments: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from raytrain.config.sections import PLACEHOLDER, OpenSection
 from raytrain.config.yaml12 import dump_yaml, load_value, load_yaml, plain_scalar
 from raytrain.errors import InputError
 
-__all__ = ["apply_overrides", "decode", "dump_yaml", "encode", "load_yaml", "parse_override"]
+__all__ = ["accepts", "apply_overrides", "decode", "dump_yaml", "encode", "load_yaml", "parse_override"]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -77,6 +77,20 @@ def _set(mapping: dict[Any, Any], path: list[str], value: Any) -> None:
     mapping[path[-1]] = value
 
 
+def accepts(root: type[BaseModel], text: str) -> bool:
+    """Whether the key of ``section.key=value``, which must exist, takes this value.
+
+    Raises:
+        InputError: see `parse_override`.
+    """
+    dotted, value = parse_override(text)
+    *sections, name = dotted.split(".")
+    cls = root
+    for section in sections:
+        cls = section_of(cls.model_fields[section]) or cls
+    return name not in _validated(cls, {name: whole_number(cls, name, value)})[1]
+
+
 def decode(cls: type[ModelT], mapping: Any, *, prefix: str = "") -> ModelT:
     """Builds a section from a mapping of YAML or Python; nested sections are decoded too.
 
@@ -110,7 +124,7 @@ def _decode(
         if not isinstance(key, str):
             found[key].append(InputError(join(prefix, key), got=describe(key), expected="a word as a key"))
         elif field is None and cls.model_config.get("extra") != "allow":
-            found[key].append(unknown_key(cls, key, prefix=prefix, root=root))
+            found[key].append(unknown_key(cls, key, prefix=prefix, root=root, value=value))
         elif field is not None and (section := section_of(field)) is not None:
             values[key] = _decode(section, value, join(prefix, key), root, found[key])
         else:

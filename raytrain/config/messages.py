@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from raytrain.config.foreign import SWITCHES, meant
 from raytrain.errors import InputError
 
 _KINDS = {
@@ -49,6 +51,7 @@ class KeyRow:
     expected: str
     default: str
     meaning: str
+    example: str
 
 
 def key_rows(cls: type[BaseModel], *, prefix: str = "") -> list[KeyRow]:
@@ -61,7 +64,8 @@ def key_rows(cls: type[BaseModel], *, prefix: str = "") -> list[KeyRow]:
             rows += key_rows(section, prefix=dotted)
             continue
         default = "required" if field.is_required() else render(field.get_default(call_default_factory=True))
-        rows.append(KeyRow(dotted, expected_text(cls, name), default, field.description or ""))
+        example = example_text(cls, name, prefix=prefix).removesuffix(", the default")
+        rows.append(KeyRow(dotted, expected_text(cls, name), default, field.description or "", example))
     return rows
 
 
@@ -184,12 +188,12 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
 
 def wrong_value(cls: type[BaseModel], name: str, value: Any, *, prefix: str) -> InputError:
     """The error for a value of the wrong type or out of range: one sentence, also for a union."""
-    expected, remedy = expected_text(cls, name), _remedy(cls, name, value)
+    expected, remedy = expected_text(cls, name), _remedy(cls, name, value, prefix=prefix)
     return InputError(join(prefix, name), got=describe(value), expected=expected, remedy=remedy)
 
 
-def _remedy(cls: type[BaseModel], name: str, value: Any) -> str:
-    field, schema = cls.model_fields[name], cls.model_json_schema()["properties"][name]
+def _remedy(cls: type[BaseModel], name: str, value: Any, *, prefix: str) -> str:
+    schema = cls.model_json_schema()["properties"][name]
     if isinstance(value, float) and not math.isfinite(value):
         return "it must be finite"
     if isinstance(value, str):
@@ -203,9 +207,25 @@ def _remedy(cls: type[BaseModel], name: str, value: Any) -> str:
             return "write it without underscores" if "_" in value else "write it without quotes"
     if isinstance(value, (bool, int, float)) and _takes_text(schema):
         return "write it in quotes"
+    example = example_text(cls, name, prefix=prefix)
+    return f"for example {example}" if example else ""
+
+
+def example_text(cls: type[BaseModel], name: str, *, prefix: str) -> str:
+    """What to type for a key, such as ``loop.max_steps=500``: an example of the section, or the default; "" for a key
+    without either, which takes objects from Python only."""
+    field = cls.model_fields[name]
     default = PydanticUndefined if field.is_required() else field.get_default(call_default_factory=True)
-    is_useful = default is not None and default is not PydanticUndefined
-    return f"leave it out for the default, {render(default)}" if is_useful else ""
+    if field.examples:
+        return _typed(join(prefix, name), field.examples[0])
+    if default is None or default is PydanticUndefined:
+        return ""
+    return f"{_typed(join(prefix, name), default)}, the default"
+
+
+def _typed(key: str, value: Any) -> str:
+    """``key=value`` as a shell takes it."""
+    return shlex.quote(f"{key}={value if isinstance(value, str) else render(value)}")
 
 
 def _takes_text(schema: Mapping[str, Any]) -> bool:
@@ -213,7 +233,7 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
     return is_text or any(_takes_text(member) for member in schema.get("anyOf", []))
 
 
-def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseModel]) -> InputError:
+def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseModel], value: Any = None) -> InputError:
     """The error for a key that a section does not have: names the nearest key, and all keys."""
     known = list(cls.model_fields)
     near = _nearest(key, known)
@@ -223,6 +243,7 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
         if (section := section_of(field)) is not None and key in section.model_fields
     ]
     guess = remote[0] if remote and (near is None or not prefix) else near and join(prefix, near)
+    guess = meant(key, value) if key in SWITCHES or guess is None else guess
     return InputError(
         join(prefix, key),
         got=f"an unknown key of the section {prefix}" if prefix else "an unknown key",

@@ -105,12 +105,16 @@ class ModelConfig(OpenSection):
     """The model: a builder ``module:function`` with its keys, or an ``nn.Module`` from Python."""
 
     objects: ClassVar[tuple[str, ...]] = ("module",)
-    builder: Builder | None = Field(default=None, description="module:function that returns the model")
+    builder: Builder | None = Field(
+        default=None, examples=["raytrain.models.gpt:gpt"], description="module:function that returns the model"
+    )
     module: Annotated[Any, AfterValidator(_python_object)] = Field(
         default=None, repr=False, description="an nn.Module, from Python only"
     )
     init_from: Text | None = Field(
-        default=None, description="weights to start from: a run folder, a transformers folder or a safetensors file"
+        default=None,
+        examples=["runs/latest"],
+        description="weights to start from: a run folder, a transformers folder or a safetensors file",
     )
 
 
@@ -118,7 +122,9 @@ class DataConfig(OpenSection):
     """The data: a source with its keys, or datasets from Python."""
 
     objects: ClassVar[tuple[str, ...]] = ("train", "eval")
-    source: Source | None = Field(default=None, description="a built-in source, or your own module:function")
+    source: Source | None = Field(
+        default=None, examples=["text"], description="a built-in source, or your own module:function"
+    )
     storage: Literal["auto", "resident", "pinned", "stream"] = Field(
         default="auto", description="resident: the full split on the device; pinned, stream: batches sent to it"
     )
@@ -127,7 +133,9 @@ class DataConfig(OpenSection):
     )
     prefetch: Count = Field(default=2, description="batches that each loader process reads ahead")
     tokens_per_batch: Count | None = Field(
-        default=None, description="most tokens of a micro-batch, padding included; null: count rows instead"
+        default=None,
+        examples=[4096],
+        description="most tokens of a micro-batch, padding included; null: count rows instead",
     )
     collate: OwnFunction = Field(
         default=None, description="your own function from a list of rows to a batch; null: stack, pad and mask"
@@ -176,7 +184,9 @@ class PrecisionConfig(Section):
     )
     fallback: bool = Field(default=True, description="continue in a wider format if this one fails")
     fp32_layers: list[Text] | Auto = Field(
-        default=[], description="modules that stay in fp32 under bf16 or fp16; auto: those that need it, measured"
+        default=[],
+        examples=[["lm_head"]],
+        description="modules that stay in fp32 under bf16 or fp16; auto: those that need it, measured",
     )
 
 
@@ -184,20 +194,26 @@ class LoopConfig(Section):
     """The training loop: length, batches, evaluation, logging and compilation."""
 
     max_steps: Count | None = Field(
-        default=None, description="optimizer steps; with epochs, whichever is reached first"
+        default=None, examples=[500], description="optimizer steps; with epochs, whichever is reached first"
     )
-    epochs: Count | None = Field(default=None, description="passes over the data; 1 if max_steps is not given either")
+    epochs: Count | None = Field(
+        default=None, examples=[3], description="passes over the data; 1 if max_steps is not given either"
+    )
     global_batch_size: Count | Auto = Field(default=32, description="samples per optimizer step, over all workers")
     micro_batch_size: Count | Auto = Field(default="auto", description="samples per forward pass of one worker")
     eval_every: Count | Auto = Field(
         default="auto", description="steps between evaluations; there is always one at the end"
     )
-    eval_batches: Count | None = Field(default=None, description="global batches of one evaluation; null: all")
+    eval_batches: Count | None = Field(
+        default=None, examples=[20], description="global batches of one evaluation; null: all"
+    )
     eval_clear_every: Count | None = Field(
-        default=None, description="evaluation batches after which cached memory is released; null: never"
+        default=None, examples=[50], description="evaluation batches after which cached memory is released; null: never"
     )
     clear_every: Count | None = Field(
-        default=None, description="training steps after which cached memory is released; null: never, which is faster"
+        default=None,
+        examples=[100],
+        description="training steps after which cached memory is released; null: never, which is faster",
     )
     grow_after: Count | None = Field(
         default=100, description="steps without out-of-memory until a halved micro-batch is tried larger; null: never"
@@ -225,7 +241,9 @@ class LoopConfig(Section):
     mask_cache_mb: NonNegative = Field(default=8.0, description="MiB of attention masks kept; 0: none")
     reference: bool = Field(default=False, description="the reference path: every optimization is switched off")
     deterministic: bool = Field(default=False, description="use deterministic kernels, on a GPU too")
-    patience: Count | None = Field(default=None, description="evaluations without improvement until an early stop")
+    patience: Count | None = Field(
+        default=None, examples=[5], description="evaluations without improvement until an early stop"
+    )
     min_delta: NonNegative = Field(
         default=0.0, description="the smallest decrease of the eval loss that counts as an improvement"
     )
@@ -254,7 +272,9 @@ class ScaleConfig(Section):
     strategy: Literal["auto", "data_parallel", "fsdp", "expert_parallel"] = Field(
         default="auto", description="how the model is distributed over the workers"
     )
-    accelerator: Text | None = Field(default=None, description="cpu, cuda, cuda:0, or a type such as H100")
+    accelerator: Text | None = Field(
+        default=None, examples=["cuda:0"], description="cpu, cuda, cuda:0, or a type such as H100"
+    )
     threads: Count | Auto = Field(default="auto", description="CPU threads of each worker")
     shares: Literal["auto", "equal"] = Field(
         default="equal", description="micro-batches per worker; auto: by measured speed"
@@ -302,14 +322,18 @@ class TuneConfig(Section):
     """The search over batch size and precision, or over whichever keys `space` names."""
 
     objective: Literal["throughput", "goodput"] = Field(default="throughput", description="what is maximised")
-    space: dict[str, Any] | None = Field(default=None, description="key -> values to try; null: batch and precision")
+    space: dict[str, Any] | None = Field(
+        default=None,
+        examples=[{"optim.lr": [0.0003, 0.001]}],
+        description="key -> values to try; null: batch and precision",
+    )
     metric: Literal["eval_loss", "samples_per_s"] = Field(
         default="eval_loss", description="what ranks trials of tune.space: lowest eval_loss or highest samples_per_s"
     )
     scheduler: Literal["none", "asha", "median"] = Field(
         default="none", description="stops trials of tune.space early if their evaluations fall behind"
     )
-    max_trials: Count | None = Field(default=None, description="most trials of a search")
+    max_trials: Count | None = Field(default=None, examples=[20], description="most trials of a search")
     fresh: bool = Field(default=False, description="ignore results of earlier searches")
     found: TuneFound | None = Field(default=None, description="the result of a search, which writes it into best.yaml")
 
@@ -317,8 +341,12 @@ class TuneConfig(Section):
 class InferConfig(Section):
     """Batch inference over the rows of files."""
 
-    input: Text | Texts | None = Field(default=None, description="files or folders of rows; a path, URI or list")
-    output: Text | None = Field(default=None, description="a new folder; null: predictions/NAME-TIME in the run")
+    input: Text | Texts | None = Field(
+        default=None, examples=["rows.parquet"], description="files or folders of rows; a path, URI or list"
+    )
+    output: Text | None = Field(
+        default=None, examples=["answers"], description="a new folder; null: predictions/NAME-TIME in the run"
+    )
     weights: Literal["auto", "best", "last"] | Count = Field(
         default="auto", description="of a run: best, last, or the step of a checkpoint; auto: what the run exports"
     )
@@ -334,28 +362,45 @@ class InferConfig(Section):
     )
     stage_map: Texts = Field(
         default=(),
+        examples=[["tokens, 0-10", "11-20, norm, head"]],
         description="the parts of each stage, such as ['tokens, 0-10', '11-20, norm, head']; [] divides them",
     )
     inflight: Count | Auto = Field(default="auto", description="batches at the same time in a model over stages")
     quantize: Literal["int8"] | None = Field(
-        default=None, description="int8 holds the weights of linear layers in a quarter of the memory"
+        default=None,
+        examples=["int8"],
+        description="int8 holds the weights of linear layers in a quarter of the memory",
     )
-    max_samples: Count | None = Field(default=None, description="read only so many rows, the first of the input")
+    max_samples: Count | None = Field(
+        default=None, examples=[100], description="read only so many rows, the first of the input"
+    )
     max_failures: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.01, description="the share of rows that may fail before the command fails"
     )
-    id_column: Text | None = Field(default=None, description="a column of unique ids; null: the row's number, from 0")
-    keep: Texts = Field(default=(), description="input columns to write beside the predictions")
-    label: Text | None = Field(default=None, description="a column with the right answers: writes quality figures")
+    id_column: Text | None = Field(
+        default=None, examples=["id"], description="a column of unique ids; null: the row's number, from 0"
+    )
+    keep: Texts = Field(default=(), examples=[["id"]], description="input columns to write beside the predictions")
+    label: Text | None = Field(
+        default=None, examples=["label"], description="a column with the right answers: writes quality figures"
+    )
     format: Literal["parquet", "csv", "jsonl"] = Field(default="parquet", description="format of the predictions")
-    prompt_field: Text | None = Field(default=None, description="the column of prompts; null: prompt, text, ...")
-    template: Text | None = Field(default=None, description="a prompt with {column}, or the name of one of templates")
-    templates: dict[str, str] = Field(default={}, description="prompts by name, each with {column}")
+    prompt_field: Text | None = Field(
+        default=None, examples=["question"], description="the column of prompts; null: prompt, text, ..."
+    )
+    template: Text | None = Field(
+        default=None,
+        examples=["Question: {question}"],
+        description="a prompt with {column}, or the name of one of templates",
+    )
+    templates: dict[str, str] = Field(
+        default={}, examples=[{"short": "Q: {question}"}], description="prompts by name, each with {column}"
+    )
     chat: bool = Field(default=False, description="put prompts into the tokenizer's chat template")
     max_new_tokens: Count = Field(default=128, description="most tokens of an answer")
     temperature: NonNegative = Field(default=0.0, description="0: the most likely token; above: draws, seeded per row")
-    top_k: Count | None = Field(default=None, description="draw from the k most likely tokens")
+    top_k: Count | None = Field(default=None, examples=[40], description="draw from the k most likely tokens")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None, description="draw from the most likely tokens of this total probability"
+        default=None, examples=[0.9], description="draw from the most likely tokens of this total probability"
     )
-    stop: Texts = Field(default=(), description="texts that end an answer")
+    stop: Texts = Field(default=(), examples=[["END"]], description="texts that end an answer")

@@ -51,6 +51,7 @@ class RankZeroReporter:
         observers: objects for `Observers`.
         report_progress: sends a progress mapping to the driver, at most twice a second; None without a driver.
         print_epochs: a line about each epoch stays on the driver's terminal.
+        print_memory: and one about the memory of each other train row.
     """
 
     def __init__(
@@ -61,12 +62,13 @@ class RankZeroReporter:
         observers: list[Any],
         report_progress: Callable[[dict[str, Any]], None] | None,
         print_epochs: bool = False,
+        print_memory: bool = False,
     ) -> None:
         self.run = run
         self.attempt = attempt
         self._observers = Observers(observers, on_failure=self._observer_failed)
         self._report_progress = report_progress
-        self._print_epochs = print_epochs
+        self._print_epochs, self._print_memory = print_epochs, print_memory
         self._reported = 0.0
         self._best: float | None = None
         self.last_row: dict[str, Any] = {}
@@ -87,6 +89,8 @@ class RankZeroReporter:
             self._print_evaluation(row)
         elif self._print_epochs and row.get("ends_epoch"):
             print(epoch_line(row))
+        elif self._print_memory:
+            print(memory_line(row))
         now = time.monotonic()
         if self._report_progress is not None and now - self._reported > 0.5:
             self._reported = now
@@ -129,11 +133,20 @@ class RankZeroReporter:
 
 def epoch_line(row: Mapping[str, Any]) -> str:
     """The line about an epoch that ended with this train row; memory is that of rank 0 at its end."""
-    used, held = (float(row[f"memory_{name}_bytes"]) / 2**30 for name in ("allocated", "reserved"))
     return (
         f"epoch {row['epoch']} ended at step {row['step']}: loss {row['loss']:.4f}, "
-        f"{row['samples_per_s']:,.0f} samples/s, memory {used:.2f} GiB allocated, {held:.2f} GiB reserved"
+        f"{row['samples_per_s']:,.0f} samples/s, {_memory(row)}"
     )
+
+
+def memory_line(row: Mapping[str, Any]) -> str:
+    """The line about the memory of rank 0 at a train row: in use now, and the peak since the row before."""
+    return f"step {row['step']}: {_memory(row)}, {float(row['peak_memory_bytes']) / 2**30:.2f} GiB peak"
+
+
+def _memory(row: Mapping[str, Any]) -> str:
+    used, held = (float(row[f"memory_{name}_bytes"]) / 2**30 for name in ("allocated", "reserved"))
+    return f"memory {used:.2f} GiB allocated, {held:.2f} GiB reserved"
 
 
 class StepReports:

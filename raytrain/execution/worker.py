@@ -189,7 +189,7 @@ class Worker:
             observers.append(TensorBoard(MirroredFolder(self.run_folder, "tensorboard")))
         reporter = RankZeroReporter(
             self.run_folder, attempt=self.attempt, observers=observers, report_progress=self._report_progress,
-            print_epochs=self.job.loop.log_every == "epoch",
+            print_epochs=self.job.loop.log_every == "epoch", print_memory=self.job.log_memory,
         )  # fmt: skip
         for fault in self._new_faults:
             row = fault.to_json()

@@ -96,7 +96,8 @@ class RunFolder:
             seen = f"{path} ({error})"
             raise InputError("run folder", got=seen, expected="the folder of a run") from error
         state = "an empty folder" if os.path.isdir(path) else "which does not exist"
-        raise InputError("run folder", got=f"{path}, {state}", expected="the folder of a run")
+        remedy = run_to_name(path)
+        raise InputError("run folder", got=f"{path}, {state}", expected="the folder of a run", remedy=remedy)
 
     # -- names ------------------------------------------------------------------------------------
 
@@ -250,6 +251,24 @@ class RunFolder:
     def finished(self) -> bool:
         """True after a `done`; a failed or interrupted run may be resumed."""
         return self.exists(self.result) and self.read_json(self.result).get("status") == "done"
+
+
+def run_to_name(path: str) -> str:
+    """What to type in the place of a path that is no run: the newest run inside it, next to it or in `runs`, or how to
+    start one."""
+    next_to_it = os.path.dirname(path.rstrip("/")) or "."
+    for folder in dict.fromkeys((path, next_to_it, "runs")):
+        with contextlib.suppress(OSError):  # no folder, not a local one, or one that may not be read
+            runs = [entry for entry in os.scandir(folder) if os.path.isfile(os.path.join(entry.path, "job.json"))]
+            newest = max((run for run in runs if not run.is_symlink()), key=_changed, default=None)
+            if newest is not None:
+                name = os.path.normpath(newest.path)
+                return f"did you mean {name}?" if folder == path else f"for example {name}"
+    return "`raytrain train` starts a run and prints its folder"
+
+
+def _changed(entry: os.DirEntry[str]) -> float:
+    return entry.stat().st_mtime
 
 
 def find_unfinished(save_dir: str, name: str, job: dict[str, Any]) -> RunFolder | None:

@@ -30,6 +30,7 @@ class TrainJob:
     Attributes:
         found: the result of a search for this job (`tune.found`).
         telemetry_every: seconds between two samples of a node; 0: none.
+        log_memory: print the memory in use with each train row.
         builder_sections: sections that a builder may take by parameter name, such as {"experts": ...}.
         run_path: path of the run folder.
         import_path: working directory of the command, appended to the workers' `sys.path`.
@@ -59,6 +60,7 @@ class TrainJob:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     found: TuneFound | None = None
     telemetry_every: float = 0.0
+    log_memory: bool = False
 
     def planned(self, name: str) -> Any:
         """The value of a resolved choice.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
 import importlib
+import io
 import json
 import math
 import os
@@ -404,9 +406,11 @@ def worked(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     told.clear()
     run = RunFolder.create(str(place.folder / "runs"), "flags")
     run.next_attempt(this_process())
-    Worker(session_of(loaded, run=run).job, workers=Workers(), local_rank=0, channel=Silent()).run(None)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        Worker(session_of(loaded, run=run).job, workers=Workers(), local_rank=0, channel=Silent()).run(None)
     events = run.read_rows(run.events)
     return {
+        "memory": re.findall(r"^step (\d+): memory ", printed.getvalue(), re.MULTILINE),
         "checkpoints": [row["step"] for row in events if row["kind"] == "checkpoint"],
         "kept": sorted(entry.name for entry in run.store.entries("checkpoints")),
         "writers": writers,
@@ -706,6 +710,7 @@ FLAGS = {
     "infer.top_p": infers("answers", "null", "0.05", "infer.temperature=1.0"),
     "infer.stop": Flag(stopped, "stop", "[]", "[x]", job=prompts_job),
     "telemetry.observers": Flag(worked, "told", "[]", "['flag_observer:see']"),
+    "telemetry.log_memory": Flag(worked, "memory", "false", "true"),
     "telemetry.tensorboard": Flag(worked, "tensorboard", "true", "false"),
     "telemetry.every": Flag(commanded, "telemetry_every", "1.0", "0.0"),
     "cluster.address": Flag(commanded, "address", "null", "10.0.0.1:6379"),

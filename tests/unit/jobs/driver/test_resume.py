@@ -135,6 +135,30 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
             open_resumed(str(tmp_path / name), None, [])
 
 
+def test_a_folder_that_is_no_run_is_answered_with_the_newest_run_nearby(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+
+    def refused(name: str) -> str:
+        with pytest.raises(InputError) as caught:
+            open_resumed(name, None, [])
+        return str(caught.value)
+
+    assert refused("empty") == (
+        "--resume: got empty, an empty folder, expected the folder of a run; "
+        "`raytrain train` starts a run and prints its folder"
+    )
+    for age, name in ((300, "runs/a"), (100, "runs/b"), (200, "others/c")):
+        Path(name).mkdir(parents=True)
+        Path(name, "job.json").write_text("{}")
+        os.utime(name, (10**9 - age, 10**9 - age))
+    assert refused("empty").endswith("; for example runs/b"), "the newest"
+    assert refused("others/none").endswith("; for example others/c"), "the one next to it first"
+    assert refused("runs").startswith("--resume: did you mean runs/b? Got runs, which has no job.json")
+
+
 def test_a_run_that_is_still_alive_is_refused_with_host_and_pid(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ from jobs.__main__ import main
 from jobs.job.job_file import read_recipe, recipe_names
 from jobs.job.keys import IMPORTANT, job_schema
 from jobs.job.spec import JobSpec
-from raytrain.config.decode import load_yaml
+from raytrain.config.decode import accepts, apply_overrides, decode, load_yaml
 from raytrain.config.messages import key_rows
+from raytrain.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -32,6 +34,25 @@ def test_the_help_fits_one_screen_and_lists_what_exists() -> None:
     lines = printed("--help").splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 80 and not any(line.endswith("...") for line in lines[1:])
     assert {line.split()[0] for line in lines[lines.index("Commands:") + 1 :]} == set(main.commands)
+
+
+#: Objects, which only Python gives, and what a search writes.
+NO_TEXT = {"model.module", "data.train", "data.eval", "data.collate", "tune.found"}
+
+
+def test_each_key_has_an_example_that_it_takes_and_that_its_error_shows() -> None:
+    for row in key_rows(JobSpec):
+        if row.key in NO_TEXT:
+            assert row.example == ""
+            continue
+        (typed,) = shlex.split(row.example)
+        assert typed.startswith(f"{row.key}=") and accepts(JobSpec, typed), row
+        mapping, _ = apply_overrides({}, [f"{row.key}={{wrong: [{{}}]}}"])
+        if accepts(JobSpec, f"{row.key}={{wrong: [{{}}]}}"):
+            continue  # any mapping is right
+        with pytest.raises(InputError) as caught:
+            decode(JobSpec, mapping)
+        assert str(caught.value).startswith(f"{row.key}: got ") and f"for example {row.example}" in str(caught.value)
 
 
 @pytest.mark.parametrize("verb", ["train", "tune", "plan", "infer", "check"])

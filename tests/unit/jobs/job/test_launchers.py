@@ -85,10 +85,27 @@ def test_options_of_other_training_commands_are_planned(tmp_path: Path, capsys: 
         (["--compile", "True"], ["loop.compile=default"]),
         (["--compile-mode", "max-autotune"], ["loop.compile=max-autotune"]),
         (["--cudnn_benchmark", "false", "--compile=False"], ["loop.cudnn_benchmark=false", "loop.compile=off"]),
+        (["--compile", "job.yaml"], ["loop.compile=default", "job.yaml"]),
+        (["--compile", "default"], ["loop.compile=default", "default"]),  # a recipe
+        (["--pin_memory", "a.b=1"], ["data.storage=pinned", "a.b=1"]),
+        (["--pin-memory=False", "--log_gpu_memory"], ["data.storage=stream", "telemetry.log_memory=true"]),
+        (["--pin_memory", "1", "--log-gpu-memory", "no"], ["data.storage=pinned", "telemetry.log_memory=false"]),
+        (["--no-pin-memory", "--no_log_gpu_memory"], ["data.storage=stream", "telemetry.log_memory=false"]),
     ],
 )
 def test_switches_of_other_training_commands(given: list[str], found: list[str]) -> None:
     assert as_keys(given, LAUNCHER | TRAINING) == found
+
+
+@pytest.mark.covers("CFG-10", "CFG-12")
+@pytest.mark.parametrize(
+    ("option", "key"), [("--pin_memory", "data.storage=pinned"), ("--log-gpu-memory", "telemetry.log_memory=true")]
+)
+def test_a_switch_that_is_neither_true_nor_false_says_what_to_type(option: str, key: str) -> None:
+    for given in ([option, "maybe"], [f"{option}=maybe"]):
+        with pytest.raises(InputError, match="got maybe, expected true or false") as caught:
+            as_keys(given, LAUNCHER | TRAINING)
+        assert caught.value.key == option and f"for example {option} true, which is {key}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ def mistake(*args: Any, **named: Any) -> InputError:
         pytest.param("cluster.memory_fraction", 0.9, 0.8, 0.5, marks=pytest.mark.covers("CFG-04")),
         pytest.param("loop.micro_batch_size", "auto", 4, "auto", marks=pytest.mark.covers("CFG-07")),
         pytest.param("data.loader_workers", "auto", 0, 4, marks=pytest.mark.covers("CFG-09")),
+        pytest.param("data.storage", "auto", "stream", "pinned", marks=pytest.mark.covers("CFG-10")),
+        pytest.param("telemetry.log_memory", False, True, False, marks=pytest.mark.covers("CFG-12")),
         ("loop.epochs", None, 10, 3),
         ("optim.betas", (0.9, 0.99), [0.9, 0.95], [0.8, 0.9]),
         ("experts.hosts", "auto", 0, {"A100": 4}),

@@ -230,14 +230,16 @@ def test_a_key_like_no_other_gets_the_list_and_no_guess() -> None:
     [
         ({"max_steps": "7"}, 'loop.max_steps: got "7" (a string), expected an integer >= 1 or null; '
                              "write it without quotes"),
-        ({"max_steps": True}, "loop.max_steps: got true (a boolean), expected an integer >= 1 or null"),
+        ({"max_steps": True}, "loop.max_steps: got true (a boolean), expected an integer >= 1 or null; "
+                              "for example loop.max_steps=500"),
         ({"log_every": None}, "loop.log_every: got null, expected an integer >= 0 or epoch; "
-                              "leave it out for the default, 10"),
+                              "for example loop.log_every=10, the default"),
         ({"compile": "defalt"}, 'loop.compile: did you mean default? Got "defalt" (a string), expected off, default, '
                                 "reduce-overhead or max-autotune"),
         ({"min_delta": math.inf}, "loop.min_delta: got inf (a number), expected a number >= 0; "
                                   "it must be finite"),
-        ({"epochs": [1]}, "loop.epochs: got [1] (a list), expected an integer >= 1 or null"),
+        ({"epochs": [1]}, "loop.epochs: got [1] (a list), expected an integer >= 1 or null; "
+                          "for example loop.epochs=3"),
     ],
 )  # fmt: skip
 def test_a_message_names_the_value_and_the_expected_values(values: dict[str, Any], text: str) -> None:

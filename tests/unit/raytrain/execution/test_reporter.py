@@ -130,6 +130,23 @@ def test_each_evaluation_prints_a_line_that_says_whether_it_is_the_best(
     ]
 
 
+@pytest.mark.covers("CFG-12")
+def test_memory_is_printed_with_each_train_row_only_if_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = {"memory_allocated_bytes": 3 << 29, "memory_reserved_bytes": 2 << 30, "peak_memory_bytes": 7 << 28}
+    row = {"kind": "train", "step": 20, "loss": 1.5, **memory}
+    _, silent = opened(tmp_path / "a")
+    silent.metrics(row)
+    assert capsys.readouterr().out == ""
+    _, reporter = opened(tmp_path / "b", print_memory=True)
+    reporter.metrics(row)
+    reporter.metrics({"kind": "eval", "step": 20, "loss": 1.5})
+    line, evaluation = capsys.readouterr().out.splitlines()
+    assert line == "step 20: memory 1.50 GiB allocated, 2.00 GiB reserved, 1.75 GiB peak"
+    assert evaluation == "step 20: eval loss 1.5000"
+
+
 @pytest.mark.covers("PERF-22")
 def test_the_line_of_an_epoch_is_the_one_in_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     memory = {f"memory_{name}_bytes": gib * 2**30 for name, gib in (("allocated", 2.34), ("reserved", 2.5))}

@@ -515,6 +515,14 @@ def test_data_too_large_for_a_gpu_is_partly_resident_and_the_rest_streamed() -> 
     assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
+@pytest.mark.covers("CFG-10")
+def test_batches_for_a_gpu_go_through_pinned_memory_unless_the_job_says_otherwise() -> None:
+    """`--pin_memory false` is data.storage=stream."""
+    facts = DataFacts(1000, 0, 10 * GIB, None, 10_000 * GIB, None, "a test")
+    assert value(plan(ONE_GPU, data_facts=facts), "storage") == "pinned"
+    assert value(plan(ONE_GPU, data={"storage": "stream"}, data_facts=facts), "storage") == "stream"
+
+
 def test_a_given_storage_is_kept_and_rows_that_cannot_fit_are_refused() -> None:
     facts = DataFacts(1000, 0, 1, None, 9 * GIB, None, "a test")
     with pytest.raises(InputError, match=r"data\.storage: got resident for 9\.9 GiB of data, expected at most 8\.5"):
