@@ -30,24 +30,61 @@ from raytrain.checkpoint.weights import STACKED
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
 from raytrain.models.weights.initial import fill_offered
+from raytrain.runs.faults import Death
 from raytrain.train.compute.activation_checkpointing import as_with_rows
 from raytrain.train.memory.device import room_on
 from raytrain.train.memory.oom import Shortage
 from raytrain.train.optim.build import build_optimizers, muons_blocks
 from raytrain.train.parallel.interleave import Interleaver
-from raytrain.trainable import Death, Notice, Trainable
+from raytrain.trainable import Notice, Trainable
+
+__all__ = ["distribute"]
 
 
 def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     """Join a generation, hand the experts over, and connect them to the training loop. Collective over the workers.
 
+    Without a connection the experts stay in this process, and the trainable is returned as it is: `experts.hosts: 0`,
+    and any process that is no worker of a run. A builder therefore ends with `return distribute(trainable, experts)`
+    wherever its experts will live.
+
     Args:
         trainable: built in this process, with its experts in its MoELayers; changed in place.
-        config: with a connection, see `experts.exchange.membership.Connection`.
+        config: the `experts` section that the builder received. A worker's has a connection to the other processes
+            (`experts.exchange.membership.Connection`) where the run's experts are on hosts, or `colocated`.
 
     Raises:
         InputError: the model has no MoELayer, or one with other experts than `experts.routing.grouped` builds.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from experts.config import ExpertsConfig
+        >>> from experts.distribute import distribute
+        >>> from experts.models import moe_layer
+        >>> from raytrain.trainable import Trainable
+        >>> class Net(nn.Module):
+        ...     def __init__(self, experts):
+        ...         super().__init__()
+        ...         self.layer, self.head = moe_layer(4, experts), nn.Linear(4, 3)
+        ...
+        ...     def forward(self, x, labels):
+        ...         hidden, aux = self.layer(x.unsqueeze(1))
+        ...         return nn.functional.cross_entropy(self.head(hidden.squeeze(1)), labels)
+        >>> def build(experts):  # named in model.builder; `experts` is that section of the job
+        ...     return distribute(Trainable.from_module(Net(experts)), experts)
+        >>> trainable = build(ExpertsConfig(num_experts=4))  # in this process: the experts stay
+        >>> trainable.remote.distributed
+        False
+        >>> batch = {"x": torch.randn(5, 4), "labels": torch.tensor([0, 2, 1, 1, 0])}
+        >>> trainable.loss(trainable.module, batch).loss.backward()
+        >>> trainable.module.layer.experts.w1.grad.shape  # (experts, hidden, width)
+        torch.Size([4, 16, 4])
     """
+    return trainable if config.connection is None else _handed_over(trainable, config)
+
+
+def _handed_over(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     layers = [part for part in trainable.module.modules() if isinstance(part, MoELayer)]
     if not layers:
         raise InputError(

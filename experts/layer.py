@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from experts.exchange.dispatch import RemoteExperts
 from experts.routing.router import Routing, TopKRouter
 
+__all__ = ["MoELayer", "combine", "dispatch", "worst_case_routing"]
+
 
 class MoELayer(nn.Module):
     """A feed-forward of several experts, of which a router chooses some for each token.
@@ -21,6 +23,18 @@ class MoELayer(nn.Module):
         experts: `experts(x_RD sorted by expert, counts_E, splits) -> (R, D)`, e.g. GroupedExperts; or RemoteExperts,
             if they are in other processes.
         shared: an expert that every token visits, or None.
+
+    Example:
+        >>> import torch
+        >>> from experts.layer import MoELayer
+        >>> from experts.routing.grouped import GroupedExperts
+        >>> from experts.routing.router import TopKRouter
+        >>> layer = MoELayer(TopKRouter(8, 4, 2), GroupedExperts(4, 8, 16))  # width 8, 4 experts, 2 for each token
+        >>> output, aux = layer(torch.randn(2, 5, 8))
+        >>> output.shape, aux.shape
+        (torch.Size([2, 5, 8]), torch.Size([]))
+        >>> layer.eval()(torch.randn(2, 5, 8))[1] is None  # the balance loss is for training
+        True
     """
 
     def __init__(self, router: TopKRouter, experts: nn.Module, shared: nn.Module | None = None) -> None:
@@ -69,6 +83,16 @@ def worst_case_routing(module: nn.Module) -> Iterator[None]:
     Every token goes to the widest experts, whose intermediate values are the largest. With a capacity, tokens go to all
     experts in turn, so that none is dropped. Layers whose experts are in other processes route as usual: the rows sent
     there take no memory here.
+
+    Example:
+        >>> import torch
+        >>> from experts.config import ExpertsConfig
+        >>> from experts.layer import worst_case_routing
+        >>> from experts.models import moe_layer
+        >>> layer = moe_layer(8, ExpertsConfig(num_experts=3, top_k=1, hidden=[4, 4, 32]))
+        >>> with worst_case_routing(layer):
+        ...     layer.router(torch.randn(1, 6, 8)).counts_E.tolist()  # all tokens go to the widest expert
+        [0, 0, 6]
     """
     layers = [
         part for part in module.modules() if isinstance(part, MoELayer) and not isinstance(part.experts, RemoteExperts)
@@ -84,7 +108,17 @@ def worst_case_routing(module: nn.Module) -> Iterator[None]:
 
 
 def dispatch(x_TD: Tensor, order_R: Tensor, *, top_k: int) -> Tensor:
-    """Gather the rows for the experts: row r is token order[r] // top_k. `order_R`: distinct places in T x K."""
+    """Gather the rows for the experts: row r is token order[r] // top_k. `order_R`: distinct places in T x K.
+
+    Example:
+        >>> import torch
+        >>> from experts.layer import dispatch
+        >>> tokens = torch.tensor([[1.0, 1.0], [2.0, 2.0]])  # (T 2, D 2)
+        >>> experts = torch.tensor([[1, 0], [0, 1]])  # the K 2 choices of each token
+        >>> order = experts.flatten().argsort(stable=True)  # the rows of expert 0, then those of expert 1
+        >>> dispatch(tokens, order, top_k=2)[:, 0].tolist()
+        [1.0, 2.0, 1.0, 2.0]
+    """
     return _LocalDispatch.apply(x_TD, order_R, top_k)
 
 
@@ -115,6 +149,15 @@ def combine(y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> Tensor:
     """Weighted sum of each token's rows, (T, D), in the order of its choices; zero for a dropped row.
 
     Computed in the weights' dtype, float32 at least.
+
+    Example:
+        >>> import torch
+        >>> from experts.layer import combine, dispatch
+        >>> tokens, weights = torch.randn(5, 8), torch.full((5, 2), 0.5)
+        >>> order = torch.randint(3, (5, 2)).flatten().argsort(stable=True)
+        >>> rows = dispatch(tokens, order, top_k=2)  # experts that return what they get
+        >>> torch.equal(combine(rows, order, weights), tokens)
+        True
     """
     return _LocalCombine.apply(y_RD, order_R, weights_TK)
 

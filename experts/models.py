@@ -33,6 +33,8 @@ from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
 from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, is_integer, need_keys
 
+__all__ = ["moe_gpt", "moe_layer", "moe_mlp"]
+
 
 class MoEBlock(PreNorm):
     """A GPT block whose feed-forward is a MoELayer; also returns its auxiliary loss."""
@@ -135,14 +137,31 @@ def moe_layer(
     width: int,
     experts: ExpertsConfig,
     *,
-    residual_scale: float,
+    residual_scale: float = 1.0,
     scope: Literal["sequence", "batch"] = "sequence",
     context: int | None = None,
 ) -> MoELayer:
     """Build one layer from the `experts` section; the shared expert has the activation of the others.
 
     Args:
+        width: D, of the tokens.
+        residual_scale: scales the initial weights that write into the residual stream, such as 1 / sqrt(2 x layers).
         scope, context: as `TopKRouter`'s `balance_scope` and `context`.
+
+    Raises:
+        InputError: keys of the section that do not fit, such as no `num_experts`.
+
+    Example:
+        >>> import torch
+        >>> from experts.config import ExpertsConfig
+        >>> from experts.models import moe_layer
+        >>> layer = moe_layer(8, ExpertsConfig(num_experts=4, top_k=2, hidden=16))
+        >>> output, aux = layer(torch.randn(2, 5, 8))  # (batch, tokens, width)
+        >>> output.shape, aux.shape
+        (torch.Size([2, 5, 8]), torch.Size([]))
+        >>> silent = moe_layer(8, ExpertsConfig(num_experts=4, hidden=16), residual_scale=0.0)
+        >>> silent(torch.randn(2, 5, 8))[0].abs().max().item()
+        0.0
     """
     router = TopKRouter(
         width,
@@ -186,6 +205,17 @@ def moe_gpt(
 
     Raises:
         ValueError: sizes that do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from experts.config import ExpertsConfig
+        >>> from experts.models import moe_gpt
+        >>> section = ExpertsConfig(num_experts=4, top_k=1)
+        >>> trainable = moe_gpt(layers=1, heads=2, width=16, context=8, vocab_size=256, experts=section)
+        >>> ids = torch.tensor([list(b"the mill")])
+        >>> found = trainable.loss(trainable.module, {"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+        >>> 5 < found.loss.item() < 6, found.aux.item() > 0  # about log(256), and the router's balance loss
+        (True, True)
     """
     check_gpt(
         layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size, window=window
@@ -214,6 +244,15 @@ def moe_mlp(
 
     Raises:
         ValueError: sizes that cannot be built. InputError: keys of the section that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from experts.config import ExpertsConfig
+        >>> from experts.models import moe_mlp
+        >>> trainable = moe_mlp(width=8, layers=2, num_features=4, num_classes=3, experts=ExpertsConfig(num_experts=2))
+        >>> outputs, aux = trainable.module(torch.randn(5, 4))
+        >>> outputs.shape
+        torch.Size([5, 3])
     """
     features, classes = check_moe_mlp(
         width=width,
@@ -263,4 +302,4 @@ def _trainable(
         state_parts=lambda: {"load": loads},
         worst_case=partial(worst_case_routing, module),
     )
-    return trainable if experts.connection is None else distribute(trainable, experts)
+    return distribute(trainable, experts)

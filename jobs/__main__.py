@@ -217,10 +217,9 @@ def report(runs: tuple[str, ...], follow: bool) -> None:
     Several runs are also compared. The report of an output folder of `infer` is written as well, and the FILE.json of a
     benchmark as Markdown tables.
     """
-    from jobs.report import follow_run
-    from jobs.report import report as write
+    from jobs.report import follow_run, report_verb
 
-    sys.exit(follow_run(list(runs)) if follow else write(list(runs)))
+    sys.exit(follow_run(list(runs)) if follow else report_verb(list(runs)))
 
 
 @main.command(short_help="Write the weights of a checkpoint of a run.")

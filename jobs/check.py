@@ -42,6 +42,8 @@ from raytrain.errors import InputError, RaytrainError, RunError, first_line
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
+__all__ = ["CheckReport", "check"]
+
 #: A node that has not answered by then is not part of a working cluster.
 NODE_TIMEOUT_S, RATES_TIMEOUT_S = 60.0, 180.0
 SIGNS = {"ok": "ok", "warn": "warning", "fail": "FAILED", "na": "-"}
@@ -60,6 +62,16 @@ class CheckReport:
         training: the rows of every worker; empty with `quick`.
         seconds: of each part.
         inventory: the machines that jobs are planned for; None before the cluster was reached.
+
+    Example:
+        >>> from jobs.check import check
+        >>> report = check(quick=True)
+        >>> report.failed, report.to_json()["status"]
+        (False, 'ok')
+        >>> report.line()
+        'ok: 1 node, ...'
+        >>> [result.name for _, result in report.results][:2]
+        ['python', 'torch']
     """
 
     results: list[tuple[str, CheckResult]] = field(default_factory=list)
@@ -117,6 +129,12 @@ def check(
     Raises:
         InputError: the job is wrong, or `cluster.address` cannot be reached.
         RunError: Ray did not start, or a node did not answer.
+
+    Example:
+        >>> from jobs.check import check
+        >>> report = check("default", overrides=["scale.mode=cpu"], quick=True)
+        >>> [result.text for _, result in report.results if result.status == "fail"]
+        []
     """
     spec = load_spec(None if job is None else Path(job), list(overrides)).spec
     report, console = CheckReport(), console or Console(quiet=True)

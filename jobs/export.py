@@ -1,8 +1,9 @@
-"""The verb `export`: writes the weights of any checkpoint of a run. Does not start Ray."""
+"""The verb `export`, and the function `export` for Python: the weights of any checkpoint of a run, without Ray."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from jobs.driver.build import build
@@ -17,25 +18,47 @@ from raytrain.execution.export import Export, checkpoint_of, export_checkpoint
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
+__all__ = ["export"]
+
 #: A running run may delete a checkpoint while it is read; then another one is chosen, this many times.
 TRIES = 3
+
+
+def export(run: str | Path, *, step: int | str | None = None, to: str | Path | None = None) -> str:
+    """Write the weights of a checkpoint of a run, and return the folder that holds them.
+
+    Args:
+        run: the run folder, or `latest`; the run may be finished, interrupted, failed or still running.
+        step: "best", "last" or a number; None is what a finished run exports (`save.export`).
+        to: a new or empty folder or URI; None is `exports/step_N` in the run folder.
+
+    Raises:
+        InputError: there is no such run or checkpoint, or the folder holds files already.
+        CheckpointError: the checkpoint is damaged.
+
+    Example:
+        >>> from jobs.export import export
+        >>> from safetensors.torch import load_file
+        >>> folder = export("runs/latest", step="last", to="exported")
+        >>> tensors = load_file(f"{folder}/model.safetensors")
+        >>> sorted(tensors)[:2]
+        ['layers.0.bias', 'layers.0.weight']
+    """
+    return _exported(str(run), step=step, target=None if to is None else str(to))[0]
+
+
+def _exported(path: str, *, step: int | str | None, target: str | None) -> tuple[str, dict[str, str]]:
+    run = RunFolder.open(NEWEST if path == "latest" else path)
+    wanted = planned_step(run) if step is None else _parsed(str(step))
+    return export_weights_of(run, wanted, target)
 
 
 def export_verb(path: str, *, step: str | None, target: str | None) -> int:
     """Export a checkpoint, print where to and what, and return the exit code 0.
 
-    Args:
-        path: the run folder, or `latest`.
-        step: "best", "last" or a number; None is what a finished run exports (`save.export`).
-        target: the folder to write; None is `exports/step_N` in the run folder.
-
-    Raises:
-        InputError: there is no such run or checkpoint, or the folder holds files already.
-        CheckpointError: the checkpoint is damaged.
+    Args, Raises: as `export`; `target` is its `to`.
     """
-    run = RunFolder.open(NEWEST if path == "latest" else path)
-    wanted = planned_step(run) if step is None else _parsed(step)
-    folder, notes = export_weights_of(run, wanted, target)
+    folder, notes = _exported(path, step=step, target=target)
     loss = f", {notes['loss_kind']} loss {float(notes['loss']):.6g}" if "loss" in notes else ""
     print(f"weights of step {notes['step']}{loss}: {folder}")
     return 0

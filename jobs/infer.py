@@ -30,7 +30,7 @@ from raytrain.infer.stages.split import StageSplit
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.report.inference import build_inference_report
 
-__all__ = ["InferResult", "infer", "run_infer"]
+__all__ = ["InferResult", "infer"]
 
 SUMMARY = "summary.json"
 
@@ -54,10 +54,19 @@ def infer(
         output, workers: short for `infer.output` and `scale.workers`.
         overrides: `section.key=value` strings, as on the command line.
         resume: the output folder of an interrupted command.
+        quiet: print nothing.
 
     Raises:
         InputError: the input is wrong; nothing was computed.
         RunError: more rows failed than `infer.max_failures` allows.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> from jobs.infer import infer
+        >>> rows = pa.table({"x0": [0.1, 2.0], "x1": [1.5, -0.3], "x2": [0.0, 0.4]})
+        >>> answers = infer("runs/latest", input=rows, overrides=["infer.keep=[x0]"], quiet=True)
+        >>> answers.table().column_names
+        ['id', 'x0', 'prediction', 'status', 'error']
     """
     named = isinstance(input, str | Path | list | tuple)
     paths = [str(one) for one in ([input] if isinstance(input, str | Path) else input)] if named else None

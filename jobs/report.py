@@ -1,4 +1,4 @@
-"""The verb `report`: writes report pages of run folders and of bench measurements, and follows a live run.
+"""The verb `report`, and the function `report` for Python: pages about run folders and bench measurements.
 
 `--follow` watches a run from another process, through its run folder only.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import rows_of
 from raytrain.runs.storage import LocalStore
 
+__all__ = ["Report", "report"]
+
 NEWEST = "runs/latest"
 LOOK_EVERY_S = 0.5
 #: Between two lines about the devices.
@@ -38,10 +41,27 @@ SHOWN = {"warning": "warning: ", "node_lost": "", "out_of_memory": "out of memor
 """Kinds of events whose reason is shown -> what stands before it."""
 
 
-def report(paths: list[str]) -> int:
-    """Write a report of each run folder, a comparison of several, a summary of each bench's JSON; print their paths.
+@dataclass(frozen=True)
+class Report:
+    """What was written, and what the records of a run show to be wrong.
 
-    What the records of a run show to be wrong is printed below its path, with the key to change.
+    Attributes:
+        path: of the page.
+        findings: of a run: what asks for a change, a line each, with the key to change; [] for other pages.
+
+    Example:
+        >>> from jobs.report import report
+        >>> one, = report("runs/latest")
+        >>> one.path.endswith("report/report.html"), one.findings
+        (True, [])
+    """
+
+    path: str
+    findings: list[str]
+
+
+def report(*paths: str | Path) -> list[Report]:
+    """Write a report of each run folder, a comparison of several, and a summary of each bench's JSON.
 
     Args:
         paths: run folders (local paths or URIs), output folders of `infer`, folders of `tune`, and JSON files of
@@ -49,28 +69,47 @@ def report(paths: list[str]) -> int:
 
     Raises:
         InputError: a path is neither; no report of a run is written.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from jobs.report import report
+        >>> first, second = sorted(Path("runs").glob("run-*"))[:2]
+        >>> pages = report(first, second)
+        >>> [Path(page.path).name for page in pages]
+        ['report.html', 'report.html', '...html']
     """
+    return list(_reports([str(path) for path in paths]))
+
+
+def report_verb(paths: list[str]) -> int:
+    """Print the path of each page as soon as it is written, and below it what the records show to be wrong.
+
+    Args, Raises: as `report`.
+    """
+    for one in _reports(paths):
+        print("\n".join([one.path, *one.findings]))
+    return 0
+
+
+def _reports(paths: list[str]) -> Iterator[Report]:
     measured = [path for path in paths if path.endswith(".json")]
     for path in measured:
         from jobs.bench.harness.summary import write_summary
 
-        print(write_summary(Path(path)))
+        yield Report(str(write_summary(Path(path))), [])
     answered = [path for path in paths if path not in measured and path != "latest" and is_inference(path)]
     for path in answered:
-        print(build_inference_report(path))
+        yield Report(build_inference_report(path), [])
     sweeps = [path for path in paths if path not in measured and path != "latest" and is_sweep(path)]
     for path in sweeps:
-        print(build_sweep_report(RunFolder.open(path)))
+        yield Report(build_sweep_report(RunFolder.open(path)), [])
     others = [*measured, *answered, *sweeps]
     folders = [path for path in paths if path not in others] or ([] if others else [NEWEST])
     runs = [_open(NEWEST if path == "latest" else path) for path in folders]
     for run in runs:
-        print(build_report(run))
-        for line in finding_lines(diagnose(read_records(run))):
-            print(line)
+        yield Report(build_report(run), finding_lines(diagnose(read_records(run))))
     if len(runs) > 1:
-        print(compare(runs))
-    return 0
+        yield Report(compare(runs), [])
 
 
 def follow_run(paths: list[str]) -> int:

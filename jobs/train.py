@@ -29,7 +29,7 @@ from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.faults import CLUSTER_LOST
 from raytrain.runs.folder import RunFolder
 
-__all__ = ["Result", "run_train", "train", "train_loaded"]
+__all__ = ["Result", "train"]
 
 #: Exit codes by which `SystemExit` stands for a signal: `ray.init` turns a SIGTERM that it receives into one.
 SIGNAL_EXIT_CODES = (15, 130, 143)
@@ -52,10 +52,37 @@ def train(
         workers: short for `scale.workers`.
         overrides: `section.key=value` strings, as on the command line.
         resume: the run folder to resume, or "auto".
+        verbose: show Ray's own messages.
+        quiet: print nothing.
 
     Raises:
         InputError: the input is wrong; nothing was started.
         RunError: the run failed; its folder holds the report.
+
+    Example:
+        >>> import torch
+        >>> from jobs.train import train
+        >>> x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+        >>> rows = {"x": x, "labels": x.argmax(1)}
+        >>> job = {
+        ...     "model": {"builder": "raytrain.models.mlp:mlp", "hidden": [16]},
+        ...     "data": {"train": {name: values[:160] for name, values in rows.items()},
+        ...              "eval": {name: values[160:] for name, values in rows.items()}},
+        ...     "optim": {"lr": 0.01},
+        ...     "loop": {"max_steps": 20},
+        ... }
+        >>> result = train(job, workers=1, quiet=True)
+        >>> result.status, result.steps
+        ('done', 20)
+        >>> losses = [row["loss"] for row in result.history if row["kind"] == "train"]
+        >>> losses[-1] < losses[0]
+        True
+
+        A run goes on from its last checkpoint; objects of the job are given again:
+
+        >>> more = train(job, resume=result.run, overrides=["loop.max_steps=30"], quiet=True)
+        >>> more.run == result.run, more.steps
+        (True, 30)
     """
     changes = [*overrides, *([] if workers is None else [f"scale.workers={workers}"])]
     mapping = job if isinstance(job, Mapping) else None
@@ -85,7 +112,7 @@ def run_train(
         if (first := leader()) is not None:
             overrides = first.overrides(path, overrides, mapping, resumes=resume not in (None, "auto"))
         if resume is not None and resume != "auto":
-            resumed = open_resumed(resume, path, overrides)
+            resumed = open_resumed(resume, path, overrides, mapping=mapping)
             if resumed is not None and resumed.finished:
                 return _nothing_left(resumed.run, console)
         loaded = resumed.loaded if resumed else load_spec(path, overrides, mapping=mapping)

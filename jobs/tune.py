@@ -1,14 +1,14 @@
-"""The verb `tune`, from the command line to the exit code:
+"""The verb `tune`, and the function `tune` for Python. From the command line to the exit code:
 
 job -> checks on the driver -> machines -> what to try -> search folder -> Ray Tune -> decision -> best.yaml and picture
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -23,7 +23,7 @@ from raytrain.runs.sweep import SweepFolder
 if TYPE_CHECKING:
     from jobs.tuning.command import TuneCommand
 
-__all__ = ["TuneResult", "run_tune"]
+__all__ = ["TuneResult", "tune"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,15 @@ class TuneResult:
     Attributes:
         folder: path of the search folder.
         status: "done" or "interrupted".
-        best: path of best.yaml; None unless done.
+        best: path of best.yaml, a job for `train`; None unless done.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from jobs.tune import tune
+        >>> newest = max(Path("runs").glob("run-tune-*"))
+        >>> found = tune(resume=str(newest), quiet=True)  # a search that is done starts nothing
+        >>> found.status, Path(found.folder).name == newest.name, Path(found.best).name
+        ('done', True, 'best.yaml')
     """
 
     folder: str
@@ -41,10 +49,53 @@ class TuneResult:
     best: str | None
 
 
+def tune(
+    job: Mapping[str, Any] | str | Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    resume: str | None = None,
+    fresh: bool = False,
+    verbose: bool = False,
+    quiet: bool = False,
+) -> TuneResult:
+    """Search for the fastest batch size and precision of a job, or for the best values of `tune.space`.
+
+    Args:
+        job: the job as a mapping, the path of a JOB.yaml, or the name of a recipe; None is the recipe `default`. The
+            trials are processes that read it from the search folder, so it holds names instead of Python objects.
+        overrides: `section.key=value` strings, as on the command line.
+        resume: the search folder to resume; nothing else may be given with it.
+        fresh: ignore what earlier searches measured.
+        verbose: show Ray's own messages.
+        quiet: print nothing.
+
+    Raises:
+        InputError: the input is wrong; nothing was started.
+        RunError: no trial succeeded, or Ray gave up; the folder keeps what was measured.
+
+    Example:
+        >>> from jobs.plan import plan
+        >>> from jobs.tune import tune
+        >>> job = {
+        ...     "model": {"builder": "raytrain.models.mlp:mlp"},
+        ...     "data": {"source": "csv", "path": "rows.csv", "label": "y"},
+        ...     "loop": {"max_steps": 2},
+        ... }
+        >>> found = tune(job, overrides=["tune.space={optim.lr: [0.001, 0.01]}"], quiet=True)
+        >>> plan(found.best).lr.value in (0.001, 0.01)  # `train(found.best)` trains with it
+        True
+    """
+    mapping = job if isinstance(job, Mapping) else None
+    path = None if mapping is not None or job is None else Path(str(job))
+    console = Console(quiet=quiet, highlight=False)
+    return run_tune(path, overrides, mapping=mapping, resume=resume, fresh=fresh, verbose=verbose, console=console)
+
+
 def run_tune(
     path: Path | None,
     overrides: Sequence[str] = (),
     *,
+    mapping: Mapping[str, Any] | None = None,
     resume: str | None = None,
     fresh: bool = False,
     verbose: bool = False,
@@ -55,6 +106,7 @@ def run_tune(
     Args:
         path: the JOB.yaml, None for the built-in recipe.
         overrides: `section.key=value` of the command line.
+        mapping: the job from Python, instead of `path`.
         resume: the search folder to resume; nothing else may be given with it.
         fresh: ignore what earlier searches measured.
 
@@ -66,14 +118,16 @@ def run_tune(
 
     signals = StopSignals()
     signals.install()
+    command = None
     try:
         if resume is not None:
-            sweep, loaded = open_sweep(resume, path, overrides)
+            sweep, loaded = open_sweep(resume, path, overrides, mapping=mapping)
             if sweep.exists(sweep.outcome) and not sweep.again():
                 console.print(f"{sweep.path} is done; its result is {sweep.best}", markup=False, soft_wrap=True)
                 return TuneResult(sweep.path, "done", sweep.best)
         else:
-            sweep, loaded = None, load_spec(path, [*overrides, *(["tune.fresh=true"] if fresh else [])])
+            sweep, loaded = None, load_spec(path, [*overrides, *["tune.fresh=true"] * fresh], mapping=mapping)
+            _refuse_objects(loaded)
         refuse_later(loaded.spec, "tune")
         command = TuneCommand(loaded, sweep=sweep, signals=signals, verbose=verbose, console=console)
         try:
@@ -95,6 +149,8 @@ def run_tune(
         return TuneResult(folder.path, "done", folder.best)
     finally:
         signals.restore()
+        if command is not None:
+            command.close()
 
 
 def _run(command: TuneCommand) -> SweepFolder:
@@ -115,14 +171,33 @@ def _run(command: TuneCommand) -> SweepFolder:
     return run(command, checked, address=address, inventory=local_inventory())
 
 
-def open_sweep(resume: str, path: Path | None, overrides: Sequence[str]) -> tuple[SweepFolder, LoadedSpec]:
+def _refuse_objects(loaded: LoadedSpec) -> None:
+    """Refuse a job with Python objects: trials read it from a file.
+
+    Raises:
+        InputError: names the key of the object.
+    """
+    spec = loaded.spec
+    objects = {"model.module": spec.model.module, "data.train": spec.data.train, "data.eval": spec.data.eval}
+    objects["data.collate"] = None if isinstance(spec.data.collate, str) else spec.data.collate
+    key = next((key for key, value in objects.items() if value is not None), None)
+    if key is not None:
+        raise InputError(
+            key, got=f"a {type(objects[key]).__name__} object", expected="a name such as module:function",
+            remedy="trials are other processes, which import what the job names (model.builder, data.source)",
+        )  # fmt: skip
+
+
+def open_sweep(
+    resume: str, path: Path | None, overrides: Sequence[str], *, mapping: Mapping[str, Any] | None = None
+) -> tuple[SweepFolder, LoadedSpec]:
     """Open the search to resume and load its own job.
 
     Raises:
         InputError: there is no such search, it is still running (names host and pid), or something else is given.
     """
-    if path is not None or overrides:
-        given = str(path) if path is not None else overrides[0]
+    if path is not None or mapping is not None or overrides:
+        given = str(path) if path is not None else "a job" if mapping is not None else overrides[0]
         raise InputError(
             "--resume",
             got=f"{given} as well",

@@ -1,12 +1,10 @@
-"""`Trainable`: a module, its loss and hooks, as the training loop sees them; made by hand or from a plain
-`nn.Module`."""
+"""`Trainable`: a module, its loss and hooks, as the training loop sees them; made by hand or from an `nn.Module`."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,9 +14,12 @@ from torch import Tensor, nn
 from raytrain.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
+    from raytrain.runs.faults import Death
     from raytrain.train.memory.oom import Shortage
     from raytrain.train.parallel.collectives import WorkersGroup
     from raytrain.train.parallel.interleave import Interleaver
+
+__all__ = ["LossOutput", "Trainable", "in_eval", "labels_weight"]
 
 Batch = dict[str, Any]
 IGNORED_LABEL = -100
@@ -34,6 +35,12 @@ class LossOutput:
         loss: scalar, without auxiliary losses.
         aux: scalar, added to `loss` before backward (a router's balance loss), reported separately.
         metrics: scalars by name, with "accuracy" where the model has one; detached.
+
+    Example:
+        >>> import torch
+        >>> from raytrain.trainable import LossOutput
+        >>> LossOutput(torch.tensor(1.5), metrics={"accuracy": torch.tensor(0.5)}).aux is None
+        True
     """
 
     loss: Tensor
@@ -90,31 +97,6 @@ class GlobalStep:
 
 Notice = tuple[str, dict[str, Any]]
 """(kind, fields) of an event."""
-
-
-@dataclass(frozen=True)
-class Death:
-    """A process that held state and has died.
-
-    Attributes:
-        who: its name in messages.
-        node, pid: where it ran; empty and None where it never started.
-        time: when the death was noticed, in unix seconds.
-        why: the reason given by whoever noticed it. silent: it did not respond, and was ended.
-    """
-
-    who: str
-    node: str
-    pid: int | None
-    time: float
-    why: str
-    silent: bool = False
-
-    @property
-    def title(self) -> str:
-        """Name and place in one line."""
-        where = f" on {self.node}" if self.node else ""
-        return f"{self.who}{where}{f' (pid {self.pid})' if self.pid else ''}"
 
 
 class RemoteCheckpoint(Protocol):
@@ -277,21 +259,18 @@ class Trainable:
         module: the parameters; the loop moves it to the device and may wrap it.
         loss: `loss(module, batch) -> LossOutput`; with `takes_global_count` it also gets the keyword
             `num_items_in_batch` (the weight of the whole step), and its losses are summed without weights.
-        weight: `weight(batch) -> int` of a host batch, samples or tokens the loss averages over;
-            None = `labels_weight`.
+        weight: `weight(batch) -> int` of a host batch, samples or tokens of the loss's mean; None = `labels_weight`.
         optimizers: `optimizers(module, optim) -> list` of objects with torch's verbs.
         state_parts: `state_parts() -> {name: Stateful}`, further parts of a checkpoint.
         agree: `agree(LocalStep) -> GlobalStep`; None = an all-reduce over the workers.
         between_steps: `between_steps(step)` once after each commit.
-        commit: `commit(GlobalStep)` together with the optimizer step, with the summed counts; must not read the
-            device.
+        commit: `commit(GlobalStep)` together with the optimizer step, with the summed counts; reads no device value.
         blocks: name of the module's list of repeated blocks, or names of lists and blocks, for activation
-            checkpointing, sharding and compiling block by block; None = the class of modules that repeats
-            (`raytrain.models.blocks`).
+            checkpointing, sharding and compiling by block; None = the modules that repeat (`raytrain.models.blocks`).
         flops_per_sample: forward and backward, for the utilisation figure, or None.
         takes_global_count: see `loss`.
-        counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums
-            over the workers and hands to `commit`; None = nothing is counted.
+        counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums over the workers
+            and hands to `commit`; None = nothing is counted.
         log_metrics: device scalars by name that the loop reads at log intervals only.
         interval_log: more than scalars at log intervals; None = nothing.
         remote: parts that other processes hold.
@@ -300,6 +279,15 @@ class Trainable:
         export: `export(state, folder)` writes the weights as files in the model's own format, including
             `model.safetensors`; None = that file alone.
         translate: renames tensors of such a file to the names in `module`, where the two may differ.
+
+    Example:
+        >>> import torch
+        >>> from raytrain.trainable import Trainable
+        >>> def loss(module, batch):
+        ...     return torch.nn.functional.mse_loss(module(batch["x"]), batch["y"])
+        >>> trainable = Trainable.from_module(torch.nn.Linear(4, 1), loss=loss)
+        >>> trainable.loss(trainable.module, {"x": torch.zeros(5, 4), "y": torch.zeros(5, 1)}).loss.shape
+        torch.Size([])
     """
 
     module: nn.Module
@@ -317,7 +305,7 @@ class Trainable:
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
     interval_log: IntervalLog | None = None
     remote: RemoteState = field(default_factory=LocalState)
-    worst_case: Callable[[], AbstractContextManager[None]] | None = None
+    worst_case: Callable[[], contextlib.AbstractContextManager[None]] | None = None
     export: Callable[[dict[str, Tensor], str], None] | None = None
     translate: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
@@ -326,9 +314,9 @@ class Trainable:
         """Wrap a module.
 
         Args:
-            module: in the transformers convention where `loss` is None: `module(**batch)` returns a
-                scalar loss, a mapping with "loss", or an object with `.loss`. Where its `forward` (or
-                `loss`) names the parameter `num_items_in_batch`, it gets the global count.
+            module: in the transformers convention where `loss` is None: `module(**batch)` returns a scalar loss, a
+                mapping with "loss", or an object with `.loss`. Where its `forward` (or `loss`) names the parameter
+                `num_items_in_batch`, it gets the global count.
             loss: `loss(module, batch) -> Tensor | LossOutput | (Tensor, metrics)`.
         Raises:
             InputError: `module` is no `nn.Module`; later, from `loss`: a wrong batch key, or no scalar loss.
@@ -336,15 +324,25 @@ class Trainable:
         if not isinstance(module, nn.Module):
             raise InputError("model.builder", got=f"a {type(module).__name__}", expected="a torch.nn.Module")
         if loss is not None:
-            counted = _names_global_count(loss)
-            return cls(module, _own_loss(loss), takes_global_count=counted)
+            return cls(module, _own_loss(loss), takes_global_count=_names_global_count(loss))
         return cls(module, _convention_loss(module), takes_global_count=_names_global_count(module.forward))
 
 
 @contextlib.contextmanager
 def in_eval(module: nn.Module) -> Iterator[None]:
     """Inside, the whole module is in eval mode; afterwards each part has its own mode back: a user may keep frozen
-    parts in eval mode."""
+    parts in eval mode.
+
+    Example:
+        >>> import torch
+        >>> from raytrain.trainable import in_eval
+        >>> module = torch.nn.Dropout()
+        >>> with in_eval(module):
+        ...     module.training
+        False
+        >>> module.training
+        True
+    """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -355,7 +353,14 @@ def in_eval(module: nn.Module) -> Iterator[None]:
 
 
 def labels_weight(batch: Batch, count: int | None = None) -> int:
-    """Weight of a host batch: its labels other than -100 where they are integers, else its rows (`count`, if given)."""
+    """Weight of a host batch: its labels other than -100 where they are integers, else its rows (`count`, if given).
+
+    Example:
+        >>> import torch
+        >>> from raytrain.trainable import labels_weight
+        >>> labels_weight({"labels": torch.tensor([[5, -100, 7], [-100, -100, 1]])})
+        3
+    """
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and is_integer(labels):
         return int((labels != IGNORED_LABEL).sum())
@@ -377,8 +382,7 @@ def rows(batch: Batch) -> int:
     for value in batch.values():
         if isinstance(value, Tensor) and value.ndim:
             return value.shape[0]
-    seen = f"a batch of {sorted(batch)} without a tensor"
-    raise InputError("data.source", got=seen, expected="tensors (B, ...)")
+    raise InputError("data.source", got=f"a batch of {sorted(batch)} without a tensor", expected="tensors (B, ...)")
 
 
 def need_keys(batch: Batch, *names: str) -> None:
@@ -398,16 +402,15 @@ def is_integer(tensor: Tensor) -> bool:
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     """Share of `labels` (...) other than -100 that equal the argmax of `logits` (..., C)."""
     valid = labels != IGNORED_LABEL
-    hits = ((logits.argmax(-1) == labels) & valid).sum()
-    return hits.double() / valid.sum().clamp(min=1)
+    return ((logits.argmax(-1) == labels) & valid).sum().double() / valid.sum().clamp(min=1)
 
 
 def loss_output(value: Any, *, labels: Any = None, training: bool = True) -> LossOutput:
     """Convert what a user's loss or forward returned into a `LossOutput`.
 
-    Takes a scalar, a (loss, metrics) pair, a mapping with "loss" or an object with `.loss`. In
-    evaluation, "accuracy" is the one in the result, else it is computed where there is one integer
-    label per row: with one per token it is unknown whether the model shifts its labels.
+    Takes a scalar, a (loss, metrics) pair, a mapping with "loss" or an object with `.loss`. In evaluation, "accuracy"
+    is the one in the result, else it is computed where there is one integer label per row: with one per token it is
+    unknown whether the model shifts its labels.
     """
     if isinstance(value, LossOutput):
         return value
@@ -443,12 +446,11 @@ def _scalar(loss: Any, result: Any = None) -> Tensor:
     else:
         seen = f"{type(loss).__name__} as the loss"
     raise InputError(
-        "model.builder",
-        got=seen,
+        "model.builder", got=seen,
         expected='a scalar loss, a dict with "loss", or an object with .loss from module(**batch)',
         remedy="return one of these (a mean over the batch), give the batch its labels, or pass "
         "Trainable.from_module(module, loss=fn)",
-    )
+    )  # fmt: skip
 
 
 def _names_global_count(function: Callable[..., Any]) -> bool:
@@ -461,8 +463,7 @@ def _names_global_count(function: Callable[..., Any]) -> bool:
 
 def _own_loss(function: Callable[..., Any]) -> Callable[..., LossOutput]:
     def loss(module: nn.Module, batch: Batch, **count: Any) -> LossOutput:
-        value = function(module, batch, **count)
-        return loss_output(value, labels=batch.get("labels"), training=module.training)
+        return loss_output(function(module, batch, **count), labels=batch.get("labels"), training=module.training)
 
     return loss
 
@@ -474,12 +475,11 @@ def _convention_loss(module: nn.Module) -> Callable[..., LossOutput]:
     accepted = frozenset(p.name for p in named)
     required = frozenset(p.name for p in named if p.default is p.empty) - {GLOBAL_COUNT}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    name = type(module).__name__
 
     def check_keys(batch: Batch) -> None:
         unknown, missing = set() if takes_any else batch.keys() - accepted, required - batch.keys()
         if unknown or missing:
-            _refuse_keys(name, unknown, missing, accepted)
+            _refuse_keys(type(module).__name__, unknown, missing, accepted)
 
     def loss(module: nn.Module, batch: Batch, **count: Any) -> LossOutput:
         check_keys(batch)

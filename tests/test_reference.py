@@ -89,8 +89,26 @@ def modules_table(package: str) -> str:
     return "\n".join(lines)
 
 
+def python_table() -> str:
+    """Every name in the `__all__` of a module, which makes it public, with the first sentence of its docstring."""
+    lines = ["| name | what it is |", "|---|---|"]
+    for package in reversed(PACKAGES):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+            if re.search(r"^__all__ = ", path.read_text(), re.MULTILINE):
+                module = importlib.import_module(name)
+                lines += [f"| `{name}.{one}` | {_sentence(getattr(module, one))} |" for one in module.__all__]
+    return "\n".join(lines)
+
+
+def _sentence(thing: object) -> str:
+    first = (inspect.getdoc(thing) or "").split("\n\n")[0]
+    return re.split(r"(?<=\.) (?=[A-Z`])", " ".join(first.split()))[0].replace("|", "\\|")
+
+
 PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("jobs/README.md", "keys"): keys_table,
+    ("jobs/README.md", "python"): python_table,
     ("jobs/README.md", "builders"): builders_table,
     ("jobs/README.md", "sources"): sources_table,
     **{(f"{package}/MODULES.md", "modules"): partial(modules_table, package) for package in PACKAGES},

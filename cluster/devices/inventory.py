@@ -11,10 +11,9 @@ from typing import Any
 
 from cluster.devices.amd import amd_devices
 from cluster.devices.limits import ROOT, cpu_description, memory_bytes, usable_cores
-from cluster.devices.nvidia import Device, cuda_of_driver, visible_devices
+from cluster.devices.nvidia import Device as Device
+from cluster.devices.nvidia import cuda_of_driver, visible_devices
 from cluster.devices.torch_build import TorchBuild, installed_torch
-
-__all__ = ["Device", "Inventory", "Node", "inventory_from_ray", "local_inventory"]
 
 # fmt: off
 CAPABILITIES: dict[str, tuple[int, int]] = {

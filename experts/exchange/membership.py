@@ -17,8 +17,8 @@ from experts.placement.values import HostSpec, Placement
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from experts.transport.protocol import Transport
+from raytrain.runs.faults import Death
 from raytrain.train.parallel.collectives import WorkersGroup
-from raytrain.trainable import Death
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from experts.placement.values import Placement
 from experts.shapes import LayerShape
 from raytrain.errors import RaytrainError, RunError, StateLost, first_line
 from raytrain.execution.telemetry import HostTelemetry
-from raytrain.trainable import Death
+from raytrain.runs.faults import Death
 
 JOIN_S = 300.0
 START_S = 240.0

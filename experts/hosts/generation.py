@@ -26,8 +26,8 @@ from experts.placement.values import HostSpec, Placement
 from experts.transport.nccl import nccl, with_index
 from experts.transport.process_group import RENDEZVOUS_S, JointGroup, abort_groups, gloo, uses_nccl
 from raytrain.errors import RunError, StateLost, first_line
+from raytrain.runs.faults import Death
 from raytrain.train.parallel.collectives import WorkersGroup
-from raytrain.trainable import Death
 
 HOSTS_WAIT_LONGER_S = 10.0
 """Hosts wait this much longer than the workers, so that a failed rendezvous ends with the workers' reason."""

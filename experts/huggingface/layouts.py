@@ -27,6 +27,8 @@ from experts.routing.router import TopKRouter
 from experts.shapes import weight_shapes
 from raytrain.errors import InputError
 
+__all__ = ["export_layers", "from_layout", "load_layers", "to_layout"]
+
 Layout = Literal["mixtral", "qwen2_moe", "qwen3_moe"]
 
 LAYERS = "model.layers."
@@ -78,6 +80,15 @@ def to_layout(layer: MoELayer, layout: Layout, *, prefix: str = "", fused: bool 
 
     Raises:
         InputError: the layout cannot express the layer; names the key of the `experts` section.
+
+    Example:
+        >>> from experts.config import ExpertsConfig
+        >>> from experts.huggingface.layouts import to_layout
+        >>> from experts.models import moe_layer
+        >>> layer = moe_layer(8, ExpertsConfig(num_experts=2, hidden=16, activation="swiglu"))
+        >>> tensors = to_layout(layer, "mixtral", prefix="model.layers.0.block_sparse_moe.")
+        >>> tensors["model.layers.0.block_sparse_moe.experts.1.w2.weight"].shape
+        torch.Size([8, 16])
     """
     names = _names(layout)
     experts = _expressible(layer, layout)
@@ -108,6 +119,17 @@ def from_layout(
     Raises:
         InputError: a tensor is missing, duplicated, unknown or of another shape; names it.
         ValueError: `top_k` exceeds the number of experts.
+
+    Example:
+        >>> import torch
+        >>> from experts.config import ExpertsConfig
+        >>> from experts.huggingface.layouts import from_layout, to_layout
+        >>> from experts.models import moe_layer
+        >>> layer = moe_layer(8, ExpertsConfig(num_experts=2, hidden=16, activation="swiglu")).eval()
+        >>> again = from_layout(to_layout(layer, "mixtral"), "mixtral", top_k=2, renormalize=True).eval()
+        >>> x = torch.randn(1, 3, 8)
+        >>> torch.equal(again(x)[0], layer(x)[0])
+        True
     """
     names = _names(layout)
     if layout == "mixtral" and not renormalize:
@@ -145,6 +167,20 @@ def load_layers(
 
     Raises:
         InputError: a tensor is missing, duplicated, unknown or of another shape; `module` may be partly loaded then.
+
+    Example:
+        >>> import torch
+        >>> from experts.config import ExpertsConfig
+        >>> from experts.huggingface.layouts import export_layers, load_layers
+        >>> from experts.models import moe_gpt
+        >>> section = ExpertsConfig(num_experts=2, hidden=16, activation="swiglu")
+        >>> sizes = {"layers": 2, "heads": 2, "width": 8, "context": 8, "vocab_size": 256, "experts": section}
+        >>> trained, fresh = moe_gpt(**sizes).module, moe_gpt(**sizes).module
+        >>> load_layers(fresh, export_layers(trained, "mixtral"), "mixtral")
+        (0, 1)
+        >>> name = "blocks.1.feed_forward.experts.w1"
+        >>> torch.equal(fresh.get_parameter(name), trained.get_parameter(name))
+        True
     """
     names = _names(layout)
     blocks = blocks_of(state, names, prefix=prefix)
@@ -179,6 +215,15 @@ def export_layers(
 
     Args:
         numbers: of the decoder layers that contain them; None counts from 0.
+
+    Example:
+        >>> from experts.config import ExpertsConfig
+        >>> from experts.huggingface.layouts import export_layers
+        >>> from experts.models import moe_gpt
+        >>> section = ExpertsConfig(num_experts=2, hidden=16, activation="swiglu")
+        >>> model = moe_gpt(layers=1, heads=2, width=8, context=8, vocab_size=256, experts=section).module
+        >>> sorted(export_layers(model, "mixtral", numbers=[3]))[0]
+        'model.layers.3.block_sparse_moe.experts.0.w1.weight'
     """
     names = _names(layout)
     layers = [part for part in module.modules() if isinstance(part, MoELayer)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,14 @@ from raytrain.models.weights.headers import read_header
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
-from raytrain.runs.storage import open_store
+from raytrain.runs.storage import join, open_store
 from raytrain.runs.time_account import account
 
 _COMMANDS = itertools.count()
 #: How much of a language model's sample is printed.
 SAMPLE_LINES, SAMPLE_WIDTH = 6, 76
+#: The name of a run folder: the job's name, the UTC stamp, and a number where others have the same.
+RUN_NAME = re.compile(r"(.+)-(\d{8}T\d{6}Z)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,28 @@ class Result:
         history: every row of metrics.jsonl.
         weights: path of the exported safetensors file; None unless done.
         reason: why it ended, as a sentence.
+
+    Example:
+        >>> from jobs.train import train
+        >>> job = {
+        ...     "model": {"builder": "raytrain.models.mlp:mlp", "hidden": [8]},
+        ...     "data": {"source": "csv", "path": "rows.csv", "label": "y"},
+        ...     "loop": {"max_steps": 2},
+        ... }
+        >>> result = train(job, workers=1, quiet=True)
+        >>> result.status, result.steps, result.reason
+        ('done', 2, '2 steps')
+        >>> [row["step"] for row in result.history if row["kind"] == "train"]
+        [1, 2]
+        >>> result.final_loss == result.history[-2]["loss"] and result.best_eval_loss == result.history[-1]["loss"]
+        True
+        >>> result.weights == f"{result.run}/weights/model.safetensors"
+        True
+
+        A notebook shows it with its loss curves:
+
+        >>> "<svg" in result._repr_html_()
+        True
     """
 
     run: str
@@ -277,11 +302,30 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     if record["status"] == "interrupted":
         return []
     if run.exists(run.job) and PLACEHOLDER in run.read_text(run.job):  # only its program has the objects
-        return [f'train(..., resume="{where}")', "raytrain report RUN RUN"]
+        return [f'train(..., resume="{where}")', *_comparison(run)]
     if record["status"] == "failed":
         return [f"raytrain train --resume {where}", f"raytrain check --bundle problem.zip --run {where}"]
     infer = [f"raytrain infer {where} infer.input=FILE"] if record.get("weights") else []
-    return [*infer, f"raytrain train --resume {where} {_twice_as_long(run, record)}", "raytrain report RUN RUN"]
+    return [*infer, f"raytrain train --resume {where} {_twice_as_long(run, record)}", *_comparison(run)]
+
+
+def _comparison(run: RunFolder) -> list[str]:
+    """The command that compares the run with the newest earlier one of its folder, of the same name if there is one;
+    none for the first run."""
+    folder, _, own = run.path.rpartition("/")
+    name, stamp = _name_and_stamp(own)
+    store, earlier = open_store(folder), []
+    for entry in store.entries(""):
+        its_name, its_stamp = _name_and_stamp(entry.name)
+        if stamp and its_stamp and its_stamp < stamp and store.exists(f"{entry.name}/result.json"):
+            earlier.append((its_name == name, its_stamp, entry.name))
+    return [f"raytrain report {_from_here(join(folder, max(earlier)[2]))} {_from_here(run.path)}"] if earlier else []
+
+
+def _name_and_stamp(folder: str) -> tuple[str, tuple[str, int] | None]:
+    """The job's name and (UTC stamp, number) in the name of a run folder; None if it is no such name."""
+    match = RUN_NAME.fullmatch(folder)
+    return (match[1], (match[2], int(match[3] or 1))) if match else (folder, None)
 
 
 def _twice_as_long(run: RunFolder, record: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.job.job_file import read_job
-from jobs.job.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume
+from jobs.job.spec import LoadedSpec, changed_keys, check_objects, load_spec, may_change_on_resume
 from raytrain.config.decode import apply_overrides, encode, load_yaml
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
@@ -64,14 +64,16 @@ class Resumed:
 
 
 def open_resumed(
-    resume: str, path: Path | None, overrides: Sequence[str], *, loaded: LoadedSpec | None = None
-) -> Resumed | None:
+    resume: str, path: Path | None, overrides: Sequence[str], *, loaded: LoadedSpec | None = None,
+    mapping: Mapping[str, Any] | None = None,
+) -> Resumed | None:  # fmt: skip
     """Find the run to resume; None for "auto" if there is none.
 
     Args:
         resume: a run folder, or "auto": the newest unfinished run of the job `loaded`.
         path: a JOB.yaml, which may change only some keys.
         overrides: changes on the command line, under the same rule.
+        mapping: the job as given from Python, instead of `path`: with the objects that no run folder can hold.
 
     Raises:
         InputError: there is no such run, it is still running (with its host and pid), or a key may not change.
@@ -96,9 +98,9 @@ def open_resumed(
             remedy="stop it first, or wait",
         )
     original = _with_earlier_changes(run, run.read_json(run.job_mapping))
-    given = load_yaml(read_job(path), origin=str(path)) if path else original
-    mapping, _ = apply_overrides(given, overrides)
-    changed = changed_keys(original, mapping)
+    given = load_yaml(read_job(path), origin=str(path)) if path else original if mapping is None else mapping
+    merged, _ = apply_overrides(given, overrides)
+    changed = changed_keys(original, merged)
     refused = [key for key in changed if not may_change_on_resume(key)]
     if refused:
         raise InputError(
@@ -107,7 +109,8 @@ def open_resumed(
             expected="the value that the run started with",
             remedy="this key cannot change on resume; start a new run without --resume to change it",
         )
-    loaded = _from_run(load_spec(mapping=mapping), changed)
+    loaded = _from_run(load_spec(mapping=merged), changed)
+    check_objects(loaded.spec)
     _refuse_fewer_steps(run, loaded, changed)
     return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))
 

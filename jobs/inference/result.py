@@ -20,6 +20,21 @@ class InferResult:
         output: the folder.
         rows, failed: rows of the input, and those without a prediction.
         summary: the figures of summary.json.
+
+    Example:
+        >>> from jobs.infer import infer
+        >>> answers = infer("runs/latest", input="rows.csv", quiet=True)
+        >>> answers.status, answers.rows, answers.failed
+        ('done', 60, 0)
+        >>> answers.predictions == f"{answers.output}/predictions.parquet"
+        True
+        >>> answers.table().num_rows, sum(batch.num_rows for batch in answers.batches())
+        (60, 60)
+
+        As a Ray Dataset, in a program that has called `ray.init`:
+
+        >>> answers.dataset().count()
+        60
     """
 
     status: str

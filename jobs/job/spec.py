@@ -134,7 +134,7 @@ def load_spec(
     if spec.loop.reference:
         spec, switched = as_reference(spec)
     if origin != "python":
-        _check_objects(spec)
+        check_objects(spec)
     merged_text = dump_yaml(_given(given, merged))
     if job.bases:  # the record of a run must not depend on other files
         text = f"# merged with what it extends: {', '.join(job.names)}\n{dump_yaml(_given(given, mapping))}"
@@ -200,8 +200,12 @@ def _given(spec: JobSpec, mapping: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_objects(spec: JobSpec) -> None:
-    """Refuse a file with the placeholder of an object: it is the record of a run that was started from Python."""
+def check_objects(spec: JobSpec) -> None:
+    """Refuse a file with the placeholder of an object: it is the record of a run that was started from Python.
+
+    Raises:
+        InputError: names the key of the object.
+    """
     for key, value in (
         ("model.module", spec.model.module),
         ("data.train", spec.data.train),

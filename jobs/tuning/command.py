@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import absolute_path, resolved
 from jobs.job.spec import LoadedSpec
 from raytrain.config.decode import encode
-from raytrain.errors import InputError
+from raytrain.errors import InputError, RunError
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
 from raytrain.runs.sweep import SweepFolder
@@ -62,6 +63,12 @@ class TuneCommand:
         self.sweep.next_attempt(this_process())
         self.sweep.append_event(event("driver_start", pid=os.getpid(), trials=len(self.sweep.ended())))
         self.sweep.write_json(self.sweep.environment, environment_record())
+
+    def close(self) -> None:
+        """Record that the command has ended, if it did not end as planned: its process (a notebook) may live on."""
+        if self.sweep is not None and self.sweep.alive():
+            with contextlib.suppress(RunError):  # the folder cannot be written, as the command has said
+                self.sweep.append_event(event("driver_end"))
 
     def job_mapping(self) -> dict[str, Any]:
         """The job as given, with absolute model and data paths, so that it runs from any directory."""

@@ -23,6 +23,8 @@ from raytrain.errors import CheckpointError, mismatch
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import Store, join, open_store
 
+__all__ = ["best_checkpoint", "list_checkpoints", "load", "newest_valid"]
+
 FORMAT = 1
 COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
@@ -62,7 +64,14 @@ class NewestValid(NamedTuple):
 
 
 def list_checkpoints(run: RunFolder) -> list[CheckpointInfo]:
-    """Every checkpoint directory of the run, oldest step first."""
+    """Every checkpoint directory of the run, oldest step first.
+
+    Example:
+        >>> from raytrain.checkpoint.reader import list_checkpoints
+        >>> from raytrain.runs.folder import RunFolder
+        >>> [(info.step, info.complete) for info in list_checkpoints(RunFolder.open("runs/latest"))]
+        [(2, True)]
+    """
     found = []
     store = open_store(run.checkpoints_dir)
     for entry in store.entries(""):
@@ -84,7 +93,14 @@ def eval_loss_of(info: CheckpointInfo) -> float | None:
 
 
 def best_checkpoint(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
-    """The complete checkpoint with the lowest eval loss, the first of equals; None if none has an eval loss."""
+    """The complete checkpoint with the lowest eval loss, the first of equals; None if none has an eval loss.
+
+    Example:
+        >>> from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints
+        >>> from raytrain.runs.folder import RunFolder
+        >>> best_checkpoint(list_checkpoints(RunFolder.open("runs/latest"))).step
+        2
+    """
     scored = [(eval_loss_of(info), info) for info in infos if info.complete]
     rated = [(loss, info.step, info) for loss, info in scored if loss is not None]
     return min(rated, key=lambda row: row[:2])[2] if rated else None
@@ -94,6 +110,13 @@ def newest_valid(run: RunFolder, *, place: ShardPosition | None = None) -> Newes
     """Loads the latest valid checkpoint (`place` as in `load`); invalid ones are skipped and their reasons returned.
 
     Errors: OSError if one could not be read, which says nothing about the checkpoint.
+
+    Example:
+        >>> from raytrain.checkpoint.reader import newest_valid
+        >>> from raytrain.runs.folder import RunFolder
+        >>> found = newest_valid(RunFolder.open("runs/latest"))
+        >>> found.checkpoint.step, found.refused
+        (2, [])
     """
     refused = []
     for info in reversed(list_checkpoints(run)):
@@ -117,6 +140,12 @@ def load(path: str, *, check_hashes: bool = True, place: ShardPosition | None = 
         place: the worker whose rows of split tensors are loaded; None = all rows.
 
     Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
+
+    Example:
+        >>> from raytrain.checkpoint.reader import load
+        >>> checkpoint = load("runs/latest/checkpoints/step_00000002")
+        >>> checkpoint.step, checkpoint.parts["model"]["layers.0.weight"].shape
+        (2, torch.Size([8, 3]))
     """
     store = open_store(path)
     with named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:

@@ -21,6 +21,8 @@ from raytrain.checkpoint.snapshot import unflatten
 from raytrain.errors import CheckpointError
 from raytrain.runs.storage import open_store
 
+__all__ = ["read_weights"]
+
 MODEL = "model"
 STACKED = "stacked"
 
@@ -45,6 +47,12 @@ def read_weights(path: str) -> CheckpointWeights:
     Raises:
         CheckpointError: a file is missing, damaged or of another format; the message names it.
         OSError: a file could not be read.
+
+    Example:
+        >>> from raytrain.checkpoint.weights import read_weights
+        >>> found = read_weights("runs/latest/checkpoints/step_00000002")
+        >>> found.tensors["layers.0.weight"].shape, found.manifest["step"]
+        (torch.Size([8, 3]), 2)
     """
     with named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
         manifest, files = checked_files(open_store(path), scratch, hashes=True)

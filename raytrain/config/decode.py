@@ -16,10 +16,10 @@ from pydantic import BaseModel, ValidationError
 
 from raytrain.config.messages import describe, join, render, section_of, unknown_key, whole_number, wrong_value
 from raytrain.config.sections import PLACEHOLDER, OpenSection
-from raytrain.config.yaml12 import dump_yaml, load_value, load_yaml, plain_scalar
+from raytrain.config.yaml12 import dump_yaml as dump_yaml
+from raytrain.config.yaml12 import load_value, plain_scalar
+from raytrain.config.yaml12 import load_yaml as load_yaml
 from raytrain.errors import InputError
-
-__all__ = ["accepts", "apply_overrides", "decode", "dump_yaml", "encode", "load_yaml", "parse_override"]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from raytrain.models.cache import KeyValueCache
 
+__all__ = ["Attention", "MaskCache"]
+
 #: Default bytes of a mask cache; set by `loop.mask_cache_mb`.
 BUDGET = 8 * 2**20
 
@@ -27,6 +29,21 @@ class MaskCache:
 
     Attributes:
         hits, misses: numbers of calls of `get`.
+
+    Example:
+        >>> import torch
+        >>> from raytrain.models.attention import MaskCache, window_mask
+        >>> cpu, masks = torch.device("cpu"), MaskCache(budget=2**20)
+        >>> def mask(length):
+        ...     build = lambda: window_mask(length, device=cpu)
+        ...     return masks.get("window", length, device=cpu, dtype=torch.bool, build=build)
+        >>> mask(16) is mask(16)  # built once for each length, device and dtype
+        True
+        >>> MaskCache.total([masks])
+        {'entries': 1, 'bytes': ..., 'hits': 1, 'misses': 1}
+        >>> masks.clear()
+        >>> len(masks), masks.bytes, masks.budget
+        (0, 0, 1048576)
     """
 
     def __init__(self, budget: int = BUDGET) -> None:
@@ -109,6 +126,14 @@ class Attention(nn.Module):
 
     Args:
         window: each token attends to itself and the `window - 1` tokens before it; None = all tokens before it.
+
+    Example:
+        >>> import torch
+        >>> from raytrain.models.attention import Attention
+        >>> attention = Attention(16, 2, 0.0)  # width, heads, dropout
+        >>> x = torch.randn(1, 8, 16)
+        >>> torch.allclose(attention(x)[:, :5], attention(x[:, :5]), atol=1e-6)  # no token sees a later one
+        True
     """
 
     def __init__(self, width: int, heads: int, dropout: float, *, window: int | None = None) -> None:

@@ -11,6 +11,8 @@ from raytrain.models.mlp import as_input, row_loss
 from raytrain.models.sizes import check_cnn, check_count_list
 from raytrain.trainable import Trainable
 
+__all__ = ["cnn"]
+
 
 class CNN(nn.Module):
     """Stages of 3 x 3 convolution, ReLU and 2 x 2 pooling, then one linear map.
@@ -51,6 +53,15 @@ def cnn(
         image_shape: [H, W] or [C, H, W]; default: the source's shape.
         num_classes: outputs; default: the source's classes, or 1 for regression.
     Raises ValueError for sizes that cannot be built.
+
+    Example:
+        >>> import torch
+        >>> from raytrain.models.cnn import cnn
+        >>> trainable = cnn(channels=[8, 16], image_shape=[28, 28], num_classes=10)
+        >>> trainable.module(torch.zeros(5, 28, 28, dtype=torch.uint8)).shape
+        torch.Size([5, 10])
+        >>> round(trainable.flops_per_sample)
+        1740480
     """
     image = check_cnn(channels=channels, image_shape=image_shape, num_classes=num_classes, dropout=dropout)
     module = CNN(check_count_list("channels", channels), image, num_classes or 1, dropout)

@@ -17,6 +17,9 @@ from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, accu
 INIT_STD = 0.02
 
 
+__all__ = ["gpt"]
+
+
 class FeedForward(nn.Module):
     """Two linear maps with a GELU between them."""
 
@@ -171,6 +174,17 @@ def gpt(
     Args:
         window: tokens that each token attends to, including itself; None = the full context.
     Raises ValueError for incompatible sizes.
+
+    Example:
+        >>> import torch
+        >>> from raytrain.models.gpt import gpt
+        >>> trainable = gpt(layers=2, heads=2, width=16, context=8, vocab_size=256)
+        >>> ids = torch.tensor([list(b"the mill")])
+        >>> trainable.module(input_ids=ids)["logits"].shape
+        torch.Size([1, 8, 256])
+        >>> batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+        >>> 5 < trainable.loss(trainable.module, batch).loss.item() < 6  # about log(256) before the first step
+        True
     """
     check_gpt(
         layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size, window=window

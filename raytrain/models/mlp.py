@@ -13,6 +13,8 @@ from raytrain.errors import InputError
 from raytrain.models.sizes import check_mlp
 from raytrain.trainable import Batch, LossOutput, Trainable, accuracy, is_integer, need_keys
 
+__all__ = ["mlp"]
+
 
 class MLP(nn.Module):
     """Linear maps with GELU and dropout between them: x (B, ...) flattened -> (B, classes)."""
@@ -72,6 +74,16 @@ def mlp(
         num_features: numbers per row; default: the source's features.
         num_classes: outputs; default: the source's classes, or 1 for regression.
     Raises ValueError for sizes that cannot be built.
+
+    Example:
+        >>> import torch
+        >>> from raytrain.models.mlp import mlp
+        >>> trainable = mlp(hidden=[8], num_features=4, num_classes=3)
+        >>> batch = {"x": torch.randn(5, 4), "labels": torch.tensor([0, 2, 1, 1, 0])}
+        >>> trainable.module(batch["x"]).shape
+        torch.Size([5, 3])
+        >>> trainable.loss(trainable.module, batch).loss.shape
+        torch.Size([])
     """
     widths = check_mlp(hidden=hidden, num_features=num_features, num_classes=num_classes, dropout=dropout)
     flops = 6.0 * sum(a * b for a, b in pairwise(widths))

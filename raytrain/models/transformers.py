@@ -42,6 +42,8 @@ from raytrain.trainable import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["causal_lm", "classifier"]
+
 NEAR = 1e-5
 PROBE_IDS = ([0, 1, 2, 3], [3, 2, 2, 3])
 
@@ -67,6 +69,19 @@ def causal_lm(
     Raises:
         InputError: transformers is not installed, there is no such folder, or its weights do not fit.
         SizeError: an invalid value.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config
+        >>> from raytrain.models.transformers import causal_lm
+        >>> GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=256, n_positions=32).save_pretrained("tiny-gpt2")
+        >>> trainable = causal_lm(path="tiny-gpt2", init="random", context=8, freeze=["transformer.wte.*"])
+        >>> ids = torch.tensor([list(b"the mill")])
+        >>> batch = {"input_ids": ids, "labels": ids}
+        >>> 5 < trainable.loss(trainable.module, batch).loss.item() < 6  # about log(256) before the first step
+        True
+        >>> trainable.module.get_parameter("transformer.wte.weight").requires_grad
+        False
     """
     check_installed(CAUSAL_LM)
     most = longest_input(read_config(path))
@@ -108,6 +123,20 @@ def classifier(
 
     Raises:
         InputError, SizeError: as for `causal_lm`, and fewer classes than in the data.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig
+        >>> from raytrain.models.transformers import classifier
+        >>> sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+        >>> BertConfig(**sizes, vocab_size=256).save_pretrained("tiny-bert")
+        >>> trainable = classifier(path="tiny-bert", init="random", num_labels=2, class_names=["no", "yes"])
+        >>> trainable.module.config.id2label
+        {0: 'no', 1: 'yes'}
+        >>> ids = torch.tensor([list(b"the mill"), list(b"the rain")])
+        >>> batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
+        >>> trainable.loss(trainable.module, batch).loss.shape
+        torch.Size([])
     """
     check_installed(CLASSIFIER)
     read_config(path)

@@ -1,4 +1,5 @@
-"""Fault records in the run folder: one file per failed worker of an attempt, so that each has a single writer."""
+"""Fault records in the run folder: one file per failed worker of an attempt, so that each has a single writer; and the
+deaths of other processes."""
 
 from __future__ import annotations
 
@@ -16,6 +17,33 @@ CAUSES = ("WorkerDied", CLUSTER_LOST)
 NOT_EXPORTED = "weights could not be exported"
 #: Begins the reason of a run that Ray itself ended, where no fault is recorded.
 RAY_FAILED = "Ray failed during the command"
+#: Begins the reason of a run whose private cluster did not start.
+RAY_NOT_STARTED = "Ray did not start on this machine"
+
+
+@dataclass(frozen=True)
+class Death:
+    """A process that held state and has died.
+
+    Attributes:
+        who: its name in messages.
+        node, pid: where it ran; empty and None where it never started.
+        time: when the death was noticed, in unix seconds.
+        why: the reason given by whoever noticed it. silent: it did not respond, and was ended.
+    """
+
+    who: str
+    node: str
+    pid: int | None
+    time: float
+    why: str
+    silent: bool = False
+
+    @property
+    def title(self) -> str:
+        """Name and place in one line."""
+        where = f" on {self.node}" if self.node else ""
+        return f"{self.who}{where}{f' (pid {self.pid})' if self.pid else ''}"
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,12 @@ class SweepFolder(RunFolder):
         """The directory with the run folders of trials that are complete runs."""
         return join(self.path, "runs")
 
+    def alive(self) -> dict[str, Any] | None:
+        """The owner if its command still works on this search, else None: a notebook outlives its command."""
+        rows = self.read_rows(self.events) if self.exists(self.events) else []
+        ended = max((row["time"] for row in rows if row["kind"] == "driver_end"), default=None)
+        return self._attempts.alive(ended=ended)
+
     def ended(self) -> list[dict[str, Any]]:
         """The rows of trials.jsonl."""
         return self.read_rows(self.trials)

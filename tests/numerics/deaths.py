@@ -37,11 +37,11 @@ from experts.transport.protocol import Header, Op
 from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.recovery.rollback import RewindPolicy
+from raytrain.runs.faults import Death
 from raytrain.runs.folder import RunFolder
 from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.trainable import Death
 
 BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE, MOVE = (
     "before dispatch", "between dispatch and combine", "in backward", "between vote and commit", "during save",

@@ -31,6 +31,20 @@ def open_source(data: DataConfig, *, context: int | None, on_driver: bool = True
             files to the workers: a worker that opens the data itself has none.
     Raises:
         InputError: the section, its files or their contents are invalid.
+
+    Example:
+        >>> from raytrain.config.sections import DataConfig
+        >>> from raytrain.data.sources.open import open_source
+        >>> source = open_source(DataConfig(source="csv", path="rows.csv", label="y"), context=None)
+        >>> len(source.train), len(source.eval), source.classes
+        (54, 6, 3)
+
+        Rows of a program, as in `train`, or those of a function named in `data.source`:
+
+        >>> import torch
+        >>> rows = {"x": torch.randn(20, 4), "labels": torch.zeros(20)}
+        >>> len(open_source(DataConfig(train=rows), context=None).train)
+        18
     """
     collate = users_collate(data)
     return _collated(_open(data, context=context, on_driver=on_driver, collate=collate), collate)

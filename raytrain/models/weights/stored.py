@@ -21,6 +21,8 @@ from raytrain.errors import InputError
 from raytrain.models.weights.headers import StoredWeights, find_weights
 from raytrain.runs.storage import open_store, split
 
+__all__ = ["StoredTensors", "export_weights"]
+
 
 class StoredTensors(Mapping[str, Tensor]):
     """Name -> tensor on the CPU, read from its file on access. Tied weights have all their names.
@@ -30,6 +32,14 @@ class StoredTensors(Mapping[str, Tensor]):
 
     Raises:
         InputError: as `find_weights`; on access, a file that cannot be read.
+
+    Example:
+        >>> from raytrain.models.weights.stored import StoredTensors
+        >>> tensors = StoredTensors("runs/latest/weights")
+        >>> sorted(tensors)[:2], tensors["layers.0.weight"].shape
+        (['layers.0.bias', 'layers.0.weight'], torch.Size([8, 3]))
+        >>> tensors.read_all().keys() == tensors.keys()  # all at once
+        True
     """
 
     def __init__(self, stored: StoredWeights | str | os.PathLike[str]) -> None:
@@ -86,6 +96,17 @@ def export_weights(module_state: Mapping[str, Tensor], path: str, *, metadata: M
     Raises:
         RunError: the file cannot be written.
         CheckpointError: a dtype that safetensors does not have.
+
+    Example:
+        >>> import torch
+        >>> from raytrain.models.weights.stored import export_weights
+        >>> from safetensors.torch import load_model
+        >>> net, copy = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        >>> export_weights(net.state_dict(), "net.safetensors")
+        >>> load_model(copy, "net.safetensors")
+        (set(), [])
+        >>> torch.equal(copy.weight, net.weight)
+        True
     """
     folder, name = split(path)
     store = open_store(folder)

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from jobs.infer import infer
-from jobs.report import report
+from jobs.report import report_verb
 
 
 def test_a_job_leaves_its_report_and_the_verb_report_writes_it_again(
@@ -37,5 +37,5 @@ def test_a_job_leaves_its_report_and_the_verb_report_writes_it_again(
     assert [one["id"] for one in summary["failures"]] == [7] and list(summary["errors"].values()) == [1]
 
     path.unlink()
-    assert report([str(tmp_path / "out")]) == 0
+    assert report_verb([str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == str(path) and path.read_text() == page

@@ -28,15 +28,14 @@ def ignores(experts, num_features, num_classes):
     return moe_mlp(width=8, layers=1, num_features=num_features, num_classes=3, experts=experts.connected(None))
 
 def joins(experts, num_features, num_classes):
-    made = ignores(experts, num_features, num_classes)
-    return made if experts.connection is None else distribute(made, experts)
+    return distribute(ignores(experts, num_features, num_classes), experts)
 
 def odd(experts, num_features, num_classes):
     made = ignores(experts, num_features, num_classes)
     for part in made.module.modules():
         if isinstance(part, MoELayer):
             part.experts = nn.Identity()
-    return made if experts.connection is None else distribute(made, experts)
+    return distribute(made, experts)
 
 class Dense(nn.Module):
     def __init__(self, num_features):

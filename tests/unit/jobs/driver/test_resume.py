@@ -235,3 +235,19 @@ def test_fewer_steps_than_the_run_has_reached_are_refused_and_its_own_number_is_
     assert longer is not None and longer.changed == ["loop.max_steps"]
     with pytest.raises(InputError, match=r"loop\.max_steps: got 9, expected more than 10, the step of the newest"):
         open_resumed(run.path, None, ["loop.max_steps=9"])
+
+
+def test_a_run_with_python_objects_resumes_with_the_same_objects(tmp_path: Path) -> None:
+    """The run folder holds their classes only."""
+    rows = {"x": [1.0, 2.0], "labels": [0, 1]}
+    job = {**JOB, "data": {"train": rows}, "save": {"dir": str(tmp_path)}}
+    recorded = {**job, "data": {"train": "<object dict>"}}
+    run = RunFolder.create(str(tmp_path), "mine", job=recorded)
+    run.next_attempt(NOBODY)
+    resumed = open_resumed(run.path, None, ["save.keep=7"], mapping=job)
+    assert resumed is not None and resumed.changed == ["save.keep"]
+    assert resumed.loaded.spec.data.train is rows
+    with pytest.raises(InputError, match=r"data\.train.*call jobs\.train\.train with the same object"):
+        open_resumed(run.path, None, [])
+    with pytest.raises(InputError, match=r"optim\.lr: .*cannot change on resume"):
+        open_resumed(run.path, None, [], mapping={**job, "optim": {"lr": 0.5}})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jobs.report import report
+from jobs.report import report_verb
 from raytrain.errors import InputError
 from raytrain.report.build import build_report
 from raytrain.report.compare import compare_page, not_comparable
@@ -306,7 +306,7 @@ def test_report_of_several_runs_compares_them(tmp_path: Path, capsys: pytest.Cap
             row["step_ms_p95"] *= 2
     other["plan.json"]["config"]["optim"]["lr"] = 0.004
     paths = [write(tmp_path / "a", files()).path, write(tmp_path / "b", other).path]
-    assert report(paths) == 0
+    assert report_verb(paths) == 0
     html = (tmp_path / "comparisons/a-b.html").read_text()
     page = Page(html)
     assert_self_contained(page, html)
@@ -381,7 +381,7 @@ def test_report_without_a_path_uses_the_newest_run(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     run = RunFolder.create("runs", "one")
     run.write_text(run.job, "name: one\n")
-    assert report([]) == 0 and report(["latest"]) == 0
+    assert report_verb([]) == 0 and report_verb(["latest"]) == 0
     assert (Path(run.path) / "report/report.html").exists()
 
 
@@ -391,7 +391,7 @@ def test_a_folder_that_is_not_a_run_is_refused_and_not_changed(tmp_path: Path):
     (tmp_path / "other/notes.txt").write_text("mine")
     for path in ("other", "nowhere"):
         with pytest.raises(InputError) as caught:
-            report([str(tmp_path / "run"), str(tmp_path / path)])
+            report_verb([str(tmp_path / "run"), str(tmp_path / path)])
         assert caught.value.exit_code == 2 and path in str(caught.value)
     assert [entry.name for entry in (tmp_path / "other").iterdir()] == ["notes.txt"]
     assert not (tmp_path / "run/report").exists()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.report import report
+from jobs.report import report_verb
 from raytrain.report.sweep import sweep_page
 from tests.unit.raytrain.report.test_build import Page, assert_self_contained
 
@@ -43,7 +43,7 @@ def write(folder: Path, **files: Any) -> str:
 
 def test_a_search_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = write(tmp_path / "mine-tune", tune_json=DONE, tune_plot_json=PLOT, best_yaml="optim: {lr: 0.1}\n")
-    assert report([sweep]) == 0
+    assert report_verb([sweep]) == 0
     assert capsys.readouterr().out.strip() == f"{sweep}/report/report.html"
     html = (tmp_path / "mine-tune/report/report.html").read_text()
     page = Page(html)
@@ -62,7 +62,7 @@ def test_a_search_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_search_that_was_interrupted_has_a_page_of_its_trials(tmp_path: Path) -> None:
     sweep = write(tmp_path / "half")
-    assert report([sweep]) == 0
+    assert report_verb([sweep]) == 0
     text = Page((tmp_path / "half/report/report.html").read_text()).text
     assert "not finished 2 trials" in text and "2 stopped 4 8 3.0 s <slow> 9" in text and "best.yaml" not in text
 

@@ -12,15 +12,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cluster.devices.inventory import local_inventory
+from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
-from jobs.tune import found_job, run_tune
+from jobs.tune import found_job, run_tune, tune
 from jobs.tuning.batch.cache import Cache, valid_rows
 from jobs.tuning.batch.known import KnownMeasurements
 from jobs.tuning.best import best_mapping, best_text
+from jobs.tuning.command import TuneCommand
 from raytrain.autotune.search.batch_size import decide
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.space import BatchSpace
 from raytrain.errors import InputError
+from raytrain.runs.lease import this_process
+from raytrain.runs.sweep import SweepFolder
 
 JOB: dict[str, Any] = {
     "name": "small",
@@ -136,6 +141,32 @@ def test_only_a_sweep_can_be_continued_and_without_other_arguments(tmp_path: Pat
         with pytest.raises(InputError) as error:
             run_tune(None, overrides, resume=resume, console=Console(quiet=True))
         assert error.value.key == "--resume"
+
+
+def test_a_search_from_python_takes_names_instead_of_objects(tmp_path: Path) -> None:
+    rows = {"data": {"train": {"x": [1.0]}}, "model": JOB["model"]}
+    with pytest.raises(InputError, match=r"data\.train: got a dict object, expected a name such as module:function"):
+        tune(rows, overrides=[f"save.dir={tmp_path}"], quiet=True)
+    with pytest.raises(InputError, match="got a job as well"):
+        tune(rows, resume=str(tmp_path), quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_search_whose_command_ended_is_not_alive_though_its_process_is(tmp_path: Path) -> None:
+    """As in a notebook, where the next cell resumes it."""
+    signals = StopSignals()
+    command = TuneCommand(
+        load_spec(mapping={**JOB, "save": {"dir": str(tmp_path)}}), sweep=None, signals=signals, verbose=False,
+        console=Console(quiet=True),
+    )  # fmt: skip
+    command.close()  # before there is a folder
+    command.open_sweep(local_inventory())
+    assert SweepFolder(command.the_sweep.path).alive()
+    command.close()
+    assert SweepFolder(command.the_sweep.path).alive() is None
+    again = SweepFolder(command.the_sweep.path)
+    again.next_attempt(this_process())
+    assert again.alive(), "resumed, though it has written no event yet"
 
 
 def test_train_uses_the_result_of_a_finished_sweep(tmp_path: Path) -> None:
