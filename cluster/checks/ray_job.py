@@ -96,7 +96,8 @@ def _killed_after(grace_s: float, environ: Mapping[str, str]) -> tuple[float, st
 
 def _judge_stop(need_s: float, how: str, grace_s: float, environ: Mapping[str, str]) -> CheckResult:
     wait_s, seen = _killed_after(grace_s, environ)
-    needs = f"{ENOUGH}: about {need_s:.3g} s are {how}"
+    need = f"{need_s:.3g}" if need_s < 999 else f"{need_s:,.0f}"
+    needs = f"{ENOUGH}: about {need} s are {how}"
     if need_s > wait_s:
         return CheckResult(
             "job_stop", "warn", seen, needs,

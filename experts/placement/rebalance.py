@@ -13,6 +13,7 @@ from experts.placement.packing import OutOfRoom
 from experts.placement.policy import Load, Policy, place
 from experts.placement.shares import reshare
 from experts.placement.values import Costs, HostSpec, LayerPlacement, Move, Placement
+from raytrain.plan.text import seconds_text
 
 #: Weight of the newest interval in the forecast. With synthetic drifts and sampling noise 1, 0.85 and 0.7 gave equal
 #: max over mean in the next interval (1.1130, 1.1123, 1.1127), slower averages more (0.5: 1.120, 0.3: 1.139).
@@ -114,9 +115,10 @@ def decide(
         offers.append(_Candidate(candidate, moves, gain, amount, saved, cost))
     good = [offer for offer in offers if offer.gain >= MARGIN and offer.saved >= PAYS_BACK * offer.cost]
     best = max(good or offers, key=lambda offer: offer.saved - offer.cost if good else offer.gain)
+    less, takes = (seconds_text(spent, digits=3) for spent in (best.saved, best.cost))
     numbers = (
-        f"the experts of a step {best.gain:.3f} times as fast, {best.saved:.3g} s in {steps_until_next} steps; "
-        f"{best.bytes} bytes take {best.cost:.3g} s"
+        f"the experts of a step {best.gain:.3f} times as fast, {less} in {steps_until_next} steps; "
+        f"{best.bytes} bytes take {takes}"
     )
     if good:
         return RebalanceDecision(action_of(best.moves), best.placement, best.moves, best.gain, best.bytes, numbers)

@@ -22,7 +22,7 @@ from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError, f
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import separate_hosts
-from raytrain.runs.faults import RAY_FAILED
+from raytrain.runs.faults import RAY_FAILED, RAY_NOT_STARTED
 
 #: Ray's time limits for the second attempt to start a private cluster, in its own units.
 PATIENT = {
@@ -192,7 +192,7 @@ def _start_private(folder: str, options: dict[str, Any]) -> None:
     except Exception as error:
         _abandon(folder)
         raise RunError(
-            f"Ray did not start on this machine in two attempts (1: {first_line(first)} 2: {first_line(error)}): the "
+            f"{RAY_NOT_STARTED} in two attempts (1: {first_line(first)} 2: {first_line(error)}): the "
             "machine may be overloaded, or out of memory, processes or disk space. Free some, then start the command "
             "again or resume the run; --verbose shows Ray's own messages"
         ) from error

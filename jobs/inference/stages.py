@@ -25,7 +25,7 @@ from raytrain.infer.stages.plan import (
 from raytrain.infer.stages.split import StageSplit, skeleton_of, stored_weights
 from raytrain.infer.stages.weights import check_weights
 from raytrain.models.huggingface.folder import read_config
-from raytrain.plan.text import size_text
+from raytrain.plan.text import seconds_text, size_text
 
 #: Tokens of a prompt that the estimate counts, where the model's context is not smaller.
 PROMPT_TOKENS = 512
@@ -241,5 +241,5 @@ def rebalanced(target: Target, choice: StageChoice, times: PartTimes) -> StageSp
         seconds=times.seconds,
     )  # fmt: skip
     found = replace(split, plan=plan, seconds=times.seconds, balance="by measured time")
-    each = ", ".join(f"{1000 * seconds:,.3g} ms" for seconds in found.stage_seconds)
+    each = ", ".join(seconds_text(seconds, digits=3) for seconds in found.stage_seconds)
     return replace(found, balance=f"by measured time: a batch takes {each} (measured in {times.took_s:.1f} s)")

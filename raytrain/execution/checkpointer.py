@@ -13,6 +13,7 @@ from safetensors.torch import save as tensors_to_bytes
 from raytrain.checkpoint.snapshot import flatten, unflatten
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.plan.choice import Resolved
+from raytrain.plan.text import seconds_text
 from raytrain.runs.folder import RunFolder
 from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers
@@ -29,6 +30,10 @@ MOST_STEPS = 10_000
 MOST_WORK_AT_RISK_S = 600.0
 #: Steps before the first automatic checkpoint, which measures the stall; fewer if they take `MOST_WORK_AT_RISK_S`.
 FIRST_STEP = 10
+#: Steps of an attempt that say nothing of later ones: they choose kernels, allocate memory and compile.
+WARM_UP_STEPS = 2
+#: Purposes of `Clock` for which the time between two steps is spent.
+BETWEEN_STEPS = ("compile", "eval", "save", "restart", "lost")
 #: Writing checkpoints of evaluations that are the best so far may take this share of the time. Beyond it the best state
 #: stays in memory, where the next best one replaces it: while every evaluation improves, few of them are written.
 BEST_BUDGET = 0.1
@@ -70,6 +75,7 @@ class CheckpointSaver:
         self.stop_s: float | None = None
         self._begin = time.perf_counter()
         self._begin_step = session.state.step
+        self._steady = self._mark(session.state.step)
         self.writer = (
             CheckpointWriter(run, keep=keep, asynchronous=asynchronous, fence=fence, world_size=self.workers.world_size)
             if self.workers.rank == 0
@@ -85,6 +91,8 @@ class CheckpointSaver:
 
     def due(self, step: int) -> bool:
         """Rank 0: whether a checkpoint is due after `step`."""
+        if step - self._begin_step == WARM_UP_STEPS:
+            self._steady = self._mark(step)
         if self._every == "auto" and self._interval is None:
             late = time.perf_counter() - self._begin >= MOST_WORK_AT_RISK_S
             return late or step - self._begin_step >= FIRST_STEP
@@ -111,7 +119,7 @@ class CheckpointSaver:
         if not delay_s:
             self._last_step = state.step
         generators = {str(rank): unflatten(*_unpack(payload)) for rank, payload in enumerate(gathered)}
-        step_s = (time.perf_counter() - self._begin) / max(1, state.step - self._begin_step)
+        step_s = self._step_s(state.step)
         eval_loss = state.last_eval["loss"] if state.last_eval and state.last_eval["step"] == state.step else None
         stall = self.writer.save(
             {**self.session.parts(), "rng": generators},
@@ -144,6 +152,15 @@ class CheckpointSaver:
             return 0.0
         rest_s = writer.last_write_s * (1 / BEST_BUDGET - 1)
         return max(0.0, writer.written_at + rest_s - time.monotonic())
+
+    def _mark(self, step: int) -> tuple[int, float]:
+        """A step, and the seconds until it that steps took, from an arbitrary zero."""
+        return step, time.perf_counter() - sum(self.clock.seconds[purpose] for purpose in BETWEEN_STEPS)
+
+    def _step_s(self, step: int) -> float:
+        """Mean seconds of a step after the warm-up, without compilation, evaluations and checkpoints."""
+        (first, began), (_, ends) = self._steady, self._mark(step)
+        return max(0.0, ends - began) / max(1, step - first)
 
     def _solve(self, stall: float, step_s: float, step: int) -> None:
         if self._every != "auto":
@@ -196,7 +213,8 @@ def solve_interval(
         steps += 1
     steps = max(steps, math.ceil(write_s / step_time_s))
     chosen = min(max(steps, minimum), maximum)
-    reason = f"a stall of {stall_s:.3g} s every {chosen} steps of {step_time_s:.3g} s takes {share(chosen):.2%}"
+    each = [seconds_text(spent, digits=3) for spent in (stall_s, step_time_s)]
+    reason = f"a stall of {each[0]} every {chosen} steps of {each[1]} takes {share(chosen):.2%}"
     if chosen < steps:
         over = f"above the budget of {budget:.0%}, since the interval is at most {maximum} steps"
         return Resolved(chosen, f"{reason} of the time, {over}")

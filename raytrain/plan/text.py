@@ -54,9 +54,18 @@ def size_text(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
-def seconds_text(spent: float) -> str:
-    """A duration with two digits: 0.12 s, 34 ms."""
-    return f"{spent:.2g} s" if spent >= 0.1 else f"{1e3 * spent:.2g} ms"
+def seconds_text(spent: float, *, digits: int = 2) -> str:
+    """A duration with two digits, or as many as given: 0.12 s, 34 ms, 4,321 s."""
+    rounded = float(f"{spent:.{digits}g}")  # 0.0999 s is 0.1 s, and not 1e+02 ms
+    return f"{digits_text(spent, digits)} s" if rounded >= 0.1 else f"{digits_text(1e3 * spent, digits)} ms"
+
+
+def digits_text(value: float, digits: int) -> str:
+    """A number with so many digits, without an exponent: all digits of the integer part, and at most six decimals."""
+    if abs(value) >= 10**digits - 0.5:
+        return f"{value:,.0f}"
+    text = f"{value:.{digits}g}"
+    return text if "e" not in text else f"{float(text):.6f}".rstrip("0").rstrip(".")
 
 
 def host_kinds_text(hosts: Mapping[str, int]) -> str:

@@ -386,7 +386,7 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "epochs": len(history(records)) or None,
         "wall_s": number(result.get("wall_s")),
         **{f"{part}_s": spent for part, spent in time_account(records)},
-        "step_planned": None if planned is None else f"about {1e3 * planned:.2g} ms",
+        "step_planned": None if planned is None else f"about {seconds(float(f'{planned:.2g}'))}",
         "step_ms_p50": p50,
         "step_ms_p95": p95,
         **throughput(records),

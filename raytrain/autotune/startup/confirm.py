@@ -19,7 +19,7 @@ from raytrain.autotune.startup.micro_batch import measure_micro_batch, memory_bu
 from raytrain.config.sections import TuneFound
 from raytrain.data.rows.longest import longest_row
 from raytrain.plan.choice import Resolved
-from raytrain.plan.text import size_text
+from raytrain.plan.text import digits_text, size_text
 from raytrain.train.device import device_bytes, device_name
 from raytrain.train.session import Session
 
@@ -131,7 +131,8 @@ def differences(found: TuneFound, *, step_s: float | None, peak_bytes: int | Non
     """What differs from the found figures by more than a tenth, each with both numbers."""
     off = []
     if step_s is not None and abs(step_s / found.step_s - 1) > TOLERATED:
-        off.append(f"a step takes {1e3 * step_s:.4g} ms, the search found {1e3 * found.step_s:.4g} ms")
+        now, then = (digits_text(1e3 * spent, 4) for spent in (step_s, found.step_s))
+        off.append(f"a step takes {now} ms, the search found {then} ms")
     if peak_bytes and found.peak_bytes and abs(peak_bytes / found.peak_bytes - 1) > TOLERATED:
         off.append(f"its peak is {size_text(peak_bytes)}, the search found {size_text(found.peak_bytes)}")
     return off

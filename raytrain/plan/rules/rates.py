@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cluster.devices.calibration import MachineRates, RatesAtThreads
 from cluster.devices.inventory import Inventory
 from raytrain.plan.rules.devices import DevicePool
+from raytrain.plan.text import seconds_text
 
 GPU_FLOPS = {
     "B200": (1100e12, 2250e12), "H200": (494e12, 989e12), "H100": (494e12, 989e12), "A100": (156e12, 312e12),
@@ -92,7 +93,7 @@ def rates_of(
     flops = one.product_flops(name, width=width) or one.product_flops("fp32", width=width) or 1.0
     near = len(inventory.nodes) == 1
     rate_text = f"{flops / 1e9:.0f} GFLOP/s per process of {threads} threads in {name}"
-    link = f"{known.wire_bytes_per_s / 1e9:.1f} GB/s and {1e3 * known.round_trip_s:.2g} ms on loopback"
+    link = f"{known.wire_bytes_per_s / 1e9:.1f} GB/s and {seconds_text(known.round_trip_s)} on loopback"
     link = link if near else f"{NODES_WIRE / 1e9:.1f} GB/s between nodes, assumed"
     how = "assumed: no run has measured this machine yet" if measured is None else "measured on this machine"
     how += ", while it was busy" if known.busy else ""

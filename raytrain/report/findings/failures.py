@@ -22,14 +22,14 @@ from raytrain.report.records import (
     first_text,
     number,
 )
-from raytrain.runs.faults import CAUSES, NOT_EXPORTED
+from raytrain.runs.faults import CAUSES, NOT_EXPORTED, RAY_NOT_STARTED
 
 
 def failure(records: RunRecords) -> list[Finding]:
     """The reason of a failed run, with a remedy for known kinds of failure."""
-    state = outcome(records)
+    state, resume = outcome(records), f"raytrain train --resume {records.path}"
     if state.status == "lost":
-        remedy = "`raytrain train --resume RUN` resumes from the latest valid checkpoint."
+        remedy = f"`{resume}` resumes from the latest valid checkpoint."
         return [Finding("warning", "The run has no result", state.sentence, remedy)]
     if state.status != "failed":
         return []
@@ -37,8 +37,10 @@ def failure(records: RunRecords) -> list[Finding]:
     text = " ".join([failure_reason(records), *(cause_of(row) for row in rows)]).lower()
     known = next((remedy(records) for pattern, remedy in _REMEDIES.items() if re.search(pattern, text)), "")
     evidence = failure_reason(records) or "No cause was recorded; see the end of the files in logs/."
+    if evidence.startswith(RAY_NOT_STARTED):  # names what may be missing, memory as well, and the remedy
+        return [Finding("error", "Ray did not start", evidence, f"`{resume}` starts it again.")]
     if cluster_lost(evidence):
-        return [Finding("error", "Ray itself was lost", evidence, _AFTER_LOST_CLUSTER)]
+        return [Finding("error", "Ray itself was lost", evidence, f"`{resume}` {_AFTER_LOST_CLUSTER}")]
     if (short := memory_failure(records, evidence)) is not None:
         return [short]
     recorded = next((first_text(row, "remedy") for row in rows), "")
@@ -68,12 +70,14 @@ def _of_nonfinite(records: RunRecords) -> str:
 
 
 _AFTER_LOST_CLUSTER = (
-    "`raytrain train --resume RUN` continues from the latest valid checkpoint, on a cluster that is running. Where its "
-    "processes die again, look for a machine without free memory (`dmesg`) and into Ray's logs on the head node."
+    "continues from the latest valid checkpoint, on a cluster that is running. Where its processes die again, look for "
+    "a machine without free memory (`dmesg`) and into Ray's logs on the head node."
 )
 
 _REMEDIES: dict[str, Callable[[RunRecords], str]] = {
-    NOT_EXPORTED: lambda _: "`raytrain export RUN` writes the weights when the cause is fixed; --to DIR elsewhere.",
+    NOT_EXPORTED: lambda records: (
+        f"`raytrain export {records.path}` writes the weights when the cause is fixed; --to DIR into another folder."
+    ),
     r"out ?of ?memory": _of_memory,
     r"no space|disk full|enospc": _of_space,
     r"\bnans?\b|non-?finite|\b(not|was) finite": _of_nonfinite,

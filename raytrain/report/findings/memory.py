@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from raytrain.config.messages import advice
-from raytrain.report.figures import outcome, size
+from raytrain.report.figures import outcome, seconds, size
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import Row, RunRecords, listed, mapping, number
 
@@ -87,7 +87,7 @@ def shortages(records: RunRecords) -> list[Finding]:
             "warning",
             "Memory ran out, and steps were retried in smaller micro-batches",
             f"{len(rows)} times, on {', '.join(who)}, in step {shown}; micro-batches down to {min(sizes)}, "
-            f"{spent:.3g} s of passes dropped{drawn}",
+            f"{seconds(spent)} of passes dropped{drawn}",
             ""  # the finding of the failure lists what else there is
             if ended
             else advice(

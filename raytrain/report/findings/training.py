@@ -21,6 +21,8 @@ from raytrain.report.records import (
 
 #: No number format is wider where it matters.
 FULL_PRECISIONS = ("fp32", "fp64")
+#: With fewer logged losses, their ends are single micro-batches, whose differences say nothing.
+FEWEST_LOSSES = 10
 
 
 def smoothed_ends(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
@@ -33,8 +35,9 @@ def smoothed_ends(points: Sequence[tuple[float, float]]) -> tuple[float, float] 
 
 
 def loss_trend(records: RunRecords) -> list[Finding]:
-    """Whether the training loss falls."""
-    ends = smoothed_ends(series(records.train, "loss"))
+    """Whether the training loss falls; that it does not, only where there are `FEWEST_LOSSES`."""
+    losses = series(records.train, "loss")
+    ends = smoothed_ends(losses)
     if ends is None:
         return []
     first, last = ends
@@ -43,6 +46,8 @@ def loss_trend(records: RunRecords) -> list[Finding]:
         remedy = "Lower optim.lr or lengthen optim.warmup_steps."
         return [Finding("error", "The training loss diverged", seen, remedy)]
     if last > first - 0.02 * abs(first):
+        if len(losses) < FEWEST_LOSSES:
+            return []
         remedy = "Check that labels match inputs, then try optim.lr three times higher and lower."
         return [Finding("warning", "The training loss is not falling", seen, remedy)]
     return [Finding("good", "The training loss fell", seen)]

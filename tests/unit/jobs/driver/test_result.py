@@ -155,11 +155,18 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     where = os.path.relpath(run.path)
     done = lines("done", weights="w")
     assert "time    10 s: training 10.0 (evaluating 2.0)" in done
-    assert done[-3:] == [
+    commands = [
         f"next    raytrain infer {where} infer.input=FILE",
         f"        raytrain train --resume {where} loop.max_steps=24",
-        "        raytrain report RUN RUN",
     ]
+    assert done[-2:] == commands, "there is no run yet to compare it with"
+    base = Path(run.path).parent
+    for name in ("other-29991231T000000Z", "other-20250102T000000Z", "test-20250101T000000Z", "other-20250101T000000Z"):
+        (base / name).mkdir()
+        (base / name / "result.json").touch()
+    (base / "test-20250103T000000Z").mkdir()  # without a result
+    comparison = f"        raytrain report {os.path.relpath(base / 'test-20250101T000000Z')} {where}"
+    assert lines("done", weights="w")[-3:] == [*commands, comparison], "of the same name, and earlier"
     for limits, key in (
         ({"epochs": 3, "max_steps": None}, "loop.epochs=6"), ({"epochs": 3, "max_steps": 99}, "loop.max_steps=24")
     ):  # fmt: skip
@@ -172,7 +179,7 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     run.write_text(run.job, "model: {module: <object Net>}\n")
     assert lines("done", weights="w")[-2:] == [
         f'next    train(..., resume="{where}")',
-        "        raytrain report RUN RUN",
+        comparison,
     ]
 
 

@@ -129,6 +129,8 @@ def test_a_rising_loss_and_a_constant_loss():
     assert titles(records(train=rows([2.0 + 0.1 * n for n in range(40)])))["The training loss diverged"] == "error"
     assert titles(records(train=rows([2.0] * 40)))["The training loss is not falling"] == "warning"
     assert titles(records(train=rows([2.0]))) == {}
+    assert titles(records(train=rows([2.0] * 9))) == {}, "too few to tell"
+    assert "The training loss is not falling" in titles(records(train=rows([2.0] * 10)))
 
 
 def test_overfitting_needs_a_falling_training_loss():
@@ -325,7 +327,7 @@ def test_uneven_experts_and_dropped_tokens():
         (
             "the training is complete and its checkpoint of step 9 is kept, but its weights could not be exported: "
             "s3://b: cannot be written: No space left on device",
-            "raytrain export RUN",
+            "`raytrain export run` writes",
         ),
     ],
 )
@@ -347,7 +349,7 @@ def test_a_run_that_lost_its_cluster_says_so_and_how_it_continues(reason: str):
     run = records(result={"status": "failed", "reason": reason, "steps": 40})
     found = diagnose(run)[0]
     assert (found.severity, found.title, found.evidence) == ("error", "Ray itself was lost", reason)
-    assert "`raytrain train --resume RUN`" in found.remedy
+    assert "`raytrain train --resume run`" in found.remedy
     assert outcome(run).sentence == f"Failed after step 40, as Ray itself was lost: {reason}"
 
 
@@ -416,6 +418,13 @@ def test_nothing_is_advised_that_is_in_force_already(
         return remedy_of(records(**fields, **made), title)
 
     assert advice in remedy(otherwise) and advice not in remedy(in_force) and remedy(in_force).endswith(".")
+
+
+def test_a_ray_that_did_not_start_is_no_matter_of_the_micro_batch() -> None:
+    reason = "Ray did not start on this machine in two attempts (1: a 2: b): it may be overloaded, or out of memory"
+    (found,) = diagnose(records(result={"status": "failed", "reason": reason}, plan=plan(micro_batch_size=8)))
+    assert found.title == "Ray did not start" and found.evidence == reason
+    assert found.remedy == "`raytrain train --resume run` starts it again."
 
 
 def test_out_of_memory_with_single_rows_is_not_mended_by_a_smaller_micro_batch() -> None:
