@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,21 +13,15 @@ from typing import Any
 
 import click
 
+from jobs.driver.signals import Interrupted, SignalQueue
+from jobs.submission.console import INTERRUPTED, JobConsole, follow_again, print_log, say
 from jobs.submission.environment import check_versions, runtime_environment, versions_here, versions_of
 from jobs.submission.fetch import fetch
-from jobs.submission.follow import LogFollower
+from jobs.submission.listing import listing_console, print_job, print_jobs, row_of
 from jobs.submission.package import pack
-from jobs.submission.request import check_id, request_of
-from jobs.submission.server import RECORD, JobServer, SubmittedJob, wait_until
-from jobs.submission.stop_request import request_stop
-from raytrain.config.sections import RetryConfig
-from raytrain.errors import InputError, RunError
-
-INTERRUPTED = 130
-#: Seconds beyond `retry.stop_grace_s`, in which a driver whose workers did not save in time closes its run.
-CLOSE_S = 15.0
-#: Ray sends SIGTERM and, after its own limit, SIGKILL.
-KILLED_S = 30.0
+from jobs.submission.request import JobRequest, check_id, request_of
+from jobs.submission.server import RECORD, JobServer
+from jobs.submission.stop import stop_job
 
 
 def submit_verb(
@@ -42,6 +36,8 @@ def submit_verb(
 ) -> int:
     """Submit a verb, follow it, and return its exit code.
 
+    Ctrl-C before the job is submitted cancels; afterwards see `JobConsole`.
+
     Args:
         command: the verb itself, which parses its arguments.
         job_id: ID of the job; by default one is made.
@@ -50,89 +46,85 @@ def submit_verb(
 
     Raises:
         InputError: the input is wrong, or the cluster does not fit; nothing was submitted.
+        RunError: the cluster failed.
     """
     check_id(job_id)
     request = request_of(verb, command, arguments)
+    job_id = job_id or _new_id(verb, request.record["name"])
+    with SignalQueue() as signals:
+        try:
+            server, env = signals.run(lambda: _uploaded(request, address, install=install, cancelled=signals.cancelled))
+        except Interrupted:
+            say("cancelled: nothing was submitted")
+            return INTERRUPTED
+        # from here on the job may exist: a signal waits for the answer, and is about the job
+        metadata = {RECORD: json.dumps(request.record)}
+        job = server.submit(request.entrypoint, job_id=job_id, runtime_env=env, metadata=metadata)
+        say(f"submitted {job.id} to {server.address}: {request.entrypoint}")
+        if detach:
+            say(follow_again(server, job.id))
+            return 0
+        return JobConsole(server, job.id, signals=signals).follow()
+
+
+def _uploaded(
+    request: JobRequest, address: str | None, *, install: bool, cancelled: threading.Event
+) -> tuple[JobServer, dict[str, Any]]:
+    """The server, and the job's environment, whose files are on the cluster.
+
+    Raises:
+        InputError: the working directory or the cluster does not fit.
+    """
     folder = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="rt-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="rt-", ignore_cleanup_errors=True) as temporary:
+        server = JobServer(address, cancelled=cancelled)
         package = pack(folder, Path(temporary) / "working_dir.zip")
         request.check_package(package, folder)
-        server = JobServer(address)
         here, there = versions_here(), versions_of(server)
         check_versions(here, there, install=install)
-        _say(package.text)
+        say(package.text)
         env = runtime_environment(here, there, working_dir=package.path, install=install)
         carried = "carried along: another version" if "py_modules" in env else "the same as here"
-        _say(f"cluster: python {there['python']}, torch {there['torch']}, ray {there['ray']}, raytrain {carried}")
-        job = server.submit(
-            request.entrypoint,
-            job_id=job_id or _new_id(verb, request.record["name"]),
-            runtime_env=env,
-            metadata={RECORD: json.dumps(request.record)},
-        )
-    _say(f"submitted {job.id} to {server.address}: {request.entrypoint}")
-    if detach:
-        _say(_again(server, job.id))
-        return 0
-    return follow(server, job.id)
-
-
-def follow(server: JobServer, job_id: str) -> int:
-    """Print the log of a job to its end, and return its exit code; a signal detaches, or asks at a terminal."""
-    follower = LogFollower(server, job_id, write=_print)
-    stopped = False
-    while True:
-        try:
-            job = follower.run()
-            break
-        except KeyboardInterrupt:
-            action = _chosen()
-            if action == "detach":
-                _say(f"{job_id} keeps running. {_again(server, job_id)}")
-                return INTERRUPTED
-            if action == "stop" and not stopped:
-                request_stop(server, job_id)
-                stopped = True
-                _say("asked the run to save and stop; Ctrl-C again to detach")
-            elif action == "continue":
-                _say(f"following {job_id} again")
-    verdict = job.verdict
-    assert verdict is not None
-    _say(f"{job.id}: {job.outcome}, exit code {verdict}{_explained(job)}")
-    return verdict
+        say(f"cluster: python {there['python']}, torch {there['torch']}, ray {there['ray']}, raytrain {carried}")
+        return server, server.upload(env)
 
 
 def status_verb(job_id: str | None, *, address: str | None, as_json: bool) -> int:
     """Print the state of one job, or of all."""
     server = JobServer(address)
     jobs = server.jobs() if job_id is None else [server.job(job_id)]
-    rows = [_row(job) for job in jobs]
+    rows = [row_of(job, now=time.time()) for job in jobs]
     if as_json:
         print(json.dumps(rows if job_id is None else rows[0], indent=2))
-        return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("ID", "verb", "status", "exit", "started", "seconds", "save.dir"):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        started = "" if row["started"] is None else time.strftime("%m-%d %H:%M:%S", time.localtime(row["started"]))
-        code = "" if row["exit_code"] is None else str(row["exit_code"])
-        seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
-        table.add_row(row["id"], row["verb"], row["status"], code, started, seconds, row["save_dir"] or "")
-    Console(highlight=False).print(table)
+    elif job_id is not None:
+        print_job(rows[0], listing_console())
+    elif rows:
+        print_jobs(rows, listing_console())
+    else:
+        say(f"no jobs were submitted to {server.address}")
     return 0
 
 
 def logs_verb(job_id: str, *, address: str | None, following: bool) -> int:
     """Print the log of a job; following it, the exit code is the job's."""
+    if not following:
+        server = JobServer(address)
+        server.job(job_id)
+        print_log(server.logs(job_id))
+        return 0
+    with SignalQueue() as signals:
+        try:
+            server = signals.run(lambda: _server_of(job_id, address))
+        except Interrupted:
+            return INTERRUPTED
+        return JobConsole(server, job_id, signals=signals).follow()
+
+
+def _server_of(job_id: str, address: str | None) -> JobServer:
+    """The server that knows this job. Errors: InputError."""
     server = JobServer(address)
     server.job(job_id)
-    if following:
-        return follow(server, job_id)
-    _print(server.logs(job_id))
-    return 0
+    return server
 
 
 def stop_verb(job_id: str, *, address: str | None) -> int:
@@ -142,82 +134,32 @@ def stop_verb(job_id: str, *, address: str | None) -> int:
         InputError: the job has ended already.
         RunError: it did not end, even killed by Ray.
     """
-    server = JobServer(address)
-    job = server.job(job_id)
-    if job.ended:
-        raise InputError(
-            "ID", got=f"{job_id}, which has ended: {job.outcome}, exit code {job.verdict}", expected="a job that runs"
-        )
-    grace_s = job.record.get("stop_grace_s")
-    grace_s = RetryConfig().stop_grace_s if grace_s is None else float(grace_s)
-    if job.status == "RUNNING":
-        request_stop(server, job_id)
-        _say(f"asked {job_id} to save and stop; waiting for up to {grace_s:g} s (retry.stop_grace_s)")
-        wait_until(lambda: server.job(job_id).ended, limit_s=grace_s + CLOSE_S)
-    if not server.job(job_id).ended:
-        _say("asking Ray to stop it")
-        server.kill(job_id)
-        if not wait_until(lambda: server.job(job_id).ended, limit_s=KILLED_S):
-            raise RunError(f"{job_id} still runs {KILLED_S:.0f} s after Ray was asked to stop it")
-    job = server.job(job_id)
-    _say(f"{job_id}: {job.outcome}, exit code {job.verdict}")
+    with SignalQueue() as signals:
+        try:
+            job = signals.run(lambda: stop_job(JobServer(address, cancelled=signals.cancelled), job_id, say=say))
+        except Interrupted:
+            say(f"{job_id} is no longer waited for, and may still run: see raytrain submit status {job_id}")
+            return INTERRUPTED
+    say(f"{job_id}: {job.outcome}, exit code {job.verdict}")
     return 0
 
 
 def fetch_verb(job_id: str, *, address: str | None, target: str | None) -> int:
     """Copy the run folder of a job to this machine."""
-    server = JobServer(address)
-    folder = fetch(server, server.job(job_id), Path(target or "runs").absolute())
+
+    def copy() -> Path:
+        server = JobServer(address, cancelled=signals.cancelled)
+        return fetch(server, server.job(job_id), Path(target or "runs").absolute())
+
+    with SignalQueue() as signals:
+        try:
+            folder = signals.run(copy)
+        except Interrupted:
+            say("cancelled: nothing was copied")
+            return INTERRUPTED
     print(folder)
     return 0
 
 
-def _row(job: SubmittedJob) -> dict[str, Any]:
-    ends = job.end_time or time.time()
-    return {
-        "id": job.id,
-        "verb": job.record.get("verb") or "",
-        "status": job.outcome,
-        "exit_code": job.verdict,
-        "started": job.start_time,
-        "seconds": None if job.start_time is None else max(0.0, ends - job.start_time),
-        "save_dir": job.record.get("save_dir"),
-        "entrypoint": job.entrypoint,
-        "message": job.message,
-    }
-
-
 def _new_id(verb: str, name: str | None) -> str:
     return f"{name or verb}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
-
-
-def _chosen() -> str:
-    """What to do after Ctrl-C: asked at a terminal; elsewhere nobody can answer, and the job goes on."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return "detach"
-    try:
-        answer = click.prompt(
-            "\n[d]etach and let it run, [s]top it, or [c]ontinue following",
-            type=click.Choice(["d", "s", "c"]), default="d", show_choices=False, err=True,
-        )  # fmt: skip
-    except click.Abort:
-        return "detach"
-    return {"d": "detach", "s": "stop", "c": "continue"}[answer]
-
-
-def _again(server: JobServer, job_id: str) -> str:
-    return f"Follow it with: raytrain submit logs {job_id} --follow --address {server.address}"
-
-
-def _explained(job: SubmittedJob) -> str:
-    """Ray's own message, where no command of ours could say anything."""
-    return f" ({job.message.splitlines()[0]})" if job.exit_code is None and job.message else ""
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from cluster.devices.inventory import local_inventory
+from jobs.driver.resume import resume_command
 from jobs.driver.runtime import cluster_address
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
@@ -138,13 +139,13 @@ def run_tune(
             from jobs.tuning.table import counted
 
             ended = counted(len({row["trial"] for row in command.sweep.ended()}), "trial")
-            message = f"interrupted after {ended}; resume with: raytrain tune --resume"
-            console.print(f"{message} {command.sweep.path}", markup=False, soft_wrap=True)
+            message = f"interrupted after {ended}; resume with: {resume_command('tune', command.sweep.path)}"
+            console.print(message, markup=False, soft_wrap=True)
             return TuneResult(command.sweep.path, "interrupted", None)
         except RunError as error:
             if command.sweep is None or not command.sweep.again():
                 raise
-            again = f"raytrain tune --resume {command.sweep.path}"
+            again = resume_command("tune", command.sweep.path)
             raise RunError(f"{error}; to repeat the trials whose process died: {again}") from error
         return TuneResult(folder.path, "done", folder.best)
     finally:

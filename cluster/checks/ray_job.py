@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,12 @@ PACKAGE_CACHE = "runtime_resources"
 def is_submitted(environ: Mapping[str, str] | None = None) -> bool:
     """Whether this process is the driver of a submitted job."""
     return bool((os.environ if environ is None else environ).get(JOB_ENVIRONMENT))
+
+
+def submission_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """The ID of the job that this process is the driver of; None outside a submitted job."""
+    text = (os.environ if environ is None else environ).get(JOB_ENVIRONMENT)
+    return json.loads(text).get("metadata", {}).get("job_submission_id") if text else None
 
 
 def check_ray_job(

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from jobs.driver.remedies import record_remedies
+from jobs.driver.resume import resume_command
 from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
 from raytrain.config.sections import PLACEHOLDER
@@ -136,7 +137,7 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console, phases
         print_result(console, run, record, report=report, phases=phases)
     if record["status"] == "interrupted":
         when = "" if record["steps"] else " before the first step"
-        console.print(f"interrupted{when}; resume with: raytrain train --resume {run.path}", soft_wrap=True)
+        console.print(f"interrupted{when}; resume with: {resume_command('train', run.path)}", soft_wrap=True)
     return result_of(run, record)
 
 
@@ -304,9 +305,9 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     if run.exists(run.job) and PLACEHOLDER in run.read_text(run.job):  # only its program has the objects
         return [f'train(..., resume="{where}")', *_comparison(run)]
     if record["status"] == "failed":
-        return [f"raytrain train --resume {where}", f"raytrain check --bundle problem.zip --run {where}"]
+        return [resume_command("train", where), f"raytrain check --bundle problem.zip --run {where}"]
     infer = [f"raytrain infer {where} infer.input=FILE"] if record.get("weights") else []
-    return [*infer, f"raytrain train --resume {where} {_twice_as_long(run, record)}", *_comparison(run)]
+    return [*infer, f"{resume_command('train', where)} {_twice_as_long(run, record)}", *_comparison(run)]
 
 
 def _comparison(run: RunFolder) -> list[str]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.checks.ray_job import is_submitted
 from jobs.job.job_file import read_job
 from jobs.job.spec import LoadedSpec, changed_keys, check_objects, load_spec, may_change_on_resume
 from raytrain.config.decode import apply_overrides, encode, load_yaml
-from raytrain.errors import InputError
+from raytrain.errors import CheckpointError, InputError
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder, find_unfinished, run_to_name
+from raytrain.runs.storage import open_store
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,36 @@ def open_resumed(
     check_objects(loaded.spec)
     _refuse_fewer_steps(run, loaded, changed)
     return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))
+
+
+def resume_command(verb: str, folder: str) -> str:
+    """What to type to resume a run or a search: through `submit`, if this process is the driver of a submitted job."""
+    return f"raytrain {'submit ' if is_submitted() else ''}{verb} --resume {folder}"
+
+
+def check_checkpoints(resumed: Resumed) -> None:
+    """Check that one of the checkpoints of a run can be loaded, by their manifests and the sizes of their files.
+
+    A run that was interrupted before its first checkpoint was complete begins at step 0, and is no error.
+
+    Raises:
+        InputError: it has complete checkpoints, and all are damaged.
+    """
+    from raytrain.checkpoint.reader import checked_files, list_checkpoints  # imports torch
+
+    problems = []
+    for info in reversed([info for info in list_checkpoints(resumed.run) if info.complete]):
+        try:
+            with tempfile.TemporaryDirectory(prefix="rt-") as scratch:
+                checked_files(open_store(info.path), scratch, hashes=False)
+            return
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputError(
+            "--resume", got=f"{resumed.run.path}, whose checkpoints are all damaged ({problems[0]})",
+            expected="a run with a valid checkpoint",
+        )  # fmt: skip
 
 
 def changed_values(resumed: Resumed | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.checks.preflight import CheckResult, check_seen_by_all, run_preflight
-from cluster.checks.ray_job import check_ray_job
+from cluster.checks.ray_job import check_ray_job, submission_id
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
 from jobs.driver.result import last_sign_of_life
@@ -17,7 +17,6 @@ from jobs.driver.resume import Resumed, changed_values
 from jobs.driver.screen.plan_table import print_plan, print_start
 from jobs.job.paths import absolute_path, local_paths
 from jobs.job.spec import JobSpec, LoadedSpec
-from jobs.submission.stop_request import submission_id
 from raytrain.config.decode import load_yaml
 from raytrain.errors import InputError
 from raytrain.plan.plan import Plan

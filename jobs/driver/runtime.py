@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.checks.head import head_problem
 from cluster.checks.ray_job import is_submitted
 from cluster.environment import LOOPBACK, ray_environment
 from cluster.network import answers, loopback_only
@@ -73,7 +74,7 @@ def first_that_answers(addresses: str) -> str:
         InputError: none does.
     """
     several = [address.strip() for address in addresses.split(",") if address.strip()]
-    found = next((one for one in several if re.fullmatch(r"[^/]+:\d+", one) and answers(one)), None)
+    found = next((one for one in several if re.fullmatch(r"[^/]+:\d+", one) and not head_problem(one)), None)
     if found is not None:
         return found
     hosts = {one.rpartition(":")[0] for one in several}
@@ -157,8 +158,8 @@ def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:
         _start_private(cluster.folder, options)
     else:
         try:
-            if re.fullmatch(r"[^/]+:\d+", cluster.address) and not answers(cluster.address):
-                raise ConnectionError("nothing answers there")
+            if re.fullmatch(r"[^/]+:\d+", cluster.address) and (problem := head_problem(cluster.address)):
+                raise ConnectionError(problem)
             _init(cluster.address, options)
         except Exception as error:  # Ray raises plain `Exception` too
             raise InputError(

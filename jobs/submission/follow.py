@@ -1,109 +1,204 @@
-"""Follows a job: prints its log as it grows, and returns the job once the server says that it has ended.
+"""Follows a job: passes its log on as it grows, and the job once the server says that it has ended.
 
-Ray's stream of a log may end while the job runs (ray #57002, #60665). The end of the stream therefore says nothing: the
-status is asked, and the stream is opened again.
+Ray's stream of a log may end while the job runs (ray #57002, #60665), or stay silent after its connection was lost.
+What becomes of a stream therefore says nothing: the job's status is asked, and the stream is opened again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from jobs.submission.server import JobServer, ServerSilent, SubmittedJob
 from raytrain.errors import RunError
 
-STATUS_EVERY_S = 1.0
-#: After the end of a job, its stream is read to its end for this long.
-DRAIN_S = 15.0
-#: A server may be silent for this long, as while a tunnel is opened again.
-SILENT_S = 300.0
-AGAIN_S = 1.0
+
+@dataclass(frozen=True)
+class Pace:
+    """How long the follower waits, in seconds.
+
+    Attributes:
+        status: between two questions for the status of the job.
+        drain: for the end of the stream, after the end of the job.
+        silent: for a server that does not answer, as while a tunnel is opened again.
+        again: until a stream that ended is opened again, at first; doubled for each that brought nothing new.
+        stalled: without new text, until the log is read beside the stream; doubled each time that it holds no more.
+        most: limit of what is doubled.
+    """
+
+    status: float = 1.0
+    drain: float = 15.0
+    silent: float = 300.0
+    again: float = 1.0
+    stalled: float = 30.0
+    most: float = 300.0
 
 
 class LogFollower:
-    """Prints the log of one job.
+    """Follows the log of one job in daemon threads: what it waits for does not keep the main thread from acting.
+
+    Args:
+        put: takes, in order, each piece of the log as a string, and at the end the ended job or the exception that
+            ended the following: `RunError` if the server was silent for too long (the job may still run), `InputError`
+            if it does not know the job any more.
 
     Attributes:
         printed: characters of the log so far. Each stream begins at the start of the log.
         streams: how many streams were opened.
     """
 
-    def __init__(self, server: JobServer, job_id: str, *, write: Callable[[str], None]) -> None:
-        self._server, self._id, self._write = server, job_id, write
+    def __init__(
+        self, server: JobServer, job_id: str, *, put: Callable[[object], None], pace: Pace | None = None
+    ) -> None:
+        self._server, self._id, self._put, self._pace = server, job_id, put, pace or Pace()
         self.printed = self.streams = 0
+        self._lock = threading.Lock()
+        self._stream: _Stream | None = None
+        self._ends = threading.Event()
 
-    def run(self) -> SubmittedJob:
-        """Follow the job to its end.
+    def start(self) -> None:
+        """Start to follow, and return."""
+        threading.Thread(target=self._run, daemon=True, name="follow-job").start()
 
-        Raises:
-            RunError: the server was silent for too long; the job may still run.
-            KeyboardInterrupt: at a signal; it can be called again.
-        """
-        return asyncio.run(self._follow())
+    def close(self) -> None:
+        """Stop; nothing is passed on afterwards."""
+        self._ends.set()
+        with self._lock:
+            stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
-    async def _follow(self) -> SubmittedJob:
+    def _run(self) -> None:
+        try:
+            item: object = self._follow()
+        except BaseException as error:  # raised in the main thread
+            item = error
+        if not self._ends.is_set():
+            self._put(item)
+        self.close()
+
+    def _follow(self) -> SubmittedJob:
+        pause = self._pace.again
         while True:
-            stream = asyncio.create_task(self._stream())
-            try:
-                ended = await self._ended_or_cut(stream)
-            finally:
-                stream.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await stream
+            before = self.printed
+            stream = _Stream(self._server, self._id, self._deliver)
+            self.streams += 1
+            with self._lock:
+                self._stream = None if self._ends.is_set() else stream
+            stream.start()
+            ended = self._ended_or_cut(stream)
+            stream.close()
             if ended is not None:
                 return ended
-            await asyncio.sleep(AGAIN_S)
+            pause = self._pace.again if self.printed > before else min(2 * pause, self._pace.most)
+            ended = self._ended_within(pause, stream)
+            if ended is not None:
+                return ended
+            if self._ends.is_set():
+                raise RunError("no longer followed")
 
-    async def _ended_or_cut(self, stream: asyncio.Task[bool]) -> SubmittedJob | None:
-        """The job once it has ended and its log is printed; None if the stream ends before."""
-        while True:
-            await asyncio.wait([stream], timeout=STATUS_EVERY_S)
-            complete = stream.done() and stream.result()
-            job = await self._job()
+    def _ended_within(self, pause_s: float, stream: _Stream) -> SubmittedJob | None:
+        """The job if it ends within so many seconds without a stream."""
+        until = time.monotonic() + pause_s
+        while (left := until - time.monotonic()) > 0 and not self._ends.wait(min(left, self._pace.status)):
+            job = self._job()
             if job.ended:
-                if not stream.done():
-                    await asyncio.wait([stream], timeout=DRAIN_S)
-                elif not complete:
-                    await asyncio.wait_for(asyncio.shield(self._rest()), DRAIN_S)
+                self._read_rest(stream)
                 return job
-            if stream.done():
+        return None
+
+    def _ended_or_cut(self, stream: _Stream) -> SubmittedJob | None:
+        """The job once it has ended and its log is complete; None if the stream ends before."""
+        stalled_s, printed, since = self._pace.stalled, self.printed, time.monotonic()
+        while not self._ends.is_set():
+            cut = stream.ended.wait(self._pace.status)
+            job = self._job()
+            if job.ended:
+                stream.ended.wait(self._pace.drain)
+                if not stream.complete:
+                    self._read_rest(stream)
+                return job
+            if cut:
                 return None
+            if self.printed > printed:
+                stalled_s, printed, since = self._pace.stalled, self.printed, time.monotonic()
+            elif time.monotonic() - since >= stalled_s:
+                if self._read_rest(stream):
+                    return None
+                stalled_s, since = min(2 * stalled_s, self._pace.most), time.monotonic()
+        return None
 
-    async def _rest(self) -> None:
-        """What the log holds beyond what is printed, where the last stream was cut."""
-        with contextlib.suppress(ServerSilent):
-            text = await asyncio.to_thread(self._server.logs, self._id)
-            if len(text) > self.printed:
-                self._write(text[self.printed :])
-                self.printed = len(text)
+    def _read_rest(self, stream: _Stream) -> bool:
+        """Pass on what the log holds beyond what the stream brought; returns whether there was any."""
+        before = self.printed
+        with contextlib.suppress(ServerSilent, RunError, RuntimeError):  # RuntimeError: an answer other than the log
+            self._deliver(stream, 0, self._server.logs(self._id))
+        return self.printed > before
 
-    async def _stream(self) -> bool:
-        """Print one stream, without what is printed already; False if it was cut."""
-        import aiohttp
+    def _deliver(self, stream: _Stream, start: int, text: str) -> None:
+        """Pass text on that begins at character `start` of the log, without what was passed on before."""
+        with self._lock:
+            if stream is self._stream and start + len(text) > self.printed:
+                self._put(text[max(0, self.printed - start) :])
+                self.printed = start + len(text)
 
-        self.streams += 1
-        position = 0
-        try:
-            async for text in self._server.client.tail_job_logs(self._id):
-                start, position = position, position + len(text)
-                if position > self.printed:
-                    self._write(text[max(0, self.printed - start) :])
-                    self.printed = position
-        except (aiohttp.ClientError, OSError, RuntimeError):  # RuntimeError: closed without a closing handshake
-            return False
-        return True
-
-    async def _job(self) -> SubmittedJob:
-        silent_s = 0.0
+    def _job(self) -> SubmittedJob:
+        since = time.monotonic()
         while True:
             try:
-                return await asyncio.to_thread(self._server.job, self._id)
-            except ServerSilent as error:
-                if silent_s >= SILENT_S:
+                return self._server.job(self._id)
+            except (ServerSilent, RunError) as error:  # RunError: it answers, but cannot say
+                if time.monotonic() - since >= self._pace.silent or self._ends.is_set():
                     raise RunError(
-                        f"{self._server.address} has not answered for {SILENT_S:.0f} s, and {self._id} may still run. "
-                        f"Follow it again with: raytrain submit logs {self._id} --follow"
+                        f"{self._server.address} has not answered for {self._pace.silent:.0f} s, and {self._id} may "
+                        f"still run. Follow it again with: raytrain submit logs {self._id} --follow"
                     ) from error
-            await asyncio.sleep(AGAIN_S)
-            silent_s += AGAIN_S
+            self._ends.wait(self._pace.again)
+
+
+class _Stream:
+    """One stream of the log, read in a daemon thread.
+
+    Attributes:
+        ended: set at its end, whatever the reason.
+        complete: it ended as a stream does at the end of its job; False also while it is read.
+    """
+
+    def __init__(self, server: JobServer, job_id: str, deliver: Callable[[_Stream, int, str], None]) -> None:
+        self._server, self._id, self._deliver = server, job_id, deliver
+        self.ended, self.complete = threading.Event(), False
+        self._closing: Callable[[], object] | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, daemon=True, name="follow-log").start()
+
+    def close(self) -> None:
+        """End the stream."""
+        self._closed = True
+        if self._closing is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed: the stream has ended
+                self._closing()
+
+    def _run(self) -> None:
+        try:
+            self.complete = asyncio.run(self._read())
+        except (Exception, asyncio.CancelledError):  # however it was cut, the job's status and its log decide
+            self.complete = False
+        finally:
+            self.ended.set()
+
+    async def _read(self) -> bool:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        self._closing = lambda: loop.call_soon_threadsafe(task.cancel)
+        position = 0
+        if not self._closed:
+            async for text in self._server.client.tail_job_logs(self._id):
+                self._deliver(self, position, text)
+                position += len(text)
+        return not self._closed

@@ -28,7 +28,8 @@ class JobRequest:
 
     Attributes:
         arguments: of the verb, as the cluster gets them.
-        spec: the job; None for a verb without one.
+        spec: the job; None for a verb without one, and for a resumed run that cannot be seen from here.
+        save_dir: where the runs of the job are; by default the one of `spec`.
         job_file: the JOB.yaml below the working directory; None for a recipe, or none.
     """
 
@@ -36,6 +37,7 @@ class JobRequest:
     arguments: tuple[str, ...]
     spec: Any = None
     job_file: str | None = None
+    save_dir: str | None = None
 
     @property
     def entrypoint(self) -> str:
@@ -46,7 +48,7 @@ class JobRequest:
         """What is stored with the job on the server."""
         grace_s = self.spec.retry.stop_grace_s if self.spec is not None else None
         name = self.spec.name if self.spec is not None else None
-        save_dir = self.spec.save.dir if self.spec is not None else None
+        save_dir = self.save_dir or (self.spec.save.dir if self.spec is not None else None)
         return {"verb": self.verb, "name": name, "save_dir": save_dir, "stop_grace_s": grace_s}
 
     def check_package(self, package: Package, folder: Path) -> None:
@@ -94,7 +96,6 @@ def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> J
 
 
 def _job_request(verb: str, given: list[str], options: Mapping[str, Any]) -> JobRequest:
-    from jobs.job.job_file import recipe_named
     from jobs.job.spec import load_spec, refuse_later
 
     path, overrides = split_arguments(tuple(options["arguments"]))
@@ -109,7 +110,7 @@ def _job_request(verb: str, given: list[str], options: Mapping[str, Any]) -> Job
             _check_lasting("RUN", None if path is None else str(path), needed=True)
             return JobRequest(verb, tuple(given))
     elif resumes:
-        return JobRequest(verb, tuple(given))
+        return _resume_request(verb, given, str(options["resume"]), path, overrides)
     loaded = load_spec(path, overrides)
     refuse_later(loaded.spec, verb)
     _check_lasting("save.dir", loaded.spec.save.dir, needed=True)
@@ -120,13 +121,43 @@ def _job_request(verb: str, given: list[str], options: Mapping[str, Any]) -> Job
             "cluster.address", got=loaded.spec.cluster.address, expected="no address in a submitted job",
             remedy="the job uses the cluster that it is submitted to: remove the key",
         )  # fmt: skip
+    return JobRequest(verb, tuple(given), loaded.spec, _job_file(path))
+
+
+def _resume_request(
+    verb: str, given: list[str], folder: str, path: Path | None, overrides: Sequence[str]
+) -> JobRequest:
+    """The request to resume a run or a search, which is checked as the verb would, where it can be seen from here.
+
+    Raises:
+        InputError: there is no run, it still runs, its checkpoints are damaged, or a key may not change.
+    """
+    spec = None
+    if os.path.isdir(folder) and verb == "tune":
+        from jobs.tune import open_sweep
+
+        spec = open_sweep(folder, path, overrides)[1].spec
+    elif os.path.isdir(folder):
+        from jobs.driver.resume import check_checkpoints, open_resumed
+
+        resumed = open_resumed(folder, path, overrides)
+        assert resumed is not None  # None is for "auto"
+        check_checkpoints(resumed)
+        spec = resumed.loaded.spec
+    return JobRequest(verb, tuple(given), spec, _job_file(path), save_dir=os.path.dirname(folder.rstrip("/")))
+
+
+def _job_file(path: Path | None) -> str | None:
+    """The JOB.yaml below the working directory; None for a recipe, or none. Errors: InputError if it is outside."""
+    from jobs.job.job_file import recipe_named
+
     job_file = None if path is None or recipe_named(path) else _below_here(str(path))
     if job_file is not None and os.path.isabs(job_file):
         raise InputError(
             "JOB.yaml", got=f"{path}, outside the working directory", expected=f"a file below {Path.cwd()}",
             remedy="change to its folder: what lies there is what the cluster gets",
         )  # fmt: skip
-    return JobRequest(verb, tuple(given), loaded.spec, job_file)
+    return job_file
 
 
 def check_id(job_id: str | None) -> None:

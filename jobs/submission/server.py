@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raytrain.errors import InputError, RunError, first_line
+from jobs.driver.signals import Interrupted
+from jobs.submission.client import AnotherServer, explained, job_client
+from raytrain.errors import InputError, RunError
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
@@ -25,11 +27,6 @@ RECORD = "raytrain"
 
 SCRIPT = "raytrain-script-"
 """Prefix of the IDs of the short jobs by which `submit` asks the cluster something. Ray still lists deleted jobs."""
-
-QUIET = (
-    "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", "ray._private.runtime_env.packaging",
-)  # fmt: skip
-"""Loggers of Ray that tell of each upload and each closed stream."""
 
 SCRIPT_LIMIT_S = 120.0
 STARTING_S = 60.0
@@ -87,43 +84,69 @@ class SubmittedJob:
 class JobServer:
     """A connection to the job server at `address`.
 
+    Args:
+        cancelled: once set, what waits for the cluster raises `Interrupted`, and cleans up.
+
     Raises:
         InputError: nothing answers at the address, it is no job server of Ray, or the token is wrong.
     """
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str | None = None, *, cancelled: threading.Event | None = None) -> None:
         given = address or os.environ.get(ADDRESS_VARIABLES[0]) or DEFAULT_ADDRESS
-        if not given.startswith(("http://", "https://")):
+        if not given.startswith(("http://", "https://")) or not given.partition("://")[2].strip("/"):
             raise InputError(
                 "--address", got=given, expected=f"the URL of the cluster's dashboard, such as {DEFAULT_ADDRESS}"
             )
         for name in ADDRESS_VARIABLES:
             os.environ.pop(name, None)
         self.address = given.rstrip("/")
-        from ray.job_submission import JobSubmissionClient
-
-        for name in QUIET:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        self._cancelled = cancelled or threading.Event()
         with self._explained():
-            self.client = JobSubmissionClient(self.address)
+            self.client = job_client(self.address)
 
     # -- jobs -------------------------------------------------------------------------------------
+
+    def upload(self, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+        """The same environment with its local files on the cluster: what `submit` then sends is small."""
+        uploaded = dict(runtime_env)
+        try:
+            with self._explained():
+                self.client._upload_working_dir_if_needed(uploaded)
+                self.client._upload_py_modules_if_needed(uploaded)
+        except RuntimeError as error:
+            raise RunError(f"{self.address} refused the upload: {_reason(error)}") from error
+        return uploaded
 
     def submit(
         self, entrypoint: str, *, job_id: str, runtime_env: dict[str, Any], metadata: dict[str, str]
     ) -> SubmittedJob:
-        """Submit a job. Errors: InputError if the ID is taken, or Ray refuses the job."""
+        """Submit a job.
+
+        Raises:
+            InputError: the ID is taken, or Ray refuses the job.
+            RunError: the server did not answer: whether the job is submitted is not known.
+        """
         ends = time.monotonic() + STARTING_S
         try:
             while not self._submitted(entrypoint, job_id, runtime_env, metadata, last=time.monotonic() > ends):
-                time.sleep(POLL_EVERY_S)
+                self.pause(POLL_EVERY_S)
         except RuntimeError as error:
             if "already exists" in str(error):
                 raise InputError(
                     "--id", got=f"{job_id}, the ID of an earlier job", expected="an ID that is not taken"
                 ) from error
             raise InputError("job", got=_reason(error), expected="a job that Ray accepts") from error
+        except ServerSilent as error:
+            raise RunError(
+                f"{self.address} did not say whether it has submitted {job_id} ({error.reason}): "
+                f"`raytrain submit status {job_id} --address {self.address}` shows it"
+            ) from error
         return self.job(job_id)
+
+    def pause(self, seconds: float) -> None:
+        """Wait. Errors: Interrupted if the command is cancelled."""
+        if self._cancelled.wait(seconds):
+            raise Interrupted("cancelled")
 
     def _submitted(
         self, entrypoint: str, job_id: str, runtime_env: dict[str, Any], metadata: dict[str, str], *, last: bool
@@ -185,9 +208,8 @@ class JobServer:
         """Run a Python file of this package on the cluster, and remove it from the list of jobs at the end."""
         job_id = f"{SCRIPT}{secrets.token_hex(6)}"
         entrypoint = f"python -c {shlex.quote(source.read_text())} {shlex.join(arguments)}"
-        job = self.submit(entrypoint, job_id=job_id, runtime_env={}, metadata={})
         try:
-            yield job
+            yield self.submit(entrypoint, job_id=job_id, runtime_env={}, metadata={})
         finally:
             with contextlib.suppress(Exception):  # what failed before is what is reported
                 self.kill(job_id)
@@ -211,12 +233,11 @@ class JobServer:
                 how = f"failed: {self.job(job.id).message}" if ended else f"gave no answer within {limit_s:.0f} s"
                 lines = text.strip().splitlines()
                 raise RunError(f"a short job on the cluster {how} {lines[-1] if lines else ''}".rstrip())
-            time.sleep(POLL_EVERY_S)
+            self.pause(POLL_EVERY_S)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Errors of the connection as ours; a RuntimeError stands for an answer of the server, and passes."""
-        import requests
         from ray.exceptions import AuthenticationError
 
         try:
@@ -224,16 +245,26 @@ class JobServer:
         except AuthenticationError as error:
             raise InputError(
                 "token",
-                got=f"{_token_in_use()}, which {self.address} refuses",
-                expected="the token of that cluster",
-                remedy="set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; `ray get-auth-token` prints it on the head node",
+                got=_token_in_use(),
+                expected=f"that of {self.address} in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (on its head node, "
+                "`ray get-auth-token` prints it)",
             ) from error
-        except (ConnectionError, requests.RequestException) as error:
-            raise ServerSilent(self.address, first_line(error)) from error
+        except AnotherServer as error:
+            raise InputError(
+                "--address", got=f"{self.address}, where {error}", expected="the URL of the dashboard of a Ray cluster"
+            ) from error
+        except (ConnectionError, OSError, ValueError) as error:  # those of `requests` are OSError or ValueError
+            if (reason := explained(error)) is None:
+                raise
+            raise ServerSilent(self.address, reason) from error
 
 
 class ServerSilent(InputError):
-    """Nothing answers at the address of the job server."""
+    """Nothing answers at the address of the job server.
+
+    Attributes:
+        reason: why.
+    """
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(
@@ -242,19 +273,19 @@ class ServerSilent(InputError):
             expected="the URL of the dashboard of a running Ray cluster",
             remedy="start one (cluster/README.md), or forward its port: ssh -L 8265:127.0.0.1:8265 HEAD",
         )
-        self.arguments = (address, reason)
+        self.address, self.reason = address, reason
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), self.arguments)
+        return (type(self), (self.address, self.reason))
 
 
-def wait_until(reached: Callable[[], bool], *, limit_s: float, every_s: float = POLL_EVERY_S) -> bool:
+def wait_until(reached: Callable[[], bool], *, limit_s: float, pause: Callable[[float], object] = time.sleep) -> bool:
     """Ask until it is reached; False if it is not within the limit."""
     ends = time.monotonic() + limit_s
     while not reached():
         if time.monotonic() > ends:
             return False
-        time.sleep(every_s)
+        pause(POLL_EVERY_S)
     return True
 
 

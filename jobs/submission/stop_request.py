@@ -5,16 +5,16 @@ Ray kills a job 3 s after the SIGTERM of its stop, by default. The entry leaves 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cluster.checks.ray_job import JOB_ENVIRONMENT
+from cluster.checks.ray_job import submission_id
+from raytrain.errors import RunError
 
 if TYPE_CHECKING:
     from jobs.submission.server import JobServer
@@ -27,23 +27,28 @@ def request_name(job_id: str) -> str:
     return f"raytrain_stop_{job_id}.zip"
 
 
+def listening_name(job_id: str) -> str:
+    """The entry that a job makes once it looks for the request."""
+    return f"raytrain_listens_{job_id}.zip"
+
+
 def request_stop(server: JobServer, job_id: str) -> None:
-    """Ask a running job to save and to return. Client side."""
-    response = server.request("PUT", f"/api/packages/gcs/{request_name(job_id)}", data=b"stop")
-    response.raise_for_status()
+    """Ask a running job to save and to return. Client side. Errors: RunError if the cluster does not take it."""
+    answer = server.request("PUT", f"/api/packages/gcs/{request_name(job_id)}", data=b"stop")
+    if answer.status_code != 200:
+        raise RunError(f"{server.address} refused the request to stop {job_id}: {answer.status_code} {answer.reason}")
 
 
-def submission_id(environ: Mapping[str, str] | None = None) -> str | None:
-    """The ID of the job that this process is the command of; None outside a submitted job."""
-    text = (os.environ if environ is None else environ).get(JOB_ENVIRONMENT)
-    return json.loads(text).get("metadata", {}).get("job_submission_id") if text else None
+def listens(server: JobServer, job_id: str) -> bool:
+    """Whether a command in this job looks for the request. Client side."""
+    return server.request("GET", f"/api/packages/gcs/{listening_name(job_id)}").status_code == 200
 
 
 def watch_stop_request() -> None:
     """In a submitted job, send this process SIGTERM once it is asked to stop: every verb handles that by saving."""
     job_id, address = submission_id(), os.environ.get("RAY_ADDRESS")
     if job_id and address:
-        asked = _asked(address, f"gcs://{request_name(job_id)}")
+        asked = _asked(address, f"gcs://{request_name(job_id)}", listening=f"gcs://{listening_name(job_id)}")
         threading.Thread(target=_watch, args=(asked,), daemon=True, name="stop-request").start()
 
 
@@ -53,9 +58,10 @@ def _watch(asked: Callable[[], bool]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _asked(address: str, name: str) -> Callable[[], bool]:
-    """Looks for the entry, once the main thread has set Ray's variables and imported Ray."""
+def _asked(address: str, name: str, *, listening: str) -> Callable[[], bool]:
+    """Looks for the entry `name`, and makes the entry `listening`, once the main thread has started Ray."""
     clients: list[Any] = []
+    said: list[bool] = []
 
     def look() -> bool:
         if not clients:
@@ -66,6 +72,9 @@ def _asked(address: str, name: str) -> Callable[[], bool]:
 
             clients.append(GcsClient(address=address))
         try:
+            if not said:
+                clients[0].internal_kv_put(listening.encode(), b"yes", True, None, timeout=5)
+                said.append(True)
             return bool(clients[0].internal_kv_exists(name.encode(), None, timeout=5))
         except Exception:  # the cluster does not answer: whether it is lost is for the verb to judge
             return False

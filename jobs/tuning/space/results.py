@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from jobs.driver.resume import resume_command
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.space.points import Points
 from jobs.tuning.table import SweepTable, counted, print_table, values_text
@@ -80,7 +81,8 @@ def print_files(command: TuneCommand, *, died: Sequence[int]) -> None:
     command.print_line(f"report  {build_sweep_report(sweep)}")
     command.print_line(f"train   raytrain train {sweep.best}")
     if died:
-        command.print_line(f"died    trial {', '.join(map(str, died))}; to repeat: raytrain tune --resume {sweep.path}")
+        again = resume_command("tune", sweep.path)
+        command.print_line(f"died    trial {', '.join(map(str, died))}; to repeat: {again}")
 
 
 def curves_of(rows: list[dict[str, Any]]) -> dict[int, list[tuple[int, float]]]:

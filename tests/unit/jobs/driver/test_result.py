@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cluster.checks.ray_job import JOB_ENVIRONMENT
 from jobs.driver import result
 from jobs.driver.result import (
     Result,
@@ -176,6 +177,9 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
         f"next    raytrain train --resume {where}", f"        raytrain check --bundle problem.zip --run {where}",
     ]  # fmt: skip
     assert not any("next" in line for line in lines("interrupted"))
+    monkeypatch.setenv(JOB_ENVIRONMENT, "{}")
+    assert f"next    raytrain submit train --resume {where}" in lines("failed"), "where the job was submitted from"
+    monkeypatch.delenv(JOB_ENVIRONMENT)
     run.write_text(run.job, "model: {module: <object Net>}\n")
     assert lines("done", weights="w")[-2:] == [
         f'next    train(..., resume="{where}")',

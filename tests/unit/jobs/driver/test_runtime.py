@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -214,6 +216,30 @@ def test_of_several_addresses_the_first_that_answers_counts_and_ports_of_one_hos
     with pytest.raises(InputError) as apart:
         cluster_address("127.0.0.1:50000,127.0.0.2:50000")
     assert "of one host" not in str(apart.value)
-    monkeypatch.setattr("jobs.driver.runtime.answers", lambda address: address == "10.0.0.5:6379")
+    nothing = "nothing answers there"
+    monkeypatch.setattr("jobs.driver.runtime.head_problem", lambda one: None if one == "10.0.0.5:6379" else nothing)
     assert cluster_address("10.0.0.4:6379, 10.0.0.5:6379,10.0.0.6:6379") == "10.0.0.5:6379"
     assert cluster_address("10.0.0.4:6379") == "10.0.0.4:6379", "one address is tried where Ray connects to it"
+
+
+@pytest.mark.covers("NODE-04")
+def test_an_address_where_something_else_than_ray_listens_is_refused_at_once(
+    run_cli: Callable[..., Any], tmp_path: Any
+) -> None:
+    """Ray itself would wait for minutes. No Ray is started: there is no line of it."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        for verb in ("train", "check"):
+            refused = run_cli(verb, f"cluster.address={address}", cwd=tmp_path)
+            assert refused.code == 2, refused.text
+            said = [line for line in refused.err.splitlines() if line]
+            assert said[-1].startswith(
+                f"error: cluster.address: got {address} (an HTTP server listens there), expected"
+            )
+            assert "Traceback" not in refused.text and "gcs" not in refused.text, refused.text
+            assert not (tmp_path / "runs").exists()
+        refused = run_cli("submit", "status", "--address", f"http://{address}", cwd=tmp_path)
+        server.shutdown()
+    assert refused.code == 2 and refused.err.count("\n") == 1, refused.text
+    assert "--address: got http://127.0.0.1" in refused.err and "another HTTP server answers (501" in refused.err

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jobs.driver.signals import SAME_SIGNAL_S, Interrupted, StopSignals
+from jobs.driver.signals import SAME_SIGNAL_S, Interrupted, SignalQueue, StopSignals
 
 
 class Clock:
@@ -175,3 +175,108 @@ def test_nohup_keeps_its_meaning() -> None:
     finally:
         signals.restore()
         signal.signal(signal.SIGHUP, previous)
+
+
+# -- SignalQueue ----------------------------------------------------------------------------------------------
+
+
+def main_thread_gets(number: int) -> None:
+    """From any thread, as the kernel chooses the main thread for Ctrl-C."""
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, number)
+
+
+def test_signals_are_taken_where_the_main_thread_asks_for_them_and_never_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.driver.signals.time.monotonic", Clock(each=1.0))
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with SignalQueue() as signals:
+        signals.put("first")
+        signal.raise_signal(signal.SIGINT)
+        assert signals.get() is None, "a signal comes before the items"
+        assert signals.take() == signal.SIGINT and signals.take() is None
+        assert signals.get() == "first" and signals.get(wait_s=0.0) is None
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.take() == signal.SIGTERM
+        threading.Thread(target=main_thread_gets, args=(signal.SIGINT,)).start()
+        assert signals.get() is None and signals.take() == signal.SIGINT, "it wakes a wait without a limit"
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_two_signals_at_once_are_one_unless_a_line_was_typed_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.driver.signals.time.monotonic", Clock(each=0.0))
+    reader, writer = os.pipe()
+    with SignalQueue() as signals:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        assert signals.take() == signal.SIGINT and signals.take() is None
+        os.write(writer, b"c\n")
+        assert signals.read_line(reader) == "c\n"
+        signal.raise_signal(signal.SIGINT)
+        assert signals.read_line(reader) is None and signals.take() == signal.SIGINT
+        os.close(writer)
+        assert signals.read_line(reader) is None, "the end of the input"
+    os.close(reader)
+
+
+def test_a_main_thread_that_takes_no_signals_is_interrupted_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.driver.signals.time.monotonic", Clock(each=1.0))
+    with SignalQueue():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_work_is_cancelled_and_cleans_up_before_the_command_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[str]()
+
+    def work() -> None:
+        main_thread_gets(signal.SIGINT)
+        signals.cancelled.wait()
+        done.append("cleaned up")
+
+    with SignalQueue() as signals:
+        assert signals.run(lambda: 7) == 7
+        with pytest.raises(LookupError, match="wrong"):
+            signals.run(lambda: {}["wrong"])
+        with pytest.raises(Interrupted, match="SIGINT"):
+            signals.run(work)
+    assert done == ["cleaned up"]
+
+
+def test_a_second_signal_does_not_wait_for_the_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.driver.signals.SAME_SIGNAL_S", -1.0)
+    never = threading.Event()
+
+    def work() -> None:
+        main_thread_gets(signal.SIGINT)
+        signals.cancelled.wait()
+        main_thread_gets(signal.SIGINT)
+        never.wait()
+
+    with SignalQueue() as signals:
+        signals.CLEAN_UP_S = 1e9
+        with pytest.raises(Interrupted):
+            signals.run(work)
+    never.set()
+
+
+def test_an_ignored_signal_stays_ignored_and_other_threads_install_nothing() -> None:
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with SignalQueue() as signals:
+            signal.raise_signal(signal.SIGINT)
+            assert signals.take() is None and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+    def in_a_thread() -> None:
+        with SignalQueue():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    seen = list[object]()
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert seen == [previous]

@@ -6,12 +6,19 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from jobs.__main__ import main
+from jobs.job.spec import load_spec
 from jobs.submission import package as packages
 from jobs.submission.package import pack
 from jobs.submission.request import request_of
+from raytrain.checkpoint.files import write_checkpoint
+from raytrain.checkpoint.reader import FORMAT
+from raytrain.checkpoint.snapshot import Snapshot
 from raytrain.errors import InputError
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import open_store
 
 
 @pytest.fixture
@@ -107,3 +114,61 @@ def test_arguments_are_checked_as_the_verb_would(folder: Path) -> None:
     assert accepted.entrypoint == "python -m jobs infer /shared/runs/a infer.output=s3://bucket/out"
     quoted = request_of("train", main.commands["train"], [*arguments, "tune.space={loop.max_steps: [1, 2]}"])
     assert quoted.entrypoint.endswith("'tune.space={loop.max_steps: [1, 2]}'")
+
+
+def resumable(folder: Path, monkeypatch: pytest.MonkeyPatch, *, steps: tuple[int, ...] = (3,)) -> Path:
+    """A run that was submitted from `folder` and has ended, with a checkpoint for each of these steps."""
+    monkeypatch.setattr(RunFolder, "alive", lambda run: None)  # its driver would be this process
+    (folder / "text.txt").write_text("text " * 100)
+    submitted(folder, save=str(folder.parent / "shared"))
+    run = RunFolder.create(str(folder.parent / "shared"), "run", job=dict(load_spec(folder / "job.yaml").mapping))
+    for step in steps:
+        snapshot = Snapshot(step, {"model": {"w": torch.zeros(3)}}, {})
+        store = open_store(run.checkpoint_dir(step))
+        store.make_dir("")
+        write_checkpoint(store, snapshot, {"format": FORMAT, "step": step})
+    return Path(run.path)
+
+
+def test_a_resume_is_checked_before_the_upload_where_the_run_can_be_seen(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = main.commands["train"]
+    run = resumable(folder, monkeypatch)
+    request = request_of("train", train, ["--resume", str(run), "retry.stop_grace_s=7"])
+    assert request.entrypoint == f"python -m jobs train --resume {run} retry.stop_grace_s=7"
+    record = request.record
+    assert (record["name"], record["save_dir"], record["stop_grace_s"]) == ("run", str(run.parent), 7.0)
+    (folder / ".gitignore").write_text("text.txt\n")
+    with pytest.raises(InputError, match=r"data\.path: got text\.txt, which is not in the package"):
+        request.check_package(pack(folder, tmp_path / "all.zip"), folder)
+
+    empty, other = tmp_path / "empty", tmp_path / "other"
+    empty.mkdir()
+    other.mkdir()
+    (other / "notes.txt").write_text("no run")
+    for where, expected in ((empty, "an empty folder"), (other, "which has no job.json")):
+        with pytest.raises(InputError, match=f"--resume: got {where}, {expected}"):
+            request_of("train", train, ["--resume", str(where)])
+    with pytest.raises(InputError, match=r"model\.width: got a changed value"):
+        request_of("train", train, ["--resume", str(run), "model.width=16"])
+    with pytest.raises(InputError, match=r"--resume: got \S+, which is not a search folder"):
+        request_of("tune", main.commands["tune"], ["--resume", str(other)])
+
+    not_here = request_of("train", train, ["--resume", "/on/the/cluster/runs/x"])
+    assert not_here.spec is None and not_here.record["save_dir"] == "/on/the/cluster/runs"
+
+
+def test_a_resume_from_damaged_checkpoints_is_refused_and_one_before_the_first_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = main.commands["train"]
+    run = resumable(folder, monkeypatch, steps=(3, 5))
+    for name in ("step_00000005", "step_00000003"):
+        assert request_of("train", train, ["--resume", str(run)]).spec is not None
+        (run / "checkpoints" / name / "manifest.json").write_text("{}")
+    with pytest.raises(InputError, match=r"checkpoints are all damaged \(\S+step_00000005/manifest\.json: damaged"):
+        request_of("train", train, ["--resume", str(run)])
+    for name in ("step_00000005", "step_00000003"):
+        (run / "checkpoints" / name / "COMPLETE").unlink()
+    assert request_of("train", train, ["--resume", str(run)]).spec is not None, "it begins at step 0"

@@ -1,0 +1,416 @@
+"""Following a job: its log passes a stream that ends early, drops or stalls, and Ctrl-C acts at every moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pty
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jobs import submit
+from jobs.driver.signals import Interrupted, SignalQueue
+from jobs.submission import console
+from jobs.submission.console import JobConsole
+from jobs.submission.follow import LogFollower, Pace
+from jobs.submission.server import ServerSilent, SubmittedJob
+from raytrain.errors import InputError, RunError
+
+FAST = Pace(status=0.01, drain=0.05, silent=60.0, again=0.01, stalled=60.0, most=0.1)
+LIMIT_S = 30
+Wait = threading.Event
+
+
+def job_of(status: str, exit_code: int | None = None) -> SubmittedJob:
+    return SubmittedJob("mine", status, exit_code, "", "python -m jobs train", {}, None, None, None)
+
+
+class FakeServer:
+    """A job server. Each stream of the log plays the next script, the last one again and again: text to send, an event
+    to wait for, a function to call, an exception to raise; `lasts` waits until the stream is closed.
+
+    `states` are the answers about the job, the last one again and again; an exception is raised.
+    """
+
+    address = "http://head:8265"
+
+    def __init__(self, *streams: list[Any], states: list[Any] | None = None, log: str = "") -> None:
+        self.streams, self.states, self.log = list(streams), states or [job_of("RUNNING")], log
+        self.client = self
+        self.asked = self.opened = 0
+        self.requests: list[str] = []
+        self.on_request: Callable[[], Any] = lambda: None
+
+    async def tail_job_logs(self, job_id: str) -> Any:
+        self.opened += 1
+        for item in self.streams.pop(0) if len(self.streams) > 1 else self.streams[0]:
+            if isinstance(item, str):
+                yield item
+            elif isinstance(item, threading.Event):
+                while not item.is_set():
+                    await asyncio.sleep(0.002)
+            elif isinstance(item, Exception):
+                raise item
+            elif item == lasts:
+                await asyncio.Event().wait()
+            else:
+                item()
+
+    def job(self, job_id: str) -> SubmittedJob:
+        self.asked += 1
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def logs(self, job_id: str) -> str:
+        return self.log
+
+    def ends(self, status: str, exit_code: int | None = None) -> None:
+        self.states = [job_of(status, exit_code)]
+
+    def request(self, method: str, path: str, **options: Any) -> Any:
+        self.requests.append(f"{method} {path}")
+        return self.on_request() or type("Answer", (), {"status_code": 200, "reason": "OK"})()
+
+
+def lasts() -> None:
+    """Marks a stream that stays open."""
+
+
+def followed(server: FakeServer, pace: Pace = FAST) -> tuple[str, Any, LogFollower]:
+    """(the log as passed on, the last item, the follower)."""
+    with SignalQueue() as items:
+        follower = LogFollower(server, "mine", put=items.put, pace=pace)  # pyright: ignore[reportArgumentType]
+        follower.start()
+        text = ""
+        while isinstance(item := items.get(wait_s=LIMIT_S), str):
+            text += item
+    return text, item, follower
+
+
+def interrupt() -> None:
+    """Ctrl-C: the main thread gets it, as the kernel does it at a terminal."""
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def each_signal_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.driver.signals.SAME_SIGNAL_S", -1.0)
+
+
+# -- the log --------------------------------------------------------------------------------------------------
+
+
+def test_a_log_is_passed_on_once_over_streams_that_end_early_and_drop() -> None:
+    import aiohttp
+
+    server = FakeServer(
+        ["one\n", "tw"], ["one\n", "two\nth", aiohttp.ClientError()], ["one\ntwo\n", RuntimeError("1006")],
+        ["one\ntwo\n", "three\n", lambda: server.ends("SUCCEEDED", 0)],
+    )  # fmt: skip
+    text, ended, follower = followed(server)
+    assert text == "one\ntwo\nthree\n" and ended.verdict == 0
+    assert follower.streams == server.opened == 4 and follower.printed == len(text)
+
+
+def test_the_verdict_is_the_status_of_the_job_whatever_its_log_says() -> None:
+    says_done = ["done after 6 steps\n", "exit code 0\n"]
+    server = FakeServer([*says_done, lambda: server.ends("FAILED", 3)], log="")
+    text, ended, _ = followed(server)
+    assert text == "".join(says_done) and ended.verdict == 3
+    says_failed = ["Traceback (most recent call last):\n", RuntimeError("cut")]
+    server = FakeServer(says_failed, states=[job_of("RUNNING")] * 3 + [job_of("SUCCEEDED", 0)])
+    text, ended, _ = followed(server)
+    assert text == says_failed[0] and ended.verdict == 0
+
+
+@pytest.mark.parametrize("stream", [["one\n", RuntimeError("cut")], ["one\n", lasts]])
+def test_the_rest_of_the_log_is_read_where_the_last_stream_was_cut_or_hangs(stream: list[Any]) -> None:
+    server = FakeServer([*stream[:1], lambda: server.ends("SUCCEEDED", 0), *stream[1:]], log="one\ntwo\n")
+    text, ended, _ = followed(server)
+    assert text == "one\ntwo\n" and ended.verdict == 0
+
+
+def test_a_stream_that_stalls_is_opened_again_and_a_quiet_job_is_not_disturbed() -> None:
+    """A connection that was lost without a sign brings nothing, while the log grows."""
+    server = FakeServer(
+        ["one\n", lasts], ["one\ntwo\n", "three\n", lambda: server.ends("SUCCEEDED", 0)], log="one\ntwo\n"
+    )
+    text, ended, follower = followed(server, Pace(status=0.01, again=0.01, stalled=0.05, most=60.0))
+    assert text == "one\ntwo\nthree\n" and ended.verdict == 0 and follower.streams == 2
+    read, enough = list[str](), Wait()
+
+    def logs(job_id: str) -> str:
+        read.append(job_id)
+        if len(read) == 2:
+            enough.set()
+        return "one\n"
+
+    quiet = FakeServer(["one\n", enough, lambda: quiet.ends("SUCCEEDED", 0)])
+    quiet.logs = logs
+    text, ended, follower = followed(quiet, Pace(status=0.01, again=0.01, stalled=0.02, most=60.0))
+    assert text == "one\n" and ended.verdict == 0 and follower.streams == 1
+
+
+def test_a_server_that_is_silent_or_cannot_say_is_asked_again() -> None:
+    silent = ServerSilent("http://head:8265", "connection refused")
+    troubles = [silent, RunError("500"), silent]
+    server = FakeServer(["one\n", OSError("refused")], states=[*troubles, job_of("RUNNING"), job_of("FAILED", 1)])
+    text, ended, _ = followed(server)
+    assert text == "one\n" and ended.verdict == 1 and server.asked >= 5
+    _, error, _ = followed(FakeServer([lasts], states=[silent]), Pace(status=0.01, again=0.01, silent=0.05))
+    assert isinstance(error, RunError) and "may still run" in str(error) and "logs mine --follow" in str(error)
+    gone = InputError("ID", got="mine", expected="the ID of a submitted job")
+    assert followed(FakeServer([lasts], states=[gone]))[1] is gone
+
+
+# -- Ctrl-C ---------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """The other side of a pseudo-terminal: what was shown there, and keys to type."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = pty.openpty()
+        self.shown = ""
+        self._grew = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while block := os.read(self._ours, 4096):
+                with self._grew:
+                    self.shown += block.decode()
+                    self._grew.notify_all()
+        except OSError:
+            return
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        with self._grew:
+            assert self._grew.wait_for(lambda: self.shown.count(text) >= times, LIMIT_S), self.shown
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """The terminal of this process; pytest sets its own streams between a fixture and its test."""
+        with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+            for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+                stream = stack.enter_context(os.fdopen(os.dup(self.theirs), mode, buffering=1))
+                patch.setattr(f"sys.{name}", stream)
+            yield
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    made = Terminal()
+    yield made
+    os.close(made.theirs)
+
+
+def act(*steps: Callable[[], Any]) -> list[BaseException]:
+    """Take these steps in another thread; returns what went wrong, once it is over."""
+    wrong: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for step in steps:
+                step()
+        except BaseException as error:
+            wrong.append(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return wrong
+
+
+def follow(server: FakeServer, terminal: Terminal | None = None) -> int:
+    """As `submit` and `submit logs --follow` do it."""
+    with terminal.used() if terminal else contextlib.nullcontext(), SignalQueue() as signals:
+        return JobConsole(server, "mine", signals=signals, pace=FAST).follow()  # pyright: ignore[reportArgumentType]
+
+
+def test_ctrl_c_asks_and_each_answer_does_what_it_says(terminal: Terminal) -> None:
+    stopped = Wait()
+    server = FakeServer(["one\n", stopped, "saved\n", lambda: server.ends("FAILED", 130)])
+    wrong = act(
+        lambda: terminal.wait_for("one"),
+        lambda: terminal.type("d\n"),  # typed before the question: no answer to it
+        interrupt,
+        lambda: terminal.wait_for("[c]ontinue"),
+        lambda: terminal.type("what\n"),
+        lambda: terminal.wait_for("[c]ontinue", 2),
+        lambda: terminal.type("c\n"),
+        lambda: terminal.wait_for("following mine again"),
+        interrupt,
+        lambda: terminal.wait_for("[c]ontinue", 3),
+        lambda: terminal.type("S\n"),
+        lambda: terminal.wait_for("asked the run to save and stop"),
+        stopped.set,
+    )
+    assert follow(server, terminal) == 130 and not wrong, (wrong, terminal.shown)
+    terminal.wait_for("mine: STOPPED, exit code 130")
+    assert server.requests == ["PUT /api/packages/gcs/raytrain_stop_mine.zip"]
+
+
+@pytest.mark.parametrize("answer", ["\n", "d\n", "\x04", None])
+def test_enter_the_end_of_input_and_a_second_ctrl_c_detach(terminal: Terminal, answer: str | None) -> None:
+    wrong = act(
+        lambda: terminal.wait_for("one"),
+        interrupt,
+        lambda: terminal.wait_for("[c]ontinue"),
+        interrupt if answer is None else lambda: terminal.type(answer),
+    )
+    server = FakeServer(["one\n", lasts])
+    assert follow(server, terminal) == 130 and not wrong, (wrong, terminal.shown)
+    terminal.wait_for("submit logs mine --follow --address http://head:8265")
+    assert not server.requests
+
+
+def test_a_stop_that_cannot_be_asked_for_is_said_and_the_job_is_followed(terminal: Terminal) -> None:
+    import requests
+
+    go_on = Wait()
+    server = FakeServer(["one\n", go_on, lambda: server.ends("SUCCEEDED", 0)])
+
+    def refuse() -> None:
+        raise requests.ConnectionError("refused")
+
+    server.on_request = refuse
+    wrong = act(
+        lambda: terminal.wait_for("one"),
+        interrupt,
+        lambda: terminal.wait_for("[c]ontinue"),
+        lambda: terminal.type("s\n"),
+        lambda: terminal.wait_for("cannot be asked to stop: refused"),
+        go_on.set,
+    )
+    assert follow(server, terminal) == 0 and not wrong, (wrong, terminal.shown)
+
+
+def test_ctrl_c_is_no_question_about_a_job_that_has_ended(terminal: Terminal) -> None:
+    server = FakeServer(["one\n"], states=[job_of("SUCCEEDED", 0)])
+    with terminal.used(), SignalQueue() as signals:
+        follower = JobConsole(server, "mine", signals=signals, pace=FAST)  # pyright: ignore[reportArgumentType]
+        put, ended = signals.put, Wait()
+
+        def put_and_note(item: object) -> None:
+            put(item)
+            if isinstance(item, SubmittedJob):
+                interrupt()
+                ended.set()
+
+        follower._follower._put = put_and_note
+        assert follower.follow() == 0 and ended.is_set()
+    terminal.wait_for("mine: SUCCEEDED, exit code 0")
+    assert "[c]ontinue" not in terminal.shown
+
+
+def test_without_a_terminal_ctrl_c_and_sigterm_detach(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        arrives = lambda number=number: os.kill(os.getpid(), number)  # noqa: E731
+        assert follow(FakeServer(["one\n", arrives, lasts])) == 130
+        assert "mine keeps running. Follow it with" in capsys.readouterr().err
+
+
+def test_sigterm_detaches_at_a_terminal_without_a_question(terminal: Terminal) -> None:
+    assert follow(FakeServer(["one\n", lambda: os.kill(os.getpid(), signal.SIGTERM), lasts]), terminal) == 130
+    assert "[c]ontinue" not in terminal.shown
+
+
+def test_a_reader_that_leaves_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `raytrain submit logs ID --follow | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        assert follow(FakeServer(["one\n", lasts])) == 130
+
+
+def test_the_end_says_why_a_job_never_began(capsys: pytest.CaptureFixture[str]) -> None:
+    pip = "setup failed: Failed to set up.\nLast 50 lines:\n    ERROR: No matching distribution for torch==9.9.9\n\n"
+    for message, reason in ((pip, "ERROR: No matching distribution for torch==9.9.9"), ("no agent\nmore", "no agent")):
+        failed = replace(job_of("FAILED"), message=message)
+        assert follow(FakeServer([lasts], states=[failed])) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == f"mine: FAILED, exit code 1 ({reason})"
+
+
+# -- the phases of a command ----------------------------------------------------------------------------------
+
+
+class SubmitServer(FakeServer):
+    """A server to submit to; `on` names the moment at which Ctrl-C arrives."""
+
+    def __init__(self, on: str) -> None:
+        super().__init__(["one\n", lasts])
+        self.on, self.submitted, self.cancelled = on, list[str](), Wait()
+
+    def at(self, moment: str) -> None:
+        if moment == self.on:
+            interrupt()
+            if moment != "submit":
+                assert self.cancelled.wait(LIMIT_S)
+                raise Interrupted("cancelled")
+
+    def upload(self, env: dict[str, Any]) -> dict[str, Any]:
+        self.at("upload")
+        return env
+
+    def submit(self, entrypoint: str, *, job_id: str, **more: Any) -> SubmittedJob:
+        self.at("submit")
+        self.submitted.append(job_id)
+        return job_of("RUNNING")
+
+
+@pytest.fixture
+def submit_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[str], tuple[int, SubmitServer]]:
+    """`submit_at(moment)`: submits a check, with Ctrl-C at this moment; returns the exit code and the server."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "Pace", lambda: FAST)
+    monkeypatch.setattr(submit, "check_versions", lambda *given, **more: [])
+
+    def run(moment: str) -> tuple[int, SubmitServer]:
+        from jobs.__main__ import main
+
+        server = SubmitServer(moment)
+
+        def connect(address: str | None, *, cancelled: Any) -> SubmitServer:
+            server.cancelled = cancelled
+            server.at("connect")
+            return server
+
+        def versions(server: SubmitServer) -> dict[str, str | None]:
+            server.at("probe")
+            return submit.versions_here()
+
+        monkeypatch.setattr(submit, "JobServer", connect)
+        monkeypatch.setattr(submit, "versions_of", versions)
+        code = submit.submit_verb("check", main.commands["check"], [], address=None, job_id="mine")
+        return code, server
+
+    return run
+
+
+@pytest.mark.parametrize("moment", ["connect", "probe", "upload"])
+def test_ctrl_c_before_the_job_exists_cancels(moment: str, submit_at: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, server = submit_at(moment)
+    assert code == 130 and not server.submitted and not server.opened
+    assert capsys.readouterr().err.splitlines()[-1] == "cancelled: nothing was submitted"
+
+
+def test_ctrl_c_while_the_job_is_submitted_is_about_the_job(submit_at: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, server = submit_at("submit")
+    assert code == 130 and server.submitted == ["mine"]
+    err = capsys.readouterr().err
+    assert "submitted mine to http://head:8265" in err and "mine keeps running" in err

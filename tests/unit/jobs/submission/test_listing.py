@@ -1,0 +1,66 @@
+"""`submit status` at a terminal of 80 columns, and in a pipe."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from jobs.submission.listing import print_job, print_jobs, row_of
+from jobs.submission.server import SubmittedJob
+
+AT = 1_800_000_000.0
+SAVE = {"verb": "train", "save_dir": "/mnt/shared/team/experiments/language/runs"}
+JOBS = [
+    SubmittedJob(
+        "shakespeare-20261125T075055Z-ab12", "RUNNING", None, "", "python -m jobs train", SAVE, AT, None, None
+    ),
+    SubmittedJob("run-20261125T075055Z-0001", "FAILED", 130, "", "", SAVE, AT - 20_000, AT - 1_800, None),
+    SubmittedJob("run-20261125T075055Z-0002", "SUCCEEDED", 0, "", "", {"verb": "check"}, AT, AT + 59.7, None),
+    SubmittedJob("raysubmit_4LamXRuQpYdSMg7J", "PENDING", None, "", "", {}, None, None, None),
+]
+
+
+def shown(show: Any, rows: Any, *, width: int) -> list[str]:
+    out = io.StringIO()
+    show(rows, Console(file=out, width=width, highlight=False))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_a_line_for_each_job_fits_80_columns() -> None:
+    rows = [row_of(job, now=AT + 192) for job in JOBS]
+    lines = shown(print_jobs, rows, width=80)
+    assert len(lines) == 1 + len(JOBS), "no line is folded"
+    assert lines[0].split() == ["ID", "verb", "status", "exit", "started", "took"]
+    cells = [line.split("  ") for line in lines[1:]]
+    found = [[cell.strip() for cell in line if cell.strip()] for line in cells]
+    assert [(line[0], line[1], line[2]) for line in found] == [
+        (JOBS[0].id, "train", "RUNNING"), (JOBS[1].id, "train", "STOPPED"), (JOBS[2].id, "check", "SUCCEEDED"),
+        (JOBS[3].id, "-", "PENDING"),
+    ]  # fmt: skip
+    assert [line[-1] for line in found] == ["3m 12s", "5h 3m", "1m 0s", "PENDING"]
+    assert [line[3] for line in found[1:3]] == ["130", "0"]
+    longest = [{**rows[0], "id": "x" * 64}, {**rows[1], "seconds": 999 * 3600.0 + 59 * 60}]
+    assert max(map(len, shown(print_jobs, longest, width=80))) <= 80
+    piped = shown(print_jobs, longest, width=200)
+    assert len(piped) == 3 and "x" * 64 in piped[1]
+
+
+def test_one_job_shows_where_its_runs_are_and_what_ray_says() -> None:
+    job = SubmittedJob(
+        JOBS[0].id, "FAILED", None, "the runtime environment failed:\nno torch==9.9.9", "python -m jobs train j.yaml",
+        SAVE, AT, AT + 7, None,
+    )  # fmt: skip
+    lines = shown(print_job, row_of(job, now=AT), width=80)
+    assert max(map(len, lines)) <= 80
+    for name, value in (
+        ("ID", job.id), ("verb", "train"), ("status", "FAILED"), ("exit", "1"), ("took", "7s"),
+        ("save.dir", SAVE["save_dir"]), ("command", "python -m jobs train j.yaml"),
+        ("message", "the runtime environment failed:"),
+    ):  # fmt: skip
+        assert any(line.split(None, 1) == [name, value] for line in lines), (name, lines)
+    assert lines[-1].strip() == "no torch==9.9.9"
+    assert not any(
+        line.startswith(("verb", "save.dir")) for line in shown(print_job, row_of(JOBS[3], now=AT), width=80)
+    )
