@@ -23,7 +23,7 @@ def frame(kind: int, flags: int, body: bytes, *, stream: int = 1) -> bytes:
 
 
 ACKNOWLEDGED = frame(4, 1, b"", stream=0)
-CLUSTER_ID = frame(1, 4, CONTENT_TYPE) + frame(0, 0, b"\x00\x00\x00\x00\x1e" + b"i" * 30) + frame(1, 5, b"\x00")
+CLUSTER_ID = frame(1, 4, CONTENT_TYPE) + frame(0, 0, b"\x00\x00\x00\x00\x1e" + b"i" * 30)  # its trailers may come later
 NO_TOKEN = frame(1, 5, CONTENT_TYPE + b"\x00\x0bgrpc-status\x0216\x00\x0cgrpc-message\x10InvalidAuthToken")
 NO_METHOD = frame(1, 5, CONTENT_TYPE + b"@\x0bgrpc-status\x0212")
 

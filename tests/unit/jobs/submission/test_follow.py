@@ -297,22 +297,23 @@ def test_a_stop_that_cannot_be_asked_for_is_said_and_the_job_is_followed(termina
     assert follow(server, terminal) == 0 and not wrong, (wrong, terminal.shown)
 
 
-def test_ctrl_c_is_no_question_about_a_job_that_has_ended(terminal: Terminal) -> None:
-    server = FakeServer(["one\n"], states=[job_of("SUCCEEDED", 0)])
+def test_ctrl_c_is_no_question_about_a_job_that_has_ended(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal arrives while the end of the job waits to be read."""
+    server, both = FakeServer(["one\n"], states=[job_of("RUNNING"), job_of("SUCCEEDED", 0)]), Wait()
+    monkeypatch.setattr(console, "print_log", lambda text: both.wait(LIMIT_S))
     with terminal.used(), SignalQueue() as signals:
-        follower = JobConsole(server, "mine", signals=signals, pace=FAST)  # pyright: ignore[reportArgumentType]
-        put, ended = signals.put, Wait()
+        put = signals.put
 
-        def put_and_note(item: object) -> None:
+        def put_and_interrupt(item: object) -> None:
             put(item)
             if isinstance(item, SubmittedJob):
                 interrupt()
-                ended.set()
+                both.set()
 
-        follower._follower._put = put_and_note
-        assert follower.follow() == 0 and ended.is_set()
+        signals.put = put_and_interrupt
+        assert JobConsole(server, "mine", signals=signals, pace=FAST).follow() == 0  # pyright: ignore[reportArgumentType]
     terminal.wait_for("mine: SUCCEEDED, exit code 0")
-    assert "[c]ontinue" not in terminal.shown
+    assert both.is_set() and "[c]ontinue" not in terminal.shown
 
 
 def test_without_a_terminal_ctrl_c_and_sigterm_detach(
