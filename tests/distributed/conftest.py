@@ -249,7 +249,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def start_head(start_module_python: Callable[..., Any], module_place: Place) -> Iterator[Callable[..., RayHead]]:
-    """`start_head(env, num_gpus=0)` starts a Ray head in `module_place`, for all tests of a module."""
+    """`start_head(env, num_gpus=0, python=None)` starts a Ray head in `module_place`, for all tests of a module."""
     with contextlib.ExitStack() as stack:
         yield lambda env, **options: stack.enter_context(ray_head(start_module_python, module_place, env, **options))
 
@@ -301,8 +301,14 @@ def find_free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def ray_head(start: Callable[..., Any], place: Place, env: dict[str, str], *, num_gpus: int = 0) -> Iterator[RayHead]:
-    """A Ray head as an administrator starts it, on loopback, with its own ports and folder."""
+def ray_head(
+    start: Callable[..., Any], place: Place, env: dict[str, str], *, num_gpus: int = 0, python: Path | None = None
+) -> Iterator[RayHead]:
+    """A Ray head as an administrator starts it, on loopback, with its own ports and folder.
+
+    Args:
+        python: of the head and its jobs; None: that of the tests.
+    """
     gcs, dashboard, client, agent = find_free_ports(4)
     options = {
         "node-ip-address": "127.0.0.1", "dashboard-host": "127.0.0.1", "port": gcs, "dashboard-port": dashboard,
@@ -310,9 +316,12 @@ def ray_head(start: Callable[..., Any], place: Place, env: dict[str, str], *, nu
         "num-cpus": 2, "num-gpus": num_gpus, "temp-dir": place.temp / "r",
     }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the job's `python` is this one
+    path = (
+        f"{(python or Path(sys.executable)).parent}{os.pathsep}{os.environ['PATH']}"  # the job's `python` is this one
+    )
+    becomes = [] if python is None else ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", str(python)]
     command = start(
-        "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", *arguments,
+        *becomes, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", *arguments,
         cwd=place.folder, env=place.env | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PATH": path} | env,
     )  # fmt: skip
     head = RayHead(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{gcs}")

@@ -3,25 +3,68 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import pty
 import re
 import secrets
+import shutil
 import signal
+import site
 import socket
 import subprocess
 import sys
 import threading
+import venv
+import zipfile
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-JOB_S, ASK_S = 180, 60
+JOB_S, ASK_S = 300, 120
 LONG = {"max_steps": 2_000_000, "log_every": 100}
+
+
+OTHER_VERSION = f"{metadata.version('safetensors')}.post99"
+"""Of a package that jobs install; its wheel is served to the head of this module."""
+
+
+def write_metadata(folder: Path, name: str, version: str) -> Path:
+    """The metadata of an installed package, as `importlib.metadata` reads it."""
+    found = folder / f"{name}-{version}.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return found
+
+
+def write_wheel(folder: Path, package: str, version: str) -> None:
+    """A wheel of an installed package with another version."""
+    tag = "py3-none-any"
+    info = write_metadata(folder / "unpacked", package, version)
+    (info / "WHEEL").write_text(f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n")
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    shutil.copytree(Path(spec.origin).parent, info.parent / package, ignore=shutil.ignore_patterns("__pycache__"))
+    files = [path.relative_to(info.parent).as_posix() for path in info.parent.rglob("*") if path.is_file()]
+    record = f"{info.name}/RECORD"
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in [*files, record]))
+    with zipfile.ZipFile(folder / f"{package}-{version}-{tag}.whl", "w") as wheel:
+        for name in [*files, record]:
+            wheel.write(info.parent / name, name)
+
+
+def light_python(folder: Path) -> Path:
+    """The Python of a virtual environment that sees the packages of the tests: Ray copies the environment of a head for
+    each job with packages of its own."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    found = next(folder.glob("lib/python*/site-packages"))
+    (found / "shared.pth").write_text("".join(f"{path}\n" for path in {*site.getsitepackages()}))
+    return folder / "bin" / "python"
 
 
 class Cluster:
@@ -43,6 +86,12 @@ class Cluster:
         command = self._start(
             "-m", "jobs", "submit", *arguments, cwd=self.place.folder, env=self.env | (env or {})
         )  # fmt: skip
+        return command.finish(timeout=ASK_S)
+
+    def start_ray(self, *arguments: str) -> Any:
+        """Ray's own command to its end."""
+        env = self.env | {"RAY_ADDRESS": self.address}
+        command = self._start("-m", "ray.scripts.scripts", *arguments, cwd=self.place.folder, env=env)
         return command.finish(timeout=ASK_S)
 
     def state(self, job_id: str) -> dict[str, Any]:
@@ -72,8 +121,15 @@ def cluster(start_head: Callable[..., Any], start_module_python: Callable[..., A
     for name in ("cluster", "raytrain", "experts", "jobs"):
         (broken / name).mkdir(parents=True)
         (broken / name / "__init__.py").write_text("raise ImportError('the installation of the cluster')\n")
-    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(private), "PYTHONPATH": str(broken)}
-    return Cluster(module_place, start_module_python, start_head(env).address, token)
+    wheels = module_place.temp / "wheels"
+    write_wheel(wheels, "safetensors", OTHER_VERSION)
+    env = {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(private), "PYTHONPATH": str(broken),
+        "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull,
+    }  # fmt: skip
+    return Cluster(
+        module_place, start_module_python, start_head(env, python=light_python(module_place.temp / "v")).address, token
+    )
 
 
 @pytest.fixture
@@ -191,6 +247,7 @@ def test_a_detached_job_is_stopped_and_has_saved(cluster: Cluster, write_job: Ca
     assert "asking Ray" not in stop.err
     followed = second.finish(timeout=ASK_S)
     assert followed.code == 130 and "Ray cluster at" in followed.out, followed.text
+    assert f"resume with: raytrain submit train --resume {run.path}" in followed.out, followed.text
     steps = run.losses()[-1][0]
     assert run.result["status"] == "interrupted" and run.checkpoints()[-1] >= steps > 0
     assert cluster.state("stopped")["exit_code"] == 130
@@ -207,8 +264,9 @@ def test_a_killed_driver_gives_137(cluster: Cluster, write_job: Callable[..., Pa
     assert cluster.state("killed")["exit_code"] == 137
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_ctrl_c_at_a_terminal_asks_and_stops(cluster: Cluster, write_job: Callable[..., Path]) -> None:
+    """Each moment of a signal and each answer: tests/unit/jobs/submission/test_follow.py."""
     write_job("asked", loop=LONG, save={"every": 1_000_000})
     ours, theirs = pty.openpty()
     arguments = [sys.executable, "-m", "jobs", "submit", "train", "asked.yaml", "--id", "asked"]
@@ -218,33 +276,79 @@ def test_ctrl_c_at_a_terminal_asks_and_stops(cluster: Cluster, write_job: Callab
     )
     os.close(theirs)
     shown: list[str] = []
+    grew = threading.Condition()
 
     def read() -> None:
         try:
             while block := os.read(ours, 4096):
-                shown.append(block.decode(errors="replace"))
+                with grew:
+                    shown.append(block.decode(errors="replace"))
+                    grew.notify_all()
         except OSError:
             return  # the other side is closed
+
+    def wait_for(text: str, times: int = 1) -> None:
+        with grew:
+            assert grew.wait_for(lambda: "".join(shown).count(text) >= times, JOB_S), "".join(shown)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        run = cluster.place.wait_for(
-            lambda: (found := cluster.run_of("asked")) is not None and len(found.losses()) > 1 and found, limit=JOB_S
-        )
-        for answer, next_one in (("c\n", "following asked again"), ("s\n", "asked the run")):
-            count = "".join(shown).count("[c]ontinue")
+        wait_for("machine ")  # the job's own log: it is followed
+        for times, (answer, then) in enumerate((("c\n", "following asked again"), ("s\n", "asked the run")), start=1):
+            if times == 2:
+                cluster.trains("asked", command=None)
             os.killpg(process.pid, signal.SIGINT)
-            cluster.place.wait_for(lambda count=count: "".join(shown).count("[c]ontinue") > count, limit=ASK_S)
+            wait_for("[c]ontinue", times)
             os.write(ours, answer.encode())
-            cluster.place.wait_for(lambda text=next_one: text in "".join(shown), limit=ASK_S)
-        assert process.wait(timeout=ASK_S) == 130, "".join(shown)
+            wait_for(then)
+        assert process.wait(timeout=JOB_S) == 130, "".join(shown)
     finally:
         process.kill()
         process.wait()
     reader.join(timeout=10)
     os.close(ours)
+    run = cluster.run_of("asked")
     assert run.result["status"] == "interrupted" and run.checkpoints(), "".join(shown)
+
+
+PLAIN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('it runs', flush=True); time.sleep(3600)"
+)
+
+
+@pytest.mark.timeout(400)
+def test_a_job_of_another_program_is_stopped_by_ray_without_waiting_for_a_save(cluster: Cluster) -> None:
+    """One that ignores SIGTERM: Ray kills it after its own limit."""
+    submitted = cluster.start_ray("job", "submit", "--submission-id=plain", "--no-wait", "--", "python", "-c", PLAIN)
+    assert submitted.code == 0, submitted.text
+    followed = cluster.start("logs", "plain", "--follow")
+    cluster.place.wait_for(lambda: "\nit runs" in cluster.ask("logs", "plain").out, limit=JOB_S, command=followed)
+    stop = cluster.ask("stop", "plain")
+    assert stop.code == 0 and "plain: STOPPED, exit code 130" in stop.err, stop.text
+    assert "plain is no command of raytrain" in stop.err and "to save and stop" not in stop.err, stop.text
+    finished = followed.finish(timeout=ASK_S)
+    assert finished.code == 130 and finished.out.endswith("\nit runs\n"), finished.text
+    state = cluster.state("plain")
+    assert (state["status"], state["exit_code"], state["verb"]) == ("STOPPED", 130, ""), state
+
+
+@pytest.mark.timeout(900)
+def test_a_job_gets_the_versions_of_here_installed(
+    cluster: Cluster, write_job: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Every other requirement is satisfied by the cluster, so that pip installs one package, from the head's wheels."""
+    write_job("installed")
+    write_metadata(tmp_path, "safetensors", OTHER_VERSION)
+    here = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    followed = cluster.start(
+        "train", "installed.yaml", "--id", "installed", "--install", env=cluster.env | here
+    ).finish(timeout=JOB_S)  # fmt: skip
+    assert followed.code == 0, followed.text
+    run = cluster.run_of("installed")
+    versions = json.loads((run.path / "environment.json").read_text())["versions"]
+    assert versions["safetensors"] == OTHER_VERSION != metadata.version("safetensors"), versions
+    assert versions["torch"] == metadata.version("torch"), "the same release is not replaced"
 
 
 def test_wrong_input_is_refused_before_anything_is_submitted(
@@ -252,9 +356,7 @@ def test_wrong_input_is_refused_before_anything_is_submitted(
 ) -> None:
     write_job("fine")
     write_job("lost", save={"dir": "runs"})
-    fake = tmp_path / "torch-9.9.9.dist-info"
-    fake.mkdir()
-    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
+    write_metadata(tmp_path, "torch", "9.9.9")
     newer = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     before = {row["id"] for row in json.loads(cluster.ask("status", "--json").out)}
     cases: list[tuple[tuple[str, ...], dict[str, str], str]] = [
@@ -262,7 +364,12 @@ def test_wrong_input_is_refused_before_anything_is_submitted(
         (("train", "fine.yaml", "optim.learning_rate=1"), {}, r"optim\.learning_rate"),
         (("train", "fine.yaml", "cluster.address=auto"), {}, r"cluster\.address: got auto"),
         (("train", "fine.yaml"), newer, r"got torch 2\S*, expected torch 9\.9\.9, as here; add --install"),
-        (("train", "fine.yaml"), {"RAY_AUTH_TOKEN": "wrong"}, r"token: got the token in RAY_AUTH_TOKEN"),
+        (("train", "fine.yaml"), {"RAY_AUTH_TOKEN": "wrong"}, r"token: got the token in RAY_AUTH_TOKEN, expected that"),
+        (
+            ("status",),
+            {"RAY_AUTH_MODE": "disabled"},
+            r"token: got .*, expected that of \S+ in RAY_AUTH_TOKEN or RAY_AUTH",
+        ),
         (("status", "--address", "http://127.0.0.1:9"), {}, r"--address: got http://127\.0\.0\.1:9, where no Ray job"),
         (("status", "--address", "127.0.0.1:9"), {}, r"--address: got 127\.0\.0\.1:9, expected the URL"),
         (("status", "nobody"), {}, r"ID: got nobody, which \S+ does not know"),
