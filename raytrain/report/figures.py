@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raytrain.report.compilation import compile_gain
 from raytrain.report.experts import loads_of, names_of
 from raytrain.report.records import Row, RunRecords, first_text, listed, mapping, number, percentile, series, values
 from raytrain.runs.faults import CLUSTER_LOST, RAY_FAILED
@@ -342,7 +343,24 @@ def compile_figures(records: RunRecords) -> dict[str, Any]:
     figures["compile_reasons"] = "; ".join(map(str, last.get("reasons") or [])) or None
     parts = last.get("parts")
     listed = parts if isinstance(parts, list) else []
+    figures |= _gain_figures(records)
     return {**figures, "compile_parts": {str(part.get("name")): part.get("achieved") for part in listed}}
+
+
+def _gain_figures(records: RunRecords) -> dict[str, str]:
+    """What compilation was worth, each figure with its unit; empty where no eager step was measured."""
+    gain = compile_gain(records)
+    if gain is None:
+        return {}
+    wall = sum(spent for _, spent in time_account(records))
+    pays = f"step {gain.break_even:,}" if gain.break_even is not None else f"no step: compiled is {gain.verdict}"
+    return {
+        "compile_took": f"{seconds(gain.compiler_s)} of {seconds(wall)}",
+        "eager_step": seconds(gain.eager_s),
+        "compiled_step": seconds(gain.compiled_s),
+        "compiled_over_eager": f"{gain.ratio:.3g} times",
+        "compile_pays_after": pays,
+    }
 
 
 def _perplexity(records: RunRecords, loss: float | None) -> float | None:

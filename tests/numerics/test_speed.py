@@ -19,6 +19,8 @@ from torch import nn
 
 from jobs.bench.harness.sessions import SavedForBackward
 from jobs.job.spec import REFERENCE
+from raytrain.autotune.startup.choice import Calibration
+from raytrain.autotune.startup.eager import measure_eager_step
 from raytrain.checkpoint.reader import load
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.runs.folder import RunFolder
@@ -85,6 +87,31 @@ class RowsOf:
 
     def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
         """Of no interest here."""
+
+
+@pytest.mark.covers("TRB-19")
+def test_the_eager_step_is_measured_once_without_compiled_code_and_changes_nothing(tmp_path: Any) -> None:
+    loop = {"max_steps": 4, "compile": "default", "compile_parts": "all", "micro_batch_size": 8}
+    whole, _ = train(make_session(MLP, ROWS, loop=loop))
+    session = make_session(MLP, ROWS, loop=loop)
+    calls = list[bool]()
+    session.trainable.module.register_forward_hook(lambda *_: calls.append(True))
+    before, parts = digest(session.parts(), session.generator_state()), session.switches.compiled
+    forward = session.trainable.module.forward
+    calibration = Calibration(session, RunFolder(str(tmp_path)), rows := RowsOf(), lambda _: None)
+    measure_eager_step(calibration)
+    (event,) = rows.events
+    assert event["kind"] == "eager_step" and event["seconds"] > 0
+    assert (event["micro_batch"], event["passes"]) == (8, 5)
+    assert parts is not None and len(calls) == 6 and {part.entered for part in parts.parts} == {0}
+    assert session.trainable.module.forward is forward
+    assert digest(session.parts(), session.generator_state()) == before
+    measure_eager_step(calibration)
+    assert len(rows.events) == 1, "a resumed run has it already"
+    rest, _ = train(session)
+    assert rest.losses == whole.losses and parts.status()["achieved"] == "1 of 1 parts"
+    measure_eager_step(Calibration(make_session(MLP, ROWS), RunFolder(str(tmp_path / "b")), rows, lambda _: None))
+    assert len(rows.events) == 1, "nothing is compiled"
 
 
 def test_without_a_compiler_the_run_is_eager_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,27 @@ def test_every_layout_and_implementation_is_checked_and_timed_in_turn(tmp_path: 
     assert all(claim["verdict"] == "not measurable here" for claim in document["claims"])
 
 
+@pytest.mark.covers("PAR-05")
+def test_strategies_are_predicted_and_measured_in_turn(tmp_path: Path) -> None:
+    out = tmp_path / "strategies.json"
+    assert bench_verb("strategies", ["settle_s=0"], out=str(out), quick=True, as_json=False) == 0
+    document = json.loads(out.read_text())
+    (check,) = document["gate"]["checks"]
+    assert check["passed"] and check["name"] == "experts: every strategy trains the same"
+    names = {"1 process", "1 worker, 2 expert hosts"}
+    assert {name: len(arm["values"]) for name, arm in document["arms"].items()} == {f"experts: {n}": 3 for n in names}
+    found = document["values"]["jobs"]["experts"]
+    assert {name: len(losses) for name, losses in found["losses"].items()} == dict.fromkeys(names, 4)
+    rows = found["strategies"]
+    assert {row["name"] for row in rows} == names and all(row["predicted_s"] > 0 for row in rows)
+    assert [row["predicted_s"] for row in rows] == sorted(row["predicted_s"] for row in rows)
+    assert found["predicted_best"] == rows[0]["name"] and found["fastest"] in names
+    (ratio,) = document["ratios"]
+    assert ratio["goal"] == {"at_least": None, "at_most": 1.1}
+    best, fastest = (document["arms"][f"experts: {found[name]}"]["values"] for name in ("predicted_best", "fastest"))
+    assert ratio["values"] == [a / b for a, b in zip(best, fastest, strict=True)]
+
+
 @pytest.mark.timeout(240)
 def test_experts_move_and_the_losses_stay_the_same_bit_for_bit(tmp_path: Path) -> None:
     out = tmp_path / "moves.json"

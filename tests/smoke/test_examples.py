@@ -206,6 +206,10 @@ def test_the_full_set_of_options_runs_on_a_cpu_with_every_decision_recorded(
         assert decided["precision"]["value"] == attempt["precision"] and decided["precision"]["reason"]
     compiled = rows_of(run, "events.jsonl", "compile")[-1]
     assert compiled["requested"] == "default" and compiled["graphs"] > 0
+    (eager,) = rows_of(run, "events.jsonl", "eager_step")
+    assert eager["seconds"] > 0 and (eager["micro_batch"], eager["passes"]) == (4, 5)
+    summary = (run / "report" / "performance_summary.txt").read_text()
+    assert re.search(r"^compiled_over_eager +[\d.]+ times$", summary, re.MULTILINE), summary
     assert [row["memory_clears"] for row in rows_of(run, "metrics.jsonl", "train")] == [0, 1, 2, 3]
     (watched,) = (run / "telemetry").iterdir()
     assert len(watched.read_text().splitlines()) >= 2

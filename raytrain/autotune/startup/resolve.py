@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.confirm import FoundConfirmation
+from raytrain.autotune.startup.eager import measure_eager_step
 from raytrain.autotune.startup.inflight import InflightChoice
 from raytrain.autotune.startup.micro_batch import MicroBatchChoice
 from raytrain.autotune.startup.overlap import OverlapChoice
@@ -15,7 +16,8 @@ from raytrain.checkpoint.reader import LoadedCheckpoint
 def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: LoadedCheckpoint | None) -> None:
     """Prepare the session and apply all choices to it. Collective.
 
-    The order matters: each choice is measured with the ones before it in force.
+    The order matters: each choice is measured with the ones before it in force. A run that compiles then measures a
+    step without compilation.
 
     Args:
         forced: precision that the failure rules demand.
@@ -28,3 +30,4 @@ def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: Loa
     PrecisionChoice(calibration, forced=forced, loaded=loaded).resolve()
     for choice in (MicroBatchChoice, FoundConfirmation, InflightChoice, SharesChoice, OverlapChoice):
         choice(calibration).resolve()
+    measure_eager_step(calibration)

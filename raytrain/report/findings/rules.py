@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from raytrain.report.findings.bottleneck import memory_warnings, step_limits, throttling, utilisation
+from raytrain.report.findings.compile import compilation_pays, graph_breaks, recompiles
 from raytrain.report.findings.experts import experts
 from raytrain.report.findings.failures import failure, fall_backs, idle_devices, restarts, unusable_devices
 from raytrain.report.findings.finding import SEVERITIES, Finding
 from raytrain.report.findings.memory import shortages
-from raytrain.report.findings.speed import graph_breaks, limiting_part, planned_time, recompiles, step_times
+from raytrain.report.findings.speed import limiting_part, planned_time, step_times
 from raytrain.report.findings.training import clipping, loss_trend, non_finite, overfitting
 from raytrain.report.records import RunRecords
 
@@ -36,6 +37,7 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     clipping,
     step_times,
     planned_time,
+    compilation_pays,
     graph_breaks,
     recompiles,
     experts,

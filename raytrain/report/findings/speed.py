@@ -1,10 +1,11 @@
-"""Findings about time: what limits the run, step times that vary, and breaks in compiled code."""
+"""Findings about time: what limits the run, step times that vary, and steps that were planned otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from raytrain.config.messages import abbreviated, advice
+from raytrain.config.messages import advice
+from raytrain.report.compilation import compile_gain
 from raytrain.report.figures import seconds, step_ms, time_account
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import RunRecords, listed, mapping, number
@@ -60,6 +61,8 @@ def limiting_part(records: RunRecords) -> list[Finding]:
     share = {part: spent / wall for part, spent in account.items()}
     found = []
     for part, limit, title, remedy in _LIMITS:
+        if part == "compile" and compile_gain(records) is not None:  # the rule `compilation_pays` says more
+            continue
         if share.get(part, 0.0) > limit:
             small = part == "startup" and wall < 600
             seen = f"{share[part]:.0%} of {seconds(wall)} ({seconds(account[part])})"
@@ -92,44 +95,6 @@ def step_times(records: RunRecords) -> list[Finding]:
     seen = f"p50 {seconds(low / 1000)}, p95 {seconds(high / 1000)} ({high / low:.1f} times)"
     remedy = "Other load, uneven samples or too many threads: see scale.threads and the telemetry."
     return [Finding("warning" if high / low >= 2 else "info", "Step times vary", seen, remedy)]
-
-
-def graph_breaks(records: RunRecords) -> list[Finding]:
-    """Graph breaks: how often compiled code returns to Python, and why."""
-    rows = records.of_kind("compile")
-    last = rows[-1] if rows else {}
-    breaks = int(number(last.get("graph_breaks")) or 0)
-    if not breaks:
-        return []
-    why = "; ".join(map(str, last.get("breaks_at") or [])) or "torch does not say why"
-    seen = f"{breaks} times in {last.get('achieved', 'its parts')}: {why}"
-    return [
-        Finding(
-            "info", "Compiled code has graph breaks", seen, "`raytrain bench compile` shows whether compiling pays."
-        )
-    ]
-
-
-#: The last batch of an epoch, an evaluation and their last batch have shapes of their own: up to so many are usual.
-USUAL_RECOMPILES = 4
-
-
-def recompiles(records: RunRecords) -> list[Finding]:
-    """Code that is compiled again for each new shape of its input."""
-    rows = records.of_kind("compile")
-    last = rows[-1] if rows else {}
-    times = int(number(last.get("recompiles")) or 0)
-    if times <= USUAL_RECOMPILES:
-        return []
-    parts = [str(part.get("name")) for part in last.get("parts") or [] if number(part.get("recompiles"))]
-    seen = f"{times} times, {seconds(number(last.get('seconds')))} of compilation in all"
-    seen += f": {abbreviated(parts, 4)}" if parts else ""
-    remedy = advice(
-        ("give all batches one shape (model.context, data.collate)", False),
-        ("compile only parts with fixed shapes (loop.compile_parts)", False),
-        ("set loop.compile: off", False),
-    )
-    return [Finding("warning", "Compiled code was compiled again and again", seen, remedy)]
 
 
 def planned_time(records: RunRecords) -> list[Finding]:

@@ -140,6 +140,10 @@ def _compile(row: Row) -> tuple[str, str]:
     return text, "; ".join(map(str, listed(row.get("reasons"))))
 
 
+def _eager_step(row: Row) -> tuple[str, str]:
+    return f"a step without compilation takes {seconds(number(row.get('seconds')))}", ""
+
+
 def _expert_hosts(row: Row) -> tuple[str, str]:
     hosts = [mapping(host) for host in listed(row.get("hosts"))]
     places = ", ".join(f"{host.get('device')} of {host.get('node')} (pid {host.get('pid')})" for host in hosts)
@@ -179,8 +183,9 @@ def _nonfinite(row: Row) -> tuple[str, str]:
 
 _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
     "driver_start": _driver_start, "driver_end": _driver_end, "attempt": _attempt, "attempt_end": _attempt_end,
-    "checkpoint": _checkpoint, "compile": _compile, "exported": _exported, "expert_hosts": _expert_hosts,
-    "placement": _placement, "decision": _decision, "nonfinite": _nonfinite, "preparation": _message,
+    "checkpoint": _checkpoint, "compile": _compile, "eager_step": _eager_step, "exported": _exported,
+    "expert_hosts": _expert_hosts, "placement": _placement, "decision": _decision, "nonfinite": _nonfinite,
+    "preparation": _message,
     "speed_remedies": _message, "memory_remedies": _message, "dashboard": _message,
 }  # fmt: skip
 """Kind of event -> (a sentence, details)."""

@@ -11,11 +11,12 @@ the next session after a rollback.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,11 +129,20 @@ class CompiledParts:
     def off(self) -> None:
         """Restore the original forward of every part; the counts remain."""
         for part, before in self._forwards:
-            if before is None:
-                part.__dict__.pop("forward", None)
-            else:
-                part.forward = before
+            _set_forward(part, before)
         self._forwards = []
+
+    @contextlib.contextmanager
+    def eager(self) -> Iterator[None]:
+        """Inside, every part runs its original forward; the compiled ones are in place again afterwards."""
+        compiled = [(part, part.forward) for part, _ in self._forwards]
+        try:
+            for part, before in self._forwards:
+                _set_forward(part, before)
+            yield
+        finally:
+            for part, forward in compiled:
+                part.forward = forward  # type: ignore[method-assign]
 
     @property
     def seconds(self) -> float:
@@ -167,6 +177,14 @@ class CompiledParts:
             "breaks_at": list(dict.fromkeys(where for breaks in self._breaks for where in breaks))[:LISTED_AT_MOST],
             "parts": [part.to_json() for part in self.parts],
         }
+
+
+def _set_forward(part: nn.Module, forward: Any) -> None:
+    """Give a part its own `forward`; None: that of its class."""
+    if forward is None:
+        part.__dict__.pop("forward", None)
+    else:
+        part.forward = forward
 
 
 def _keep_eager(part: nn.Module) -> None:

@@ -212,7 +212,8 @@ def test_the_summary_states_the_result_of_compilation(tmp_path: Path):
     early = {"kind": "compile", "step": 1, "requested": "default", "achieved": "0 of 2 parts", "parts": []}
     last = {"kind": "compile", "step": 7, "requested": "default", "achieved": "1 of 2 parts", "seconds": 8.5,
             "graphs": 3, "graph_breaks": 2, "recompiles": 1, "reasons": ["MemoryError"], "parts": parts}  # fmt: skip
-    contents["events.jsonl"] += [early, last]
+    eager = {"kind": "eager_step", "seconds": 2.0, "micro_batch": 4, "passes": 5}
+    contents["events.jsonl"] += [early, last, eager]
     contents["plan.json"]["config"]["loop"]["compile"] = "default"
     build_report(write(tmp_path, contents))
     text = summary_from_text((tmp_path / "report" / "performance_summary.txt").read_text())
@@ -220,6 +221,9 @@ def test_the_summary_states_the_result_of_compilation(tmp_path: Path):
     assert (text["compile_seconds"], text["compile_graph_breaks"], text["compile_recompiles"]) == ("8.5", "2", "1")
     assert json.loads(text["compile_parts"]) == {"blocks.0": "compiled", "head": "eager"}
     assert text["compile_reasons"] == "MemoryError"
+    assert (text["compile_took"], text["eager_step"]) == ("8.5 s of 9.0 s", "2.0 s")
+    assert (text["compiled_step"], text["compiled_over_eager"]) == ("0.24 s", "0.12 times")
+    assert text["compile_pays_after"] == "step 5"
 
 
 @pytest.mark.covers("VIS-12")

@@ -184,6 +184,44 @@ def test_recompilations_are_reported_with_their_number_their_cost_and_the_parts(
     assert titles(records(events=[{**event, "recompiles": 4}])) == {}
 
 
+def compiled_run(*, step_s: float, steps: int = 40, eager_s: float | None = 0.02, **event: Any) -> RunRecords:
+    """A run of 10 s in the compiler whose steps read data for 1 ms."""
+    train = rows([1.0] * steps, step_time_s=[9.0, *[step_s + 0.001] * (steps - 1)], data_time_s=0.001)
+    events = [{"kind": "compile", "achieved": "2 of 2 parts", "seconds": 10.0, **event}]
+    events += [] if eager_s is None else [{"kind": "eager_step", "seconds": eager_s}]
+    spent = {"compute": 60.0, "compile": 10.0, "startup": 30.0}
+    return records(
+        train=train, events=events, result={"status": "done", "steps": steps, "wall_s": 100.0, "time": spent}
+    )
+
+
+@pytest.mark.covers("TRB-19")
+def test_compilation_is_judged_by_the_eager_step_and_by_the_step_where_it_pays():
+    def found(run: RunRecords) -> list[tuple[str, str, str]]:
+        about = [one for one in diagnose(run) if one.title.startswith("Compil")]
+        return [(one.severity, one.title, one.evidence) for one in about]
+
+    took = "compilation took 10.0 s of 1 min 40 s"
+    slow = [("warning", "Compiled is slower", f"compiled 25 ms, eager 20 ms a step: 1.25 times; {took}")]
+    assert found(compiled_run(step_s=0.025)) == slow
+    same = f"compiled 19.8 ms, eager 20 ms a step: 0.99 times; {took}"
+    assert found(compiled_run(step_s=0.0198)) == [("warning", "Compilation gains nothing", same)]
+    short = f"compiled 15 ms, eager 20 ms a step: 0.75 times; {took}; it pays after step 2,000, this run has 40"
+    assert found(compiled_run(step_s=0.015)) == [("warning", "Compilation did not pay", short)]
+    (pays,) = found(compiled_run(step_s=0.015, steps=2000))
+    assert pays[:2] == ("good", "Compilation pays") and pays[2].endswith("; it pays after step 2,000 of 2,000")
+    assert [title for _, title, _ in found(compiled_run(step_s=0.015, steps=1999))] == ["Compilation did not pay"]
+
+    without = compiled_run(step_s=0.015, eager_s=None)
+    assert found(without) == [], "nothing is guessed"
+    assert found(compiled_run(step_s=0.015, achieved="0 of 2 parts")) == []
+    spent = {**(without.result or {}), "time": {"compute": 60.0, "compile": 40.0}}
+    part = "Compilation takes much of the time"
+    assert part in titles(records(train=without.train, events=without.events, result=spent))
+    known = compiled_run(step_s=0.015)
+    assert part not in titles(records(train=known.train, events=known.events, result=spent)), "one finding says it"
+
+
 @pytest.mark.covers("TRB-01")
 def test_an_out_of_memory_error_is_reported_with_the_size_that_fitted():
     def shortage(step: int, size: int, **more: Any) -> dict[str, Any]:

@@ -71,7 +71,8 @@ def test_a_cached_calibration_is_not_measured_again(tmp_path: Path, monkeypatch:
     def known(*, age_s: float, load: float) -> MachineRates:
         monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
         if file.path.exists():
-            os.utime(file.path, (time.time() - age_s,) * 2)
+            written = time.time() - age_s
+            os.utime(file.path, (written, written))
         return calibration_of_machine(CPU, file=file)
 
     assert known(age_s=0, load=0.0) == found[0] == file.read() and found[0].busy
