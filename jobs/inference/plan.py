@@ -146,7 +146,8 @@ def _input(infer: InferConfig, folder: str, data: Any) -> tuple[InputRows, tuple
         write_joined(lambda: _tables_of(data), path, origin="the input")
         return InputRows.at([path], limit=infer.max_samples), (), [fingerprint(path)]
     if not infer.input:
-        raise InputError("infer.input", got="no value", expected="the files or folders of rows to answer")
+        expected = "the files or folders of rows to answer"
+        raise InputError("infer.input", got="no value", expected=expected, remedy="type infer.input=FILE")
     given = [infer.input] if isinstance(infer.input, str) else list(infer.input)
     files = input_files([_absolute(one) for one in given])
     rows = InputRows.at(converted(files, folder), limit=infer.max_samples, join=files.kind in NAMED_BY_ROW)
@@ -178,6 +179,7 @@ def _planned(
         **{f"infer.keep[{number}]": name for number, name in enumerate(infer.keep)},
     })  # fmt: skip
     _check_names(kept_columns(infer))
+    target.model.check_header(infer, rows.schema)
     if infer.id_column is not None:
         _check_ids(rows, infer.id_column)
     usual = _batch_of_stages(target, 1)[0]

@@ -121,8 +121,10 @@ class BatchSizeSearch:
         """Fill `_measured`; returns why it ended."""
         short = self.predictor.shortened(PROBED_TOKENS)
         table = self.rows.read(self.unit.start, self.unit.rows, list(short.columns))
-        lengths = short.lengths(table)
-        order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+        lengths, refused = short.lengths(table), short.refused(table)
+        order = sorted(set(range(len(lengths))) - refused.keys(), key=lambda row: (-lengths[row], row))
+        if not order:
+            return "no row of the first unit can be answered"
         size, too_large = min(usual_rows(generates=short.generates), self.unit.rows), 0
         while True:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,17 +18,21 @@ from raytrain.data.sources.tables import ColumnChoice, column_kind
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
 from raytrain.infer.input.rows import check_columns
-from raytrain.infer.predictor import Codec, Generate, Predictor, RowPredictor, TextClassifier, TextPredictor
+from raytrain.infer.predictor import Codec, Generate, Predictor, RowPredictor, TextClassifier, TextPredictor, takes_mask
 from raytrain.infer.quantize import quantize
+from raytrain.infer.row_values import check_list_sizes
 from raytrain.infer.text.generate import Sampling
 from raytrain.infer.text.prompts import Prompt, prompt_of
 from raytrain.models.attention import Attention
-from raytrain.models.huggingface.folder import CLASSIFIER
+from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER
 from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, open_tokenizer, pad_id
 from raytrain.train.build import build_trainable
 from raytrain.train.memory.device import room_on
 from raytrain.trainable import RemoteState, Trainable
 
+#: Built-in builders of models of numbers, which take them as `x`, and of models of texts.
+ROW_BUILDERS = ("raytrain.models.mlp:mlp", "raytrain.models.cnn:cnn", "experts.models:moe_mlp")
+TEXT_BUILDERS = ("raytrain.models.gpt:gpt", "experts.models:moe_gpt", CAUSAL_LM)
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -54,6 +59,24 @@ class InferenceModel:
     dtype: str = "fp32"
     device: str = "cpu"
     seed: int = 0
+
+    def check_header(self, infer: InferConfig, schema: Any) -> None:
+        """Check the columns of the input as far as that does not need the model.
+
+        Raises:
+            InputError: a column is missing, or its rows have another number of values than the model takes.
+        """
+        builder = str(self.model.builder)
+        is_text = builder in TEXT_BUILDERS and ("vocab_size" in self.facts or self.tokenizer is not None)
+        if is_text or builder == CLASSIFIER:
+            templates = dict(infer.templates)
+            prompt_of(schema.names, field=infer.prompt_field, template=infer.template, templates=templates, chat=None)
+        elif builder in ROW_BUILDERS or self.reads.get("stacked") or self.reads.get("named"):
+            stacked, named = tuple(self.reads.get("stacked", ())), tuple(self.reads.get("named", ()))
+            named = named if stacked or named else ("x",)
+            _check_trained_on(schema, (*stacked, *named))
+            if builder in ROW_BUILDERS:
+                check_list_sizes(schema, self._takes(named))
 
     def load(self, infer: InferConfig, schema: Any, module: nn.Module | None = None) -> Predictor:
         """Build the model, load its weights, and check it against the input.
@@ -133,12 +156,22 @@ class InferenceModel:
                 "infer.input", got=f"the columns {abbreviated(list(schema.names), 8)}",
                 expected=f"columns with the names of forward's parameters: {', '.join(_named_parameters(module))}",
             )  # fmt: skip
-        check_columns(schema, {f"a column that the model was trained on, {name}": name for name in (*stacked, *named)})
+        _check_trained_on(schema, (*stacked, *named))
         names = self.facts.get("class_names")
+        takes = {} if takes_mask(module) else self._takes(named)
+        check_list_sizes(schema, takes)
         return RowPredictor(
             module, ColumnChoice(stacked, named, None), classes=None if names is None else tuple(names),
-            regression=self.facts.get("num_classes") is None and bool(self.reads), autocast=autocast,
+            regression=self.facts.get("num_classes") is None and bool(self.reads), autocast=autocast, takes=takes,
         )  # fmt: skip
+
+    def _takes(self, named: Sequence[str]) -> dict[str, int]:
+        """Values of a row in the column `x`, as the keys of a built-in model or the training data say; empty if neither
+        does."""
+        keys, own = self.model.keys, self.model.builder in ROW_BUILDERS
+        image, values = (keys.get(name) if own else None for name in ("image_shape", "num_features"))
+        values = values or (math.prod(image) if image else self.facts.get("num_features") if self.reads else None)
+        return {} if values is None or "x" not in named else {"x": int(values)}
 
     def _classifier(self, module: nn.Module, prompt: Prompt, autocast: Any) -> TextClassifier:
         tokenizer = open_tokenizer(self._tokenizer())
@@ -192,6 +225,11 @@ class InferenceModel:
     def on(self, device: str) -> InferenceModel:
         """The same model for another device."""
         return replace(self, device=device)
+
+
+def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
+    """Raise InputError for the first column that the model reads and the input lacks."""
+    check_columns(schema, {f"a column that the model reads, {name}": name for name in names})
 
 
 def _fits(module: nn.Module, device: torch.device) -> bool:

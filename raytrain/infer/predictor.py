@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from raytrain.data.sources.tables import ColumnChoice, convert
 from raytrain.errors import InputError, RunError
 from raytrain.infer.input.files import KEY
+from raytrain.infer.row_values import layer_mismatch, list_lengths, mismatch, rows_of_equal_lengths, wrong_rows
 from raytrain.infer.text.generate import Sampling, cut_at_stop, generate
 from raytrain.trainable import MASK, in_eval, rows
 
@@ -70,6 +71,10 @@ class Predictor(Protocol):
         """About how long each row is, to batch rows of equal lengths; equal where rows do not differ."""
         ...
 
+    def refused(self, table: Any) -> dict[int, str]:
+        """Rows of a table that cannot be answered, which is known without computing them, and why."""
+        ...
+
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
         """Answer the rows of an Arrow table, all or none.
 
@@ -96,6 +101,11 @@ class _OneOutput:
         del rows
         return 0
 
+    def refused(self, table: Any) -> dict[int, str]:
+        """Nothing is known before."""
+        del table
+        return {}
+
 
 @dataclass
 class RowPredictor(_OneOutput):
@@ -106,6 +116,7 @@ class RowPredictor(_OneOutput):
         choice: the columns, as in training.
         classes: names of the classes, None where they are numbers.
         regression: whether outputs are values instead of classes.
+        takes: column of lists -> its values in a row, as far as that is known.
     """
 
     module: nn.Module
@@ -113,31 +124,59 @@ class RowPredictor(_OneOutput):
     classes: tuple[str, ...] | None = None
     regression: bool = False
     autocast: Autocast = nullcontext
+    takes: Mapping[str, int] = field(default_factory=dict)
     generates: bool = field(default=False, init=False)
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (*self.choice.stacked, *self.choice.named)
 
+    def refused(self, table: Any) -> dict[int, str]:
+        """Rows with another number of values than the model takes."""
+        return wrong_rows(table, self.takes)
+
     def lengths(self, table: Any) -> list[int]:
         """The longest list of each row; 1 where all columns are numbers."""
-        from pyarrow import compute, types
-
-        lengths = np.ones(table.num_rows, dtype=np.int64)
-        for name in self.choice.named:
-            kind = table.schema.field(name).type
-            if types.is_list(kind) or types.is_large_list(kind):
-                counts = compute.call_function("list_value_length", [table[name]]).fill_null(0)
-                lengths = np.maximum(lengths, counts.to_numpy())
-        return lengths.tolist()
+        return list_lengths(table, self.choice.named).max(axis=1, initial=1).tolist()
 
     @torch.no_grad()
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
         del numbers
-        batch = self._batch(table)
-        with in_eval(self.module), self.autocast():
-            outputs = outputs_of(self.module, batch)
-        return Answers(self._values(outputs.float().cpu(), rows(batch)))
+        if takes_mask(self.module):
+            return Answers(self._answers(table))
+        found: list[Any] = [None] * table.num_rows
+        for group in rows_of_equal_lengths(table, self.choice.named):
+            for row, value in zip(group.tolist(), self._answers(table.take(group)), strict=True):
+                found[row] = value
+        return Answers(found)
+
+    def _answers(self, table: Any) -> list[Any]:
+        """The answers of a batch.
+
+        Raises:
+            RunError: a row has another number of values than the model takes.
+        """
+        batch, wrong = self._batch(table), ""
+        try:
+            with in_eval(self.module), self.autocast():
+                outputs = outputs_of(self.module, batch)
+        except RuntimeError as error:
+            wrong = self._wrong_values(error, batch)
+            if not wrong:
+                raise
+        if wrong:  # no longer inside the handler: its frames hold the batch
+            raise RunError(wrong)
+        return self._values(outputs.float().cpu(), rows(batch))
+
+    def _wrong_values(self, error: RuntimeError, batch: Mapping[str, Any]) -> str:
+        """Why a batch failed, if it has another number of values than a layer takes; else ""."""
+        found = layer_mismatch(error)
+        if found is None:
+            return ""
+        given, wanted = found
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        name = next((name for name, value in tensors.items() if value[0].numel() == given), None)
+        return f"a layer got {given} values, it takes {wanted}" if name is None else mismatch(name, given, wanted)
 
     def _batch(self, table: Any) -> dict[str, Any]:
         from raytrain.data.sources.in_memory import table_split
@@ -179,6 +218,12 @@ def outputs_of(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if not isinstance(result, Tensor):
         raise RunError(f"{type(module).__name__} returned no tensor and no logits for a batch without labels")
     return result
+
+
+def takes_mask(module: nn.Module) -> bool:
+    """Whether rows may be padded: the module is given an `attention_mask` that says where."""
+    named = _forward_names(module)
+    return named is None or MASK in named
 
 
 def _forward_names(module: nn.Module) -> frozenset[str] | None:
@@ -245,6 +290,11 @@ class TextPredictor:
     def lengths(self, table: Any) -> list[int]:
         """Characters of each prompt; 0 for a row that has none, which fails later."""
         return [len(text or "") for text in self.prompt.lenient(table)]
+
+    def refused(self, table: Any) -> dict[int, str]:
+        """Nothing is known before."""
+        del table
+        return {}
 
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
         prompts = [self._tokens(text) for text in self.prompt.texts(table)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raytrain.errors import OutOfMemory, RunError, StateLost, first_line
+from raytrain.errors import OutOfMemory, RaytrainError, RunError, StateLost, first_line
 from raytrain.infer.input.rows import InputRows
 from raytrain.infer.predictor import Answers, Predictor
 from raytrain.infer.stages.links import StageLost
@@ -83,15 +83,26 @@ class UnitRunner:
         """The input rows of a unit as an Arrow table, and their results, both in input order."""
         table = self.rows.read(unit.start, unit.rows, columns)
         results = [RowResult() for _ in range(unit.rows)]
-        batches = batches_of(self.predictor.lengths(table), self.batch_size)
+        left = self._rows_to_answer(table, results)
+        lengths = self.predictor.lengths(table)
+        batches = [[left[at] for at in batch] for batch in batches_of([lengths[row] for row in left], self.batch_size)]
         answer = partial(self._answer, table, unit.start, results=results, again=False)
-        done = 0
+        done = unit.rows - len(left)
         with ThreadPoolExecutor(self.batches_at_once, thread_name_prefix="batch") as pool:
             answered = map(answer, batches) if self.batches_at_once == 1 else pool.map(answer, batches)
             for batch, _ in zip(batches, answered, strict=True):
                 done += len(batch)
                 self.on_rows(unit, done)
         return table, results
+
+    def _rows_to_answer(self, table: Any, results: list[RowResult]) -> list[int]:
+        """Record the rows that cannot be answered as failed; returns the others."""
+        refused = self.predictor.refused(table)
+        for row, why in refused.items():
+            results[row] = RowResult(error=why)
+        if len(refused) > self.most_failed:
+            raise TooManyFailures(next(iter(refused.values())))
+        return [row for row in range(table.num_rows) if row not in refused]
 
     def _answer(self, table: Any, start: int, batch: list[int], *, results: list[RowResult], again: bool) -> None:
         """Answer the rows `batch` of the unit; halve the batch at an error, until it is about one row."""
@@ -110,7 +121,8 @@ class UnitRunner:
             raise failed
         self.out_of_memory += let_go_of_batch(failed, self.device, [start + row for row in batch])
         if len(batch) == 1:
-            message = f"{type(failed).__name__}: {first_line(failed)}"
+            named = "" if isinstance(failed, RaytrainError) else f"{type(failed).__name__}: "
+            message = named + first_line(failed)
             results[batch[0]] = RowResult(error=message, seconds=seconds, batch_rows=1, again=again)
             if sum(result.error is not None for result in results) > self.most_failed:
                 raise TooManyFailures(message)

@@ -139,7 +139,9 @@ class InferenceWorker:
             return found.to_json()
         rows = self.work.rows
         table = rows.read(0, min(COMPARED_ROWS, rows.rows), list(predictor.columns))
-        return quantize_compared(predictor, table).to_json()
+        refused = predictor.refused(table)
+        left = [row for row in range(table.num_rows) if row not in refused]
+        return quantize_compared(predictor, table.take(left)).to_json()
 
     def close(self) -> None:
         """End the stages of a divided model."""

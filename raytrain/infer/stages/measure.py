@@ -82,7 +82,9 @@ def _plan(work: Work) -> Any:
 def _chosen(predictor: Predictor, work: Work, unit: Unit) -> list[list[int]]:
     """Batches at equal distances in the order of their lengths; the first one twice."""
     table = work.rows.read(unit.start, unit.rows, list(predictor.columns))
-    every = batches_of(predictor.lengths(table), work.batch_size)
+    lengths, refused = predictor.lengths(table), predictor.refused(table)
+    left = [row for row in range(table.num_rows) if row not in refused] or list(range(table.num_rows))
+    every = [[left[at] for at in batch] for batch in batches_of([lengths[row] for row in left], work.batch_size)]
     count = min(BATCHES, len(every))
     found = [every[at * len(every) // count] for at in range(count)]
     return [found[0], *found]

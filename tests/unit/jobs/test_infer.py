@@ -221,7 +221,8 @@ def test_quality_is_computed_against_a_label(
     [
         (("infer.keep=[nope]",), "infer.keep.*Got 'nope'"),
         (("infer.label=nope",), "infer.label: .*Got 'nope'"),
-        (("model.num_features=5",), "model.init_from: got .*misshapen"),
+        (("model.hidden=[9]",), "model.init_from: got .*misshapen"),
+        (("model.num_features=5",), "infer.input: got the column x with 4 values in each row, expected 5"),
         (("infer.max_failures=2",), "infer.max_failures"),
         (("infer.batch_size=0",), "infer.batch_size"),
         (("model.builder=raytrain.models.mlp:nope",), "nope"),
@@ -315,7 +316,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 0 and not (tmp_path / "out").exists()
-    assert "5 rows in 1 units" in capsys.readouterr().out
+    assert "5 rows in 1 unit of 5" in capsys.readouterr().out
 
 
 @pytest.mark.covers("PERF-37")

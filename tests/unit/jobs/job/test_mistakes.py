@@ -42,8 +42,10 @@ FILES = {
     "tabs.yaml": "model:\n\tbuilder: x\n",
     "text.yaml": "model: mlp\n",
     "twice.yaml": "loop: {max_steps: 3}\nloop: {max_steps: 4}\n",
+    "twice.csv": "a,b\n1,2\n",
     "lost.yaml": "extends: base.yaml\n",
 }
+MLP = "raytrain.models.mlp:mlp model.num_features=2"
 OWN = "data.source=mistakes_code:rows"
 #: What was typed -> parts of the sentence, of which the first says what to type or what is missing.
 MISTAKES = {
@@ -97,6 +99,8 @@ MISTAKES = {
     "train experts.top_k=9": ("raise experts.num_experts or lower experts.top_k",),
     "plan loop.global_batch_size=10 loop.micro_batch_size=4": ("divides loop.global_batch_size, 10",),
     "infer nowhere infer.input=x.txt": ("infer: got nowhere", "a run folder"),
+    f"infer {MLP}": ("infer.input: got no value", "type infer.input=FILE"),
+    f"infer {MLP} infer.input=twice.csv": ("model reads, x: got 'x', which is not in infer.input",),
     "report nowhere": ("got nowhere",),
     "keys lop": ("did you mean loop?",),
     "submit trane": ("did you mean train?",),

@@ -69,6 +69,9 @@ class Fixed:
     def lengths(self, table: Any) -> list[int]:
         return [len(text) for text in table["text"].to_pylist()]
 
+    def refused(self, table: Any) -> dict[int, str]:
+        return {}
+
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
         if len(numbers) > self.fits:
             raise torch.OutOfMemoryError("full")
