@@ -25,6 +25,7 @@ from rich.table import Table
 from cluster.checks.preflight import CheckResult, on_each_node
 from cluster.checks.wanted import DeviceSize, check_wanted
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
+from cluster.wording import counted
 from jobs.checks.compare import (
     check_clocks,
     check_monitoring,
@@ -106,9 +107,9 @@ class CheckReport:
         runtimes = {row["runtime"] for report in self.nodes.values() for row in report.devices if row["runtime"]}
         cuda = sum(row["kind"] == "cuda" for report in self.nodes.values() for row in report.devices)
         text = (
-            f"{'FAILED' if self.failed else 'ok'}: {len(self.nodes)} node{'s' * (len(self.nodes) != 1)}, {kinds}; "
+            f"{'FAILED' if self.failed else 'ok'}: {counted(len(self.nodes), 'node')}, {kinds}; "
             f"CUDA devices {cuda}; {', '.join(sorted(runtimes))}, Ray {record['versions'].get('ray')}, Python "
-            f"{record['python']}; {counts['ok']} checks ok, {counts['warn']} warning{'s' * (counts['warn'] != 1)}, "
+            f"{record['python']}; {counted(counts['ok'], 'check')} ok, {counted(counts['warn'], 'warning')}, "
             f"{counts['fail']} failed"
         )
         wrong = [(node, result) for node, result in self.results if result.status == "fail"]
@@ -217,7 +218,9 @@ def _check_training(
             storage=storage,
         )  # fmt: skip
     except RunError as error:
-        failed = CheckResult("training", "fail", first_line(error), f"{workers} workers train", "see the message")
+        failed = CheckResult(
+            "training", "fail", first_line(error), f"{counted(workers, 'worker')} train", "see the message"
+        )
         _add(report, console, [failed])
         return
     finally:
@@ -349,7 +352,8 @@ def _bundled(
     checked = report.to_json() if ended is None else {"status": "failed", "error": str(ended)}
     line = report.line() if ended is None else f"FAILED: {ended}"
     names = write_bundle(file, checked=checked, line=line, loaded=loaded, inventory=report.inventory, run=folder)
-    said = f"bundle    {file}: {len(names)} files; a run on five samples beside it helps: raytrain train JOB {SMALL}"
+    files = counted(len(names), "file")
+    said = f"bundle    {file}: {files}; a run on five samples beside it helps: raytrain train JOB {SMALL}"
     print(said, file=sys.stderr)
     if ended is not None:
         raise ended

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from cluster.wording import counted
 from jobs.driver.screen.progress import TrainingDisplay
 from raytrain.errors import InputError, RunError
 from raytrain.report.build import build_report
@@ -254,7 +255,9 @@ class RunView:
             self.display.print_lines(f"{SHOWN[kind]}{row.get('reason', '')}")
         elif kind == "attempt":
             again = f", from step {row['from_step']}" if row["attempt"] > 1 else ""
-            self.display.print_lines(f"attempt {row['attempt']}: {row['workers']} workers on {row['device']}{again}")
+            self.display.print_lines(
+                f"attempt {row['attempt']}: {counted(row['workers'], 'worker')} on {row['device']}{again}"
+            )
             self._progress.update(phase="training", step=row["from_step"])
         elif kind == "fault":
             self.display.print_lines(f"rank {row.get('rank')} failed: {cause_of(row)}")

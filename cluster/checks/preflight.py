@@ -17,6 +17,7 @@ from cluster.devices.inventory import Inventory
 from cluster.devices.limits import ROOT
 from cluster.devices.nvidia import visible_devices
 from cluster.placement import on_node
+from cluster.wording import counted
 
 DISK_SLACK = 64 << 20
 """Disk space for metrics, logs and the report, in addition to the checkpoints."""
@@ -134,7 +135,7 @@ def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers:
     """
     each = PROCESS_BYTES if on_gpu or need_bytes is None else need_bytes
     free = min(node.memory_bytes if node.free_bytes is None else node.free_bytes for node in inventory.nodes)
-    expected = f"{_mib(each * local_workers)} for {local_workers} workers of {_mib(each)}"
+    expected = f"{_mib(each * local_workers)} for {counted(local_workers, 'worker')} of {_mib(each)}"
     if not free:
         return CheckResult("memory", "na", "the free memory is not known", expected)
     if free < each * local_workers:

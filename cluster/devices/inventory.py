@@ -14,6 +14,7 @@ from cluster.devices.limits import ROOT, cpu_description, memory_bytes, usable_c
 from cluster.devices.nvidia import Device as Device
 from cluster.devices.nvidia import cuda_of_driver, visible_devices
 from cluster.devices.torch_build import TorchBuild, installed_torch
+from cluster.wording import counted
 
 # fmt: off
 CAPABILITIES: dict[str, tuple[int, int]] = {
@@ -86,7 +87,7 @@ class Inventory:
             where = f" on {node.host}" if len(self.nodes) > 1 else ""
             parts.append(", ".join(names) + where)
         machines = f"{len(self.nodes)} nodes, " if len(self.nodes) > 1 else ""
-        return f"{machines}{self.cpus} CPU cores, " + "; ".join(parts)
+        return f"{machines}{counted(self.cpus, 'CPU core')}, " + "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping for plan.json and environment.json."""

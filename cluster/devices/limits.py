@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from cluster.wording import counted
+
 ROOT = Path("/")
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "arm_bf16")
 _UNLIMITED_V1 = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page
@@ -19,8 +21,8 @@ def usable_cores(*, root: Path = ROOT, affinity: int | None = None) -> tuple[int
     count = affinity if affinity is not None else _affinity_count()
     quota = cpu_quota(root=root)
     if quota is not None and quota < count:
-        return max(1, int(quota)), f"a cgroup quota of {quota:g} of {count} cores"
-    return count, f"{count} cores in the affinity mask"
+        return max(1, int(quota)), f"a cgroup quota of {quota:g} of {counted(count, 'core')}"
+    return count, f"{counted(count, 'core')} in the affinity mask"
 
 
 def _affinity_count() -> int:

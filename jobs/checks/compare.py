@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.checks.preflight import CheckResult
+from cluster.wording import counted
 from jobs.checks.node import WATCHED, DeviceRates, NodeReport
 
 #: The oldest versions that raytrain runs on, as in pyproject.toml.
@@ -86,7 +87,7 @@ def check_repeatable(rates: Mapping[str, Sequence[DeviceRates]]) -> CheckResult:
         remedy = "take it out of the cluster (scale.accelerator, CUDA_VISIBLE_DEVICES) and test its memory"
         return CheckResult("repeated_products", "fail", f"different results on {', '.join(wrong)}", expected, remedy)
     count = sum(len(devices) for devices in rates.values())
-    seen = f"{count} device{'s' * (count != 1)}, each format"
+    seen = f"{counted(count, 'device')}, each format"
     return CheckResult("repeated_products", "ok", seen, expected)
 
 

@@ -17,6 +17,7 @@ from cluster.devices.facts import device_facts, machine_limits
 from cluster.devices.inventory import local_inventory
 from cluster.environment import environment_record
 from cluster.network import GLOO, interface_of
+from cluster.wording import counted
 from raytrain.errors import RaytrainError, first_line
 from raytrain.runs.storage import open_store
 
@@ -148,7 +149,7 @@ def shared_storage(save_dir: str, token: str, name: str) -> CheckResult:
 def check_limits(limits: Mapping[str, Any]) -> CheckResult:
     """Cores and memory that a process may use here, and whether a cgroup allows less than the machine has."""
     free, total, machine = (limits[f"{name}_bytes"] for name in ("memory_free", "memory_total", "machine_memory"))
-    seen = f"{limits['cores']} cores ({limits['cores_reason']}), {gib(free)} of {gib(total)} free"
+    seen = f"{counted(limits['cores'], 'core')} ({limits['cores_reason']}), {gib(free)} of {gib(total)} free"
     if machine and total < 0.98 * machine:
         seen += f"; a cgroup allows {gib(total)} of {gib(machine)}"
     expected = f"at least 1 core and {gib(LEAST_MEMORY)}"
@@ -174,7 +175,7 @@ def check_load(load: float | None = None, cores: int | None = None) -> CheckResu
     """
     load = os.getloadavg()[0] if load is None else load
     cores = cores or os.cpu_count() or 1
-    seen, expected = f"{load:.1f} threads at work on {cores} cores", f"at most {BUSY:g} for each core"
+    seen, expected = f"{load:.1f} threads at work on {counted(cores, 'core')}", f"at most {BUSY:g} for each core"
     if load > BUSY * cores:
         remedy = "end other programs, or wait: rates and steps are slower than they could be"
         return CheckResult("load", "warn", seen, expected, remedy)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
+from cluster.wording import counted
 from jobs.driver.plan import plan_job, show_only_picked
 from jobs.driver.result import Result, close_run
 from jobs.driver.resume import Resumed
@@ -175,7 +176,7 @@ class RunAttempts:
                     activity.begin("checking the nodes of the cluster")
                     self.opened = self._planner.open(inventory_from_ray())
                 elif self._workers is not None:
-                    activity.begin(f"planning for {self._workers.value} workers")
+                    activity.begin(f"planning for {counted(self._workers.value, 'worker')}")
                     self.opened = self._planner.change_workers(self.opened, inventory_from_ray(), self._workers)
                     self._workers = None
                 if not cluster.local:

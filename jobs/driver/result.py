@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from cluster.wording import counted
 from jobs.driver.remedies import record_remedies
 from jobs.driver.resume import resume_command
 from jobs.driver.screen.phases import Phases
@@ -276,7 +277,7 @@ def print_result(
     be done next."""
     loss = record["final_loss"]
     best = record["best_eval_loss"]
-    parts = [f"{record['status']} after {record['steps']} steps in {record['wall_s']:.0f} s"]
+    parts = [f"{record['status']} after {counted(record['steps'], 'step')} in {record['wall_s']:.0f} s"]
     if isinstance(loss, float):
         parts.append(f"loss {loss:.4f}")
     if isinstance(best, float):

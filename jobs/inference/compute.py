@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from cluster.devices.inventory import local_inventory
+from cluster.wording import counted
 from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import connected
 from jobs.inference.hosts import with_hosts
@@ -109,7 +110,7 @@ class UnitComputation:
 
     def _use(self, choice: BatchChoice) -> None:
         self._planned.output.record_batch(choice.to_json())
-        self._say(f"batch: {choice.rows:,} rows ({choice.reason}; {choice.seconds:.1f} s)")
+        self._say(f"batch: {counted(choice.rows, 'row')} ({choice.reason}; {choice.seconds:.1f} s)")
 
 
 def _on_first_gpu(work: Work) -> Work:

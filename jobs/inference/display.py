@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from cluster.wording import counted
 from jobs.driver.screen.progress import PLAIN_EVERY_S, QUIET_S, Clock
 from jobs.inference.plan import InferencePlan
 from raytrain.config.sections import InferConfig
@@ -27,14 +28,14 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
     """Print what will be computed, and where."""
     size, model = planned.units[0].rows, planned.target.model
     here = planned.workers == 1 and planned.target.address == "local" and not planned.hosts.hosts
-    where = "this process" if here else "1 worker" if planned.workers == 1 else f"{planned.workers} workers"
+    where = "this process" if here else counted(planned.workers, "worker")
     count = planned.stages.stages
     stages = f", {count} stages each" if count > 1 else ""
     for name, value in (
         ("model", f"{planned.target.name}, {model.dtype} on {model.device.split(':')[0]}"),
-        ("input", f"{planned.rows.rows:,} rows in {len(planned.units):,} units of {size:,}"),
+        ("input", f"{counted(planned.rows.rows, 'row')} in {counted(len(planned.units), 'unit')} of {size:,}"),
         ("batch", _batch(planned)),
-        ("workers", f"{where}{stages} with {planned.threads} threads each"),
+        ("workers", f"{where}{stages} with {counted(planned.threads, 'thread')} each"),
         *_schedule(planned),
         *planned.stages.lines(),
         *planned.hosts.lines(),
@@ -52,14 +53,14 @@ def _schedule(planned: InferencePlan) -> list[tuple[str, str]]:
         return []
     rounds = -(-units // workers)
     most = units / rounds
-    text = f"{units:,} units in {rounds:,} round{'s' * (rounds > 1)}: at most {most:.3g} times the speed of one worker"
+    text = f"{counted(units, 'unit')} in {counted(rounds, 'round')}: at most {most:.3g} times the speed of one worker"
     return [("schedule", f"{text} ({most / workers:.0%} of linear), where units take equally long")]
 
 
 def _batch(planned: InferencePlan) -> str:
     if planned.measures_batch:
         return "measured on some of the rows before the first unit"
-    return f"{planned.batch_size:,} rows ({planned.batch_reason})"
+    return f"{counted(planned.batch_size, 'row')} ({planned.batch_reason})"
 
 
 class InferenceDisplay:
@@ -152,7 +153,7 @@ def print_summary(
     rate = summary["rows_per_s"]
     tokens = f", {summary['tokens_per_s']:,.0f} tokens/s" if summary["tokens_per_s"] else ""
     speed = f", {rate:,.1f} rows/s{tokens}" if rate else ""
-    lines = [f"done: {about['rows']:,} rows, {about['failed']:,} failed{speed}"]
+    lines = [f"done: {counted(about['rows'], 'row')}, {about['failed']:,} failed{speed}"]
     quality = summary["quality"]
     if quality and quality.get("accuracy") is not None:
         lines.append(f"accuracy {quality['accuracy']:.4f}, F1 {quality['f1']:.4f} (mean over classes)")

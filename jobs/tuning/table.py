@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 
+from cluster.wording import counted
 from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.loaders import LoaderRates, choose_count
 from raytrain.autotune.search.measurement import Measurement
@@ -99,11 +100,6 @@ def print_table(console: Console, table: Table) -> None:
         console.print(table)
     finally:
         console.width = width
-
-
-def counted(number: int, what: str) -> str:
-    """`1 trial`, `2 trials`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def values_text(values: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from cluster.wording import counted
 from raytrain.errors import WorkersChange
 
 #: Room for more workers must last this long, so that nodes which arrive together cause one restart.
@@ -46,7 +47,7 @@ class ElasticWorkers:
         if now - self._since < (SHRINK_AFTER_S if waiting else GROW_AFTER_S):
             return None
         what = "the cluster has no more room" if waiting else "the cluster has room for more"
-        workers = "1 worker" if fits == 1 else f"{fits} workers"
+        workers = counted(fits, "worker")
         same = "on the same samples, with losses equal to rounding"
         return WorkersChange(fits, f"{what}: the run continues with {workers} instead of {self._workers}, {same}")
 

@@ -15,6 +15,7 @@ from typing import Any
 from cluster.config import ClusterConfig
 from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
+from cluster.wording import counted
 from raytrain.config.sections import LoopConfig, OptimConfig, PrecisionConfig, ScaleConfig
 from raytrain.plan.choice import Choice, Resolved
 from raytrain.plan.facts import DataFacts, ModelFacts
@@ -26,7 +27,7 @@ from raytrain.plan.rules.memory import ShareOut, estimate_bytes
 from raytrain.plan.rules.rates import gpu_flops, rates_of
 from raytrain.plan.rules.step_time import sharded_seconds, threads_of, work_of
 from raytrain.plan.rules.workers import CPU_OVERLOAD, GPU_THREADS, allowed_bytes
-from raytrain.plan.text import counted, host_kinds_text, seconds_text, size_text
+from raytrain.plan.text import host_kinds_text, seconds_text, size_text
 
 UNDER_LOAD = "rates were measured while other processes used the cores, so times of strategies are not compared"
 """Why a prediction is no reason to add processes."""

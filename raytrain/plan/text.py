@@ -40,11 +40,6 @@ def reason_of(choice: Choice) -> str:
     return f"{choice.how}; {choice.reason}" if choice.reason else choice.how
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: 1 thread, 8 threads."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def size_text(count: float) -> str:
     """Bytes in binary units with three digits: 12.3 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.wording import counted
 from raytrain.report.compilation import compile_gain
 from raytrain.report.experts import loads_of, names_of
 from raytrain.report.records import Row, RunRecords, first_text, listed, mapping, number, percentile, series, values
@@ -106,8 +107,8 @@ def outcome(records: RunRecords) -> RunOutcome:
         why = f" ({reason})" if reason else ""
         return RunOutcome(status, f"Interrupted after step {step:,}{why}; --resume continues it.")
     if status == "done":
-        why = "" if reason in ("", f"{step} steps") else f" ({reason})"
-        return RunOutcome(status, f"Done: {step:,} steps in {wall}{why}.")
+        why = "" if reason in ("", f"{step} steps", counted(step, "step")) else f" ({reason})"
+        return RunOutcome(status, f"Done: {counted(step, 'step')} in {wall}{why}.")
     return RunOutcome(status, f"Ended as {status} after step {step:,}.")
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cluster.wording import counted
 from raytrain.report.figures import plain_number, seconds, size
 from raytrain.report.page.charts import Curve, Point, chart
 from raytrain.report.page.style import esc, page
@@ -69,7 +70,7 @@ def _tiles(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     load = max((one["load_s"] for one in summary["workers"]), default=0.0)
     accuracy = quality.get("accuracy")
     tiles = [
-        ("Rows", f"{manifest['rows']:,}", f"{manifest['units']:,} units"),
+        ("Rows", f"{manifest['rows']:,}", counted(manifest["units"], "unit")),
         ("Failed", f"{manifest['failed']:,}", f"{summary['computed_again']:,} computed again"),
         ("Rows per second", plain_number(summary["rows_per_s"]), "model load apart"),
         ("Tokens per second", plain_number(summary["tokens_per_s"]), f"{summary['tokens']:,} tokens"),

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cluster.wording import counted
+
 MIB = 2**20
 NAMED = 8
 """Most trials whose lines are all labelled; with more, only the best one is."""
@@ -104,7 +106,7 @@ def batch_spec(
         right["limit"] = {"y": budget / MIB, "text": "memory budget"}
     elif budget is not None:
         right["title"] += f" (the budget of {budget / MIB:,.0f} MiB is above the chart)"
-    rows = f"{chosen[1]} row" if chosen[1] == 1 else f"{chosen[1]} rows"
+    rows = counted(chosen[1], "row")
     return {"title": f"{name}: {chosen[0]} with micro-batches of {rows}", "panels": [left, right]}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.wording import counted
 from raytrain.config.messages import abbreviated
 from raytrain.errors import RunError
 from raytrain.runs.records import EvalRecord
@@ -106,7 +107,7 @@ class TrainingLoop:
                 return LoopOutcome("plateau", f"no gain of eval loss in {state.evals_without_gain} evaluations")
             if stop and not last:
                 return LoopOutcome("interrupted", "a stop was asked for")
-        return LoopOutcome("done", f"{state.step} steps")
+        return LoopOutcome("done", counted(state.step, "step"))
 
     # -- one step ---------------------------------------------------------------------------------
 

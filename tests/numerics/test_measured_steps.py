@@ -90,13 +90,13 @@ def test_if_no_row_fits_in_fp32_a_precision_that_fits_is_chosen_and_reported(
     run, reporter = RunFolder(str(tmp_path)), Rows()
     choice = PrecisionChoice(Calibration(session, run, reporter, silent), forced=None, loaded=None)
     if fits == "nothing":
-        with pytest.raises(RunError, match="not even a micro-batch of 1 rows fits"):
+        with pytest.raises(RunError, match="not even a micro-batch of 1 row fits"):
             choice.resolve()
         return
     choice.resolve()
     assert session.precision == "bf16"
     (told,) = [row["reason"] for row in reporter.events if row["what"] == "precision"]
-    assert "in fp32 not even a micro-batch of 1 rows fits" in told and "could not be compared with it" in told
+    assert "in fp32 not even a micro-batch of 1 row fits" in told and "could not be compared with it" in told
     assert read_measured(run)["precision"]["value"] == "bf16" and read_measured(run)["micro_batch"]["value"] >= 1
 
 
@@ -124,5 +124,5 @@ def test_the_result_of_a_search_is_compared_with_the_run(tmp_path: Path) -> None
     (event,) = told["other"]["events"]
     assert "version.torch: 0 -> 2" in event["reason"] and "measured again" in event["reason"]
     assert told["other"]["record"]["micro_batch"]["value"] == 8
-    assert "not even a micro-batch of 1 rows fits" in told["too large"]["error"]
+    assert "not even a micro-batch of 1 row fits" in told["too large"]["error"]
     assert "cluster.memory_limit" in told["too large"]["error"]

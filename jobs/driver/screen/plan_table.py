@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cluster.wording import counted
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.memory import AFTER_MODEL
 from raytrain.plan.strategies import Strategy
-from raytrain.plan.text import counted, seconds_text, size_text
+from raytrain.plan.text import seconds_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,7 +80,7 @@ def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
     _print_rows(console, "keys", given)
     left = sum(source == "default" for source in plan.sources.values())
     if left and not full:
-        console.print(f"and {left} keys with their defaults (--full lists them)", style="dim")
+        console.print(f"and {counted(left, 'key')} with their defaults (--full lists them)", style="dim")
     if plan.warnings:
         console.print()
     for warning in plan.warnings:
@@ -173,9 +174,9 @@ def _start_rows(plan: Plan) -> list[tuple[str, str]]:
     value = {name: text for name, text, _ in plan.rows()}
     workers, threads = plan.value("workers", 0), value.get("threads")
     source = f"{plan.inventory['source']}: " if plan.inventory["source"].startswith("Ray ") else ""
-    machine = [source + _machines(plan.inventory), f"{workers} worker{'' if workers == 1 else 's'}"]
+    machine = [source + _machines(plan.inventory), counted(workers, "worker")]
     if plan.value("device", "") == "cpu" and threads is not None:
-        machine[1] += f" of {threads} threads"
+        machine[1] += f" of {_of(threads, 'thread')}"
     if plan.value("hosts", 0) not in (0, "none"):
         machine.append(f"expert hosts: {value['hosts']}")
     model = [_model_name(plan), f"{_count(plan.value('parameters', 0))} parameters"]
@@ -186,10 +187,15 @@ def _start_rows(plan: Plan) -> list[tuple[str, str]]:
         each = f" of {facts.tokens_per_row:,} tokens" if facts.tokens_per_row else ""
         data += [f"{facts.train_rows:,} rows{each}", f"{facts.eval_rows:,} held out", size_text(facts.total_bytes)]
         data.append(value["storage"])
-    batch = [f"{value['global_batch_size']} rows", f"micro-batches of {value['micro_batch_size']}"]
-    batch.append(f"{value['max_steps']} steps, {value['steps_per_epoch']} per epoch")
+    batch = [_of(value["global_batch_size"], "row"), f"micro-batches of {value['micro_batch_size']}"]
+    batch.append(f"{_of(value['max_steps'], 'step')}, {value['steps_per_epoch']} per epoch")
     found = {"machine": machine, "model": model, "data": data, "batch": batch, "precision": [_precision(plan)]}
     return [*((name, ", ".join(parts)) for name, parts in found.items()), ("run", str(plan.value("files", "")))]
+
+
+def _of(text: str, noun: str) -> str:
+    """`1 row`, `32 rows`; a value that is known after the start is written as it is."""
+    return counted(int(text), noun) if text.isdecimal() else f"{text} {noun}s"
 
 
 def _machines(inventory: Mapping[str, Any]) -> str:
@@ -199,7 +205,7 @@ def _machines(inventory: Mapping[str, Any]) -> str:
     if len(nodes) == 1 and sum(gpus.values()) <= 1:
         return str(inventory["summary"])
     parts = [f"{len(nodes)} nodes"] if len(nodes) > 1 else []
-    parts.append(f"{sum(node['cpus'] for node in nodes)} CPU cores")
+    parts.append(counted(sum(node["cpus"] for node in nodes), "CPU core"))
     return ", ".join([*parts, *(f"{number} x {name}" for name, number in gpus.items())] + ([] if gpus else ["no GPU"]))
 
 

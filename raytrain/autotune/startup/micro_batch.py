@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from cluster.wording import counted
 from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.micro_batch import (
@@ -154,10 +155,10 @@ def _sizes(session: Session) -> tuple[int, ...]:
 def _nothing_fits(last: Measurement, budget: int | None) -> RunError:
     rows = last.candidate.micro_batch_size
     if last.outcome == "error":
-        return RunError(f"a step of {rows} rows cannot be run: {last.reason}")
+        return RunError(f"a step of {counted(rows, 'row')} cannot be run: {last.reason}")
     allowed = "" if budget is None else f" ({size_text(budget)} for a worker)"
     needed = "" if last.peak_bytes is None else f", {size_text(last.peak_bytes)} at its peak"
     return NothingFits(
-        f"not even a micro-batch of {rows} rows fits{needed}: {last.reason}; raise cluster.memory_fraction or"
-        f" cluster.memory_limit{allowed}, set loop.activation_checkpointing, or make the model smaller"
+        f"not even a micro-batch of {counted(rows, 'row')} fits{needed}: {last.reason}; raise cluster.memory_fraction"
+        f" or cluster.memory_limit{allowed}, set loop.activation_checkpointing, or make the model smaller"
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.wording import counted
 from raytrain.data.rows.contract import Source
 from raytrain.errors import InputError
 from raytrain.plan.facts import DataFacts
@@ -148,7 +149,7 @@ def describe_bytes(
 
 
 def _files(paths: list[str]) -> str:
-    return f"text {paths[0]}" if len(paths) == 1 else f"text of {len(paths)} files"
+    return f"text {paths[0]}" if len(paths) == 1 else f"text of {counted(len(paths), 'file')}"
 
 
 def _sentence(origin: str, train: int, evaluation: int, *, unit: str) -> str:

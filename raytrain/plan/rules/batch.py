@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.wording import counted
 from raytrain.config.sections import LoopConfig, OptimConfig, SaveConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
@@ -83,13 +84,14 @@ def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], split
             f"a global batch of {total} rows is {pieces} micro-batches of {micro}: {workers - pieces} of"
             f" {workers} workers have none; lower loop.micro_batch_size"
         )
-    formula = f"micro {micro} x accumulation {accumulation} x {workers} workers"
+    cut = counted(pieces, "micro-batch", "micro-batches")
+    formula = f"micro {micro} x accumulation {accumulation} x {counted(workers, 'worker')}"
     slots = micro * accumulation * workers
     if slots != total:
         formula += f" = {slots}, of which {total} are filled: the rows do not divide evenly"
     return {
         "micro_batch_size": chosen,
-        "accumulation": Resolved(accumulation, f"{pieces} micro-batches / {workers} workers, rounded up"),
+        "accumulation": Resolved(accumulation, f"{cut} / {counted(workers, 'worker')}, rounded up"),
         "effective_batch": Resolved(total, formula),
     }
 
@@ -117,14 +119,14 @@ def choose_length(loop: LoopConfig, *, global_batch: int, data_facts: DataFacts 
             return {"steps_per_epoch": per_epoch, "max_steps": Resolved(loop.max_steps, "loop.max_steps")}
         bounds = (1, loop.max_steps) if loop.max_steps else ()
         length_text = "1 epoch" if (loop.epochs or 1) == 1 else f"{loop.epochs} epochs"
-        length_text += f", at most {loop.max_steps} steps" if loop.max_steps else ""
+        length_text += f", at most {counted(loop.max_steps, 'step')}" if loop.max_steps else ""
         return {"steps_per_epoch": per_epoch, "max_steps": Deferred(AFTER_DATA, bounds, length_text)}
     steps = math.ceil(data_facts.train_rows / global_batch)
     per_epoch = Resolved(steps, f"{data_facts.train_rows} rows / {global_batch}, rounded up")
     epochs = loop.epochs or (None if loop.max_steps else 1)
     if epochs is None:
         return {"steps_per_epoch": per_epoch, "max_steps": Resolved(loop.max_steps, "loop.max_steps")}
-    length = f"{epochs} epochs of {steps} steps" if epochs > 1 else f"1 epoch of {steps} steps"
+    length = f"{epochs} epochs of {counted(steps, 'step')}" if epochs > 1 else f"1 epoch of {counted(steps, 'step')}"
     if loop.max_steps and loop.max_steps < epochs * steps:
         return {
             "steps_per_epoch": per_epoch,

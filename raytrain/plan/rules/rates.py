@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cluster.devices.calibration import MachineRates, RatesAtThreads
 from cluster.devices.inventory import Inventory
+from cluster.wording import counted
 from raytrain.plan.rules.devices import DevicePool
 from raytrain.plan.text import seconds_text
 
@@ -92,7 +93,7 @@ def rates_of(
     name = dtype if dtype != "fp16" and (dtype != "bf16" or flags) else "fp32"
     flops = one.product_flops(name, width=width) or one.product_flops("fp32", width=width) or 1.0
     near = len(inventory.nodes) == 1
-    rate_text = f"{flops / 1e9:.0f} GFLOP/s per process of {threads} threads in {name}"
+    rate_text = f"{flops / 1e9:.0f} GFLOP/s per process of {counted(threads, 'thread')} in {name}"
     link = f"{known.wire_bytes_per_s / 1e9:.1f} GB/s and {seconds_text(known.round_trip_s)} on loopback"
     link = link if near else f"{NODES_WIRE / 1e9:.1f} GB/s between nodes, assumed"
     how = "assumed: no run has measured this machine yet" if measured is None else "measured on this machine"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cluster.wording import counted
 from raytrain.config.sections import DataConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
@@ -176,5 +177,5 @@ def choose_loaders(
         return Resolved(requested, "data.loader_workers")
     host = min(counts, key=lambda name: (cores[name] - 1) / counts[name])
     spare = max(0, (cores[host] - 1) // counts[host])
-    reason = f"{cores[host]} cores less one / {counts[host]} workers on {host}, at most {MOST_LOADERS}"
+    reason = f"{cores[host]} cores less one / {counted(counts[host], 'worker')} on {host}, at most {MOST_LOADERS}"
     return Resolved(min(MOST_LOADERS, spare), reason)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from cluster.config import ClusterConfig
 from cluster.devices.inventory import Inventory
+from cluster.wording import counted
 from raytrain.config.sections import ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
@@ -152,7 +153,7 @@ def choose_threads(
     totals = {name: counts.get(name, 0) + others.get(name, 0) for name in [*counts, *others]}
     host = min(totals, key=lambda name: cores[name] / totals[name])
     shared = max(1, cores[host] // totals[host])
-    basis = f"{cores[host]} usable cores / {totals[host]} processes on {host}"
+    basis = f"{counted(cores[host], 'usable core')} / {counted(totals[host], 'process', 'processes')} on {host}"
     if others.get(host):
         basis += f" (workers {counts.get(host, 0)}, expert hosts {others[host]})"
     if isinstance(scale.threads, int):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from cluster.wording import counted
 from raytrain.config.messages import abbreviated, advice
 from raytrain.report.figures import (
     cause_of,
@@ -133,7 +134,7 @@ def idle_devices(records: RunRecords) -> list[Finding]:
         return []
     asked = {key: records.configured(f"scale.{key}") for key in ("workers", "mode")}
     shown = ", ".join(f"scale.{key} {value}" for key, value in asked.items() if value is not None)
-    ran = f"{int(running)} worker{'s' * (running != 1)}" + (f" and {held} expert hosts" if held else "")
+    ran = f"{counted(int(running), 'worker')}" + (f" and {counted(held, 'expert host')}" if held else "")
     remedy = advice(
         ("set scale.workers: auto", asked["workers"] == "auto"),
         ("set scale.mode: auto", asked["mode"] in (None, "auto")),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cluster.wording import counted
 from raytrain.report.figures import cause_of, plain_number, seconds, size
 from raytrain.report.page.style import esc
 from raytrain.report.page.tables import label
@@ -89,7 +90,7 @@ def _brief(value: Any, key: str = "") -> str:
 
 def _count(row: Row, key: str, singular: str, plural: str = "") -> str:
     found = int(number(row.get(key)) or 0)
-    return f"{found:,} {singular if found == 1 else plural or f'{singular}s'}"
+    return counted(found, singular, plural)
 
 
 def _driver_start(row: Row) -> tuple[str, str]:

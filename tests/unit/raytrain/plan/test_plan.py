@@ -11,6 +11,7 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.devices.calibration import MachineRates, RatesAtThreads
 from cluster.devices.inventory import Device, Inventory, Node
+from cluster.wording import counted
 from experts.config import ExpertsConfig
 from experts.plan.bytes import shared_out
 from raytrain.config.sections import (
@@ -386,7 +387,7 @@ def test_micro_times_accumulation_times_world_is_the_global_batch(
     assert value(made, "effective_batch") == total
     if total % (size * workers) == 0:
         assert size * times * workers == total
-        assert reason(made, "effective_batch") == f"micro {size} x accumulation {times} x {workers} workers"
+        assert reason(made, "effective_batch") == f"micro {size} x accumulation {times} x {counted(workers, 'worker')}"
     else:
         filled = f"{size * times * workers}, of which {total} are filled"
         assert filled in reason(made, "effective_batch")
