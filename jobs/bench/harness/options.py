@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[1]
 ORDER = (
     "loop", "precision", "checkpoint", "memory", "estimates", "attention", "compile", "placement", "moves", "unequal",
     "overlap", "recovery", "restart", "kills", "telemetry", "oom", "experts", "strategies", "data", "clone", "pinned",
-    "tune", "infer", "peers", "lr", "all",
+    "tune", "infer", "scaling", "peers", "lr", "all",
 )  # fmt: skip
 """Order of `bench --list` and of bench `all`; benches that are not listed come last."""
 

@@ -8,6 +8,7 @@ computes its first batch.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,7 +61,8 @@ def measure_workers(options: Any, found: BenchMeasurement, say: Say) -> None:
                 measure(options, found, Path(folder), say)
 
 
-def _pooled(work: Work, units: list[Unit], *, workers: int) -> list[UnitReport]:
+def pooled(work: Work, units: list[Unit], *, workers: int) -> list[UnitReport]:
+    """The units on so many actors of the pool."""
     return list(run_units(work, units, workers=workers, at_once=workers, cpus=1, gpus=0))
 
 
@@ -93,7 +95,8 @@ def _shard(worker: InferenceWorker, units: Sequence[Unit], reports: list[UnitRep
         reports.append(worker.run(unit))
 
 
-def _wall(reports: Sequence[UnitReport]) -> float:
+def wall_seconds(reports: Sequence[UnitReport]) -> float:
+    """Seconds from the begin of the first unit to the end of the last one."""
     return max(report.end for report in reports) - min(report.begin for report in reports)
 
 
@@ -103,11 +106,20 @@ def _steady(reports: Sequence[UnitReport]) -> float:
     return max(ends) - min(ends)
 
 
-class _Jobs:
+def rows_by_worker(reports: Sequence[UnitReport]) -> dict[str, int]:
+    """Worker -> rows that it answered."""
+    return dict(sum((Counter({report.worker: report.rows}) for report in reports), Counter[str]()))
+
+
+class JobRunner:
     """Runs the same units again and again, each time into a folder of its own, and compares what was written."""
 
     def __init__(
-        self, work: Work, units: list[Unit], folder: Path, seconds: Callable[[Sequence[UnitReport]], float] = _wall
+        self,
+        work: Work,
+        units: list[Unit],
+        folder: Path,
+        seconds: Callable[[Sequence[UnitReport]], float] = wall_seconds,
     ) -> None:
         self.work, self.units, self.folder, self.seconds = work, units, folder, seconds
         self.reports: dict[str, list[list[UnitReport]]] = {}
@@ -145,33 +157,39 @@ def _answers(parts: Path, units: Sequence[Unit]) -> Iterator[Any]:
 
 def _measure_pool(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
     """What the pool costs: one worker of it against the loop in this process, each with one thread."""
-    keys = {name: getattr(options, name) for name in ("layers", "heads", "width", "seed")}
-    keys |= {"context": options.prompt + options.answer, "vocab_size": VOCABULARY}
-    model = InferenceModel(ModelConfig(builder=f"{MODELS}:seeded_gpt", **keys), facts={"vocab_size": VOCABULARY})
     for kind, units, unit_rows, seconds, goal in (
         ("steady", options.steady_units, options.steady_rows, _steady, GOAL_POOL),
-        ("small units", options.units, options.unit_rows, _wall, None),
+        ("small units", options.units, options.unit_rows, wall_seconds, None),
     ):
-        rows = units * unit_rows
-        found_in = _text_rows(folder / f"text-{unit_rows}.parquet", rows, options)
-        work = Work(model, InferConfig(max_new_tokens=options.answer), found_in, "", options.unit_rows, 0, 1)
-        jobs = _Jobs(work, units_of(rows, unit_rows), folder / f"pool-{unit_rows}", seconds)
+        work, every = gpt_work(options, folder, units=units, unit_rows=unit_rows)
+        jobs = JobRunner(work, every, folder / f"pool-{unit_rows}", seconds)
         one, here = f"one worker, {kind}", f"this process, {kind}"
-        arms: dict[str, Arm] = {one: partial(_pooled, workers=1), here: _here}
+        arms: dict[str, Arm] = {one: partial(pooled, workers=1), here: _here}
         with _one_thread():
             times = _measured(options, jobs, arms, f"pool, {kind}", say)
         found.arms |= times
         jobs.gate(found, f"pool, {kind}")
         found.compare(times, of=one, to=here, goal=goal,
                       name=f"seconds, one worker of the pool / this process, units of {unit_rows} rows")  # fmt: skip
-        idle = [1 - sum(report.seconds for report in reports) / _wall(reports) for reports in jobs.reports[one]]
+        idle = [1 - sum(report.seconds for report in reports) / wall_seconds(reports) for reports in jobs.reports[one]]
         found.values[f"share of the time in which the pool's worker waits for a unit of {unit_rows} rows"] = idle
+
+
+def gpt_work(options: Any, folder: Path, *, units: int, unit_rows: int) -> tuple[Work, list[Unit]]:
+    """Prompts that a GPT with the sizes of the options answers, in batches of `options.unit_rows`, with one thread."""
+    keys = {name: getattr(options, name) for name in ("layers", "heads", "width", "seed")}
+    keys |= {"context": options.prompt + options.answer, "vocab_size": VOCABULARY}
+    model = InferenceModel(ModelConfig(builder=f"{MODELS}:seeded_gpt", **keys), facts={"vocab_size": VOCABULARY})
+    rows = units * unit_rows
+    found_in = _text_rows(folder / f"text-{unit_rows}.parquet", rows, options)
+    work = Work(model, InferConfig(max_new_tokens=options.answer), found_in, "", options.unit_rows, 0, 1)
+    return work, units_of(rows, unit_rows)
 
 
 def _measure_pull(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
     work, units = _sleeping(options, folder, units=max(1, options.sleep_units // 2), claim=True)
-    jobs = _Jobs(work, units, folder / "pull")
-    arms: dict[str, Arm] = {"equal shards": _halves, "pulled": partial(_pooled, workers=2)}
+    jobs = JobRunner(work, units, folder / "pull")
+    arms: dict[str, Arm] = {"equal shards": _halves, "pulled": partial(pooled, workers=2)}
     times = _measured(options, jobs, arms, "pull", say)
     found.arms |= times
     jobs.gate(found, "pull")
@@ -181,10 +199,10 @@ def _measure_pull(options: Any, found: BenchMeasurement, folder: Path, say: Say)
 
 def _measure_four(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
     work, units = _sleeping(options, folder, units=options.sleep_units, claim=False)
-    jobs = _Jobs(work, units, folder / "four")
+    jobs = JobRunner(work, units, folder / "four")
     arms: dict[str, Arm] = {
-        "one sleeping worker": partial(_pooled, workers=1), "two sleeping workers": partial(_pooled, workers=2),
-        "four sleeping workers": partial(_pooled, workers=FOUR),
+        "one sleeping worker": partial(pooled, workers=1), "two sleeping workers": partial(pooled, workers=2),
+        "four sleeping workers": partial(pooled, workers=FOUR),
     }  # fmt: skip
     times = _measured(options, jobs, arms, "four", say)
     found.arms |= times
@@ -194,7 +212,7 @@ def _measure_four(options: Any, found: BenchMeasurement, folder: Path, say: Say)
     found.compare(times, of="one sleeping worker", to="four sleeping workers", goal=GOAL_FOUR, name=FOUR_OVER_ONE)
 
 
-def _measured(options: Any, jobs: _Jobs, arms: dict[str, Arm], part: str, say: Say) -> dict[str, list[float]]:
+def _measured(options: Any, jobs: JobRunner, arms: dict[str, Arm], part: str, say: Say) -> dict[str, list[float]]:
     say(f"{part}: {options.jobs} times {len(arms)} jobs of {len(jobs.units)} units")
     blocks = {name: partial(jobs.run, name, arm) for name, arm in arms.items()}
     return alternate(blocks, blocks=options.jobs, dropped=0)

@@ -103,13 +103,16 @@ def start_plain(server: ArmServer, options: LoopOptions, *, world_size: int, tex
 
 
 class OurRun:
-    """Our arm: a `train` call whose driver is a thread of the bench, on a running Ray."""
+    """Our arm: a `train` call whose driver is a thread of the bench, on a running Ray.
 
-    ARM = "ours"
+    Args:
+        observer: a kind of `BlockObserver` of its own for each of several runs at the same time.
+    """
 
-    def __init__(self, server: ArmServer, job: dict[str, Any]) -> None:
-        self._server = server
-        self._job = {**job, "telemetry": {"observers": ["jobs.bench.training.loop_arms:BlockObserver"]}}
+    def __init__(self, server: ArmServer, job: dict[str, Any], *, observer: type[BlockObserver] | None = None) -> None:
+        kind = observer or BlockObserver
+        self._server, self.arm = server, kind.ARM
+        self._job = {**job, "telemetry": {"observers": [f"{kind.__module__}:{kind.__name__}"]}}
         self._thread = threading.Thread(target=self._train, daemon=True, name="bench-train")
         self.error = ""
 
@@ -128,15 +131,15 @@ class OurRun:
             RunError: the run ended first.
         """
         self._thread.start()
-        self._server.await_arm(self.ARM, processes=1, alive=self._thread.is_alive)
+        self._server.await_arm(self.arm, processes=1, alive=self._thread.is_alive)
 
     def ask_slowest(self, *, steps: int, **_unused: Any) -> dict[str, Any]:
         """Train `steps` steps; returns the answer of rank 0, like `ArmProcesses.ask_slowest`."""
-        return self._server.ask_slowest(self.ARM, steps=steps)
+        return self._server.ask_slowest(self.arm, steps=steps)
 
     def dismiss(self) -> None:
         """Tell the run that there are no more blocks; it continues to its end without waiting."""
-        self._server.dismiss(self.ARM)
+        self._server.dismiss(self.arm)
 
     def join(self, timeout: float) -> None:
         """Wait for the end of the run.
@@ -152,6 +155,8 @@ class OurRun:
 class BlockObserver:
     """The observer in rank 0 of our run: waits for the bench before each block and sends the answer after it."""
 
+    ARM: ClassVar[str] = "ours"
+
     def __init__(self) -> None:
         self._connection: JsonConnection | None = None
         self._last_step = 0
@@ -161,7 +166,7 @@ class BlockObserver:
     def event(self, row: dict[str, Any]) -> None:
         """Connect at the event of the attempt, right before the first step, where the start-up ends."""
         if row["kind"] == "attempt" and self._connection is None:
-            self._connection = connect(arm=OurRun.ARM, rank=0)
+            self._connection = connect(arm=self.ARM, rank=0)
             self._wait()
 
     def metrics(self, row: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,24 @@ def feed_of(data: Any, *, rank: int = 0, world_size: int = 1, storage: str = "re
         storage=storage,
     )
     return BatchLoader(batches, device=CPU, **{"weight": None, "dtype": torch.float32, **more})
+
+
+@pytest.mark.covers("VER-15")
+def test_two_workers_take_half_of_the_rows_and_passes_of_one_each() -> None:
+    def taken(world_size: int, rank: int) -> list[list[list[float]]]:
+        """Steps of an epoch of 48 rows -> micro-batches -> rows."""
+        loader = feed_of({name: column[:48] for name, column in ROWS.items()}, rank=rank, world_size=world_size)
+        cursor, steps = Cursor(), []
+        while cursor.epoch == 0:
+            indices, cursor = loader.global_batch(cursor)
+            steps.append([micro.batch["x"][:, 0].tolist() for micro in loader.micro_batches(indices)])
+        return steps
+
+    one, first, second = taken(1, 0), taken(2, 0), taken(2, 1)
+    assert len(one) == len(first) == len(second) == 3, "as many steps"
+    for alone, left, right in zip(one, first, second, strict=True):
+        assert len(left) == len(right) == len(alone) / 2 == 2, "half of the passes"
+        assert sorted(chain(*left, *right)) == sorted(chain(*alone)) and sum(map(len, left)) == 8
 
 
 def test_the_ranks_share_a_window_and_its_weight() -> None:

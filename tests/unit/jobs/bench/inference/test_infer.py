@@ -66,11 +66,11 @@ def test_another_plain_loop_fails_the_gate(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_a_job_of_each_arm_writes_the_same_answers(tmp_path: Path) -> None:
     """The arms without Ray: the loop in this process, and equal shards of which one is slow."""
-    from jobs.bench.inference.infer_workers import _halves, _here, _Jobs, _sleeping
+    from jobs.bench.inference.infer_workers import JobRunner, _halves, _here, _sleeping
 
     options = options_of("infer", ["sleep_ms=5"], quick=True)
     work, units = _sleeping(options, tmp_path, units=4, claim=True)
-    jobs = _Jobs(work, units, tmp_path / "jobs")
+    jobs = JobRunner(work, units, tmp_path / "jobs")
     seconds = {name: jobs.run(name, arm) for name, arm in (("here", _here), ("halves", _halves))}
     assert len(set.union(*jobs.answers.values())) == 1 and all(value > 0 for value in seconds.values())
     reports = jobs.reports["halves"][0]

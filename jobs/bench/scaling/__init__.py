@@ -1,0 +1,1 @@
+"""Benches of several workers against one."""
