@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,31 @@ def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[
     if quiet:
         variables["RAY_DEDUP_LOGS_SKIP_REGEX"] = DEATH_NOTICE
     return variables
+
+
+#: Variables that a command changes in its own process besides those of Ray: it chooses devices, and Ray a debugger.
+CHANGED = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GLIBC_TUNABLES", "PYTHONBREAKPOINT")
+RAYS_OWN = ("RAY_", "TUNE_")
+
+
+@contextlib.contextmanager
+def restored_environment(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Context manager after which the variables of Ray, and those of `CHANGED`, are as they were before.
+
+    A program that trains from Python may start a Ray of its own afterwards, for which ours would be wrong. Other
+    variables are left alone: they may be the program's.
+    """
+
+    def relevant() -> dict[str, str]:
+        return {name: value for name, value in environ.items() if name.startswith(RAYS_OWN) or name in CHANGED}
+
+    before = relevant()
+    try:
+        yield
+    finally:
+        for name in relevant().keys() - before.keys():
+            environ.pop(name, None)
+        environ.update(before)
 
 
 def environment_record(

@@ -7,6 +7,7 @@ another user of the machine could run code in it. Nothing here imports Ray.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -18,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 TOKEN_FILE = "token"
+#: First letters of the names of private folders; short, since socket paths end at 107 bytes.
+PREFIX = "rt-"
+#: A file in each private folder that its process holds locked: the kernel unlocks it when the process ends in any way.
+OWNER_FILE = "owner"
 
 #: Imported by each process that Ray starts in advance, and the variable that says where these take their numbers and
 #: how many of them will be workers.
@@ -26,7 +31,7 @@ PRELOAD_MODULE, PRELOAD = "raytrain.execution.preload", "RAYTRAIN_PRELOAD"
 #: Processes that Ray may start at the same time. Its own limit is the number of cores, and a start is mostly waiting.
 STARTS = 8
 
-#: One secret for all private clusters of this process, since Ray reads it only once.
+#: One secret for all private clusters of this process: a Ray without a way to reset its token reads it only once.
 _TOKEN = secrets.token_hex(32)
 
 
@@ -69,13 +74,63 @@ def private_ray(*, workers: int = 0) -> Iterator[PrivateRay]:
     Args:
         workers: processes that will compute with torch.
     """
-    folder = tempfile.mkdtemp(prefix="rt-")  # mode 0700; short, since socket paths end at 107 bytes
-    try:
+    with private_folder() as folder:
         _write_token(folder)
         options = {"include_dashboard": False, "_temp_dir": os.path.join(folder, "r"), "_node_ip_address": "127.0.0.1"}
         yield PrivateRay(folder, options, workers)
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[str]:
+    """Create a temporary folder that only this user can read (mode 0700); it is removed at the end.
+
+    A process that is killed cannot remove its own: the next one of this user removes it (`remove_left_folders`).
+    """
+    remove_left_folders()
+    folder = tempfile.mkdtemp(prefix=PREFIX)
+    try:
+        # under another name until it is locked: nobody may take the folder for one that was left
+        unlocked, path = os.path.join(folder, "new"), os.path.join(folder, OWNER_FILE)
+        with open(unlocked, "x") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX)
+            os.rename(unlocked, path)
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_left_folders() -> list[str]:
+    """Remove the private folders of this user whose process has ended, and return their paths.
+
+    A folder stays if its process lives, in another container as well, and if it has no owner file: it is not known
+    whose it is.
+    """
+    removed = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # no folder, no owner file, or another command removes it
+            continue
+        with os.fdopen(descriptor, "r+") as owner:
+            try:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue  # its process lives
+            _remove_but_owner(folder)
+            if os.listdir(folder) == [OWNER_FILE]:  # else a daemon that is about to end has written: next time
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(str(folder))
+    return removed
+
+
+def _remove_but_owner(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name != OWNER_FILE:
+            entry.unlink(missing_ok=True)
 
 
 def _write_token(folder: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 from rich.console import Console
 
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
+from cluster.environment import restored_environment
+from cluster.private_ray import private_folder
 from jobs.driver.runtime import connected
 from jobs.inference.compute import UnitComputation
 from jobs.inference.display import InferenceDisplay, print_plan, print_summary
@@ -76,7 +77,8 @@ def infer(
     console = Console(quiet=quiet, highlight=False)
     name = None if target is None else str(target)
     data = None if named else input
-    result = run_infer(name, changes, resume=resume, dry_run=False, verbose=False, console=console, data=data)
+    with restored_environment():
+        result = run_infer(name, changes, resume=resume, dry_run=False, verbose=False, console=console, data=data)
     assert result is not None
     if result.status == "failed":
         raise RunError(f"{result.failed} of {result.rows} rows failed (output folder: {result.output})")
@@ -109,7 +111,7 @@ def infer_target(
 ) -> InferResult | None:  # fmt: skip
     """Run an inference job with a model that was found; arguments as for `run_infer`."""
     if dry_run:
-        with tempfile.TemporaryDirectory(prefix="rt-") as scratch:
+        with private_folder() as scratch:
             print_plan(plan_inference(target, inventory, resume=resume, data=data, scratch=scratch), console)
         return None
     planned = plan_inference(target, inventory, resume=resume, data=data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import click
 
+from cluster.private_ray import private_folder
 from jobs.driver.signals import Interrupted, SignalQueue
 from jobs.submission.console import INTERRUPTED, JobConsole, follow_again, print_log, say
 from jobs.submission.environment import check_versions, runtime_environment, versions_here, versions_of
@@ -76,7 +76,7 @@ def _uploaded(
         InputError: the working directory or the cluster does not fit.
     """
     folder = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="rt-", ignore_cleanup_errors=True) as temporary:
+    with private_folder() as temporary:
         server = JobServer(address, cancelled=cancelled)
         package = pack(folder, Path(temporary) / "working_dir.zip")
         request.check_package(package, folder)

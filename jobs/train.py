@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from cluster.environment import restored_environment
 from jobs.driver.attempts import RunAttempts, RunPlanner
 from jobs.driver.result import Result, close_run, command_start, result_of
 from jobs.driver.resume import Resumed, open_resumed
@@ -88,7 +89,8 @@ def train(
     mapping = job if isinstance(job, Mapping) else None
     path = None if mapping is not None or job is None else Path(str(job))
     console = Console(quiet=quiet, highlight=False)
-    result = run_train(path, changes, mapping=mapping, resume=resume, verbose=verbose, console=console)
+    with restored_environment():
+        result = run_train(path, changes, mapping=mapping, resume=resume, verbose=verbose, console=console)
     if result.status == "failed":
         raise RunError(f"{result.reason} (run folder: {result.run})")
     return result

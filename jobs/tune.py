@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from cluster.devices.inventory import local_inventory
+from cluster.environment import restored_environment
 from jobs.driver.resume import resume_command
 from jobs.driver.runtime import cluster_address
 from jobs.driver.signals import Interrupted, StopSignals
@@ -89,7 +90,8 @@ def tune(
     mapping = job if isinstance(job, Mapping) else None
     path = None if mapping is not None or job is None else Path(str(job))
     console = Console(quiet=quiet, highlight=False)
-    return run_tune(path, overrides, mapping=mapping, resume=resume, fresh=fresh, verbose=verbose, console=console)
+    with restored_environment():
+        return run_tune(path, overrides, mapping=mapping, resume=resume, fresh=fresh, verbose=verbose, console=console)
 
 
 def run_tune(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import re
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,9 +15,10 @@ from typing import Any
 
 from cluster.checks.head import head_problem
 from cluster.checks.ray_job import is_submitted
-from cluster.environment import LOOPBACK, ray_environment
+from cluster.environment import LOOPBACK, ray_environment, restored_environment
 from cluster.network import answers, loopback_only
-from cluster.private_ray import end_daemons, private_ray
+from cluster.private_ray import end_daemons, private_folder, private_ray
+from jobs.driver.signals import restored_handlers
 from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError, first_line
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
@@ -34,6 +34,10 @@ PATIENT = {
 }
 #: Actors of a run that reserve no CPU: the driver's channel, Ray Train's controller and its meeting point of workers.
 RAY_PROCESSES = 3
+#: Loggers whose levels a command changes.
+RAYS_LOGGERS = ("ray", "ray.train", "ray.tune", "ray.data")
+#: Names of threads that call Ray for a command.
+CALLING_RAY = ("fit", "tune")
 CALL_INIT = "does not work any more, and the connection is shut down; call ray.init again, then resume the run"
 
 
@@ -125,8 +129,44 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, work
         RunError: a private cluster did not start, or Ray failed while it was used.
     """
     if address == "connected":
-        yield from _already_connected(verbose=verbose)
+        with restored_environment(), _loggers_restored():
+            yield from _already_connected(verbose=verbose)
         return
+    with _program_restored():
+        yield from _connected(address, num_cpus=num_cpus, num_gpus=num_gpus, verbose=verbose, workers=workers)
+
+
+@contextlib.contextmanager
+def _program_restored() -> Iterator[None]:
+    """Context manager for a cluster of a command, after which a program can start Ray as if nothing had been.
+
+    A command that was interrupted may leave a thread that still calls Ray. It must not start another cluster.
+    """
+    with restored_handlers(), _loggers_restored():
+        try:
+            with restored_environment():
+                yield
+        finally:
+            if "ray" in sys.modules and not sys.modules["ray"].is_initialized():
+                from raytrain.execution.ray_private import allow_auto_connect, reread_environment
+
+                reread_environment()
+                if any(thread.name in CALLING_RAY for thread in threading.enumerate()):
+                    allow_auto_connect(False)
+
+
+@contextlib.contextmanager
+def _loggers_restored() -> Iterator[None]:
+    """Context manager after which the loggers of Ray have the levels that the program gave them."""
+    before = {name: logging.getLogger(name).level for name in RAYS_LOGGERS}
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, workers: int) -> Iterator[Cluster]:
     variables = ray_environment(local_cluster=address == "local", quiet=not verbose)
     if loopback_only(address):
         variables |= LOOPBACK
@@ -140,7 +180,7 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, work
             folder = private.folder
             options |= {"num_cpus": num_cpus, "num_gpus": num_gpus, **private.options}
         else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rt-", ignore_cleanup_errors=True))
+            folder = stack.enter_context(private_folder())
         cluster = Cluster(address == "local", address, folder)
         try:
             _start(cluster, options, verbose=verbose)
@@ -252,13 +292,20 @@ def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
 
     if not verbose:
         quiet_ray()
+    for name, value in ray_environment(local_cluster=False, quiet=not verbose).items():
+        os.environ.setdefault(name, value)  # Ray Train reads its own when it starts a run
     context = ray.get_runtime_context()
     if not answers(context.gcs_address):  # a call to it would wait until Ray ends this process
         ray.shutdown()
         raise ClusterLost(f"the Ray at {context.gcs_address} that this process had connected to {CALL_INIT}")
     loopback = all(node["NodeManagerAddress"].startswith("127.") for node in ray.nodes() if node["Alive"])
-    folder = tempfile.mkdtemp(prefix="rt-")
-    cluster = Cluster(local=loopback, address=context.gcs_address, folder=folder)
+    with private_folder() as folder:
+        yield from _explained_to_notebook(Cluster(local=loopback, address=context.gcs_address, folder=folder))
+
+
+def _explained_to_notebook(cluster: Cluster) -> Iterator[Cluster]:
+    import ray
+
     try:
         with _ray_errors_explained():
             yield cluster
@@ -268,5 +315,3 @@ def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
         cluster.ended.set()
         ray.shutdown()  # Ray ends a process whose connection is lost, after a minute
         raise ClusterLost(f"{error}: the Ray that this process had connected to {CALL_INIT}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
@@ -19,6 +19,25 @@ from typing import Any, ClassVar, TypeVar
 SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def restored_handlers() -> Iterator[None]:
+    """Context manager after which the signals have the handlers that they had before; `ray.init` replaces SIGTERM's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _restore(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None:  # None: installed by a library in C, which Python cannot do
+            signal.signal(number, handler)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -65,6 +84,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
         self._terminals: list[int] = []
         self._writer: int | None = None
+        self._wakeup = -1
         self._unraisable: Any = None
 
     def install(self) -> None:
@@ -78,7 +98,7 @@ class StopSignals:
         if self._writer is None:
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
-            signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             threading.Thread(target=self._count, args=(reader,), daemon=True, name="stop-signals").start()
             self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
             self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
@@ -92,12 +112,14 @@ class StopSignals:
             raise Interrupted("before the first step")
 
     def restore(self) -> None:
-        """Restore the previous handlers."""
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
+        """Restore the previous handlers, and the previous wake-up pipe, such as that of a notebook's event loop."""
+        _restore(self._previous)
         self._previous = {}
         if self._writer is not None:
-            signal.set_wakeup_fd(-1)
+            try:
+                signal.set_wakeup_fd(self._wakeup)
+            except (ValueError, OSError):  # the loop was closed in the meantime
+                signal.set_wakeup_fd(-1)
             os.close(self._writer)
             self._writer = None
             self.installed.remove(self)

@@ -80,7 +80,7 @@ class _DriverLines:
 
 
 class _Tee:
-    """A text stream that also writes to the rank's log file, and sends rank 0's lines to the driver."""
+    """A text stream that also writes to the rank's log file; lines of rank 0 go to the driver instead of the stream."""
 
     def __init__(self, stream: TextIO, path: str, driver_lines: _DriverLines | None) -> None:
         self._stream = stream
@@ -99,9 +99,10 @@ class _Tee:
             self._file = open(self._path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
             self._size = 0
         self._size += self._file.write(self._for_file(text))
-        if self._driver_lines is not None:
-            self._driver_lines.write(id(self), text)
-        return self._stream.write(text)
+        if self._driver_lines is None:
+            return self._stream.write(text)
+        self._driver_lines.write(id(self), text)  # not to the stream too: Ray may send that to the driver as well
+        return len(text)
 
     def _for_file(self, text: str) -> str:
         """The part of `text` to write to the file now; a line that is being overwritten is written when it ends."""

@@ -6,6 +6,9 @@ name, the run still works, but starts more slowly or is less well protected from
 | private name | used for | without it |
 |---|---|---|
 | `ray._raylet.Config.initialize` | make Ray read the environment again | Ray must not be imported earlier |
+| `ray._raylet.AuthenticationTokenLoader` | Ray reads the token of each cluster | all clusters need the same |
+| `ray._private.auto_init_hook.enable_auto_connect` | a Ray call may start a cluster again | it raises an error |
+| `ray._private.ray_constants.RAY_DEDUP_LOGS_SKIP_REGEX` | Ray names dead processes again | it does not |
 | `ray._private.ray_constants.ENABLE_RAY_CLUSTER` | a node's address is loopback | as for `Config` |
 | `ray._private.services.ConsolePopen` | start the daemons in process groups of their own | they stay in ours |
 | `ray._private.node.Node.start_monitor`, `.start_log_monitor`, `.start_api_server` | omit daemons | they start |
@@ -56,6 +59,8 @@ DEATH_ERRORS = ("WorkerHealthCheckFailedError", "ActorDiedError", "RayActorError
 
 #: Decides whether a node's address is that of the network, or loopback; Ray sets it when it is imported.
 CLUSTER = "ENABLE_RAY_CLUSTER"
+#: Messages of Ray that the driver does not print; Ray's name of the constant and of the variable.
+SKIPPED = "RAY_DEDUP_LOGS_SKIP_REGEX"
 
 #: The label that Ray gives each node, with the node's id as the value.
 NODE_ID_LABEL = "ray.io/node-id"
@@ -79,7 +84,10 @@ def find(owner: Any, name: str) -> Any | None:
 
 
 def reread_environment() -> None:
-    """Make Ray read its settings from the environment again; it reads them once, when it is imported."""
+    """Make Ray read its settings and the token from the environment again, while this process is not connected.
+
+    It reads the settings once, when it is imported, and the token with the first cluster.
+    """
     config = find("ray._raylet", "Config")
     if config is not None:
         with contextlib.suppress(AttributeError, TypeError):
@@ -87,6 +95,20 @@ def reread_environment() -> None:
     constants = find("ray._private", "ray_constants")
     if constants is not None and hasattr(constants, CLUSTER):
         setattr(constants, CLUSTER, os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1") != "0")
+    if constants is not None and hasattr(constants, SKIPPED):
+        setattr(constants, SKIPPED, os.environ.get(SKIPPED))
+    loader = find(find("ray._raylet", "AuthenticationTokenLoader"), "instance")
+    if loader is not None:
+        with contextlib.suppress(AttributeError, TypeError):
+            loader().reset_cache()
+    allow_auto_connect(os.environ.get("RAY_ENABLE_AUTO_CONNECT", "") != "0")
+
+
+def allow_auto_connect(allowed: bool) -> None:
+    """Whether a Ray call of this process may start a cluster where none is running."""
+    hook = find("ray._private", "auto_init_hook")
+    if hook is not None and hasattr(hook, "enable_auto_connect"):
+        hook.enable_auto_connect = allowed
 
 
 @contextlib.contextmanager

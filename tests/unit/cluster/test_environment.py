@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 from cluster.devices.inventory import local_inventory
-from cluster.environment import environment_record, git_commit, ray_environment
+from cluster.environment import environment_record, git_commit, ray_environment, restored_environment
 
 
 def test_ray_uses_loopback_only_if_the_cluster_is_local() -> None:
@@ -29,6 +30,17 @@ def test_ray_is_polled_often_and_prints_once() -> None:
     assert variables["RAY_TRAIN_ENABLE_PRINT_PATCH"] == "0"
     assert variables["RAY_CHDIR_TO_TRIAL_DIR"] == "0"
     assert all(isinstance(value, str) for value in variables.values())
+
+
+def test_only_the_variables_of_a_command_are_restored() -> None:
+    environ = {"RAY_ADDRESS": "mine", "RAY_DEDUP_LOGS": "0", "CUDA_VISIBLE_DEVICES": "0,1", "HOME": "/home/me"}
+    before = dict(environ)
+    with contextlib.suppress(LookupError), restored_environment(environ):
+        environ.update(RAY_ADDRESS="ours", RAY_AUTH_MODE="token", CUDA_VISIBLE_DEVICES="0", TUNE_X="1", USERS="new")
+        environ.update(PYTHONBREAKPOINT="ray.util.rpdb.set_trace", HOME="/")
+        del environ["RAY_DEDUP_LOGS"]
+        raise LookupError
+    assert environ == before | {"USERS": "new", "HOME": "/"}
 
 
 def test_the_record_is_json_and_holds_no_secret(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jobs.driver.signals import SAME_SIGNAL_S, Interrupted, SignalQueue, StopSignals
+from jobs.driver.signals import SAME_SIGNAL_S, Interrupted, SignalQueue, StopSignals, restored_handlers
 
 
 class Clock:
@@ -100,6 +101,33 @@ def test_handlers_are_given_back_also_after_a_second_install() -> None:
     assert signal.getsignal(signal.SIGTERM) == made._arrived
     made.restore()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
+
+
+def test_the_wake_up_pipe_of_an_event_loop_is_given_back() -> None:
+    """That of asyncio, as in a notebook; also where the loop was closed in the meantime."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        made = StopSignals()
+        made.install()
+        made.restore()
+        assert signal.set_wakeup_fd(writer) == writer
+        made.install()
+        os.close(writer)
+        made.restore()
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+
+
+def test_handlers_that_ray_replaces_are_given_back() -> None:
+    mine = signal.getsignal(signal.SIGTERM)
+    with contextlib.suppress(LookupError), restored_handlers():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise LookupError
+    assert signal.getsignal(signal.SIGTERM) is mine
 
 
 def test_outside_the_main_thread_signals_are_not_touched() -> None:

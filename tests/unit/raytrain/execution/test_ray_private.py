@@ -45,6 +45,29 @@ def test_the_environment_record_is_refreshed_or_kept(monkeypatch: pytest.MonkeyP
     assert given == [""]
 
 
+def test_the_token_and_what_ray_read_at_its_import_are_read_again_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[bool] = []
+    loader = SimpleNamespace(reset_cache=lambda: resets.append(True))
+    monkeypatch.setattr("ray._raylet.AuthenticationTokenLoader", SimpleNamespace(instance=lambda: loader))
+    constants = importlib.import_module("ray._private.ray_constants")
+    hook = importlib.import_module("ray._private.auto_init_hook")
+    monkeypatch.setattr(constants, "RAY_DEDUP_LOGS_SKIP_REGEX", "ours")
+    monkeypatch.setattr(hook, "enable_auto_connect", False)
+    monkeypatch.delenv("RAY_DEDUP_LOGS_SKIP_REGEX", raising=False)
+    monkeypatch.delenv("RAY_ENABLE_AUTO_CONNECT", raising=False)
+    ray_private.reread_environment()
+    assert resets == [True] and constants.RAY_DEDUP_LOGS_SKIP_REGEX is None and hook.enable_auto_connect
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
+    monkeypatch.setattr("ray._raylet.AuthenticationTokenLoader", SimpleNamespace())  # another Ray
+    ray_private.reread_environment()
+    assert resets == [True] and not hook.enable_auto_connect
+    monkeypatch.delattr("ray._raylet.AuthenticationTokenLoader")
+    monkeypatch.delattr(hook, "enable_auto_connect")
+    monkeypatch.delattr(constants, "RAY_DEDUP_LOGS_SKIP_REGEX")
+    ray_private.reread_environment()
+    assert not hasattr(hook, "enable_auto_connect") and not hasattr(constants, "RAY_DEDUP_LOGS_SKIP_REGEX")
+
+
 def test_daemons_start_in_separate_process_groups_or_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     original = services().ConsolePopen
     with ray_private.own_process_groups():
