@@ -6,12 +6,25 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from cluster.private_ray import PRELOAD, PRELOAD_MODULE, STARTS, TOKEN_FILE, _write_token, end_daemons, private_ray
+from cluster.private_ray import (
+    OWNER_FILE,
+    PRELOAD,
+    PRELOAD_MODULE,
+    STARTS,
+    TOKEN_FILE,
+    _write_token,
+    end_daemons,
+    private_ray,
+    remove_left_folders,
+)
 from raytrain.execution import preload
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_folder_and_token_are_readable_by_this_user_only_and_removed() -> None:
@@ -29,6 +42,54 @@ def test_folder_and_token_are_readable_by_this_user_only_and_removed() -> None:
     finally:
         os.umask(before)
     assert not folder.exists()
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one_and_that_of_a_live_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = """
+import os, sys
+from cluster.private_ray import private_ray
+with private_ray() as private:
+    os.makedirs(private.options["_temp_dir"] + "/session")
+    print(private.folder, flush=True)
+    sys.stdin.read()
+"""
+
+    def owner() -> subprocess.Popen[str]:
+        env = {**os.environ, "TMPDIR": str(tmp_path)}
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
+        )
+
+    unknown = tmp_path / "rt-other"  # of a program that has no owner file
+    unknown.mkdir()
+    with owner() as killed, owner() as alive:
+        assert killed.stdout is not None and alive.stdout is not None
+        left, used = (Path(one.stdout.readline().strip()) for one in (killed, alive))
+        assert remove_left_folders() == [] and left.is_dir() and used.is_dir(), "both live"
+        killed.kill()
+        killed.wait(60)
+        assert left.is_dir(), "nobody could remove it"
+        (tmp_path / "rt-link").symlink_to(left)
+        with private_ray() as private:
+            assert not left.exists()
+            assert (used / "r" / "session").is_dir() and unknown.is_dir() and Path(private.folder).is_dir()
+            assert remove_left_folders() == [], "nor its own"
+        alive.communicate("", timeout=60)
+        assert not used.exists()
+
+
+def test_folders_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / "rt-theirs"
+    folder.mkdir()
+    (folder / OWNER_FILE).touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert remove_left_folders() == []
+    assert remove_left_folders() == [str(folder)]
 
 
 def test_what_the_user_has_set_does_not_open_the_cluster_to_others() -> None:
