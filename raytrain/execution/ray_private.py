@@ -51,7 +51,8 @@ from typing import Any
 
 #: Default callbacks that a private cluster does not need: one distributes Ray Datasets, which are not used here; the
 #: other cleans up after a controller in a cluster that continues to run.
-UNNEEDED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
+CLEANER_CALLBACK = "PlacementGroupCleanerCallback"
+UNNEEDED_CALLBACKS = (CLEANER_CALLBACK, "DatasetsCallback")
 
 #: Exceptions by which Ray Train reports that a worker's process died. The first is private: all are matched by name.
 DEATH_ERRORS = ("WorkerHealthCheckFailedError", "ActorDiedError", "RayActorError")
@@ -294,6 +295,24 @@ def local_trainer() -> type[Any]:
 
     overridden = ("_create_default_callbacks", "_initialize_and_run_controller")
     return LocalTrainer if all(find(TorchTrainer, name) for name in overridden) else TorchTrainer
+
+
+def cluster_trainer() -> type[Any]:
+    """`TorchTrainer` without the process that removes the placement group of a controller that died.
+
+    That process asks Ray's dashboard every second, and fails noisily where there is none. It has nothing to remove: a
+    driver that lost its controller leaves Ray (`ClusterLost`), and Ray then removes all groups of its job.
+
+    Returns the plain `TorchTrainer` if Ray lacks the overridden method.
+    """
+    from ray.train.torch import TorchTrainer
+
+    class ClusterTrainer(TorchTrainer):
+        def _create_default_callbacks(self, *given: Any, **named: Any) -> list[Any]:
+            callbacks = super()._create_default_callbacks(*given, **named)
+            return [entry for entry in callbacks if type(entry).__name__ != CLEANER_CALLBACK]
+
+    return ClusterTrainer if find(TorchTrainer, "_create_default_callbacks") else TorchTrainer
 
 
 def node_callbacks(selector: Callable[[], dict[str, str] | None]) -> list[Any]:

@@ -210,6 +210,15 @@ def trainer() -> Any:
     return ray_private.local_trainer()(lambda: None, scaling_config=ScalingConfig(num_workers=2))
 
 
+def test_on_a_cluster_only_the_callback_that_needs_a_dashboard_is_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [type(name, (), {})() for name in (*ray_private.UNNEEDED_CALLBACKS, "Kept")]
+    monkeypatch.setattr(f"{TRAINERS}.DataParallelTrainer._create_default_callbacks", lambda self: list(entries))
+    trainer = ray_private.cluster_trainer()(lambda: None, scaling_config=ScalingConfig(num_workers=2))
+    assert trainer._create_default_callbacks() == entries[1:]
+    monkeypatch.delattr(f"{TRAINERS}.DataParallelTrainer._create_default_callbacks")
+    assert ray_private.cluster_trainer() is TorchTrainer
+
+
 def test_the_local_trainer_omits_two_callbacks_and_sets_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     parent = importlib.import_module(TRAINERS).DataParallelTrainer
