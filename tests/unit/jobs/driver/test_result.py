@@ -162,7 +162,7 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     ]
     assert done[-2:] == commands, "there is no run yet to compare it with"
     base = Path(run.path).parent
-    for name in ("other-29991231T000000Z", "other-20250102T000000Z", "test-20250101T000000Z", "other-20250101T000000Z"):
+    for name in ("test-29991231T000000Z", "other-20250102T000000Z", "test-20250101T000000Z", "other-20250101T000000Z"):
         (base / name).mkdir()
         (base / name / "result.json").touch()
     (base / "test-20250103T000000Z").mkdir()  # without a result
