@@ -122,13 +122,12 @@ def run_fit(
     """
     from ray import cloudpickle
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
 
     from jobs.driver.session import worker_job
     from raytrain.errors import RunError, first_line
     from raytrain.execution import driver_channel
     from raytrain.execution.controller import Collectives
-    from raytrain.execution.ray_private import local_trainer
+    from raytrain.execution.ray_private import cluster_trainer, local_trainer
     from raytrain.execution.trainer import worker_resources
 
     on_gpu = bool(inventory.devices())
@@ -138,7 +137,7 @@ def run_fit(
         job, source = worker_job(small_job(workers=workers, threads=1, mode=mode, dtype=dtype), inventory=inventory)
         packed.append((replace(job, import_path=""), source))
     first = packed[0][0]
-    trainer = (local_trainer() if local else TorchTrainer)(
+    trainer = (local_trainer() if local else cluster_trainer())(
         train_steps,
         train_loop_config={"jobs": [cloudpickle.dumps(one) for one in packed]},  # pyright: ignore[reportPrivateImportUsage]
         scaling_config=ScalingConfig(
