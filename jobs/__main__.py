@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from jobs.job.arguments import split_arguments
-from jobs.submission.recipe import torchrun_options
+from jobs.torchrun.recipe import torchrun_options
 from raytrain.errors import InputError, RaytrainError
 
 INTERRUPTED = 130
@@ -24,7 +24,7 @@ class _Verbs(click.Group):
         signal.signal(signal.SIGTERM, _leave)  # until a verb installs its own handlers
         from jobs.driver.signals import request_stop
         from jobs.submission.stop_request import watch_stop_request
-        from jobs.submission.torchrun import carried_out
+        from jobs.torchrun.launch import carried_out
 
         watch_stop_request()
         command = partial(self._main, *args, **{**extra, "standalone_mode": False})
@@ -51,7 +51,7 @@ class _Verbs(click.Group):
             sys.exit(INTERRUPTED)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        from jobs.submission.torchrun import leader
+        from jobs.torchrun.launch import leader
 
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
@@ -143,7 +143,7 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
     """Train a model from JOB.yaml or a recipe (default: the recipe `default`)."""
     from rich.console import Console
 
-    from jobs.submission.torchrun import close
+    from jobs.torchrun.launch import close
     from jobs.train import run_train
 
     path, overrides = split_arguments(arguments)

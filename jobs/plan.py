@@ -12,7 +12,7 @@ from jobs.driver.plan import plan_job
 from jobs.driver.screen.plan_table import print_plan
 from jobs.driver.screen.plan_yaml import job_text
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
-from jobs.submission.recipe import recipe_of
+from jobs.torchrun.recipe import recipe_of
 from raytrain.plan.plan import Plan
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from jobs.submission.torchrun import leader
+from jobs.torchrun.launch import leader
 from raytrain.errors import ClusterLost, RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.faults import CLUSTER_LOST

@@ -154,7 +154,7 @@ class Leader:
         """
         from cluster.network import address_towards
         from cluster.private_ray import TOKEN_FILE, private_ray
-        from jobs.submission.ray_node import NodeShare, find_token, ray_node, set_environment
+        from jobs.torchrun.ray_node import NodeShare, find_token, ray_node, set_environment
 
         launch, store = self.launch, self._store
         others = [self._wait(f"address/{node}", node) for node in range(1, launch.nodes)]
@@ -257,7 +257,7 @@ class Follower:
 
     def _join(self, store: Any, stack: contextlib.ExitStack, *, address: str, token_path: str | None) -> None:
         from cluster.private_ray import private_ray
-        from jobs.submission.ray_node import NodeShare, find_token, ray_node, set_environment
+        from jobs.torchrun.ray_node import NodeShare, find_token, ray_node, set_environment
 
         launch, loopback = self.launch, token_path is not None
         try:

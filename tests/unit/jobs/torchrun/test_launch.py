@@ -12,8 +12,8 @@ from cluster.network import address_towards
 from jobs.__main__ import main
 from jobs.driver.signals import StopSignals, request_stop
 from jobs.job.spec import load_spec
-from jobs.submission.ray_node import find_token, set_environment
-from jobs.submission.torchrun import Launch, Leader, check_launched
+from jobs.torchrun.launch import Launch, Leader, check_launched
+from jobs.torchrun.ray_node import find_token, set_environment
 from raytrain.errors import InputError
 
 SET = {

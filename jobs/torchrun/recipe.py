@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.submission.torchrun import check_launched
+from jobs.torchrun.launch import check_launched
 from raytrain.errors import InputError
 
 if TYPE_CHECKING:
