@@ -1,0 +1,145 @@
+"""Who is asked to save before a stop, and who is stopped by Ray at once."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jobs.driver.signals import Interrupted
+from jobs.submission import server as servers
+from jobs.submission import stop, stop_request
+from jobs.submission.server import SubmittedJob
+from jobs.submission.stop import stop_job
+from raytrain.errors import InputError, RunError
+
+TRAIN = {"verb": "train", "stop_grace_s": 7.0}
+
+
+class FakeCluster:
+    """A job server with one job. It ends by itself when asked, if `saves`, else when Ray is asked, if `dies`."""
+
+    def __init__(self, *, saves: bool = False, dies: bool = True, listening: bool = False, **job: Any) -> None:
+        known = {"status": "RUNNING", "exit_code": None, "entrypoint": "bash run.sh", "record": {}, **job}
+        self.state = SubmittedJob(
+            id="mine", message="", start_time=None, end_time=None, node=None, **known
+        )  # fmt: skip
+        self.address, self.saves, self.dies, self.listening = "http://head:8265", saves, dies, listening
+        self.asked, self.killed, self.waited_s = 0, 0, 0.0
+        self.answer = 200
+
+    def job(self, job_id: str) -> SubmittedJob:
+        return self.state
+
+    def request(self, method: str, path: str, **options: Any) -> Any:
+        if method == "GET":
+            assert path == "/api/packages/gcs/raytrain_listens_mine.zip"
+            return SimpleNamespace(status_code=200 if self.listening else 404)
+        self.asked += 1
+        if self.saves:
+            self.state = SubmittedJob(**{**vars(self.state), "status": "FAILED", "exit_code": 130})
+        return SimpleNamespace(status_code=self.answer, reason="Service Unavailable")
+
+    def kill(self, job_id: str) -> None:
+        self.killed += 1
+        if self.dies:
+            self.state = SubmittedJob(**{**vars(self.state), "status": "STOPPED"})
+
+    def pause(self, seconds: float) -> None:
+        self.waited_s += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[FakeCluster]:
+    """Time passes only as the fake clusters of the test are waited for."""
+    clusters: list[FakeCluster] = []
+    monkeypatch.setattr(servers.time, "monotonic", lambda: sum(cluster.waited_s for cluster in clusters))
+    return clusters
+
+
+def stopped(clock: list[FakeCluster], cluster: FakeCluster) -> tuple[SubmittedJob, str]:
+    clock.append(cluster)
+    said: list[str] = []
+    return stop_job(cluster, "mine", say=said.append), "\n".join(said)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"record": TRAIN}, {"entrypoint": "raytrain train job.yaml"}, {"entrypoint": "python -m jobs train job.yaml"},
+        {"listening": True},  # a script that runs a command of raytrain
+    ],
+)  # fmt: skip
+def test_a_command_of_raytrain_is_asked_to_save_and_not_killed(clock: list[FakeCluster], job: dict[str, Any]) -> None:
+    cluster = FakeCluster(saves=True, **job)
+    ended, said = stopped(clock, cluster)
+    assert (ended.outcome, ended.verdict, cluster.asked, cluster.killed) == ("STOPPED", 130, 1, 0)
+    assert f"up to {'7' if 'record' in job else '60'} s (retry.stop_grace_s)" in said
+
+
+def test_one_that_does_not_save_is_stopped_by_ray_after_its_grace(clock: list[FakeCluster]) -> None:
+    cluster = FakeCluster(record=TRAIN)
+    ended, said = stopped(clock, cluster)
+    assert (ended.verdict, cluster.asked, cluster.killed) == (130, 1, 1) and "asking Ray to stop it" in said
+    assert 7.0 + stop.CLOSE_S <= cluster.waited_s <= 7.0 + stop.CLOSE_S + 2
+
+
+@pytest.mark.parametrize("job", [{}, {"entrypoint": "ls /data/raytrain"}, {"record": TRAIN, "status": "PENDING"}])
+def test_another_program_and_a_job_that_waits_are_stopped_at_once(
+    clock: list[FakeCluster], job: dict[str, Any]
+) -> None:
+    cluster = FakeCluster(**job)
+    ended, said = stopped(clock, cluster)
+    assert (ended.verdict, cluster.asked, cluster.killed, cluster.waited_s) == (130, 0, 1, 0.0)
+    assert ("mine is no command of raytrain" in said) is ("status" not in job)
+
+
+def test_a_stop_never_waits_without_end_and_says_what_is_wrong(clock: list[FakeCluster]) -> None:
+    immortal = FakeCluster(dies=False)
+    with pytest.raises(RunError, match=r"still runs 30 s .* RAY_JOB_STOP_WAIT_TIME_S"):
+        stopped(clock, immortal)
+    assert stop.KILLED_S <= immortal.waited_s <= stop.KILLED_S + 2
+    with pytest.raises(InputError, match="which has ended: SUCCEEDED, exit code 0"):
+        stopped(clock, FakeCluster(status="SUCCEEDED", exit_code=0))
+    refusing = FakeCluster(record=TRAIN)
+    refusing.answer = 503
+    with pytest.raises(RunError, match="refused the request to stop mine: 503 Service Unavailable"):
+        stopped(clock, refusing)
+
+
+def test_a_cancelled_stop_leaves_the_job_as_it_is(clock: list[FakeCluster]) -> None:
+    cluster = FakeCluster(record=TRAIN)
+
+    def cancelled(seconds: float) -> None:
+        raise Interrupted("cancelled")
+
+    cluster.pause = cancelled
+    with pytest.raises(Interrupted):
+        stopped(clock, cluster)
+    assert cluster.killed == 0
+
+
+def test_a_job_says_that_it_listens_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: dict[bytes, bytes] = {}
+
+    class Client:
+        def __init__(self, address: str) -> None:
+            assert address == "head:6379"
+
+        def internal_kv_put(self, key: bytes, value: bytes, overwrite: bool, namespace: Any, *, timeout: int) -> None:
+            entries[key] = value
+
+        def internal_kv_exists(self, key: bytes, namespace: Any, *, timeout: int) -> bool:
+            return key in entries
+
+    running = threading.Event()
+    monkeypatch.setitem(stop_request.sys.modules, "ray", SimpleNamespace(is_initialized=running.is_set))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(stop_request.sys.modules, "ray._raylet", SimpleNamespace(GcsClient=Client))  # pyright: ignore[reportArgumentType]
+    look = stop_request._asked("head:6379", "gcs://stop", listening="gcs://listens")
+    assert not look() and not entries, "Ray has not started"
+    running.set()
+    assert not look() and list(entries) == [b"gcs://listens"]
+    entries[b"gcs://stop"] = b"stop"
+    assert look()
