@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -47,8 +47,11 @@ class _Verbs(click.Group):
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt, Interrupted):
-            click.echo("interrupted", err=True)
-            sys.exit(INTERRUPTED)
+            _end_interrupted()
+        except SystemExit as stop:
+            if stop.code == signal.SIGTERM:  # by Ray's handler, which is in force while it starts
+                _end_interrupted()
+            raise
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         from jobs.torchrun.launch import leader
@@ -66,6 +69,11 @@ class _Verbs(click.Group):
         if name not in ("", "train") and (first := leader()) is not None:
             raise first.refuse(name)
         return super().resolve_command(ctx, args)
+
+
+def _end_interrupted() -> NoReturn:
+    click.echo("interrupted", err=True)
+    sys.exit(INTERRUPTED)
 
 
 def _one_line(error: click.ClickException) -> str:

@@ -21,8 +21,10 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RESET, SETTINGS, GOAWAY = 0, 1, 3, 4, 7
 END_STREAM, END_HEADERS = 1, 4
 FRAME_HEADER_BYTES = 9
+GRPC = (b"application/grpc", bytes.fromhex("1d75d0620d263d4c4d6564"))
+"""In the first headers of a gRPC server, as it writes them and as a proxy compresses them; a web server has others."""
 UNIMPLEMENTED = b"grpc-status\x0212"
-"""In the trailers of a gRPC server that has no such method. gRPC does not compress them."""
+"""In the headers of a gRPC server that has no such method."""
 
 
 def head_problem(address: str) -> str | None:
@@ -64,7 +66,8 @@ def _judge(connection: socket.socket, *, ends: float) -> str | None:
             kind, flags, body, received, first = received[3], received[4], received[9:end], received[end:], False
             if kind == DATA:
                 return None
-            if kind in (RESET, GOAWAY) or (kind == HEADERS and UNIMPLEMENTED in body):
+            other = kind == HEADERS and (UNIMPLEMENTED in body or not any(mark in body for mark in GRPC))
+            if other or kind in (RESET, GOAWAY):
                 return "another server with gRPC or HTTP/2 listens there, not the head of a Ray cluster"
             if kind == HEADERS and flags & END_STREAM:
                 return None  # a refusal by Ray itself, as without a token

@@ -194,24 +194,34 @@ def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, wor
 
 
 def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:
+    """Start the private cluster, or connect to a running one.
+
+    Raises:
+        InputError: the address cannot be reached, or something else than the head of a Ray cluster listens there.
+        RunError: the private cluster did not start.
+    """
+    if re.fullmatch(r"[^/]+:\d+", cluster.address) and (problem := head_problem(cluster.address)):
+        raise _unreachable(cluster.address, problem)
     if cluster.local:
         _start_private(cluster.folder, options)
     else:
         try:
-            if re.fullmatch(r"[^/]+:\d+", cluster.address) and (problem := head_problem(cluster.address)):
-                raise ConnectionError(problem)
             _init(cluster.address, options)
         except Exception as error:  # Ray raises plain `Exception` too
-            raise InputError(
-                "cluster.address",
-                got=f"{cluster.address} ({first_line(error)})",
-                expected="HOST:PORT of the head of a running Ray cluster",
-                remedy="if it uses token authentication, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
-            ) from error
+            raise _unreachable(cluster.address, first_line(error)) from error
     from raytrain.execution.trainer import quiet_ray
 
     if not verbose:
         quiet_ray()
+
+
+def _unreachable(address: str, why: str) -> InputError:
+    return InputError(
+        "cluster.address",
+        got=f"{address} ({why})",
+        expected="HOST:PORT of the head of a running Ray cluster",
+        remedy="if it uses token authentication, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
+    )
 
 
 def _start_private(folder: str, options: dict[str, Any]) -> None:
@@ -251,6 +261,7 @@ def _init(address: str, options: dict[str, Any]) -> None:
 
     reread_environment()
     with (
+        restored_handlers(),  # Ray puts a handler of SIGTERM in place that exits with 15; every verb has 130
         own_process_groups(),
         only_needed_daemons(logs=options["log_to_driver"]),
         prompt_look_up(meanwhile=_import_train),

@@ -85,6 +85,7 @@ def test_wrong_input_is_exit_2_and_one_message_on_stderr(
         (InputError("data.path", got="x", expected="y"), 2, "error: data.path: got x, expected y"),
         (Interrupted("SIGTERM"), 130, "interrupted"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(15), 130, "interrupted"),  # a SIGTERM while `ray.init` runs
     ],
 )
 def test_each_kind_of_end_has_its_exit_code(

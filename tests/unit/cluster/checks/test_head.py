@@ -62,6 +62,8 @@ def serve() -> Iterator[Callable[..., str]]:
 def test_a_head_is_known_by_its_answer_also_without_its_token(serve: Callable[..., str]) -> None:
     assert head_problem(serve(SETTINGS, ACKNOWLEDGED, CLUSTER_ID)) is None
     assert head_problem(serve(SETTINGS, NO_TOKEN)) is None
+    compressed = bytes.fromhex("885f8b1d75d0620d263d4c4d6564")  # by a proxy: :status 200, content-type application/grpc
+    assert head_problem(serve(SETTINGS, frame(1, 4, compressed), CLUSTER_ID[-44:])) is None
     whole = SETTINGS + ACKNOWLEDGED + CLUSTER_ID
     assert head_problem(serve(*(whole[n : n + 1] for n in range(len(whole))))) is None, "a frame arrives in pieces"
 
@@ -71,6 +73,7 @@ def test_a_head_is_known_by_its_answer_also_without_its_token(serve: Callable[..
     [
         ([SETTINGS, ACKNOWLEDGED, NO_METHOD], "another server with gRPC or HTTP/2 listens there"),  # a raylet
         ([SETTINGS, frame(7, 0, b"\x00" * 8, stream=0)], "another server with gRPC or HTTP/2"),
+        ([SETTINGS, frame(1, 4, b"\x88"), frame(0, 1, b"<!DOCTYPE HTML>")], "another server with gRPC or HTTP/2"),
         ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], "an HTTP server listens there"),
         ([b"<!DOCTYPE HTML>\n"], "an HTTP server listens there"),
         ([b"SSH-2.0-OpenSSH_9.6\r\n"], "something else than Ray listens there"),

@@ -153,6 +153,25 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FailingRay]:
     return install
 
 
+def test_the_handler_of_sigterm_outlives_the_start_of_ray(failing: Any) -> None:
+    """Ray's own one exits with 15, where a stopped job has 130."""
+    ray, mine = failing(ConnectionError("no GCS")), lambda number, frame: None
+    ray_init = ray.init
+
+    def init(**options: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ray_init(**options)
+
+    ray.init = init
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with connected("local", num_cpus=1, num_gpus=0, verbose=False):
+            assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(ray.calls) == 2
+
+
 def test_a_private_cluster_that_fails_to_start_gets_a_second_attempt_with_longer_limits(failing: Any) -> None:
     ray = failing(Exception("The current node timed out during startup."))
     daemon: list[subprocess.Popen[bytes]] = []
@@ -183,7 +202,10 @@ def test_two_failed_attempts_are_one_error_with_both_causes_and_a_remedy(failing
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no GCS"), Exception("timed out"), ValueError("bad address")])
-def test_a_cluster_that_cannot_be_reached_is_a_wrong_address(failing: Any, error: Exception) -> None:
+def test_a_cluster_that_cannot_be_reached_is_a_wrong_address(
+    failing: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.driver.runtime.head_problem", lambda address: None)
     ray = failing(error)
     with (
         pytest.raises(InputError, match=rf"cluster\.address.*10\.0\.0\.4:6379.*{error}.*RAY_AUTH_TOKEN"),
@@ -223,12 +245,19 @@ def test_of_several_addresses_the_first_that_answers_counts_and_ports_of_one_hos
     assert cluster_address("10.0.0.4:6379") == "10.0.0.4:6379", "one address is tried where Ray connects to it"
 
 
+class Silent(http.server.BaseHTTPRequestHandler):
+    """Refuses every request, and prints none."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
 @pytest.mark.covers("NODE-04")
 def test_an_address_where_something_else_than_ray_listens_is_refused_at_once(
     run_cli: Callable[..., Any], tmp_path: Any
 ) -> None:
-    """Ray itself would wait for minutes. No Ray is started: there is no line of it."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+    """Ray itself would wait for minutes, and abort the process in the end. Not even a part of it is loaded."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{server.server_port}"
         for verb in ("train", "check"):
