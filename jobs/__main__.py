@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -31,8 +31,6 @@ class _Verbs(click.Group):
         return carried_out(command, request_stop=request_stop)
 
     def _main(self, *args: Any, **extra: Any) -> Any:
-        from jobs.driver.signals import Interrupted
-
         try:
             return super().main(*args, **extra)
         except click.exceptions.Exit as error:
@@ -46,12 +44,11 @@ class _Verbs(click.Group):
         except RaytrainError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
-        except (click.Abort, KeyboardInterrupt, Interrupted):
-            _end_interrupted()
-        except SystemExit as stop:
-            if stop.code == signal.SIGTERM:  # by Ray's handler, which is in force while it starts
-                _end_interrupted()
-            raise
+        except (click.Abort, KeyboardInterrupt, SystemExit) as end:  # `Interrupted` is a KeyboardInterrupt
+            if isinstance(end, SystemExit) and end.code != signal.SIGTERM:  # SIGTERM: of Ray, while it starts
+                raise
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         from jobs.torchrun.launch import leader
@@ -69,11 +66,6 @@ class _Verbs(click.Group):
         if name not in ("", "train") and (first := leader()) is not None:
             raise first.refuse(name)
         return super().resolve_command(ctx, args)
-
-
-def _end_interrupted() -> NoReturn:
-    click.echo("interrupted", err=True)
-    sys.exit(INTERRUPTED)
 
 
 def _one_line(error: click.ClickException) -> str:
