@@ -70,8 +70,7 @@ class _Verbs(click.Group):
 
 def _one_line(error: click.ClickException) -> str:
     """Click's message, and where the usage of the command is."""
-    text = error.format_message().rstrip(".")
-    context = getattr(error, "ctx", None)
+    text, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
     return text if context is None else f"{text}; `{context.command_path} --help` shows what it takes"
 
 
