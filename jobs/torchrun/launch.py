@@ -29,14 +29,15 @@ INTERRUPTED = 130
 LOOK_EVERY_S = 0.5
 #: All nodes have met at torchrun's rendezvous when its processes start; what remains is to import torch and Ray.
 JOIN_LIMIT_S = 300.0
-#: What the other processes get to read how the run ended, before the store may close.
+#: What the other nodes get to leave the cluster, and all processes to read how the run ended.
 READ_LIMIT_S = 15.0
 NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
     "MASTER_PORT", "TORCHELASTIC_RUN_ID",
 )  # fmt: skip
-OTHERS = ("ROLE_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+OTHERS = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_")
 """Beginnings of the other variables that torchrun sets; a worker of Ray must not inherit any of them."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,8 @@ class Launch:
         return dist.PrefixStore(self.name, store)  # pyright: ignore[reportPrivateImportUsage]
 
     def own_address(self) -> str:
-        """This machine's address as the machine of the store sees it."""
-        from cluster.network import address_towards
-
-        return address_towards(self.address, self.port)
+        """This machine's address as the machine of the store sees it; see `_towards`."""
+        return _towards(self.address, self.port)
 
 
 class Leader:
@@ -110,6 +109,7 @@ class Leader:
         self.launch, self._request_stop = launch, request_stop
         self._store = launch.store()
         self._closed = False
+        self._parent = os.getppid()
         threading.Thread(target=self._watch, args=(launch.store(),), daemon=True, name="torchrun-stop").start()
 
     def overrides(
@@ -152,13 +152,12 @@ class Leader:
             InputError: the nodes have no token.
             RunError: a node did not join in time, or could not.
         """
-        from cluster.network import address_towards
         from cluster.private_ray import TOKEN_FILE, private_ray
         from jobs.torchrun.ray_node import NodeShare, find_token, ray_node, set_environment
 
         launch, store = self.launch, self._store
         others = [self._wait(f"address/{node}", node) for node in range(1, launch.nodes)]
-        own = address_towards(others[0], launch.port)
+        own = _towards(others[0], launch.port)
         loopback = all(address.startswith("127.") for address in [own, *others])
         with private_ray() as private:
             token = os.path.join(private.folder, TOKEN_FILE) if loopback else None
@@ -171,7 +170,22 @@ class Leader:
                 for node in range(1, launch.nodes):
                     if problem := self._wait(f"joined/{node}", node):
                         raise RunError(f"node {node} of torchrun: {problem}")
-                yield address
+                try:
+                    yield address
+                finally:
+                    self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Let the other nodes leave the cluster before its head ends, without which they could not end in order."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, and the others with it
+            self._store.set("leave", "1")
+            self._await("gone", self.launch.nodes - 1)
+
+    def _await(self, key: str, count: int) -> None:
+        """Wait until so many processes have counted themselves, but not for those that have died."""
+        ends = time.monotonic() + READ_LIMIT_S
+        while self._store.add(key, 0) < count and time.monotonic() < ends:
+            time.sleep(LOOK_EVERY_S / 10)
 
     def close(self, code: int) -> None:
         """The command has ended with this exit code, and nothing of it is left: all processes end with it.
@@ -184,9 +198,7 @@ class Leader:
         _ignore_signals()
         with contextlib.suppress(RuntimeError):  # the store is gone, and the others with it
             self._store.set("result", str(code))
-            ends = time.monotonic() + READ_LIMIT_S
-            while self._store.add("left", 0) < self.launch.world_size - 1 and time.monotonic() < ends:
-                time.sleep(LOOK_EVERY_S / 10)
+            self._await("left", self.launch.world_size - 1)
 
     def _wait(self, key: str, node: int) -> str:
         """The value of a key that the first process of a node sets."""
@@ -201,12 +213,12 @@ class Leader:
         raise RunError(f"node {node} of torchrun did not start within {JOIN_LIMIT_S:.0f} s: see its own output")
 
     def _watch(self, store: Any) -> None:
-        """Stop this command with a save once a process of another node was told to stop."""
-        with contextlib.suppress(RuntimeError):
-            while not store.check(["stop"]):
+        """Stop this command with a save once a process of another node was told to stop, or torchrun has gone."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, and torchrun with it
+            while os.getppid() == self._parent and not store.check(["stop"]):
                 time.sleep(LOOK_EVERY_S)
-            while not self._request_stop():  # the command does not handle signals yet
-                time.sleep(LOOK_EVERY_S)
+        while not self._request_stop():  # the command does not handle signals yet
+            time.sleep(LOOK_EVERY_S)
 
 
 class Follower:
@@ -218,8 +230,9 @@ class Follower:
 
     def run(self) -> int:
         """Wait for the exit code of the command, and return it; a second signal does not wait."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._arrived)
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` sets it
+                signal.signal(number, self._arrived)
         try:
             store = self.launch.store()
             with contextlib.ExitStack() as stack:
@@ -236,19 +249,24 @@ class Follower:
 
     def _followed(self, store: Any, stack: contextlib.ExitStack) -> int:
         """`run` with the store; a node of Ray is held by `stack`."""
-        launch, asked = self.launch, False
-        joins = launch.local_rank == 0 and launch.node > 0
-        if joins:
+        launch, parent = self.launch, os.getppid()
+        asked, joined, left = False, False, False
+        holds_node = launch.local_rank == 0 and launch.node > 0
+        if holds_node:
             store.set(f"address/{launch.node}", launch.own_address())
         while not store.check(["result"]):
-            if self._signals and not asked:
+            if not asked and (self._signals or os.getppid() != parent):  # told to stop, or torchrun was killed
                 store.set("stop", "1")
                 asked = True
             elif self._signals > 1:
                 return INTERRUPTED
-            if joins and store.check(["head"]):
-                joins = False
+            if holds_node and not joined and store.check(["head"]):
+                joined = True
                 self._join(store, stack, **json.loads(store.get("head")))
+            elif holds_node and not left and store.check(["leave"]):
+                left = True
+                stack.close()
+                store.add("gone", 1)
             time.sleep(LOOK_EVERY_S)
         code = int(store.get("result"))
         _ignore_signals()
@@ -315,7 +333,11 @@ def carried_out(command: Callable[[], Any], *, request_stop: Callable[[], bool])
         del os.environ[name]
     if launch.rank:
         sys.exit(Follower(launch).run())
-    _leader.append(Leader(launch, request_stop))
+    try:
+        _leader.append(Leader(launch, request_stop))
+    except RaytrainError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
     code = 1
     try:
         result = command()
@@ -335,5 +357,19 @@ def close(code: int) -> None:
 
 
 def _ignore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def _towards(host: str, port: int) -> str:
+    """This machine's own address on the way to another one of torchrun's.
+
+    Raises:
+        RunError: there is no way to it.
+    """
+    from cluster.network import address_towards
+
+    try:
+        return address_towards(host, port)
+    except OSError as error:
+        raise RunError(f"no way to {host}, a node of torchrun: {error}") from error

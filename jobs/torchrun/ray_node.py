@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,4 +120,34 @@ def ray_node(*, folder: str, address: str, share: NodeShare, head: str | None = 
     try:
         yield str(node.gcs_address)
     finally:
+        started = _descendants({one.process.pid for many in node.all_processes.values() for one in many})
         node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+        _end(started)
+
+
+def _descendants(pids: set[int]) -> set[tuple[int, str]]:
+    """(pid, start time) of all processes below these; Ray's agents outlive their raylet by up to a minute."""
+    found, parents = set[tuple[int, str]](), pids
+    while parents:
+        children = {row for row in map(_stat, Path("/proc").glob("[0-9]*")) if row is not None and row[1] in parents}
+        parents = {pid for pid, _, _ in children} - {pid for pid, _ in found}
+        found |= {(pid, began) for pid, _, began in children}
+    return found
+
+
+def _stat(entry: Path) -> tuple[int, int, str] | None:
+    """(pid, parent, start time) of a process; None where it has exited."""
+    try:
+        fields = (entry / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(entry.name), int(fields[1]), fields[19]
+
+
+def _end(processes: set[tuple[int, str]]) -> None:
+    """Kill those of them that are still there."""
+    for pid, began in processes:
+        row = _stat(Path(f"/proc/{pid}"))
+        if row is not None and row[2] == began:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

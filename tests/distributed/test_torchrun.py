@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 FIRST_STEP_S = 180
-END_S = 120
+END_S = 180
 ENDLESS = 100_000
 
 
 @pytest.fixture
-def start_torchrun(start_python: Callable[..., Any], place: Any) -> Callable[[str], Any]:
+def start_torchrun(start_python: Callable[..., Any], place: Any) -> Iterator[Callable[[str], Any]]:
     """`start_torchrun(line)` starts a line that `plan --print torchrun` printed."""
 
     def start(line: str) -> Any:
@@ -23,7 +26,24 @@ def start_torchrun(start_python: Callable[..., Any], place: Any) -> Callable[[st
         assert command == "torchrun"
         return start_python("-m", "torch.distributed.run", *arguments, cwd=place.folder, env=place.env)
 
-    return start
+    yield start
+    end_all(place)
+
+
+def end_all(place: Any) -> None:
+    """Kill what torchrun started: its processes have sessions of their own, and hold its pipes."""
+    for pid in place.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def finished(command: Any, place: Any) -> Any:
+    """The end of torchrun; if it does not come, its processes are killed."""
+    try:
+        command.process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        end_all(place)
+    return command.finish(timeout=30)
 
 
 @pytest.mark.timeout(600)
@@ -42,7 +62,7 @@ def test_two_nodes_train_the_steps_of_one_save_when_one_is_interrupted_and_resum
     place.wait_for(place.steps_of(1, more_than=12), limit=FIRST_STEP_S, command=first)
     assert len(place.titles("raylet ")) >= 2, "a node of Ray for each node of torchrun"
     second.process.send_signal(signal.SIGINT)
-    ended = [node.finish(timeout=END_S) for node in (first, second)]
+    ended = [finished(node, place) for node in (first, second)]
     assert "exitcode  : 130" in ended[0].err, ended[0].text
     assert ended[1].code != 0 and "error: " not in ended[1].err, ended[1].text
     assert place.end(within=60) == [], place.titles("")
@@ -57,7 +77,7 @@ def test_two_nodes_train_the_steps_of_one_save_when_one_is_interrupted_and_resum
 
     one = run_cli(*recipe, "--nproc_per_node=2", f"--master_port={other}", cwd=place.folder)
     (line,) = one.out.splitlines()
-    resumed = start_torchrun(f"{line} --resume {run.path} loop.max_steps={saved + 4}").finish(timeout=FIRST_STEP_S)
+    resumed = finished(start_torchrun(f"{line} --resume {run.path} loop.max_steps={saved + 4}"), place)
     assert resumed.code == 0, resumed.text
     assert place.end(within=60) == []
     assert run.result["status"] == "done" and [step for step, _ in run.losses()] == list(range(1, saved + 5))
@@ -74,7 +94,7 @@ def test_a_wrong_job_ends_all_processes_with_the_exit_code_of_wrong_input(
     """Before Ray starts, with one message."""
     place.write(guest_job(scale={"workers": 3}))
     line = f"torchrun --nproc_per_node=2 --master_port={free_port} -m jobs train job.yaml"
-    ended = start_torchrun(line).finish(timeout=END_S)
+    ended = finished(start_torchrun(line), place)
     assert ended.code != 0 and ended.err.count("error: ") == 1, ended.text
     assert "scale.workers: got 3, expected 2, the number of torchrun's processes" in ended.err
     assert "exitcode  : 2" in ended.err

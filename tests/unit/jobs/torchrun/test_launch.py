@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from cluster.network import address_towards
 from jobs.__main__ import main
 from jobs.driver.signals import StopSignals, request_stop
 from jobs.job.spec import load_spec
-from jobs.torchrun.launch import Launch, Leader, check_launched
+from jobs.torchrun.launch import SIGNALS, Launch, Leader, carried_out, check_launched
 from jobs.torchrun.ray_node import find_token, set_environment
-from raytrain.errors import InputError
+from raytrain.errors import InputError, RunError
 
 SET = {
     "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -89,6 +90,27 @@ def test_a_process_knows_its_place_and_only_one_of_torchrun_has_one() -> None:
     own = Launch.of({**SET, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert own is not None and own.serves
     assert Launch.of({name: SET[name] for name in SET if name != "TORCHELASTIC_RUN_ID"}) is None
+
+
+def test_without_the_store_of_torchrun_a_process_ends_with_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(launch: Launch) -> None:
+        raise RunError("torchrun's store at 10.0.0.4:29500: refused")
+
+    monkeypatch.setattr(Launch, "store", gone)
+    for rank in ("0", "5"):
+        monkeypatch.setattr(os, "environ", {**SET, "RANK": rank, "ROLE_NAME": "default", "ROLE_ARN": "mine"})
+        previous = {number: signal.getsignal(number) for number in SIGNALS}
+        try:
+            with pytest.raises(SystemExit) as end:
+                carried_out(lambda: pytest.fail("nothing is carried out"), request_stop=lambda: True)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        assert end.value.code == 1
+        assert capsys.readouterr().err == "error: torchrun's store at 10.0.0.4:29500: refused\n"
+        assert list(os.environ) == ["ROLE_ARN"], "Ray's workers must not take themselves for torchrun's"
 
 
 def test_workers_are_those_of_torchrun_unless_the_job_says_otherwise() -> None:
