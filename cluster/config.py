@@ -69,6 +69,10 @@ class ClusterConfig(Section):
         examples=[2147483648],
         description="bytes of device memory, or of RAM on a CPU, that one worker may use; null: the fraction",
     )
+    memory_soft_limit: Count | None = Field(
+        default=None,
+        description="bytes as for memory_limit above which a warning names the largest tensors; null: 90 % of its room",
+    )
     wanted_memory: Count | None = Field(
         default=None,
         examples=[17179869184],

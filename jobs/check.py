@@ -1,7 +1,7 @@
 """The verb `check`, and the function `check` for Python: the machines, their devices and storage, then a real training.
 
 The order: facts and checks of every node -> versions, clocks -> rates of the devices -> two training steps in each
-supported precision.
+supported precision -> the job itself, if one was named: its model on its data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -37,11 +37,14 @@ from jobs.checks.compare import (
 from jobs.checks.node import DeviceRates, NodeReport, clock, examine, gib, measure_node
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.driver.screen.progress import Activity
-from jobs.job.paths import absolute_path
+from jobs.job.paths import absolute_path, resolved
 from jobs.job.spec import JobSpec, load_spec
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
+
+if TYPE_CHECKING:
+    from jobs.checks.job import JobNumbers
 
 __all__ = ["CheckReport", "check"]
 
@@ -61,6 +64,7 @@ class CheckReport:
         results: (node, check) in order; the node is "" for what is about all of them.
         nodes, rates: by the address of the node.
         training: the rows of every worker; empty with `quick`.
+        job: what was measured of the job; None where none was named.
         seconds: of each part.
         inventory: the machines that jobs are planned for; None before the cluster was reached.
 
@@ -79,6 +83,7 @@ class CheckReport:
     nodes: dict[str, NodeReport] = field(default_factory=dict)
     rates: dict[str, list[DeviceRates]] = field(default_factory=dict)
     training: list[dict[str, Any]] = field(default_factory=list)
+    job: JobNumbers | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     inventory: Inventory | None = None
 
@@ -95,6 +100,7 @@ class CheckReport:
             "nodes": {node: report.to_json() for node, report in self.nodes.items()},
             "rates": {node: [vars(one) for one in devices] for node, devices in self.rates.items()},
             "training": self.training,
+            "job": None if self.job is None else self.job.to_json(),
             "seconds": self.seconds,
         }
 
@@ -119,10 +125,11 @@ class CheckReport:
 def check(
     job: str | Path | None = None, *, overrides: Sequence[str] = (), quick: bool = False, console: Console | None = None
 ) -> CheckReport:
-    """Check the machines that a job would train on.
+    """Check the machines that a job would train on, and the job on one of them.
 
     Args:
-        job: a JOB.yaml or a recipe, whose `cluster`, `scale` and `save` sections count; None is the default recipe.
+        job: a JOB.yaml or a recipe: its model is measured on its data. None measures the machines alone, with the
+            `cluster`, `scale` and `save` sections of the default recipe.
         overrides: `section.key=value` strings.
         quick: leave the training out.
         console: shows each check as it ends; None shows nothing.
@@ -137,7 +144,9 @@ def check(
         >>> [result.text for _, result in report.results if result.status == "fail"]
         []
     """
-    spec = load_spec(None if job is None else Path(job), list(overrides)).spec
+    path = None if job is None else Path(job)
+    spec = load_spec(path, list(overrides)).spec
+    own = None if path is None or quick else NamedJob(path, overrides)
     report, console = CheckReport(), console or Console(quiet=True)
     address = cluster_address(spec.cluster.address)
     here = local_inventory()
@@ -160,6 +169,10 @@ def check(
                 activity.begin("training two steps in each supported precision")
                 with _timed(report, "training"):
                     _check_training(report, spec, cluster, report.inventory, console)
+                if own is not None and not report.failed:
+                    activity.begin("measuring the job on its data")
+                    with _timed(report, "job"):
+                        _check_job(report, own, spec, cluster, report.inventory, console)
             else:
                 skipped = CheckResult("training", "na", "left out: a check failed", "the other checks are ok")
                 _add(report, console, [skipped])
@@ -227,6 +240,38 @@ def _check_training(
         if not cluster.local:
             open_store(save_dir).delete_tree(name)
     _add(report, console, check_training(report.training, workers=workers))
+
+
+class NamedJob:
+    """A job that was named, opened and built on the driver before Ray starts.
+
+    Raises:
+        InputError: the job, its data or its model is wrong.
+    """
+
+    def __init__(self, path: Path, overrides: Sequence[str]) -> None:
+        from jobs.checks.job import OPEN
+        from jobs.driver.checks import check_on_driver  # imports torch
+
+        self.loaded = load_spec(path, [*overrides, *OPEN])
+        self.checked = check_on_driver(resolved(self.loaded.spec))
+
+
+def _check_job(
+    report: CheckReport, own: NamedJob, spec: JobSpec, cluster: Cluster, inventory: Inventory, console: Console
+) -> None:
+    """Measure the job on one device, and judge what was measured."""
+    from jobs.checks.job import check_job, measure_job
+
+    facts = own.checked.data_facts
+    try:
+        report.job = measure_job(own.loaded, own.checked, inventory, local=cluster.local)
+    except RaytrainError as error:  # the plan refuses it, or the process that measured died
+        expected = "a step of the job on its data"
+        _add(report, console, [CheckResult("job", "fail", str(error), expected, "see the message")])
+        return
+    source = spec.data.source or "the data"
+    _add(report, console, check_job(report.job, spec, source=source, rows=facts.train_rows))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ HIGH = 0.9
 #: Growth is looked for after this many steps of an attempt: the allocator's caches, the optimizer's state and the first
 #: evaluation come before. And over at least this many, since a few steps show no trend.
 WARM_UP_STEPS, LEAST_STEPS = 20, 40
+#: In the title of a worker's process, which compares its own memory with its limit, since it can name its tensors.
+WORKER = "RayTrainWorker"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class MemoryWatch:
             if device["kind"] != "cpu" and device["memory_run"] is not None:
                 found += self._growing(row, steps, device["device"], "", device["memory_run"])
         for process in row["processes"]:
-            if self._limit and process["rss"] > self._high * self._limit:
+            own = WORKER in process["name"]
+            if self._limit and not own and process["rss"] > self._high * self._limit:
                 found.append(self._full_process(row["node"], process))
             found += self._growing(row, steps, process["pid"], process["name"], process["anonymous"])
         alive = {process["pid"] for process in row["processes"]} | {device["device"] for device in row["devices"]}

@@ -19,7 +19,7 @@ LAUNCHER = {"num_processes": "scale.workers", "mixed_precision": "precision.dtyp
 TRAINING = {
     "experts": "experts.num_experts", "parallel_strategy": "experts.hosts", "compile": "loop.compile",
     "compile_mode": "loop.compile", "cudnn_benchmark": "loop.cudnn_benchmark", "pin_memory": "data.storage",
-    "log_gpu_memory": "telemetry.log_memory",
+    "log_gpu_memory": "telemetry.log_memory", "monitor_gpu": "telemetry.every", "monitor_interval": "telemetry.every",
 }  # fmt: skip
 #: For `infer`.
 INFERENCE = {
@@ -69,7 +69,11 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
             _check_machines(value, arguments)
         else:
             key, plain = names[name], value.lower() if value in ("True", "False") else value
-            found.append(f"{key}={_VALUES.get((key, plain), plain)}")
+            given_key = f"{key}={_VALUES.get((key, plain), plain)}"
+            if name == "monitor_gpu":  # --monitor_interval says how often, wherever it stands
+                found.insert(0, given_key)
+            else:
+                found.append(given_key)
     return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cluster.config import TelemetryConfig
+
 NAMES = {
     "loop.global_batch_size": ("batch_size", "bs", "train_batch_size"),
     "loop.micro_batch_size": ("per_device_train_batch_size", "per_device_batch_size"),
@@ -28,6 +30,7 @@ SWITCHES = {
     "compile": ("loop.compile", "default", "off"),
     "pin_memory": ("data.storage", "pinned", "stream"),
     "log_gpu_memory": ("telemetry.log_memory", "true", "false"),
+    "monitor_gpu": ("telemetry.every", str(TelemetryConfig().every), "0"),
 }
 """What is true or false in other programs -> the key, and its values for true and for false."""
 

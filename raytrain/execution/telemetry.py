@@ -7,7 +7,9 @@ of the kernel and NVML, a few milliseconds per sample, and never calls torch; th
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +26,9 @@ FIRST_AFTER_S = 1.0
 
 
 class TelemetryThread:
-    """Takes a sample every `every` seconds until `close`.
+    """Takes a sample every `every` seconds until `close`: in t seconds t / `every` of them, one more or less.
+
+    A sample that takes long delays none of the later ones; those that it leaves no time for are left out.
 
     Args:
         run: the run folder; rows go to telemetry/<node>.jsonl.
@@ -33,6 +37,7 @@ class TelemetryThread:
         watch: judges the rows.
         warn: called with each warning, repeated ones included; in the thread.
         tags: fields of the next row, such as the step, or None where no sample is due; called in the thread.
+        clock: seconds; replaced in tests.
     """
 
     def __init__(
@@ -45,9 +50,10 @@ class TelemetryThread:
         watch: MemoryWatch,
         warn: Callable[[MemoryWarning], None],
         tags: Callable[[], dict[str, Any] | None] = dict,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run, self._sampler, self._every, self._gauges = run, sampler, every, gauges
-        self._watch, self._warn, self._tags = watch, warn, tags
+        self._watch, self._warn, self._tags, self._clock = watch, warn, tags, clock
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="telemetry")
 
@@ -74,15 +80,15 @@ class TelemetryThread:
         return row
 
     def _loop(self) -> None:
-        wait_s = min(FIRST_AFTER_S, self._every)
-        while not self._over.wait(wait_s):
-            wait_s = self._every
+        due = self._clock() + min(FIRST_AFTER_S, self._every)
+        while not self._over.wait(max(0.0, due - self._clock())):
             try:
                 self.sample()
             except RunError as error:  # a full disk, which ends the run where it has to write
                 node = self._sampler.node
                 self._warn(MemoryWarning(f"end {node}", "telemetry_ended", f"telemetry of {node} ended: {error}"))
                 return
+            due += self._every * max(1, math.ceil((self._clock() - due) / self._every))
 
 
 @contextlib.contextmanager

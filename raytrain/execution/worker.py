@@ -26,6 +26,7 @@ from torch import nn
 
 from cluster.forks import keep_parents_objects
 from cluster.telemetry.stacks import own_stacks, stack_of
+from cluster.telemetry.warnings import HIGH
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.resolve import resolve_choices
 from raytrain.checkpoint.retention import discard_after
@@ -50,7 +51,8 @@ from raytrain.train.clock import Clock
 from raytrain.train.device import platform
 from raytrain.train.job import StepSettings, TrainJob
 from raytrain.train.memory.allocator import keep_freed_memory
-from raytrain.train.memory.device import is_out_of_memory
+from raytrain.train.memory.device import is_out_of_memory, memory_in_use, process_budget
+from raytrain.train.memory.soft_limit import SoftLimit, SoftLimitWarning, largest_tensors, table, watched_memory
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 from raytrain.train.state import LoopOutcome
@@ -84,7 +86,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
         node = ray.get_runtime_context().get_node_id()
         worker = Worker(job, workers=workers, local_rank=local_rank, channel=channel, node=node)
         every, limit = job.telemetry_every if local_rank == 0 else 0.0, job.cluster.memory_limit
-        with node_telemetry(job.run_path, every=every, limit=limit, channel=channel, tags=worker.position):
+        sampled = node_telemetry(job.run_path, every=every, limit=limit, channel=channel, tags=worker.position)
+        with sampled, watched_memory(worker.soft_limit(), every=job.telemetry_every, warn=worker.warn_of_memory):
             return worker.run(data)
 
 
@@ -358,6 +361,32 @@ class Worker:
         """The attempt and the step, for the rows of telemetry; called from other threads."""
         session = self.session
         return {"attempt": self.attempt, "step": session.state.step if session else self.from_step}
+
+    def soft_limit(self) -> SoftLimit:
+        """Compares what this process uses with `cluster.memory_soft_limit`; called from another thread."""
+        settings = self.job.cluster
+
+        def limit() -> int | None:
+            session = self.session
+            if settings.memory_soft_limit is not None or session is None:
+                return settings.memory_soft_limit
+            budget = process_budget(
+                session.device, fraction=settings.memory_fraction, limit=settings.memory_limit,
+                processes=session.sharing,
+            )  # fmt: skip
+            return None if budget is None else int(HIGH * budget)
+
+        def used() -> int:
+            device = torch.device("cpu") if self.session is None else self.session.device
+            return memory_in_use(device)["memory_reserved_bytes"]
+
+        who = f"rank {self.workers.rank} (pid {os.getpid()}) on {os.uname().nodename}"
+        return SoftLimit(limit=limit, used=used, tensors=lambda: largest_tensors(self.session), who=who)
+
+    def warn_of_memory(self, warning: SoftLimitWarning) -> None:
+        """Send the warning to the driver, which shows that of the first rank, and write all tensors beside the log."""
+        self.run_folder.write_text(f"logs/rank_{self.workers.rank:05d}.tensors", table(warning.tensors))
+        self.channel.warn.remote("soft limit", "soft_limit", warning.text, warning.figures)
 
     # -- the end of an attempt --------------------------------------------------------------------
 

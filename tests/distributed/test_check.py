@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import statistics
 import subprocess
 import sys
 import zipfile
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from cluster.devices.limits import cpu_description
+from raytrain.plan.text import seconds_text, size_text
 
 MACHINE = [
     "storage",
@@ -32,11 +34,12 @@ MACHINE = [
 
 
 @pytest.fixture(scope="module")
-def checked(start_module_python: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of a whole check with a bundle, and the check."""
-    folder = tmp_path_factory.mktemp("check")
-    env = {"MY_TOKEN": "not-for-support"}
-    started = start_module_python("-m", "jobs", "check", "--json", "--bundle", "b.zip", cwd=folder, env=env)
+def checked(start_module_python: Callable[..., Any], module_place: Any) -> tuple[Path, Any]:
+    """The folder of a whole check of a job, with a bundle, and the check. Each row of its data takes a millisecond."""
+    folder, env = module_place.folder, {"MY_TOKEN": "not-for-support"}
+    data = {"source": "guest_code:slow_rows", "pause": 0.001, "storage": "stream"}
+    module_place.write(module_place.job(data=data, precision={"dtype": "auto"}))
+    started = start_module_python("-m", "jobs", "check", "job.yaml", "--json", "--bundle", "b.zip", cwd=folder, env=env)
     done = started.finish(timeout=200)
     assert done.code == 0, done.text
     return folder, done
@@ -72,8 +75,10 @@ def test_every_format_of_this_machine_trains_in_one_fit(checked: tuple[Path, Any
         "python", "torch", "ray", "platform", *MACHINE, "clocks", "repeated_products", "rates",
         "memory_monitoring", "collectives",
         *(f"training in {dtype}" for dtype in formats), "batch_copies",
+        "job data", "job precision", "job memory", "job loaders",
     ]  # fmt: skip
-    assert report["checks"][-1]["status"] == "na" and report["checks"][-1]["seen"].startswith("not shown: ")
+    (copies,) = [check for check in report["checks"] if check["name"] == "batch_copies"]
+    assert copies["status"] == "na" and copies["seen"].startswith("not shown: ")
     assert {check["status"] for check in report["checks"]} <= {"ok", "na", "warn"} and report["status"] == "ok"
     trained = [row for row in report["training"] if row["what"] == "training"]
     assert [(row["rank"], row["precision"]) for row in trained] == [(rank, f) for rank in (0, 1) for f in formats]
@@ -88,6 +93,31 @@ def test_every_format_of_this_machine_trains_in_one_fit(checked: tuple[Path, Any
     assert record["environment"]["versions"]["torch"] and record["devices"][0]["kind"] in ("cpu", "cuda", "rocm")
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.covers("BP-21")
+def test_a_named_job_is_measured_on_its_own_data_in_precision_memory_and_loaders(checked: tuple[Path, Any]) -> None:
+    """Each of the four answers states what was measured."""
+    report = json.loads(checked[1].out)
+    found = report["job"]
+    seen = {check["name"]: check["seen"] for check in report["checks"] if check["name"].startswith("job ")}
+    fp32, bf16 = found["times"]
+    assert [one["candidate"]["precision"] for one in (fp32, bf16)] == ["fp32", "bf16"]
+    assert found["measured_rows"] == 12 == fp32["candidate"]["micro_batch_size"]
+    step = [statistics.median(one["pass_s"]) + statistics.median(one["update_s"]) for one in (fp32, bf16)]
+    assert f"bf16 {seconds_text(step[1])}, {step[0] / step[1]:.2f} times as fast" in seen["job precision"]
+    (gate,) = found["gates"]
+    losses = gate["reference_losses"]
+    assert gate["precision"] == "bf16" and len(gate["losses"]) == len(losses) >= 4
+    assert f"{losses[0]:.4g} to {losses[-1]:.4g}" in seen["job data"]
+    assert seen["job data"].startswith("240 rows of guest_code:slow_rows; first loss ")
+    peak, floor = found["memory"][0]["peak_bytes"], found["memory"][0]["floor_bytes"]
+    assert 0 < floor < peak < found["budget"] and f"a peak of {size_text(peak)} of" in seen["job memory"]
+    rates = {one["count"]: one["batches"] / one["seconds"] for one in found["loaders"]["rates"]}
+    assert 0 in rates and max(rates) == found["loaders"]["most"] >= 1, "to as many processes as there are cores"
+    assert all(f"{rate:.3g}" in seen["job loaders"] for rate in rates.values())
+    assert 1 / rates[0] > 12 * 0.001 and found["read_s"] > 12 * 0.001, "the rows' own time"
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.covers("DEV-14", "DEV-09", "CLI-25")
 def test_storage_that_cannot_be_written_turns_the_verdict_and_ends_with_1(
@@ -100,6 +130,11 @@ def test_storage_that_cannot_be_written_turns_the_verdict_and_ends_with_1(
     assert "set save.dir to a folder" in " ".join(broken.out.split())
     wrong = run_cli("check", "cluster.address=127.0.0.1:1", cwd=tmp_path)
     assert wrong.code == 2 and "cluster.address" in wrong.text
+    (tmp_path / "job.yaml").write_text(
+        '{"model": {"builder": "no_such:net", "context": 8}, "data": {"source": "stdlib"}}'
+    )
+    wrong = run_cli("check", "job.yaml", cwd=tmp_path)
+    assert wrong.code == 2 and "model.builder" in wrong.err and "python " not in wrong.out, "before Ray starts"
     typo = run_cli("check", "scale.worker=2", cwd=tmp_path)
     assert typo.code == 2 and "scale.workers" in typo.text
 

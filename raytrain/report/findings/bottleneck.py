@@ -114,6 +114,7 @@ def _sync_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Findin
 
 MEMORY_TITLES = {
     "high_memory": "Memory is nearly full",
+    "soft_limit": "A process uses much memory",
     "memory_growth": "Memory grows without end",
     "telemetry_ended": "Telemetry ended early",
 }

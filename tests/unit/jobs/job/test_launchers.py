@@ -74,6 +74,9 @@ def test_options_of_other_training_commands_are_planned(tmp_path: Path, capsys: 
     text, plan = planned("--experts", "4", "--parallel-strategy", "expert_parallel", "--compile")
     assert (plan["strategy"], plan["expert hosts"]) == ("expert_parallel", "colocated"), text
     assert plan["experts"] == "4 on 2 workers" and plan["compile"] == "default"
+    assert "telemetry.every: 10.0" in planned("--monitor-gpu", "--monitor-interval", "10", "--full")[0].replace(
+        "  ", ""
+    )
     text, plan = planned("--experts=4", "--parallel_strategy=data_parallel", "--compile", "false")
     assert (plan["strategy"], plan["loop.compile"]) == ("data_parallel", "off"), text
 
@@ -84,6 +87,9 @@ def test_options_of_other_training_commands_are_planned(tmp_path: Path, capsys: 
         (["--compile", "a.b=1"], ["loop.compile=default", "a.b=1"]),
         (["--compile", "True"], ["loop.compile=default"]),
         (["--compile-mode", "max-autotune"], ["loop.compile=max-autotune"]),
+        (["--monitor-gpu", "a.b=1"], ["telemetry.every=5.0", "a.b=1"]),
+        (["--monitor_gpu", "false"], ["telemetry.every=0"]),
+        (["--monitor-interval=10", "--monitor-gpu"], ["telemetry.every=5.0", "telemetry.every=10"]),
         (["--cudnn_benchmark", "false", "--compile=False"], ["loop.cudnn_benchmark=false", "loop.compile=off"]),
         (["--compile", "job.yaml"], ["loop.compile=default", "job.yaml"]),
         (["--compile", "default"], ["loop.compile=default", "default"]),  # a recipe
