@@ -106,7 +106,8 @@ def measure_job(loaded: LoadedSpec, checked: Checked, inventory: Inventory, *, l
     options["resources"] = resources
     if not search.on_gpu:
         options["scheduling_strategy"] = on_this_node()
-    task = ray.remote(_measured).options(max_retries=0, **options)
+    remote: Any = ray.remote  # whose annotations know no keyword arguments
+    task = remote(_measured).options(max_retries=0, **options)
     asked = task.remote(
         cloudpickle.dumps(job),  # pyright: ignore[reportPrivateImportUsage]
         checked.handed,
