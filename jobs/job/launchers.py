@@ -59,7 +59,11 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
             continue
         if name in SWITCHES:
             value = value if mark else waiting.pop(0) if waiting and _is_value(waiting[0]) else "true"
-            found.append(_switch(given.partition("=")[0], name, value))
+            typed = _switch(given.partition("=")[0], name, value)
+            if name == "monitor_gpu":  # --monitor_interval says how often, wherever it stands
+                found.insert(0, typed)
+            else:
+                found.append(typed)
             continue
         if not mark:
             if not waiting:

@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from jobs.bench.compute import compile as compile_bench
 from jobs.bench.harness.command import bench_verb
 
 
@@ -161,22 +163,62 @@ def test_attention_is_timed_with_built_masks_cached_masks_and_no_mask(attention:
     assert any("masks saves at least 5%" in claim["effect"] for claim in document["claims"])
 
 
-@pytest.mark.covers("TEST-02", "PERF-29", "TRB-19")
+@pytest.mark.covers("TEST-02", "PERF-29", "TRB-19", "TRB-32")
 def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilation_separately(bench: Callable[..., Any]) -> None:
+    """In all three modes, one of which may be worth setting."""
     document = bench("compile")
-    assert set(document["arms"]) == {"eager", "default", "defaults", "optim.fused false", "reference"}
+    modes = ("default", "reduce-overhead", "max-autotune")
+    assert set(document["arms"]) == {"eager", *modes, "defaults", "optim.fused false", "reference"}
+    assert document["values"]["skipped"] == {}
+    for mode in modes:
+        assert document["values"][mode]["achieved"] == "1 of 1 parts"
+        (claim,) = [one for one in document["claims"] if one["effect"] == f"torch.compile ({mode}) makes steps faster"]
+        assert ("as its CUDA graphs need a GPU" in claim["evidence"]) == (mode == "reduce-overhead")
+    ratios = {ratio["to"]: ratio for ratio in document["ratios"][:3]}
+    faster = {mode: ratios[mode]["median"] for mode in modes if ratios[mode]["low"] > 1}
+    best = document["values"]["worth_setting"]
+    assert best == max(faster, key=lambda mode: faster[mode], default=None)
     status = document["values"]["default"]
     assert status["achieved"] == "1 of 1 parts" and status["seconds"] > 0 and status["graph_breaks"] == 0
     assert status["pays_from_step"] is None or status["pays_from_step"] >= 1
     (claim,) = [claim for claim in document["claims"] if claim["effect"].startswith("torch.compile (default)")]
     pays = status["pays_from_step"]
     assert ("no break-even" if pays is None else f"break-even at step {pays}") in claim["evidence"], claim
-    ratio, *others = document["ratios"]
+    ratio, _, _, *others = document["ratios"]
     assert [other["name"] for other in others] == [
         "reference / every default", "optimizer without / with fused kernels",
     ]  # fmt: skip
     pairs = zip(document["arms"]["eager"]["values"], document["arms"]["default"]["values"], strict=True)
     assert ratio["values"] == [a / b for a, b in pairs]
+
+
+def test_a_mode_that_does_not_compile_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Arm:
+        """Instead of a session, whose parts are compiled or not."""
+
+        losses = (1.0, 0.5)
+
+        def __init__(self, mode: str) -> None:
+            works = {"parts": [{}], "achieved": "1 of 1 parts", "reasons": [], "seconds": 3.0}
+            fails = {**works, "achieved": "0 of 1 parts", "reasons": ["no such kernel"]}
+            status = {**(fails if mode == "max-autotune" else works), "graph_breaks": 0, "recompiles": 0}
+            compiled = None if mode == "off" else SimpleNamespace(status=lambda: status)
+            self.session = SimpleNamespace(switches=SimpleNamespace(compiled=compiled))
+            self.seconds = {"off": 2.0}.get(mode, 1.0)
+
+        def run(self, steps: int) -> float:
+            return self.seconds * steps
+
+    monkeypatch.setattr(compile_bench, "_arm", lambda options, compile="off", **_: Arm(compile))
+    found = compile_bench.run(
+        compile_bench.CompileOptions.model_validate({"reference": False}), quick=False, say=lambda _: None
+    )
+    assert found.passed and set(found.arms) == {"eager", "default", "reduce-overhead"}
+    assert found.values["skipped"] == {"max-autotune": "no such kernel"}
+    (skipped,) = [claim for claim in found.claims if "max-autotune" in claim.effect]
+    assert skipped.verdict == "not measurable here" and "skipped" in skipped.evidence
+    assert found.values["default"]["pays_from_step"] == 3 and found.values["worth_setting"] == "default"
+    assert found.lines()[-1] == "loop.compile=default is the fastest, 2.00 times off, from step 3 on"
 
 
 def test_the_search_is_compared_with_the_grid_and_with_doubling(bench: Callable[..., Any]) -> None:

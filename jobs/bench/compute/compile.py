@@ -1,7 +1,7 @@
-"""Bench `compile`: optimizer steps of a small GPT, compiled against eager, and the time of the compilation.
+"""Bench `compile`: optimizer steps of a small GPT in each mode of torch.compile against eager, and what that costs.
 
-The bench prints the break-even step: the first step at which the total gain exceeds the time of the compilation. The
-last comparison is all defaults against `loop.reference`.
+The bench prints which mode is worth setting, and the break-even step of each: the first step at which the total gain
+exceeds the time of the compilation. The last comparison is all defaults against `loop.reference`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from raytrain.train.compute.toolchain import missing_for_compile
 if TYPE_CHECKING:
     from jobs.bench.harness.sessions import SessionArm
 
+ON_CPU = {
+    "reduce-overhead": "on a CPU the same code as default, as its CUDA graphs need a GPU",
+    "max-autotune": "on a CPU without its CUDA graphs",
+}
 TOLERANCE = 1e-4
 MAX_STEPS = 100_000
 #: Commonly claimed speed-up of all optimisations together.
@@ -35,7 +39,6 @@ class CompileOptions(BenchOptions):
     )
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "heads": 1, "width": 8, "context": 8, "batch": 4, "blocks": 3, "block_steps": 1,
-        "modes": ["default"],
     }  # fmt: skip
 
     layers: Count = Field(4, description="of the GPT")
@@ -45,7 +48,8 @@ class CompileOptions(BenchOptions):
     batch: Count = Field(12, description="rows of a step")
     parts: Text = Field("blocks", description="loop.compile_parts")
     modes: list[Literal["default", "reduce-overhead", "max-autotune"]] = Field(
-        ["default", "max-autotune"], description="of torch.compile; on a CPU reduce-overhead equals default"
+        ["default", "reduce-overhead", "max-autotune"],
+        description="of torch.compile; on a CPU reduce-overhead compiles the same code as default",
     )
     block_steps: Count = Field(20, description="steps of one block")
     reference: bool = Field(True, description="also compare all defaults with loop.reference")
@@ -83,31 +87,52 @@ def _arm(options: CompileOptions, *, fused: bool | str = "auto", **loop: Any) ->
 def _compare_modes(found: BenchMeasurement, options: CompileOptions, arms: dict[str, SessionArm], say: Say) -> None:
     from jobs.bench.harness.sessions import alternate_steps
 
-    first: dict[str, float] = {}
-    for name, arm in arms.items():
+    first, skipped = dict[str, float](), dict[str, str]()
+    for name, arm in list(arms.items()):
         say(f"{name}: the first steps")
         first[name] = arm.run(2 * options.block_steps)
         parts = arm.session.switches.compiled
         if parts is not None:
             status = parts.status()
-            whole = status["achieved"] == f"{len(status['parts'])} of {len(status['parts'])} parts"
-            found.gate(Check(f"{name}: every part is compiled", whole, "; ".join(status["reasons"]) or "all of them"))
             found.values[name] = status
+            if status["achieved"] != f"{len(status['parts'])} of {len(status['parts'])} parts":
+                skipped[name] = "; ".join(status["reasons"]) or status["achieved"]
+                del arms[name]
+                continue
         label = f"{name}: the losses are those of eager code"
         found.gate(equal_series(label, arm.losses, arms["eager"].losses, relative=TOLERANCE))
-    found.arms = alternate_steps(arms, steps=options.block_steps, blocks=options.blocks)
+    found.values |= {"first_blocks_s": first, "skipped": skipped}
+    for mode, why in skipped.items():
+        found.cannot(f"torch.compile ({mode}) makes steps faster", f"skipped, not every part is compiled: {why}")
+    whole = [mode for mode in options.modes if mode in arms]
+    if found.gate(Check("modes that compile every part", bool(whole), ", ".join(whole) or "none")):
+        found.arms = alternate_steps(arms, steps=options.block_steps, blocks=options.blocks)
+        _judge_modes(found, whole)
+
+
+def _judge_modes(found: BenchMeasurement, modes: list[str]) -> None:
+    """The ratio of each mode, the step from which it pays, and the mode that is worth setting."""
     eager = median_interval(found.arms["eager"]).median
-    for mode in options.modes:
+    paying: dict[str, float] = {}
+    for mode in modes:
         ratio = found.compare(found.arms, of="eager", to=mode)
         seconds, gain = found.values[mode]["seconds"], eager - median_interval(found.arms[mode]).median
         found.values[mode]["pays_from_step"] = pays = math.ceil(seconds / gain) if gain > 0 else None
+        if ratio.low > 1 and pays is not None:
+            paying[mode] = ratio.median
         found.claim(
             f"torch.compile ({mode}) makes steps faster", ratio.low > 1,
             f"{ratio}; {seconds:.1f} s in the compiler, "
             f"{found.values[mode]['graph_breaks']} graph breaks, {found.values[mode]['recompiles']} recompiles; "
-            + ("no break-even" if pays is None else f"break-even at step {pays}"),
+            + ("no break-even" if pays is None else f"break-even at step {pays}")
+            + (f"; {ON_CPU[mode]}" if mode in ON_CPU else ""),
         )  # fmt: skip
-    found.values["first_blocks_s"] = first
+    found.values["worth_setting"] = best = max(paying, key=lambda mode: paying[mode], default=None)
+    if best is None:
+        found.advice.append(f"of {', '.join(modes)} none is faster than loop.compile=off here")
+    else:
+        pays = found.values[best]["pays_from_step"]
+        found.advice.append(f"loop.compile={best} is the fastest, {paying[best]:.2f} times off, from step {pays} on")
 
 
 def _compare_defaults(found: BenchMeasurement, options: CompileOptions, say: Say) -> None:

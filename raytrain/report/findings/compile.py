@@ -10,6 +10,7 @@ from raytrain.report.records import RunRecords, number
 
 #: The last batch of an epoch, an evaluation and their last batch have shapes of their own: up to so many are usual.
 USUAL_RECOMPILES = 4
+OTHER_MODES = "`raytrain bench compile` measures all modes of loop.compile, and from which step on each pays."
 
 
 def compilation_pays(records: RunRecords) -> list[Finding]:
@@ -25,8 +26,7 @@ def compilation_pays(records: RunRecords) -> list[Finding]:
     if gain.verdict == "slower":
         return [Finding("warning", "Compiled is slower", evidence, "Set loop.compile: off.")]
     if gain.break_even is None:
-        remedy = "Set loop.compile: off, or try loop.compile: max-autotune (`raytrain bench compile` compares both)."
-        return [Finding("warning", "Compilation gains nothing", evidence, remedy)]
+        return [Finding("warning", "Compilation gains nothing", evidence, f"Set loop.compile: off. {OTHER_MODES}")]
     return [_paid(gain, evidence)]
 
 
@@ -48,11 +48,7 @@ def graph_breaks(records: RunRecords) -> list[Finding]:
         return []
     why = "; ".join(map(str, last.get("breaks_at") or [])) or "torch does not say why"
     seen = f"{breaks} times in {last.get('achieved', 'its parts')}: {why}"
-    return [
-        Finding(
-            "info", "Compiled code has graph breaks", seen, "`raytrain bench compile` shows whether compiling pays."
-        )
-    ]
+    return [Finding("info", "Compiled code has graph breaks", seen, OTHER_MODES)]
 
 
 def recompiles(records: RunRecords) -> list[Finding]:

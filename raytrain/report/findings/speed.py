@@ -7,6 +7,7 @@ from collections.abc import Callable
 from raytrain.config.messages import advice
 from raytrain.report.compilation import compile_gain
 from raytrain.report.figures import seconds, step_ms, time_account
+from raytrain.report.findings.compile import OTHER_MODES
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import RunRecords, listed, mapping, number
 
@@ -41,7 +42,12 @@ _LIMITS: tuple[tuple[str, float, str, Callable[[RunRecords], str]], ...] = (
         lambda _: "A longer run spreads it over more steps; see how fast the disk of save.dir is.",
     ),
     ("startup", LONG_PHASE, "Start-up takes much of the time", lambda _: "A longer run spreads it over more steps."),
-    ("compile", 0.25, "Compilation takes much of the time", lambda _: "Set loop.compile: off for runs this short."),
+    (
+        "compile",
+        0.25,
+        "Compilation takes much of the time",
+        lambda _: f"Set loop.compile: off for runs this short. {OTHER_MODES}",
+    ),
     (
         "restart",
         0.1,
