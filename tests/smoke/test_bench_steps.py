@@ -163,7 +163,7 @@ def test_attention_is_timed_with_built_masks_cached_masks_and_no_mask(attention:
     assert any("masks saves at least 5%" in claim["effect"] for claim in document["claims"])
 
 
-@pytest.mark.covers("TEST-02", "PERF-29", "TRB-19", "TRB-32")
+@pytest.mark.covers("TEST-02", "PERF-29", "TRB-19")
 def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilation_separately(bench: Callable[..., Any]) -> None:
     """In all three modes, one of which may be worth setting."""
     document = bench("compile")
@@ -192,6 +192,7 @@ def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilation_separate
     assert ratio["values"] == [a / b for a, b in pairs]
 
 
+@pytest.mark.covers("TRB-32")
 def test_a_mode_that_does_not_compile_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     class Arm:
         """Instead of a session, whose parts are compiled or not."""
