@@ -57,6 +57,7 @@ from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.execution.recovery.failure_policy import decide
+from raytrain.execution.worker import Worker
 from raytrain.infer.predictor import TextPredictor
 from raytrain.models.gpt import gpt
 from raytrain.models.weights.stored import export_weights
@@ -462,7 +463,11 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     class Trains:
         def __init__(self, *_: Any, torch_config: Any, train_loop_config: Any, **__: Any) -> None:
             assert train_loop_config["data"] == ("data" in kept)
-            seen["telemetry_every"] = cloudpickle.loads(kept["job"]).telemetry_every
+            job = cloudpickle.loads(kept["job"])
+            seen["telemetry_every"] = job.telemetry_every
+            seen["memory_warning"] = (
+                Worker(job, workers=Workers(), local_rank=0, channel=None).soft_limit().look() is not None
+            )
             seen["interface"] = torch_config.interface
 
         def fit(self) -> Any:
@@ -592,6 +597,7 @@ FLAGS = {
     "tune.max_trials": Flag(searched, "trials", "1", "2", RATES),
     "tune.fresh": Flag(searched, "known", "false", "true"),
     "tune.found": Flag(told, "found", "null", FOUND),
+    "cluster.memory_soft_limit": Flag(commanded, "memory_warning", "null", "1000"),
     "cluster.memory_limit": Flag(searched, "budget", "null", "2000000000"),
     "name": Flag(commanded, "name", "one", "two"),
     "seed": Flag(trained, "losses", "1", "2"),
