@@ -20,6 +20,7 @@ from jobs.bench.harness.measuring import (
     NO_DIFFERENCE,
     BenchMeasurement,
     Check,
+    Claim,
     Goal,
     Say,
     alternate,
@@ -29,7 +30,7 @@ from jobs.bench.harness.measuring import (
 from jobs.bench.harness.processes import ArmProcesses, ArmServer
 from jobs.bench.search.strategies_arms import JOBS, TINY, StrategiesOptions, start_arms, strategy_job
 from raytrain.errors import InputError
-from raytrain.plan.strategies import Strategy
+from raytrain.plan.strategies import UNDER_LOAD, Strategy
 
 GOAL = Goal(at_most=1.1)
 """Measured time of the strategy that is predicted to be the fastest, over that of the fastest."""
@@ -58,7 +59,7 @@ def run(options: StrategiesOptions, *, quick: bool, say: Say) -> BenchMeasuremen
     with ArmServer() as server:
         models = {name: {**JOBS[name], **(TINY if quick else {})} for name in options.jobs}
         _measure_jobs(options, found, server, models, rates=rates, say=say)
-    _judge(found, rates)
+    judge(found, rates)
     return found
 
 
@@ -186,8 +187,8 @@ def table(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _judge(found: BenchMeasurement, rates: MachineRates) -> None:
-    """The claims, and the lines of the printed output."""
+def judge(found: BenchMeasurement, rates: MachineRates) -> None:
+    """Add the claims, which are not measurable with rates of a busy machine, and the lines of the printed output."""
     for (job, row), ratio in zip(found.values["jobs"].items(), found.ratios, strict=True):
         tau = "none" if row["kendall_tau"] is None else f"{row['kendall_tau']:.2f}"
         pairs = f"{row['clear_pairs_right']} of {row['clear_pairs']} pairs that differ are in the predicted order"
@@ -196,7 +197,8 @@ def _judge(found: BenchMeasurement, rates: MachineRates) -> None:
             f"{ratio}; predicted {row['predicted_best']}, measured {row['fastest']}; {pairs}, Kendall's tau {tau}"
         )
         effect = f"{job}: the strategy predicted to be the fastest takes at most 1.1 times the fastest's time"
-        found.claim(effect, bool(ratio.met), evidence + wrong)
-    if rates.busy:
-        found.advice.append("the rates were measured while other processes used the cores: repeat on an idle machine")
+        if rates.busy:
+            found.claims.append(Claim(effect, "not measurable here", f"{evidence}{wrong}; {UNDER_LOAD}"))
+        else:
+            found.claim(effect, bool(ratio.met), evidence + wrong)
     found.advice += table(found.values["jobs"])

@@ -119,15 +119,24 @@ def test_the_chosen_one_has_the_figures_of_the_plan_and_survives_json() -> None:
         planned(mixture(), rates(gain=2.0), hosts=2, workers=2),
         planned(DENSE, rates(gain=2.0), workers=2, loop={"micro_batch_size": 2}),
         planned(mixture(), rates(gain=2.0), workers=4, strategy="fsdp"),
-        planned(mixture(), rates(gain=2.0), threads=1),
     ):
         one = chosen(made)
         assert (one.seconds, one.memory) == (made.value("step_time", None), made.value("memory", None))
-        same = planned(mixture() if made.model_facts and made.model_facts.experts else DENSE, rates(gain=2.0))
-        others = {other.name: other.seconds for other in same.strategies}
         assert Plan.from_json(made.to_json()) == made
-        if one.threads == 1 and one.name == "1 process":
-            assert one.seconds is not None and one.seconds > 1.5 * (others["1 process"] or 0.0), "scale.threads"
+
+
+def test_every_strategy_has_the_threads_that_the_job_configures() -> None:
+    free, single = (planned(DENSE, rates(gain=3.9), threads=number) for number in ("auto", 1))
+    assert {one.name: one.threads for one in free.strategies} == {
+        "1 process": 4, "2 data-parallel workers": 2, "2 FSDP workers": 2, "4 data-parallel workers": 1,
+        "4 FSDP workers": 1,
+    }  # fmt: skip
+    assert {one.threads for one in single.strategies} == {1}
+    before, after = ({one.name: one.seconds or 0.0 for one in made.strategies} for made in (free, single))
+    for name in ("1 process", "2 data-parallel workers", "2 FSDP workers"):
+        assert after[name] > 1.5 * before[name], "half of the cores or more are idle"
+    for name in ("4 data-parallel workers", "4 FSDP workers"):
+        assert after[name] == before[name]
 
 
 def test_what_auto_does_not_take_is_explained() -> None:

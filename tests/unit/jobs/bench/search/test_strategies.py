@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtThreads
+from jobs.bench.harness.measuring import BenchMeasurement
 from jobs.bench.harness.options import find_benches
-from jobs.bench.search.strategies import StrategiesOptions, measured_rates, run, summary, table
+from jobs.bench.search.strategies import GOAL, StrategiesOptions, judge, measured_rates, run, summary, table
 from raytrain.errors import InputError
-from raytrain.plan.strategies import Strategy
+from raytrain.plan.strategies import UNDER_LOAD, Strategy
+from raytrain.train.compute import calibrate
 
 
 def strategy(name: str, seconds: float, *, chosen: bool = False) -> Strategy:
@@ -36,6 +39,25 @@ def test_the_order_is_judged_by_pairs_that_differ_and_by_kendalls_tau() -> None:
     assert [line.split(" | ")[1] for line in lines[3:]] == ["b", "c", "d"]
 
 
+def test_nothing_is_claimed_from_rates_of_a_busy_machine() -> None:
+    one = RatesAtThreads(1, {"fp32": ((64, 1e9),)}, 1e9, 1e9, 1e-6)
+    times = {"job: a": around(2.0), "job: b": around(1.0)}
+    row = summary([strategy("a", 1.0), strategy("b", 2.0)], {"a": times["job: a"], "b": times["job: b"]})
+    verdicts = []
+    for busy in (False, True):
+        found = BenchMeasurement("strategies", False, {}, "a step", values={"jobs": {"job": row}})
+        found.compare(times, of="job: a", to="job: b", goal=GOAL)
+        judge(found, MachineRates("cpu", (one,), 1e-4, 1e9, busy=busy))
+        (claim,) = found.claims
+        assert (
+            "predicted a, measured b; 0 of 1 pairs that differ" in claim.evidence
+            and "not a against b" in claim.evidence
+        )
+        assert (UNDER_LOAD in claim.evidence) is busy and found.advice == table({"job": row})
+        verdicts.append(claim.verdict)
+    assert verdicts == ["not reproduced", "not measurable here"]
+
+
 def test_unknown_jobs_are_refused_and_the_bench_is_listed() -> None:
     assert find_benches()["strategies"].options is StrategiesOptions
     with pytest.raises(InputError, match="small dense"):
@@ -43,9 +65,6 @@ def test_unknown_jobs_are_refused_and_the_bench_is_listed() -> None:
 
 
 def test_rates_are_measured_again_until_the_machine_is_idle(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtThreads
-    from raytrain.train.compute import calibrate
-
     monkeypatch.setenv("RAYTRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr("jobs.bench.search.strategies.AGAIN_S", 0.0)
     one = RatesAtThreads(1, {"fp32": ((64, 1e9),)}, 1e9, 1e9, 1e-6)
