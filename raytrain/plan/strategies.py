@@ -290,8 +290,12 @@ def _why(
     """Why the plan uses `chosen`, and not a strategy that is predicted to be faster."""
     given = [key for key, value in _given(inputs.scale, asked_hosts).items() if value]
     how = f"set by {' and '.join(given)}" if given else "chosen by auto"
+    if inputs.measured is None and not inputs.machines.on_gpu:
+        how += ", with assumed rates until a run has measured this machine"
     if chosen.fits is False:
-        how += ", and does not fit the memory"
+        fitting = [one for one in others if one.fits]
+        instead = f"; {fitting[0].keys_text} fits" if fitting else ""
+        return f"{how}, and does not fit the memory{instead}"
     if not chosen.comparable:
         return f"{how}; {UNDER_LOAD}"
     timed = [one for one in others if one.fits is not False and one.seconds is not None]

@@ -121,7 +121,7 @@ def _measure_job(
 
     def block(name: str) -> float:
         answer = arms[name].ask_slowest(steps=options.block_steps)
-        losses[name] += answer["losses"]
+        losses[name].append(answer["losses"][-1])  # of the last step of the block
         return answer["seconds"] / options.block_steps
 
     say(f"{job}: {options.blocks} blocks of {len(arms)} strategies")

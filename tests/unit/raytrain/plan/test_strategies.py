@@ -161,10 +161,13 @@ def test_a_strategy_that_does_not_fit_is_marked_and_is_no_reason() -> None:
     reasons = {one.name: one.reason for one in large.strategies}
     assert reasons["4 data-parallel workers"] == "does not fit the memory; scale.workers=4"
     assert "4 data-parallel workers" not in reasons["1 process"]
+    asked = chosen(planned(DENSE, rates(gain=1.0), inventory=box(memory=int(1.4 * GIB)), workers=4))
+    assert asked.reason == "set by scale.workers, and does not fit the memory; scale.workers=1 fits"
 
 
 def test_rates_measured_under_load_compare_nothing() -> None:
     calm, loaded = (planned(mixture(), rates(gain=1.0, busy=busy)) for busy in (False, True))
+    assert "assumed rates" in chosen(planned(mixture(), None)).reason and "assumed" not in chosen(calm).reason
     assert calm.value("hosts", None) == 2, "the hosts are predicted to be faster"
     assert loaded.value("hosts", None) == 0
     assert "no processes are added for it" in loaded.choices()["hosts"].reason
