@@ -37,12 +37,13 @@ def test_every_decision_belongs_to_one_part_of_the_table() -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_table_is_grouped_and_says_each_fact_once(terminal: bool) -> None:
     lines = printed(print_plan, recipe("loop.deterministic=true", "save.dir=some/where"), terminal=terminal)
-    heads = [line.removeprefix("# ") for line in lines if line.removeprefix("# ") in {*GROUPS, "keys"}]
-    assert heads == [*GROUPS, "keys"]
+    groups = [*GROUPS, "keys"]
+    groups.insert(groups.index("batch") + 1, "strategies")
+    assert [line.removeprefix("# ") for line in lines if line.removeprefix("# ") in groups] == groups
     text = "\n".join(lines)
     assert text.count("loop.max_steps") == text.count("optim.lr") == text.count("no GPU (") == 1
     assert "loop.deterministic" in text and " true " in text and '"' not in text, "as people write it"
-    assert "strategy" not in text and "effective batch" not in text, "one worker, whose batch is the whole one"
+    assert not any(line.strip().startswith("strategy") for line in lines) and "effective batch" not in text, "one worker, whose batch is the whole one"
     if terminal:
         assert max(map(len, lines)) <= 80
     else:
