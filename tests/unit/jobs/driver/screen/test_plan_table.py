@@ -43,7 +43,9 @@ def test_the_table_is_grouped_and_says_each_fact_once(terminal: bool) -> None:
     text = "\n".join(lines)
     assert text.count("loop.max_steps") == text.count("optim.lr") == text.count("no GPU (") == 1
     assert "loop.deterministic" in text and " true " in text and '"' not in text, "as people write it"
-    assert not any(line.strip().startswith("strategy") for line in lines) and "effective batch" not in text, "one worker, whose batch is the whole one"
+    assert not any(line.strip().startswith("strategy") for line in lines) and "effective batch" not in text, (
+        "one worker, whose batch is the whole one"
+    )
     if terminal:
         assert max(map(len, lines)) <= 80
     else:
