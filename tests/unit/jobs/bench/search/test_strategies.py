@@ -8,6 +8,7 @@ from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtTh
 from jobs.bench.harness.measuring import BenchMeasurement
 from jobs.bench.harness.options import find_benches
 from jobs.bench.search.strategies import GOAL, StrategiesOptions, judge, measured_rates, run, summary, table
+from raytrain.config.decode import decode
 from raytrain.errors import InputError
 from raytrain.plan.strategies import UNDER_LOAD, Strategy
 from raytrain.train.compute import calibrate
@@ -61,7 +62,7 @@ def test_nothing_is_claimed_from_rates_of_a_busy_machine() -> None:
 def test_unknown_jobs_are_refused_and_the_bench_is_listed() -> None:
     assert find_benches()["strategies"].options is StrategiesOptions
     with pytest.raises(InputError, match="small dense"):
-        run(StrategiesOptions(jobs=["no such job"]), quick=True, say=lambda _: None)
+        run(decode(StrategiesOptions, {"jobs": ["no such job"]}), quick=True, say=lambda _: None)
 
 
 def test_rates_are_measured_again_until_the_machine_is_idle(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
@@ -73,9 +74,9 @@ def test_rates_are_measured_again_until_the_machine_is_idle(monkeypatch: pytest.
         calibrate, "calibrate", lambda _device: MachineRates("cpu", (one,), 1e-4, 1e9, busy=states.pop(0))
     )
     said: list[str] = []
-    assert not measured_rates(StrategiesOptions(settle_s=1000), said.append).busy
+    assert not measured_rates(decode(StrategiesOptions, {"settle_s": 1000}), said.append).busy
     assert len(said) == 2 and not states
     kept = CalibrationFile.of_this_machine("cpu").read()
     assert kept is not None and not kept.busy
     states[:] = [True]
-    assert measured_rates(StrategiesOptions(settle_s=0), said.append).busy and len(said) == 2
+    assert measured_rates(decode(StrategiesOptions, {"settle_s": 0}), said.append).busy and len(said) == 2
