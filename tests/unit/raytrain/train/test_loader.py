@@ -49,7 +49,6 @@ def feed_of(data: Any, *, rank: int = 0, world_size: int = 1, storage: str = "re
     return BatchLoader(batches, device=CPU, **{"weight": None, "dtype": torch.float32, **more})
 
 
-@pytest.mark.covers("VER-15")
 def test_two_workers_take_half_of_the_rows_and_passes_of_one_each() -> None:
     def taken(world_size: int, rank: int) -> list[list[list[float]]]:
         """Steps of an epoch of 48 rows -> micro-batches -> rows."""
