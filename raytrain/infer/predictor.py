@@ -157,6 +157,7 @@ class RowPredictor(_OneOutput):
             RunError: a row has another number of values than the model takes.
         """
         batch, wrong = self._batch(table), ""
+        outputs: Tensor | None = None
         try:
             with in_eval(self.module), self.autocast():
                 outputs = outputs_of(self.module, batch)
@@ -164,7 +165,7 @@ class RowPredictor(_OneOutput):
             wrong = self._wrong_values(error, batch)
             if not wrong:
                 raise
-        if wrong:  # no longer inside the handler: its frames hold the batch
+        if outputs is None:  # no longer inside the handler: its frames hold the batch
             raise RunError(wrong)
         return self._values(outputs.float().cpu(), rows(batch))
 
