@@ -27,7 +27,7 @@ def restored_handlers() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
     finally:

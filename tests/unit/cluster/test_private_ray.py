@@ -67,7 +67,7 @@ with private_ray() as private:
     unknown.mkdir()
     with owner() as killed, owner() as alive:
         assert killed.stdout is not None and alive.stdout is not None
-        left, used = (Path(one.stdout.readline().strip()) for one in (killed, alive))
+        left, used = (Path(stream.readline().strip()) for stream in (killed.stdout, alive.stdout))
         assert remove_left_folders() == [] and left.is_dir() and used.is_dir(), "both live"
         killed.kill()
         killed.wait(60)
