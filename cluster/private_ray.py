@@ -118,10 +118,11 @@ def remove_left_folders() -> list[str]:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 continue  # its process lives
-            _remove_but_owner(folder)
-            if os.listdir(folder) == [OWNER_FILE]:  # else a daemon that is about to end has written: next time
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.append(str(folder))
+            with contextlib.suppress(OSError):  # a start must not fail because of what an earlier one left
+                _remove_but_owner(folder)
+                if os.listdir(folder) == [OWNER_FILE]:  # else a daemon that is about to end has written: next time
+                    shutil.rmtree(folder, ignore_errors=True)
+                    removed.append(str(folder))
     return removed
 
 
