@@ -71,6 +71,7 @@ class ClusterConfig(Section):
     )
     memory_soft_limit: Count | None = Field(
         default=None,
+        examples=[1073741824],
         description="bytes as for memory_limit above which a warning names the largest tensors; null: 90 % of its room",
     )
     wanted_memory: Count | None = Field(
