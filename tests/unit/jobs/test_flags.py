@@ -500,6 +500,7 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr(attempts, "inventory_from_ray", lambda: BOX)
     place.patch.setattr(driver_channel, "open_channel", lambda: channel)
     place.patch.setattr("jobs.driver.watch.start_hosts", start_hosts)
+    place.patch.setattr("jobs.driver.watch.controller_pid", lambda: None)
     place.patch.setattr(trainer, "cluster_trainer", lambda: Trains)
     place.patch.setattr(trainer, "local_trainer", lambda: Trains)
     place.patch.setattr("ray.get", lambda *_, **__: ({}, "", {}, [], {}))
