@@ -253,6 +253,8 @@ class SignalQueue:
         while (number := self.take()) is None:
             with contextlib.suppress(queue.Empty):
                 value, error = done.get(timeout=self.WAKE_EVERY_S)
+                if (number := self.take()) is not None:  # it came before the end, too late to be noticed by the function
+                    raise Interrupted(signal.Signals(number).name)
                 if error is not None:
                     raise error
                 return value

@@ -308,3 +308,8 @@ def test_an_ignored_signal_stays_ignored_and_other_threads_install_nothing() -> 
     thread.start()
     thread.join()
     assert seen == [previous]
+
+
+def test_a_signal_just_before_the_end_of_a_function_cancels_as_well() -> None:
+    with SignalQueue() as signals, pytest.raises(Interrupted):
+        signals.run(lambda: os.kill(os.getpid(), signal.SIGINT))
