@@ -253,7 +253,7 @@ class SignalQueue:
         while (number := self.take()) is None:
             with contextlib.suppress(queue.Empty):
                 value, error = done.get(timeout=self.WAKE_EVERY_S)
-                if (number := self.take()) is not None:  # it came before the end, too late to be noticed by the function
+                if (number := self.take()) is not None:  # too late for the function to notice it
                     raise Interrupted(signal.Signals(number).name)
                 if error is not None:
                     raise error
