@@ -92,7 +92,8 @@ def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[
 
 #: Variables that a command changes in its own process besides those of Ray: it chooses devices, and Ray a debugger.
 CHANGED = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GLIBC_TUNABLES", "PYTHONBREAKPOINT")
-RAYS_OWN = ("RAY_", "TUNE_")
+RAYS_OWN = ("RAY_", "TUNE_", "RAYTRAIN_PRELOAD")
+"""Beginnings of the names of Ray's variables, and of the one that the processes of a private cluster read."""
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.environment import restored_environment
 from cluster.private_ray import (
     OWNER_FILE,
     PRELOAD,
@@ -120,6 +121,11 @@ def test_processes_of_a_cluster_that_trains_import_in_advance() -> None:
     with private_ray() as private:  # another cluster of this process, whose processes need no torch
         private.set_environment(environ)
         assert PRELOAD not in environ and "RAY_preload_python_modules" not in environ
+    environ = {"HOME": "/home/me"}
+    with private_ray(workers=1) as private, restored_environment(environ):
+        private.set_environment(environ)
+        assert PRELOAD in environ
+    assert environ == {"HOME": "/home/me"}, "nothing of it stays in a program that trains"
 
 
 def test_only_daemons_of_this_cluster_and_this_process_are_ended(tmp_path: Path) -> None:
