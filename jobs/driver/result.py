@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -26,7 +27,7 @@ from raytrain.models.weights.headers import read_header
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
-from raytrain.runs.storage import join, open_store
+from raytrain.runs.storage import join, open_store, split
 from raytrain.runs.time_account import account
 
 _COMMANDS = itertools.count()
@@ -314,13 +315,15 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
 def _comparison(run: RunFolder) -> list[str]:
     """The command that compares the run with the newest earlier one of its folder, of the same name if there is one;
     none for the first run."""
-    folder, _, own = run.path.rpartition("/")
+    folder, own = split(run.path)
     name, stamp = _name_and_stamp(own)
-    store, earlier = open_store(folder), []
-    for entry in store.entries(""):
-        its_name, its_stamp = _name_and_stamp(entry.name)
-        if stamp and its_stamp and its_stamp < stamp and store.exists(f"{entry.name}/result.json"):
-            earlier.append((its_name == name, its_stamp, entry.name))
+    earlier = []
+    with contextlib.suppress(OSError):  # the run is complete, whether or not its neighbours can be listed
+        store = open_store(folder)
+        for entry in store.entries(""):
+            its_name, its_stamp = _name_and_stamp(entry.name)
+            if stamp and its_stamp and its_stamp < stamp and store.exists(f"{entry.name}/result.json"):
+                earlier.append((its_name == name, its_stamp, entry.name))
     return [f"raytrain report {_from_here(join(folder, max(earlier)[2]))} {_from_here(run.path)}"] if earlier else []
 
 
