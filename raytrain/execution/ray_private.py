@@ -49,6 +49,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.private_ray import PRELOAD
+
 #: Default callbacks that a private cluster does not need: one distributes Ray Datasets, which are not used here; the
 #: other cleans up after a controller in a cluster that continues to run.
 CLEANER_CALLBACK = "PlacementGroupCleanerCallback"
@@ -197,10 +199,11 @@ def inherited_variables() -> Iterator[None]:
     """Context manager in which Ray Train's controller starts without environment variables of its own.
 
     Ray gives an actor with variables of its own a new process, and leaves those that it started in advance unused. The
-    processes of a private cluster inherit the environment of the driver, the same variables among it.
+    processes of a private cluster inherit the environment of the driver, the same variables among it; those of a Ray
+    that the program has started itself do not.
     """
     original = find(TRAINERS, PROPAGATED)
-    if original is None:
+    if original is None or PRELOAD not in os.environ:
         yield
         return
     module = importlib.import_module(TRAINERS)
@@ -219,7 +222,7 @@ def class_loader() -> Any | None:
 def propagate_nothing() -> None:
     """In the controller of a private cluster: give the workers no variables of their own, for the same reason."""
     propagated = find("ray.train.v2._internal.constants", "ENV_VARS_TO_PROPAGATE")
-    if isinstance(propagated, set):
+    if isinstance(propagated, set) and PRELOAD in os.environ:
         propagated.clear()
 
 

@@ -15,6 +15,7 @@ from ray.runtime_env import RuntimeEnv
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 
+from cluster.private_ray import PRELOAD
 from raytrain.execution import ray_private
 
 POLICIES = "ray.train.v2._internal.execution.scaling_policy"
@@ -162,12 +163,18 @@ def test_processes_inherit_the_drivers_variables(monkeypatch: pytest.MonkeyPatch
     """An actor with variables of its own gets a new process; Ray compares them as JSON."""
     module, workers = importlib.import_module(TRAINERS), importlib.import_module(CONSTANTS)
     original = module.get_env_vars_to_propagate
+    monkeypatch.delenv(PRELOAD, raising=False)
+    with ray_private.inherited_variables():  # a Ray of the program itself, whose processes have not inherited them
+        assert module.get_env_vars_to_propagate is original
+    monkeypatch.setattr(workers, "ENV_VARS_TO_PROPAGATE", {"RAY_TRAIN_V2_ENABLED"})
+    ray_private.propagate_nothing()
+    assert {"RAY_TRAIN_V2_ENABLED"} == workers.ENV_VARS_TO_PROPAGATE
+    monkeypatch.setenv(PRELOAD, "1:folder")
     with ray_private.inherited_variables():
         variables = module.get_env_vars_to_propagate()
         assert variables.setdefault("RAY_ANY", "0") == "0" and variables == {}
         assert RuntimeEnv(env_vars=variables).serialize() == RuntimeEnv().serialize() == "{}"
     assert module.get_env_vars_to_propagate is original
-    monkeypatch.setattr(workers, "ENV_VARS_TO_PROPAGATE", {"RAY_TRAIN_V2_ENABLED"})
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
     assert workers.get_env_vars_to_propagate() == {"RAY_TRAIN_V2_ENABLED": "1"}
     ray_private.propagate_nothing()
