@@ -229,12 +229,8 @@ def run_units(
             the cluster has no room for the stages of a divided model, or the hosts of its experts.
     """
     import ray
-    from ray.data import ActorPoolStrategy, DataContext
+    from ray.data import ActorPoolStrategy
 
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    context.max_consecutive_actor_init_deaths = LOST_STARTS
     required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
     with contextlib.ExitStack() as stack:
         if work.processes_of_worker > 1:
@@ -246,6 +242,7 @@ def run_units(
             required["ray_remote_args_fn"] = places.next_first_stage
         items = [asdict(unit) for unit in units]
         rows = ray.data.from_items(items, override_num_blocks=len(items))
+        _set_options(rows.context)
         starts: Any = ray.remote(UnitStarts).options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
         stack.callback(ray.kill, starts)  # Ray Data may keep the arguments of a pool
         finished = rows.map_batches(
@@ -255,6 +252,20 @@ def run_units(
         )  # fmt: skip
         for row in finished.iter_rows():
             yield _decoded(row[RESULT])
+
+
+def _set_options(context: Any) -> None:
+    """Set Ray Data's options of one Dataset, and of those made from it; those of the user's Datasets stay as they are.
+
+    Units return a few numbers each, so that nothing has to be held back for memory. Ray Data would do so in its first
+    second, in which it takes the resources of the cluster for zero: where the actors of a pool are up at once, one of
+    them would be kept busy.
+    """
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.max_consecutive_actor_init_deaths = LOST_STARTS
+    context.op_resource_reservation_enabled = False
+    context.downstream_capacity_backpressure_ratio = None
 
 
 def dataset_tables(dataset: Any) -> Iterator[Any]:

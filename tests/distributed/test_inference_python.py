@@ -86,6 +86,7 @@ made = result.dataset()
 found["kind"], found["rows"] = type(made).__name__, made.count()
 table = result.table()
 found["ids"], found["predictions"] = table["id"].to_pylist(), table["prediction"].to_pylist()
+found["bars"] = ray.data.DataContext.get_current().enable_progress_bars
 for given in (["model.builder=doubled_guest:broken"], ["model.init_from=other.safetensors"]):
     try:
         infer("doubled_guest:build", input=rows, output="none", workers=2, overrides=given, quiet=True)
@@ -126,6 +127,7 @@ def test_ray_datasets_are_input_and_output_and_actors_tell_why_a_model_does_not_
     found = json.loads(lines[-1][6:])
     assert (found["kind"], found["rows"]) == ("Dataset", 90)
     assert found["ids"] == [f"n{row}" for row in range(90)] and found["predictions"] == [2.0 * row for row in range(90)]
+    assert found["bars"] is True, "the options of the user's own Datasets stay as they are"
     assert found["left"] == [], "actors hold memory and CPUs until they end"
     broken, weights = found["errors"]
     assert broken[0] == "RunError" and "the model did not load: KeyError: 'no such part'" in broken[1]
