@@ -158,6 +158,19 @@ def test_the_examples_of_the_readmes_are_jobs(tmp_path: Path) -> None:
         assert {"builder": loaded.spec.model.builder, **loaded.spec.model.keys} == given
 
 
+@pytest.mark.covers("VER-16", "COMPAT-05")
+def test_the_statements_that_are_kept_for_information_hold_here() -> None:
+    kept = (ROOT / "jobs/bench/README.md").read_text().partition("## Where the goals come from")[2]
+    rows = dict(re.findall(r"^\| ([a-z ]+) \| .* \| (.*) \|$", kept, re.MULTILINE))
+    readme = (ROOT / "README.md").read_text().partition("## Your own job")[2]
+    job = readme.partition("```yaml\n")[2].partition("```")[0]
+    assert f"the job file of the main README has {len(job.splitlines())}" in rows[
+        "lines that change to train an existing model this way"
+    ]
+    pins = dict(re.findall(r"^(torch|ray)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert f"torch {pins['torch']} and Ray {pins['ray']}" in rows["tested stack"]
+
+
 def test_every_file_that_a_readme_links_to_exists() -> None:
     readmes = [ROOT / "README.md", *(ROOT / package / "README.md" for package in (*PACKAGES, "tests", "jobs/bench"))]
     channel = re.compile(r"\]\((?!http)([^)#]+)\)")
