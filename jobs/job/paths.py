@@ -33,15 +33,19 @@ def resolve_model_paths(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update=changed) if changed else model
 
 
-def local_paths(spec: JobSpec) -> dict[str, str]:
-    """Every local path that workers read, by key; the entries of a list are numbered (`key[0]`)."""
+def local_paths(spec: JobSpec, *, missing: bool = False) -> dict[str, str]:
+    """Every local path that workers read, by key; the entries of a list are numbered (`key[0]`).
+
+    Args:
+        missing: those where nothing exists, instead of those where something does.
+    """
     given = {f"data.{key}": value for key, value in spec.data.keys.items()}
     given |= {"model.init_from": spec.model.init_from, "model.path": spec.model.keys.get("path")}
     found = {}
     for key, value in given.items():
         values = value if isinstance(value, list | tuple) else [value]
         for number, path in enumerate(values):
-            if isinstance(path, str) and os.path.isabs(path) and os.path.exists(path):
+            if isinstance(path, str) and os.path.isabs(path) and os.path.exists(path) is not missing:
                 found[key if len(values) == 1 else f"{key}[{number}]"] = path
     return found
 

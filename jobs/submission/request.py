@@ -19,6 +19,9 @@ from raytrain.errors import InputError
 VERBS = ("train", "tune", "infer", "check", "bench", "export", "report")
 """Verbs that can run on a cluster; the others need no machines."""
 LASTING = "an absolute path on storage that outlives the job and that every node can access, or a URI (s3://, gs://)"
+CARRIED = (
+    "a file in the package of the working directory, an absolute path on storage that every node can access, or a URI"
+)
 ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -57,7 +60,11 @@ class JobRequest:
 
         needed = {} if self.job_file is None else {"JOB.yaml": folder / self.job_file}
         if self.spec is not None:
-            needed |= {key: Path(path) for key, path in local_paths(resolved(self.spec)).items()}
+            spec = resolved(self.spec)
+            needed |= {key: Path(path) for key, path in local_paths(spec).items()}
+            for key, path in local_paths(spec, missing=True).items():
+                if Path(path).is_relative_to(folder):
+                    raise InputError(key, got=f"{path}, which does not exist", expected=CARRIED)
         for key, path in needed.items():
             if not path.is_relative_to(folder) or path.is_dir():
                 continue
@@ -65,9 +72,8 @@ class JobRequest:
             if name not in package.names:
                 why = f"its {package.large[name] >> 20} MiB are too much" if name in package.large else "it is ignored"
                 raise InputError(
-                    key, got=f"{name}, which is not in the package of the working directory: {why}",
-                    expected="a file in the package, an absolute path on storage that every node can access, or a URI",
-                )  # fmt: skip
+                    key, got=f"{name}, which is not in the package of the working directory: {why}", expected=CARRIED
+                )
 
 
 def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> JobRequest:

@@ -85,7 +85,14 @@ def test_data_that_is_not_in_the_package_is_refused(
         with pytest.raises(InputError, match=f"data.path: got {name}, .*{why}"):
             request.check_package(package, folder)
     request = request_of("train", main.commands["train"], submitted(folder))
-    request.check_package(pack(folder, tmp_path / "good.zip"), folder)
+    package = pack(folder, tmp_path / "good.zip")
+    request.check_package(package, folder)
+    for path, named in (("texts.txt", f"{folder}/texts.txt"), (f"[text.txt, {folder}/b.txt]", f"{folder}/b.txt")):
+        wrong = request_of("train", main.commands["train"], submitted(folder, path=path))
+        with pytest.raises(InputError, match=rf"data\.path.*: got {named}, which does not exist, expected a file in"):
+            wrong.check_package(package, folder)
+    elsewhere = request_of("train", main.commands["train"], submitted(folder, path="/shared/texts.txt"))
+    elsewhere.check_package(package, folder)
     assert request.entrypoint == "python -m jobs train job.yaml loop.max_steps=3"
     assert request.record["save_dir"] == "/shared/runs" and request.record["stop_grace_s"] == 60.0
 
