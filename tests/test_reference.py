@@ -164,9 +164,10 @@ def test_the_statements_that_are_kept_for_information_hold_here() -> None:
     rows = dict(re.findall(r"^\| ([a-z ]+) \| .* \| (.*) \|$", kept, re.MULTILINE))
     readme = (ROOT / "README.md").read_text().partition("## Your own job")[2]
     job = readme.partition("```yaml\n")[2].partition("```")[0]
-    assert f"the job file of the main README has {len(job.splitlines())}" in rows[
-        "lines that change to train an existing model this way"
-    ]
+    assert (
+        f"the job file of the main README has {len(job.splitlines())}"
+        in rows["lines that change to train an existing model this way"]
+    )
     pins = dict(re.findall(r"^(torch|ray)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert f"torch {pins['torch']} and Ray {pins['ray']}" in rows["tested stack"]
 

@@ -34,7 +34,7 @@ def step_limits(records: RunRecords) -> list[Finding]:
     found = straggler(rows)
     data = share(rows, "data_time_s")
     if data is not None and data > DATA_SHARE and not found:
-        found.append(_input_bound(records, rows, data))
+        found.append(_transfer_bound(records, rows, data) or _input_bound(records, rows, data))
     waiting = share(rows, "wait_time_s")
     if waiting is not None and waiting > WAIT_SHARE and not found:
         found.append(_sync_bound(records, rows, waiting))
@@ -77,6 +77,32 @@ def straggler(rows: Sequence[Row]) -> list[Finding]:
 
 def _of(row: Row, key: str) -> float:
     return number(row.get(key)) or 0.0
+
+
+def _transfer_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Finding | None:
+    """The wait for data, where it is for copies to a GPU: most of them block, and the process itself hardly computes.
+
+    A copy that blocks also waits for the kernels that were queued before it, so that none can be queued meanwhile.
+    """
+    copies = records.of_kind("transfers")
+    if not copies or copies[-1].get("device") == "cpu":
+        return None
+    last = copies[-1]
+    tensors, blocking = _of(last, "tensors"), _of(last, "pageable") + _of(last, "other_device")
+    cpu = percentile([_of(row, "data_cpu_share") for row in rows], 0.5) or 0.0
+    if blocking <= tensors / 2 or cpu > part / 2:
+        return None
+    step = percentile([_of(row, "step_time_s") for row in rows], 0.5) or 0.0
+    evidence = (
+        f"{part:.0%} of a step of {seconds(step)} is spent waiting for data; the host waited for {blocking:,.0f} of "
+        f"{tensors:,.0f} copied tensors ({_of(last, 'bytes') / 1e6:,.1f} MB in all)"
+    )
+    ahead = records.planned("storage") in ("resident", "pinned")
+    remedy = advice(
+        ("set data.storage: resident if the split fits, or pinned, whose copies do not block", ahead),
+        ("return tensors on the CPU from the dataset", not _of(last, "other_device")),
+    )
+    return Finding("warning", "Transfer-bound: steps wait for copies to the GPU", evidence, remedy)
 
 
 def _input_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Finding:

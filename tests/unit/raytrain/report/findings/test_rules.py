@@ -278,6 +278,43 @@ def test_a_step_that_waits_for_data_is_input_bound_and_the_number_is_that_of_the
     assert "data.loader_workers" in found.remedy
 
 
+COPIES = {"kind": "transfers", "device": "cuda", "tensors": 80, "bytes": 5e8, "pinned": 0, "non_blocking": 0,
+          "pageable": 80, "other_device": 0}  # fmt: skip
+
+
+@pytest.mark.covers("TRB-23", "TRB-24")
+@pytest.mark.parametrize(
+    ("copies", "cpu_share", "transfers"),
+    [
+        ({}, 0.0, True),
+        ({"pinned": 30, "non_blocking": 30, "pageable": 50}, 0.0, True),
+        ({"pinned": 50, "non_blocking": 50, "pageable": 30}, 0.0, False),
+        ({"device": "cpu", "pageable": 0, "other_device": 80}, 0.0, False),
+        ({}, 0.3, False),
+    ],
+    ids=["no copy was pinned", "most were not", "most were", "no GPU", "rows are computed in the process"],
+)
+def test_a_wait_for_data_is_one_for_copies_where_most_of_them_block(
+    copies: dict[str, Any], cpu_share: float, transfers: bool
+) -> None:
+    train = rows(FALLING, **{**STEP, "data_time_s": 0.4, "data_cpu_share": cpu_share})
+    run = records(train=train, events=[{**COPIES, "tensors": 8}, {**COPIES, **copies}], plan=plan(storage="stream"))
+    (found,) = [one for one in diagnose(run) if one.severity == "warning"]
+    assert found.title.partition(":")[0] == ("Transfer-bound" if transfers else "Input-bound")
+    if transfers:
+        blocking = {**COPIES, **copies}["pageable"]
+        assert "40% of a step of 1.0 s is spent waiting for data" in found.evidence
+        assert f"the host waited for {blocking} of 80 copied tensors (500.0 MB in all)" in found.evidence
+        assert "data.storage: resident if the split fits, or pinned" in found.remedy and "CPU" not in found.remedy
+
+
+def test_copies_from_another_device_are_the_datasets() -> None:
+    train = rows(FALLING, **{**STEP, "data_time_s": 0.4})
+    copies = {**COPIES, "pageable": 0, "other_device": 80}
+    run = records(train=train, events=[copies], plan=plan(storage="pinned"))
+    assert remedy_of(run, "Transfer-bound") == "Return tensors on the CPU from the dataset."
+
+
 def test_a_step_that_waits_for_other_workers_is_sync_bound_unless_one_of_them_is_slow() -> None:
     assert limits(wait_time_s=0.24) == {}
     (title, found), *others = limits(wait_time_s=0.4).items()
