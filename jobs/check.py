@@ -183,9 +183,10 @@ def _check_machines(
     report: CheckReport, spec: JobSpec, activity: Activity, console: Console, interface: str | None
 ) -> None:
     """Facts and checks of every node, then their rates."""
-    activity.begin("waiting for every node")
     save_dir, token = absolute_path(spec.save.dir), f".raytrain-check-{secrets.token_hex(8)}"
+    activity.begin(f"writing to {save_dir}")
     with _token(save_dir, token) as why, _listening() as driver:
+        activity.begin("checking every node")
         tasks = on_each_node(examine, save_dir, token, secrets.token_hex(4), driver, interface)
         report.nodes = _answers(tasks, NODE_TIMEOUT_S)
     for result in check_versions(report.nodes):
@@ -195,7 +196,8 @@ def _check_machines(
         found = [result for result in one.results if result.name != "shared_storage" or not why]
         _add(report, console, found, node)
     if why:
-        _add(report, console, [CheckResult("shared_storage", "na", why, "the driver can write there")])
+        seen = f"{why}, so that the nodes have nothing to read"
+        _add(report, console, [CheckResult("shared_storage", "na", seen, "the driver can write there")])
     _add(report, console, [check_clocks(_clocks())])
     activity.begin("measuring the devices")
     gpus = any(row["kind"] != "cpu" for one in report.nodes.values() for row in one.devices)
@@ -317,7 +319,7 @@ def _token(save_dir: str, token: str) -> Iterator[str]:
         store = open_store(save_dir)
         store.write_bytes(f"{token}/driver", token.encode())
     except (OSError, ValueError, ImportError, RaytrainError) as error:
-        yield f"{save_dir}: {first_line(error)}"
+        yield f"the driver cannot write to save.dir ({first_line(error)})"
         return
     try:
         yield ""

@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
+from cluster.devices.amd import amd_devices
 from cluster.devices.inventory import Inventory
 from cluster.devices.limits import ROOT
-from cluster.devices.nvidia import visible_devices
+from cluster.devices.nvidia import select_visible, visible_devices
 from cluster.placement import on_node
 from cluster.wording import counted
 
@@ -59,9 +61,12 @@ def check_storage(save_dir: str) -> CheckResult:
         seen = round_trip(save_dir, name, token)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        local = local_folder(save_dir) is not None
         return CheckResult(
-            "storage", "fail", f"{save_dir}: {reason}", "a folder that can be written to",
-            "set save.dir to a folder with free space that this user may write to", "save.dir",
+            "storage", "fail", f"{save_dir}: {reason}",
+            "a folder that can be written to" if local else "storage that can be written to",
+            "set save.dir to a folder with free space that this user may write to" if local
+            else "see the address in save.dir, the network and the credentials of this machine", "save.dir",
         )  # fmt: skip
     if seen != token:
         return CheckResult(
@@ -69,6 +74,14 @@ def check_storage(save_dir: str) -> CheckResult:
             "set save.dir to another folder", "save.dir",
         )  # fmt: skip
     return CheckResult("storage", "ok", f"{save_dir}: written, read back and deleted", "a writable folder")
+
+
+def local_folder(save_dir: str) -> Path | None:
+    """The folder of a path or of a ``file://`` URI; None for other storage."""
+    uri = urlsplit(save_dir) if "://" in save_dir else None
+    if uri is None:
+        return Path(save_dir).expanduser().absolute()
+    return Path(unquote(uri.path)) if uri.scheme == "file" else None
 
 
 def _round_trip(folder: str, name: str, token: str) -> str:
@@ -109,9 +122,9 @@ def check_disk(
         need_bytes: bytes of one checkpoint; None if unknown before the start, and then only the slack is checked.
         usage: like `shutil.disk_usage`.
     """
-    if "://" in save_dir:
+    folder = local_folder(save_dir)
+    if folder is None:
         return CheckResult("disk", "na", f"{save_dir} is not a local disk", "a local disk")
-    folder = Path(save_dir).expanduser().absolute()
     while not folder.exists():
         folder = folder.parent
     wanted = 3 * (need_bytes or 0) + DISK_SLACK
@@ -159,12 +172,15 @@ def check_shared_memory(*, root: Path = ROOT, usage: Callable[[Path], Any] = shu
     return CheckResult("shared_memory", "ok", f"{_mib(free)} free in /dev/shm", expected)
 
 
-def check_visible_devices(*, environ: Mapping[str, str] | None = None, nvml: Any = None) -> CheckResult:
+def check_visible_devices(
+    *, environ: Mapping[str, str] | None = None, nvml: Any = None, root: Path = ROOT
+) -> CheckResult:
     """Checks that the variables that hide devices agree with each other and with the existing devices.
 
     Args:
         environ: the environment, by default that of this process.
         nvml: the pynvml module or a substitute; by default it is imported if installed.
+        root: the directory to use as ``/``.
     """
     environ = os.environ if environ is None else environ
     text = environ.get("CUDA_VISIBLE_DEVICES")
@@ -177,8 +193,11 @@ def check_visible_devices(*, environ: Mapping[str, str] | None = None, nvml: Any
         problems.append(f"CUDA_VISIBLE_DEVICES differs from {' and '.join(hip)}")
     if text is not None:
         about = f"CUDA_VISIBLE_DEVICES={text!r}: "
-        unusable = visible_devices(environ, nvml=nvml).unusable
-        problems += [line.removeprefix(about) for line in unusable if line.startswith(about)]
+        found = visible_devices(environ, nvml=nvml)
+        problems += [line.removeprefix(about) for line in found.unusable if line.startswith(about)]
+        every = (visible_devices({}, nvml=nvml), amd_devices({}, root=root))
+        if not any(one.devices or one.unusable for one in every) and select_visible(text, [])[1]:
+            problems.append("this machine has no GPU")
     if problems:
         return CheckResult(
             "visible_devices", "warn", f"{seen}: {'; '.join(problems)}", expected,

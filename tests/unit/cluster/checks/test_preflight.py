@@ -47,6 +47,7 @@ def test_a_file_in_the_way_fails_naming_the_key(tmp_path: Path) -> None:
 
 def test_an_unknown_scheme_fails_naming_the_key() -> None:
     result = check_storage("nowhere://bucket/runs")
+    assert "credentials" in result.remedy and "folder" not in result.expected
     assert (result.status, result.key) == ("fail", "save.dir")
 
 
@@ -63,6 +64,11 @@ def test_a_disk_without_room_for_three_checkpoints_fails(tmp_path: Path) -> None
     assert (full.status, full.key) == ("fail", "save.dir")
     assert "3.0 GiB free" in full.seen
     assert asked == [tmp_path, tmp_path]
+    spaced = check_disk(f"file://{tmp_path}/with%20space/runs", 1 << 30, usage=usage)
+    assert spaced.status == "fail" and asked[-1] == tmp_path
+    (tmp_path / "with space").mkdir()
+    check_disk(f"file://{tmp_path}/with%20space/runs", 1, usage=usage)
+    assert asked[-1] == tmp_path / "with space"
 
 
 def test_free_disk_space_of_an_object_store_is_not_checked() -> None:
@@ -97,11 +103,21 @@ def test_small_shared_memory_is_a_warning(tmp_path: Path) -> None:
     assert enough.status == "ok" and enough.seen == "1.0 GiB free in /dev/shm"
 
 
-def test_variables_that_clash_or_name_nothing_are_a_warning() -> None:
+def test_variables_that_clash_or_name_nothing_are_a_warning(tmp_path: Path) -> None:
     assert check_visible_devices(environ={}).status == "ok"
     assert check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "1"}, nvml=Nvml("T4", "T4")).status == "ok"
     unknown = check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "0,7"}, nvml=Nvml("T4", "T4"))
     assert unknown.status == "warn" and "'7'" in unknown.seen
+    for text in ("7", "GPU-1234", "0,1"):
+        nothing = check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": text}, nvml=Nvml(), root=tmp_path)
+        assert (nothing.status, nothing.seen) == ("warn", f"CUDA_VISIBLE_DEVICES={text!r}: this machine has no GPU")
+    for hides_all in ("", "-1"):
+        hidden = check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": hides_all}, nvml=Nvml(), root=tmp_path)
+        assert hidden.status == "ok"
+    amd = tmp_path / "sys/class/kfd/kfd/topology/nodes/1/properties"
+    amd.parent.mkdir(parents=True)
+    amd.write_text("simd_count 80\n")
+    assert check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "0"}, nvml=Nvml(), root=tmp_path).status == "ok"
     clash = check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"})
     assert clash.status == "warn" and "HIP_VISIBLE_DEVICES" in clash.seen
 
