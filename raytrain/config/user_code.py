@@ -93,10 +93,21 @@ def users_error(error: BaseException, *, key: str, doing: str) -> InputError:
 
 def raised_at(error: BaseException) -> str:
     """Where an error was raised, a line for each frame of the user's own code; the last frame if none is."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_users_file(frame.filename)] or frames[-1:]
-    lines = [f"  {_short_path(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own]
-    return "\n".join(["it was raised at", *lines])
+    own = _own_frames(error) or traceback.extract_tb(error.__traceback__)[-1:]
+    return "\n".join(["it was raised at", *(f"  {_place(frame)}: {frame.line}" for frame in own)])
+
+
+def users_place(error: BaseException) -> str:
+    """The innermost frame of the user's own code that an error was raised in, `file:line in function`; "" if none is."""
+    return "".join(_place(frame) for frame in _own_frames(error)[-1:])
+
+
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [one for one in traceback.extract_tb(error.__traceback__) if is_users_file(one.filename)]
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{_short_path(frame.filename)}:{frame.lineno} in {frame.name}"
 
 
 @contextlib.contextmanager

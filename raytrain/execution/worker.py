@@ -30,7 +30,7 @@ from cluster.telemetry.warnings import HIGH
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.resolve import resolve_choices
 from raytrain.checkpoint.retention import discard_after
-from raytrain.config.user_code import make_importable, resolve
+from raytrain.config.user_code import make_importable, raised_at, resolve, users_place
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import source_from_driver
 from raytrain.data.transfer import TRANSFERS, TransferCounts
@@ -44,7 +44,7 @@ from raytrain.execution.rank_log import rank_log
 from raytrain.execution.recovery.rollback import RewindPolicy, RollbackPolicy
 from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, StepReports, Superseded
 from raytrain.execution.telemetry import node_telemetry
-from raytrain.runs.faults import NOT_EXPORTED, Fault, read_faults, write_fault
+from raytrain.runs.faults import NOT_EXPORTED, Fault, read_faults, record_of, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.mirror import MirroredFolder
 from raytrain.train.clock import Clock
@@ -134,6 +134,7 @@ class Worker:
         self.attempt = 0
         self.from_step = 0
         self._new_faults: list[Fault] = []
+        self._known_places: set[str] = set()
         self._rewind_policy = RewindPolicy(self.run_folder, limit=job.retry.restarts_without_progress)
         self._stop_requested = threading.Event()
         self._now: Callable[[], dict[str, Any]] = dict
@@ -161,7 +162,7 @@ class Worker:
             self._record_fault(error)
             raise
         except Exception as error:
-            traceback.print_exc()  # to this rank's log; rank 0's also reaches the terminal
+            self._print_error(error)
             self._record_fault(error)
             raise
         finally:
@@ -180,6 +181,7 @@ class Worker:
             events = self.run_folder.read_rows(self.run_folder.events)
             recorded = {row["failed_attempt"] for row in events if row["kind"] == "fault"}
             self._new_faults = [fault for fault in faults if fault.attempt not in recorded]
+        self._known_places = {fault.place for fault in faults}
         start = agree_on_start(self.job, self.run_folder, workers=self.workers, attempt=self.attempt, faults=faults)
         self.attempt, self.from_step = start.attempt, start.from_step
         return start
@@ -402,6 +404,20 @@ class Worker:
         """The step that was running; 0 before the first."""
         return self.session.state.step + 1 if self.session else 0
 
+    def _print_error(self, error: Exception) -> None:
+        """An error, to this rank's log; rank 0's also reaches the terminal. Of the user's code only its own frames, and
+        those once: the records of the fault have the others."""
+        place = users_place(error)
+        if not place or not self.attempt:
+            traceback.print_exc()
+            return
+        what = f"rank {self.workers.rank} failed at step {self._step()}: {type(error).__name__}: {first_line(error)}"
+        if place in self._known_places:
+            print(f"{what}\nagain at {place}", file=sys.stderr)
+            return
+        record = f"{self.run_folder.path}/{record_of(self.attempt, self.workers.rank)}"
+        print(f"{what}\n{raised_at(error)}\nall frames: {record}", file=sys.stderr)
+
     def _record_fault(self, error: Exception) -> None:
         if not self.attempt:
             return  # no attempt number reached this worker: the controller records the fault
@@ -469,4 +485,5 @@ def fault_of(
         out_of_memory=is_out_of_memory(error, device=device),
         micro_batch=micro_batch,
         node=node,
+        place=users_place(error),
     )

@@ -131,7 +131,8 @@ def cause_of(row: Row) -> str:
     """A fault in one line, such as `ValueError: bad batch`; the message of any other event."""
     error, message = first_text(row, "error", "type"), first_text(row, "message", "reason", "cause", "detail")
     text = f"{error}: {message}" if error and message and error not in message else message or error
-    return text.strip().splitlines()[0] if text.strip() else ""
+    place = first_text(row, "place")
+    return text.strip().splitlines()[0] + (f" ({place})" if place else "") if text.strip() else ""
 
 
 def step_ms(records: RunRecords) -> tuple[float | None, float | None]:

@@ -66,6 +66,7 @@ class Fault:
         out_of_memory: whether the exception type is an out-of-memory error.
         micro_batch: rows of a micro-batch at that time; None if the process died, or before the first micro-batch.
         node: id of the node of the worker in Ray; None if it is not known.
+        place: `file:line in function` of the user's own code that raised the exception; "" if none did.
     """
 
     attempt: int
@@ -82,6 +83,13 @@ class Fault:
     out_of_memory: bool = False
     micro_batch: int | None = None
     node: str | None = None
+    place: str = ""
+
+    @property
+    def what(self) -> str:
+        """The error, its message, and where in the user's code it was raised."""
+        text = f"{self.error}: {self.message}" if self.message else self.error
+        return f"{text} ({self.place})" if self.place else text
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a plain mapping."""
@@ -90,8 +98,12 @@ class Fault:
 
 def write_fault(run: RunFolder, fault: Fault) -> None:
     """Writes the record of one failed worker of an attempt, or of the loss of Ray."""
-    who = "cluster" if fault.rank is None else f"rank{fault.rank:05d}"
-    run.write_json(f"faults/{fault.attempt:04d}-{who}.json", fault.to_json())
+    run.write_json(record_of(fault.attempt, fault.rank), fault.to_json())
+
+
+def record_of(attempt: int, rank: int | None) -> str:
+    """The file of a run folder with the record of one failed worker of an attempt; of the loss of Ray without a rank."""
+    return f"faults/{attempt:04d}-{'cluster' if rank is None else f'rank{rank:05d}'}.json"
 
 
 def lost_cluster(attempt: int, message: str, *, time: float) -> Fault:

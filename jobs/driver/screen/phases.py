@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from raytrain.execution.driver_channel import RESTARTING
+
 #: Phases whose seconds are added up under one name; the others have their own.
 TOGETHER = {
     "preparing the workers' job": "starting workers",
@@ -60,7 +62,9 @@ class Phases:
             account: seconds of the run by purpose, as in result.json.
         """
         within = [
-            f"{name} {account[key]:.1f}" for key, name in WITHIN_TRAINING.items() if account.get(key, 0) >= LEAST_S
+            f"{name} {account[key]:.1f}"
+            for key, name in WITHIN_TRAINING.items()
+            if account.get(key, 0) >= LEAST_S and not (key == "restart" and RESTARTING in self.seconds)
         ]
         parts = []
         for name, seconds in self.seconds.items():

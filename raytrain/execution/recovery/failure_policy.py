@@ -4,8 +4,8 @@ Rank 0 applies the rules at the start of an attempt, in this order:
   1. raytrain explains the failure itself (wrong device, unreadable data), so a restart would repeat it: stop.
   2. out of memory outside the passes of a step (inside them the step retries by itself): restart with half the
      micro-batch while it is larger than 1. The rules below do not count such a restart.
-  3. the same traceback twice at the same step and precision, or three times at any step, is a bug: stop with its
-     cause. Input and output errors (`TRANSIENT_ERRORS`) are exempt.
+  3. the same error at the same place in the code, twice at the same step and precision or three times at any step,
+     is a bug: stop with its cause. Input and output errors (`TRANSIENT_ERRORS`) are exempt.
   4. an operation failed inside a reduced-precision step (torch raises RuntimeError) and `precision.fallback` is on:
      continue in fp32, once.
   5. `retry.restarts_without_progress` restarts without a new committed step: stop.
@@ -66,7 +66,7 @@ def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_f
 
 def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> RecoveryDecision:
     newest = faults[-1]
-    what = f"{newest.error}: {newest.message}" if newest.message else newest.error
+    what = newest.what
     if newest.final:
         return RecoveryDecision("stop", what)
     if _is_halvable(newest):
@@ -129,7 +129,10 @@ def _after_out_of_memory(fault: Fault, what: str, step: int) -> RecoveryDecision
 
 
 def _same_place(one: Fault, other: Fault) -> bool:
-    """Whether two faults have the same type and stack frames; addresses and numbers in their messages may differ."""
+    """Whether two faults have the same type, and were raised at the same place in the user's code, or else have the same
+    stack frames; addresses and numbers in their messages may differ."""
+    if one.place or other.place:
+        return (one.error, one.place) == (other.error, other.place)
 
     def frames(text: str) -> list[str]:
         return [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]

@@ -45,7 +45,9 @@ def failure(records: RunRecords) -> list[Finding]:
     if (short := memory_failure(records, evidence)) is not None:
         return [short]
     recorded = next((first_text(row, "remedy") for row in rows), "")
-    return [Finding("error", "The run failed", evidence, recorded or known)]
+    place = next((first_text(row, "place") for row in rows), "")
+    mend = f"Correct the code at {place}; then `{resume}` continues." if place else ""
+    return [Finding("error", "The run failed", evidence, recorded or known or mend)]
 
 
 def _of_memory(records: RunRecords) -> str:

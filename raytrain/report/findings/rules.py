@@ -51,11 +51,13 @@ def diagnose(records: RunRecords) -> list[Finding]:
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
-    """The findings that ask for something, a line each and one for each option, for a terminal."""
+    """The findings that ask for something, a line each and one for each option, for a terminal; where there are errors,
+    these alone: the others of a failed run are on its page."""
+    told = ("error",) if any(one.severity == "error" for one in findings) else ("warning",)
     return [
         line
         for one in findings
-        if one.severity in ("error", "warning")
+        if one.severity in told
         for line in (
             f"finding: {one.title}: {one.evidence}" + (f". {one.remedy}" if one.remedy else ""),
             *(f"  {number}. {option}" for number, option in enumerate(one.options, 1)),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from raytrain.config.messages import advice
 from raytrain.report.compilation import compile_gain
-from raytrain.report.figures import seconds, step_ms, time_account
+from raytrain.report.figures import outcome, seconds, step_ms, time_account
 from raytrain.report.findings.compile import OTHER_MODES
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import RunRecords, listed, mapping, number
@@ -52,9 +52,9 @@ _LIMITS: tuple[tuple[str, float, str, Callable[[RunRecords], str]], ...] = (
         "restart",
         0.1,
         "Restarts take much of the time",
-        lambda _: "See the faults in the timeline; a lower save.every loses fewer steps.",
+        lambda _: "See the faults in the timeline; with save.every: N, more often than now, fewer steps are repeated.",
     ),
-    ("lost", 0.1, "Work was lost between a checkpoint and a fault", lambda _: "Lower save.every."),
+    ("lost", 0.1, "Work was lost between a checkpoint and a fault", lambda _: "Save more often: save.every: N."),
 )
 
 
@@ -65,8 +65,11 @@ def limiting_part(records: RunRecords) -> list[Finding]:
     if wall <= 0 or not records.train:
         return []
     share = {part: spent / wall for part, spent in account.items()}
+    failed = outcome(records).status == "failed"
     found = []
     for part, limit, title, remedy in _LIMITS:
+        if failed and part in ("restart", "lost"):  # they are of the fault that the run failed with
+            continue
         if part == "compile" and compile_gain(records) is not None:  # the rule `compilation_pays` says more
             continue
         if share.get(part, 0.0) > limit:
