@@ -132,7 +132,7 @@ def cause_of(row: Row) -> str:
     error, message = first_text(row, "error", "type"), first_text(row, "message", "reason", "cause", "detail")
     text = f"{error}: {message}" if error and message and error not in message else message or error
     place = first_text(row, "place")
-    return text.strip().splitlines()[0] + (f" ({place})" if place else "") if text.strip() else ""
+    return text.strip().splitlines()[0] + (f" at {place}" if place else "") if text.strip() else ""
 
 
 def step_ms(records: RunRecords) -> tuple[float | None, float | None]:

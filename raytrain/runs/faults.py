@@ -89,7 +89,7 @@ class Fault:
     def what(self) -> str:
         """The error, its message, and where in the user's code it was raised."""
         text = f"{self.error}: {self.message}" if self.message else self.error
-        return f"{text} ({self.place})" if self.place else text
+        return f"{text} at {self.place}" if self.place else text
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a plain mapping."""

@@ -6,6 +6,7 @@ The runs share one local cluster; each breaks in its own way.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,7 @@ def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: C
     )
     assert run.result["status"] == "failed"
     assert "KeyError" in run.result["reason"] and "planted at pass 5" in run.result["reason"]
+    assert re.search(r"guest_code\.py:\d+ in always_raises$", run.result["reason"]), run.result["reason"]
     assert len(run.events("attempt")) == 2
     faults = run.events("fault")
     assert [(row["error"], row["step"]) for row in faults] == [("KeyError", 5), ("KeyError", 5)]

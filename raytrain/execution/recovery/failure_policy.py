@@ -74,7 +74,8 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
     compared = newest.traceback and newest.error not in TRANSIENT_ERRORS
     alike = [fault for fault in faults[:-1] if compared and _same_place(fault, newest)]
     if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
-        return RecoveryDecision("stop", f"the same error occurred twice at step {newest.step}: {what}")
+        where = "before the first step" if newest.step is None else f"at step {newest.step}"
+        return RecoveryDecision("stop", f"the same error occurred twice {where}: {what}")
     if len(alike) >= 2:
         return RecoveryDecision("stop", f"the same error occurred three times: {what}")
     if newest.reduced and fallback and newest.error in OPERATION_ERRORS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.transfer import TransferCounts
 from raytrain.execution.attempt import agree_on_start, take_attempt_number
-from raytrain.execution.worker import fault_of, transfers_row
+from raytrain.execution.worker import Worker, fault_of, transfers_row
 from raytrain.runs import storage
 from raytrain.runs.faults import read_faults, write_fault
 from raytrain.runs.folder import RunFolder
@@ -80,3 +81,38 @@ def test_the_event_about_copies_has_the_sum_and_the_counts_of_each_rank() -> Non
     assert (row["workers"], row["tensors"], row["bytes"], row["in_place"]) == (2, 5, 500, 5)
     assert (row["pinned"], row["non_blocking"], row["pageable"], row["other_device"]) == (3, 3, 2, 0)
     assert [rank["tensors"] for rank in row["ranks"]] == [3, 2] and "waited for 2 whose source" in row["reason"]
+
+
+def test_an_error_of_the_users_code_is_told_with_its_own_frames_and_again_in_one_line(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong_net.py").write_text("def forward(x):\n    return part(x)\n\n\ndef part(x):\n    return x['y']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    forward = importlib.import_module("wrong_net").forward
+    job, _ = make_job(MLP, {"train": class_rows(64)}, run=run)
+    worker = Worker(job, workers=Workers(), local_rank=0, channel=None)
+    worker.attempt = 2
+
+    def told(call: Any) -> list[str]:
+        try:
+            torch.utils.checkpoint.checkpoint(call, {}, use_reentrant=False)
+        except Exception as error:
+            worker._print_error(error)
+            write_fault(run, fault_of(error, attempt=2, rank=0, step=7, precision="", from_step=0))
+        return capsys.readouterr().err.splitlines()
+
+    lines = told(forward)
+    assert lines[:2] == ["rank 0 failed at step 0: KeyError: 'y'", "it was raised at"] and "test_attempt.py" in lines[2]
+    assert lines[3:] == [
+        "  wrong_net.py:2 in forward: return part(x)",
+        "  wrong_net.py:6 in part: return x['y']",
+        f"all frames: {run.path}/faults/0002-rank00000.json",
+    ]
+    (fault,) = read_faults(run, since=1)
+    assert fault.place == "wrong_net.py:6 in part" and fault.what == "KeyError: 'y' at wrong_net.py:6 in part"
+    assert "checkpoint.py" in fault.traceback, "the record has all frames"
+    worker._known_places = {fault.place}
+    assert told(forward)[1:] == ["again at wrong_net.py:6 in part"]
+    monkeypatch.setattr("raytrain.config.user_code.is_users_file", lambda path: False)
+    assert told(forward)[0].startswith("Traceback"), "without a frame of the user all are shown"

@@ -64,6 +64,22 @@ def test_the_rules(faults: list[Fault], action: str, words: str) -> None:
     assert decision.action == action and words in decision.reason
 
 
+def test_an_error_of_the_users_code_is_compared_by_its_place_whatever_called_it() -> None:
+    own, other = "net.py:10 in forward", "net.py:11 in forward"
+    measured = fault(line=1, step=None, place=own)
+    trained = fault(line=2, step=12, place=own)
+    later = fault(line=3, step=30, place=own)
+    assert decided(measured, trained).action == "go_on"
+    stop = decided(measured, trained, later)
+    assert (
+        stop.action == "stop" and stop.reason == f"the same error occurred three times: ValueError: at 0x7f01 at {own}"
+    )
+    assert decided(measured, trained, fault(step=30, place=other)).action == "go_on"
+    assert decided(fault(place=own), fault(place=other)).action == "go_on", "the same frames but for the last"
+    twice = decided(measured, measured)
+    assert twice.action == "stop" and "twice before the first step" in twice.reason
+
+
 def test_without_a_checkpoint_a_run_restarts_and_reports_no_unknown_step() -> None:
     reason = decided(died(step=None), starts=[0, 0]).reason
     assert reason.startswith("rank 0 failed (WorkerDied")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raytrain.report.figures import outcome
-from raytrain.report.findings.rules import diagnose
+from raytrain.report.findings.rules import diagnose, finding_lines
 from raytrain.report.records import ConfigRow, PlanRow, RunRecords
 
 
@@ -433,6 +433,26 @@ def test_a_failure_without_a_reason_in_the_result_uses_the_reason_of_the_fault()
     fault = {"kind": "fault", "error": "ValueError", "message": "bad batch", "remedy": "mend data.source"}
     found = diagnose(records(result={"status": "failed"}, events=[fault]))[0]
     assert (found.evidence, found.remedy) == ("ValueError: bad batch", "mend data.source")
+
+
+def test_a_failed_run_says_where_the_code_is_wrong_and_nothing_of_speed_in_the_terminal() -> None:
+    fault = {"kind": "fault", "error": "KeyError", "message": "'x'", "place": "net.py:10 in forward"}
+    result = {"status": "failed", "reason": "the same error occurred twice at step 3", "steps": 40, "wall_s": 100.0}
+    costs = {"compute": 40.0, "restart": 40.0, "lost": 20.0}
+    train = rows(FALLING, **{**STEP, "data_time_s": 0.4})
+    failed = records(train=train, events=[fault], result={**result, "time": costs})
+    found = {one.title: one for one in diagnose(failed)}
+    assert found["The run failed"].remedy == (
+        "Correct the code at net.py:10 in forward; then `raytrain train --resume run` continues."
+    )
+    assert "Input-bound: steps wait for data" in found and not [
+        one for one in found if "Restarts" in one or "lost" in one
+    ]
+    (line,) = finding_lines(list(found.values()))
+    assert line.startswith("finding: The run failed")
+    done = records(train=train, events=[fault], result={**result, "status": "done", "time": costs})
+    lines = finding_lines(diagnose(done))
+    assert len(lines) == 3 and any("Restarts take much" in one for one in lines)
 
 
 def test_a_run_without_a_result_is_a_warning():
