@@ -33,7 +33,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     such as ``*.txt`` needs no quotes.
 
     Raises:
-        InputError: no ``=``, no key before it, a value that is not YAML, or none: it is what a shell makes of a variable
+        InputError: no ``=``, no key before it, a value that is not YAML, or no value, as a shell makes it of a variable
             that is not set.
     """
     key, equals, value = (part.strip() for part in text.partition("="))

@@ -98,7 +98,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def users_place(error: BaseException) -> str:
-    """The innermost frame of the user's own code that an error was raised in, `file:line in function`; "" if none is."""
+    """The innermost frame of the user's own code in which an error was raised, `file:line in function`, or ""."""
     return "".join(_place(frame) for frame in _own_frames(error)[-1:])
 
 

@@ -102,7 +102,7 @@ def write_fault(run: RunFolder, fault: Fault) -> None:
 
 
 def record_of(attempt: int, rank: int | None) -> str:
-    """The file of a run folder with the record of one failed worker of an attempt; of the loss of Ray without a rank."""
+    """The file in a run folder about one failed worker of an attempt, or, without a rank, the loss of Ray."""
     return f"faults/{attempt:04d}-{'cluster' if rank is None else f'rank{rank:05d}'}.json"
 
 

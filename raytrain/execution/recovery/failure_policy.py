@@ -130,8 +130,8 @@ def _after_out_of_memory(fault: Fault, what: str, step: int) -> RecoveryDecision
 
 
 def _same_place(one: Fault, other: Fault) -> bool:
-    """Whether two faults have the same type, and were raised at the same place in the user's code, or else have the same
-    stack frames; addresses and numbers in their messages may differ."""
+    """Whether two faults have the same type and were raised at the same place in the user's code, or else have the same
+    stack frames. Addresses and numbers in their messages may differ."""
     if one.place or other.place:
         return (one.error, one.place) == (other.error, other.place)
 
