@@ -212,6 +212,16 @@ class FirstBatch:
             self._backward(total)
 
     def _backward(self, total: torch.Tensor) -> None:
+        if not total.requires_grad:
+            trainable = any(parameter.requires_grad for parameter in self.trainable.module.parameters())
+            why = "does forward call detach() or argmax(), or run under no_grad()?" if trainable else ""
+            got = "a loss without a gradient" if trainable else "a model without a parameter that requires a gradient"
+            raise InputError(
+                self.model_key,
+                got=got,
+                expected="a loss computed from the parameters with torch's operations",
+                remedy=why,
+            )
         try:
             total.backward()
         except RuntimeError as error:

@@ -108,6 +108,11 @@ def to_trainable(result: Any) -> Trainable:
     if isinstance(result, Trainable):
         return result
     if isinstance(result, nn.Module):
+        if getattr(result.forward, "__func__", None) is nn.Module.forward:
+            raise InputError(
+                "model.builder", got=f"a {type(result).__name__} without a method forward",
+                expected="a module whose forward takes the columns of a batch and returns the loss",
+            )  # fmt: skip
         return Trainable.from_module(result)
     raise InputError(
         "model.builder",

@@ -37,6 +37,8 @@ class Net(nn.Module):
         print("a line of the user's")
         CALLS.append("forward")
         self.seen += 1
+        if self.fault == "detached":
+            return F.cross_entropy(self.hidden(x), labels).detach()
         return F.cross_entropy(self.hidden(x), labels)
 
     def hidden(self, x):
@@ -67,6 +69,14 @@ class Net(nn.Module):
 
 def build(fault=""):
     return Net(fault)
+
+def frozen(fault=""):
+    return Net().requires_grad_(False)
+
+class Silent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
 
 def fails(fault=""):
     return {}["fault"]
@@ -171,6 +181,20 @@ def test_errors_of_the_users_code_are_wrong_input_with_its_own_frames_only(fault
     assert "Traceback" not in output and not Path("runs").exists()
     assert run("plan", file, "--build") == (2, without_phases(output))
     assert run("tune", file) == (2, without_phases(output))
+
+
+@pytest.mark.parametrize(
+    ("builder", "says"),
+    [
+        ("build, fault: detached", ("a loss without a gradient", "detach() or argmax()")),
+        ("frozen", ("requires a gradient",)),
+        ("Silent", ("a Silent without a method forward", "returns the loss")),
+    ],
+)
+def test_a_model_that_cannot_learn_is_wrong_input_in_one_line(builder: str, says: tuple[str, ...], guest: str) -> None:
+    code, output = run("train", job(guest, model=f"builder: GUEST:{builder}"))
+    (line,) = [line for line in output.splitlines() if not line.startswith("checking")]
+    assert code == 2 and line.startswith("error: model.builder: got ") and all(part in line for part in says), output
 
 
 def test_a_backward_pass_that_fails_is_wrong_input(guest: str, run_cli: Any) -> None:
