@@ -17,19 +17,18 @@ from rich.console import Console
 
 from cluster.checks.ray_job import measured_stop
 from cluster.network import answers
-from cluster.placement import on_node
-from cluster.telemetry.stacks import outside_stacks
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
 from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster
-from jobs.driver.screen.progress import Activity, Clock, HangWatch, SilentRanks, TrainingDisplay
+from jobs.driver.screen.progress import Activity, Clock, TrainingDisplay
 from jobs.driver.signals import Interrupted, StopSignals
+from jobs.driver.stuck import StuckWorkers
 from jobs.job.spec import JobSpec
 from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution import driver_channel, trainer
-from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult, stacks_file
+from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult
 from raytrain.execution.ray_private import controller_pid, dead_daemons
 from raytrain.execution.telemetry import HostTelemetry
 from raytrain.plan.elastic import ElasticWorkers
@@ -144,9 +143,10 @@ class _Fit:
             telemetry=HostTelemetry(opened.run.path, spec.telemetry.every, memory_limit, self.channel),
         )
         self.progress: Mapping[str, Any] = {}
-        self.silent_ranks = SilentRanks()
-        self._retry, self._ended_ranks = spec.retry, set[int]()
-        self._hang = HangWatch(compiles=spec.loop.compile != "off")
+        self._retry = spec.retry
+        self.stuck = StuckWorkers(
+            opened.run, self.channel, spec.retry, local=cluster.local, compiles=spec.loop.compile != "off"
+        )
         self._warned: set[str] | None = None
         self._left_out: set[str] = set()  # ids of nodes
         self._stop_judged = False
@@ -288,36 +288,6 @@ class _Fit:
             self._run_folder.append_event(event("warning", **row))
         return [f"warning: {row['reason']}" for row in new]
 
-    def hang_lines(self, signs: Mapping[int, tuple[float, str]], stacks: Mapping[int, Mapping[str, Any]]) -> list[str]:
-        """Ask the workers where they are if a step is late, and say who is absent once they have answered."""
-        if self._hang.due(self.progress):
-            self.channel.request_stacks.remote()
-            return []
-        lines = self._hang.lines(signs, stacks, now=time.time())
-        found = self._hang.event
-        if lines and found is not None:
-            self._run_folder.append_event(event("hang", **found))
-            for rank in found["silent"] if self._cluster.local else []:  # on this machine
-                pid = int(signs[rank][1].rpartition("(pid ")[2].rstrip(")"))
-                self._run_folder.write_text(stacks_file(rank), outside_stacks(pid))
-        silence_s, hang_s, now = self._retry.host_silence_s, self._retry.hang_s, time.time()
-        overdue = self._hang.overdue(signs, now=now, silence_s=silence_s, hang_s=hang_s)
-        for rank in set(overdue) - self._ended_ranks:
-            self._ended_ranks.add(rank)
-            pid = int(signs[rank][1].rpartition("(pid ")[2].rstrip(")"))
-            silent = now - signs[rank][0] >= silence_s
-            what = (
-                f"has not responded for {silence_s:.0f} s"
-                if silent
-                else f"has been in one step for more than {hang_s:.0f} s"
-            )
-            reason = f"rank {rank} {what}: its process is ended, all restart"
-            self._run_folder.append_event(event("hang_ended", rank=rank, pid=pid, reason=reason))
-            lines.append(reason)
-            end_process(pid, node=None if self._cluster.local else self.progress.get("nodes", {}).get(rank))
-        self._ended_ranks &= set(signs)
-        return lines
-
     def missing(self) -> str:
         """What the workers that are being started still need; "" where nothing is missing."""
         if self._cluster.local or self.progress.get("phase", STARTING) not in (STARTING, RESTARTING):
@@ -359,9 +329,7 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
         display.print_lines(line)
     for line in fitting.new_warnings(warnings):
         display.print_lines(line)
-    for line in fitting.hang_lines(signs, stacks):
-        display.print_lines(line)
-    for line in fitting.silent_ranks.lines(signs, now=time.time()):
+    for line in fitting.stuck.lines(fitting.progress, signs, stacks):
         display.print_lines(line)
     display.show(dict(fitting.progress), missing=fitting.missing)
     if fitting.progress.get("phase") == "training":
@@ -473,21 +441,6 @@ def renewed_stop_check(run: RunFolder, stop_s: float, *, grace_s: float) -> list
     if check.status == "ok" and before == ["ok"]:
         return []
     return [f"warning: {check.text}" if check.status == "warn" else check.text]
-
-
-def end_process(pid: int, *, node: str | None) -> None:
-    """Kill a worker that does not respond: Ray notices its death and starts all workers again.
-
-    Args:
-        node: id of its node, where a task of Ray kills it; None: this machine.
-    """
-    if node is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        return
-    ray.remote(os.kill).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node)).remote(
-        pid, int(signal.SIGKILL)
-    )
 
 
 def workers_wait_for_room() -> bool:

@@ -230,12 +230,13 @@ class SilentRanks:
     def __init__(self) -> None:
         self._reported: dict[int, float] = {}
 
-    def lines(self, signs: Mapping[int, tuple[float, str]], *, now: float) -> list[str]:
+    def lines(self, signs: Mapping[int, tuple[float, str]], *, now: float, limit_s: float) -> list[str]:
         """A line for each worker whose state has changed.
 
         Args:
             signs: rank -> (unix time of its last sign of life, where it runs), of the workers that have not returned.
             now: unix time.
+            limit_s: `retry.host_silence_s`, after which its process is ended.
         """
         found = []
         for rank, (last, where) in sorted(signs.items()):
@@ -243,7 +244,8 @@ class SilentRanks:
             if silent and rank not in self._reported:
                 self._reported[rank] = last
                 at = time.strftime("%H:%M:%S", time.localtime(last))
-                found.append(f"rank {rank} {where} has not responded since {at}; the run waits for it")
+                then = f"after {limit_s:g} s it is ended, and all workers restart (retry.host_silence_s)"
+                found.append(f"rank {rank} {where} has not responded since {at}: {then}")
             elif not silent and rank in self._reported:
                 found.append(f"rank {rank} {where} responds again, after {last - self._reported.pop(rank):.0f} s")
         for rank in self._reported.keys() - signs.keys():  # another process has taken its place, or will
@@ -316,16 +318,11 @@ class HangWatch:
         self.event = {"step": self._seen[1] + 1, "seconds": late, "ranks": absent, "silent": silent, "reason": text}
         return [text]
 
-    def overdue(
-        self, signs: Mapping[int, tuple[float, str]], *, now: float, silence_s: float, hang_s: float | None
-    ) -> list[int]:
-        """The ranks to end, while a step is late and that was said: those without a sign of life for `silence_s`
-        seconds; after `hang_s` seconds in the step those that the others wait for, or one if all wait."""
-        if not self._said or not signs:
+    def overdue(self, signs: Mapping[int, tuple[float, str]], *, hang_s: float | None) -> list[int]:
+        """The ranks to end, while a step is late and that was said: after `hang_s` seconds in the step those that the
+        others wait for, or one if all wait."""
+        if not self._said or not signs or hang_s is None or self._clock() - self._since < hang_s:
             return []
-        silent = [rank for rank, (last, _) in sorted(signs.items()) if now - last >= silence_s]
-        if silent or hang_s is None or self._clock() - self._since < hang_s:
-            return silent
         absent = self.event["ranks"] if self.event is not None else []
         return [rank for rank in absent if rank in signs] or [min(signs)]
 

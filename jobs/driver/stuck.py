@@ -1,0 +1,145 @@
+"""Workers that do not respond, or whose step does not end: who they are, where they are, and their end.
+
+When the process of one is ended, the controller restarts all workers from the latest checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from cluster.placement import on_node
+from cluster.telemetry.stacks import outside_stacks
+from jobs.driver.screen.progress import HangWatch, SilentRanks
+from raytrain.config.sections import RetryConfig
+from raytrain.execution.driver_channel import STARTING, stacks_file
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.records import event
+
+#: Phases in which a process that does not respond is stopped or stuck. Before them the user's code may hold Python's
+#: lock for long in one call, as while it unpickles large data: they allow `SETUP_TIMES` the silence.
+STEADY = ("training", "exporting")
+SETUP_TIMES = 5
+
+
+class Silence:
+    """Measures how long each worker has not responded.
+
+    It counts from when this process first saw the newest sign of life, on a clock that stands still while the machine
+    is suspended: after that, all workers have been silent for as long as the driver.
+
+    Args:
+        limit_s: `retry.host_silence_s`.
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(self, *, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s, self._clock = limit_s, clock
+        self._since: dict[int, tuple[tuple[float, str], float]] = {}
+
+    def overdue(self, signs: Mapping[int, tuple[float, str]], progress: Mapping[str, Any]) -> dict[int, float]:
+        """Rank -> seconds, of the workers whose processes are to be ended; call it often.
+
+        Args:
+            signs: rank -> (unix time of its last sign of life, where it runs), of the workers that have not returned.
+            progress: as shown by the driver: {"phase", ...}.
+        """
+        now = self._clock()
+        self._since = {
+            rank: known if (known := self._since.get(rank)) is not None and known[0] == sign else (sign, now)
+            for rank, sign in signs.items()
+        }
+        limit = self._limit_s * (1 if progress.get("phase") in STEADY else SETUP_TIMES)
+        return {rank: now - since for rank, (_, since) in sorted(self._since.items()) if now - since >= limit}
+
+
+class StuckWorkers:
+    """Names stuck workers, and ends their processes.
+
+    Args:
+        channel: the `DriverChannel` actor.
+        local: the workers are processes of this machine.
+        compiles: a step may contain a compilation.
+    """
+
+    def __init__(self, run: RunFolder, channel: Any, retry: RetryConfig, *, local: bool, compiles: bool) -> None:
+        self._run, self._channel, self._retry, self._local = run, channel, retry, local
+        self._named, self._hang = SilentRanks(), HangWatch(compiles=compiles)
+        self._silence = Silence(limit_s=retry.host_silence_s)
+        self._ended = set[int]()
+
+    def lines(
+        self,
+        progress: Mapping[str, Any],
+        signs: Mapping[int, tuple[float, str]],
+        stacks: Mapping[int, Mapping[str, Any]],
+    ) -> list[str]:
+        """Call it often; returns what is new, and records it in the events of the run.
+
+        Args:
+            progress: as shown by the driver. signs: as in `Silence.overdue`. stacks: as `DriverChannel.stacks` returns.
+        """
+        lines = []
+        if self._hang.due(progress):
+            self._channel.request_stacks.remote()
+        else:
+            lines = self._of_late_step(signs, stacks)
+        silent = self._silence.overdue(signs, progress)
+        for rank in sorted({*silent, *self._hang.overdue(signs, hang_s=self._retry.hang_s)} - self._ended):
+            what = f"has been in one step for more than {self._retry.hang_s or 0:.0f} s"
+            if rank in silent:
+                doing = progress.get("activity") or progress.get("phase") or STARTING
+                what = f"has not responded for {silent[rank]:.0f} s (the run: {doing})"
+                self._write_stacks(rank, signs)
+            lines.append(self._end(rank, what, signs, node=progress.get("nodes", {}).get(rank)))
+        self._ended &= set(signs)
+        others = {rank: sign for rank, sign in signs.items() if rank not in self._ended}
+        return lines + self._named.lines(others, now=time.time(), limit_s=self._retry.host_silence_s)
+
+    def _of_late_step(
+        self, signs: Mapping[int, tuple[float, str]], stacks: Mapping[int, Mapping[str, Any]]
+    ) -> list[str]:
+        lines = self._hang.lines(signs, stacks, now=time.time())
+        if lines and self._hang.event is not None:
+            self._run.append_event(event("hang", **self._hang.event))
+            for rank in self._hang.event["silent"]:
+                self._write_stacks(rank, signs)
+        return lines
+
+    def _write_stacks(self, rank: int, signs: Mapping[int, tuple[float, str]]) -> None:
+        """What can be seen of a process of this machine that does not answer."""
+        if self._local:
+            self._run.write_text(stacks_file(rank), outside_stacks(pid_of(signs[rank][1])))
+
+    def _end(self, rank: int, what: str, signs: Mapping[int, tuple[float, str]], *, node: str | None) -> str:
+        self._ended.add(rank)
+        pid = pid_of(signs[rank][1])
+        reason = f"rank {rank} {what}: its process is ended, all restart"
+        self._run.append_event(event("hang_ended", rank=rank, pid=pid, reason=reason))
+        end_process(pid, node=None if self._local else node)
+        return reason
+
+
+def pid_of(where: str) -> int:
+    """The process id in the words of `signs_of_life`."""
+    return int(where.rpartition("(pid ")[2].rstrip(")"))
+
+
+def end_process(pid: int, *, node: str | None) -> None:
+    """Kill a worker that does not respond: Ray notices its death and starts all workers again.
+
+    Args:
+        node: id of its node, where a task of Ray kills it; None: this machine.
+    """
+    if node is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return
+    ray.remote(os.kill).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node)).remote(
+        pid, int(signal.SIGKILL)
+    )
