@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Result:
         steps: optimizer steps over all attempts.
         final_loss: loss of the last train row; None without one.
         best_eval_loss: the smallest evaluation loss; None without an evaluation.
-        history: every row of metrics.jsonl.
+        history: every row of metrics.jsonl; not in the text of `print(result)`.
         weights: path of the exported safetensors file; None unless done.
         reason: why it ended, as a sentence.
 
@@ -79,7 +79,7 @@ class Result:
     steps: int
     final_loss: float | None
     best_eval_loss: float | None
-    history: list[dict[str, Any]]
+    history: list[dict[str, Any]] = field(repr=False)
     weights: str | None
     reason: str
 
@@ -313,18 +313,28 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
 
 
 def _comparison(run: RunFolder) -> list[str]:
-    """The command that compares the run with the newest earlier one of its folder, of the same name if there is one;
-    none for the first run."""
+    """The command that compares the run with the newest earlier one of its folder that trained the same kind of model on
+    the same data, by name, builder and source; none for the first one."""
     folder, own = split(run.path)
     name, stamp = _name_and_stamp(own)
-    earlier = []
+    earlier: list[tuple[Any, str]] = []
     with contextlib.suppress(OSError):  # the run is complete, whether or not its neighbours can be listed
         store = open_store(folder)
         for entry in store.entries(""):
             its_name, its_stamp = _name_and_stamp(entry.name)
-            if stamp and its_stamp and its_stamp < stamp and store.exists(f"{entry.name}/result.json"):
-                earlier.append((its_name == name, its_stamp, entry.name))
-    return [f"raytrain report {_from_here(join(folder, max(earlier)[2]))} {_from_here(run.path)}"] if earlier else []
+            if its_name == name and stamp and its_stamp and its_stamp < stamp:
+                earlier.append((its_stamp, join(folder, entry.name)))
+        for _, path in sorted(earlier, reverse=True):
+            other = RunFolder(path)
+            if other.exists("result.json") and _trained(other) == _trained(run):
+                return [f"raytrain report {_from_here(path)} {_from_here(run.path)}"]
+    return []
+
+
+def _trained(run: RunFolder) -> tuple[Any, Any]:
+    """The builder and the source of a run's job."""
+    job = run.read_json(run.plan).get("config", {}) if run.exists(run.plan) else {}
+    return job.get("model", {}).get("builder"), job.get("data", {}).get("source")
 
 
 def _name_and_stamp(folder: str) -> tuple[str, tuple[str, int] | None]:

@@ -168,6 +168,14 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     (base / "test-20250103T000000Z").mkdir()  # without a result
     comparison = f"        raytrain report {os.path.relpath(base / 'test-20250101T000000Z')} {where}"
     assert lines("done", weights="w")[-3:] == [*commands, comparison], "of the same name, and earlier"
+    kind = {"model": {"builder": "a:net"}, "data": {"source": "csv"}}
+    run.write_json(run.plan, {"config": kind})
+    assert lines("done", weights="w")[-2:] == commands, "the earlier run trained another model"
+    for stamp, model, data in ((0, "a:net", "csv"), (1, "a:net", "text"), (2, "b:net", "csv")):
+        other = RunFolder(str(base / f"test-20250101T00000{stamp}Z"))
+        other.write_json("result.json", {})
+        other.write_json(other.plan, {"config": {"model": {"builder": model}, "data": {"source": data}}})
+    assert lines("done", weights="w")[-3:] == [*commands, comparison], "the newest that trained the same on the same"
     for limits, key in (
         ({"epochs": 3, "max_steps": None}, "loop.epochs=6"), ({"epochs": 3, "max_steps": 99}, "loop.max_steps=24")
     ):  # fmt: skip
@@ -181,6 +189,7 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     assert f"next    raytrain submit train --resume {where}" in lines("failed"), "where the job was submitted from"
     monkeypatch.delenv(JOB_ENVIRONMENT)
     run.write_text(run.job, "model: {module: <object Net>}\n")
+    run.write_json(run.plan, {"config": kind})
     assert lines("done", weights="w")[-2:] == [
         f'next    train(..., resume="{where}")',
         comparison,
