@@ -313,8 +313,8 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
 
 
 def _comparison(run: RunFolder) -> list[str]:
-    """The command that compares the run with the newest earlier one of its folder that trained the same kind of model on
-    the same data, by name, builder and source; none for the first one."""
+    """The command that compares the run with the newest earlier one that trained the same kind of model on
+    the same data (by name, builder and source); none for the first one."""
     folder, own = split(run.path)
     name, stamp = _name_and_stamp(own)
     earlier: list[tuple[Any, str]] = []

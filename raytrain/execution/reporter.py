@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -63,6 +64,7 @@ class RankZeroReporter:
         report_progress: Callable[[dict[str, Any]], None] | None,
         print_epochs: bool = False,
         print_memory: bool = False,
+        from_step: int = 0,
     ) -> None:
         self.run = run
         self.attempt = attempt
@@ -70,7 +72,9 @@ class RankZeroReporter:
         self._report_progress = report_progress
         self._print_epochs, self._print_memory = print_epochs, print_memory
         self._reported = 0.0
-        self._best: float | None = None
+        rows = run.read_rows(run.metrics) if from_step else []
+        kept = (float(row["loss"]) for row in rows if row["kind"] == "eval" and row["step"] <= from_step)
+        self._best: float | None = min(filter(math.isfinite, kept), default=None)
         self.last_row: dict[str, Any] = {}
 
     def fence(self) -> None:

@@ -195,6 +195,7 @@ class Worker:
         reporter = RankZeroReporter(
             self.run_folder, attempt=self.attempt, observers=observers, report_progress=self._report_progress,
             print_epochs=self.job.loop.log_every == "epoch", print_memory=self.job.log_memory,
+            from_step=start.from_step,
         )  # fmt: skip
         for fault in self._new_faults:
             row = fault.to_json()

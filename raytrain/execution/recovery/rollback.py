@@ -76,6 +76,7 @@ def roll_back(session: Session, run: RunFolder, *, outcome: LoopOutcome) -> tupl
         "what": "rollback",
         "value": loaded.step if loaded else 0,
         "precision": higher,
+        "skipped": outcome.bad_steps,
         **asdict(cursor),
         "reason": f"{outcome.reason} before step {bad_step}; data up to epoch {cursor.epoch} row {cursor.position} is "
         "skipped",

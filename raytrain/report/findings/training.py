@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from cluster.wording import counted
 from raytrain.config.messages import advice
 from raytrain.report.figures import (
     plain_number,
@@ -79,12 +80,17 @@ def non_finite(records: RunRecords) -> list[Finding]:
     skipped = series(rows, "skipped_steps")
     before = [0.0, *(count for _, count in skipped)]
     seen |= {int(step) for (step, count), last in zip(skipped, before, strict=False) if count > last}
-    if not seen:
+    rolled = [row for row in records.of_kind("decision") if row.get("what") == "rollback"]
+    undone = int(sum(number(row.get("skipped")) or 0 for row in rolled))
+    if not seen and not undone:
         return []
-    total = max(len(seen), int(before[-1]))
+    total = max(len(seen), int(before[-1])) + undone  # a roll-back takes back the count and the rows
     steps = sorted(seen)
-    shown = ", ".join(f"{step:,}" for step in steps[:8]) + (" and more" if len(steps) > 8 else "")
-    evidence = f"{total} of {int(rows[-1]['step']):,} steps; in the log rows of step {shown}"
+    evidence = f"{counted(total, 'step')}; the run has {int(rows[-1]['step']) if rows else 0:,}"
+    if steps:
+        shown = ", ".join(f"{step:,}" for step in steps[:8]) + (" and more" if len(steps) > 8 else "")
+        evidence += f"; in the log rows of step {shown}"
+    evidence += f"; {undone} of them in front of {counted(len(rolled), 'roll-back')}" if undone else ""
     if records.planned("precision") == "fp16" and total <= 20:
         return [
             Finding("info", "Non-finite steps were skipped", evidence + "; usual while the loss scale of fp16 adapts")

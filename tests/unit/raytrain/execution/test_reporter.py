@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,23 @@ def test_rows_reach_the_files_and_each_observer_gets_a_copy(tmp_path: Path) -> N
     assert second.rows[0] is not first.rows[0] and second.events == ["checkpoint"]
     reporter.close()
     assert first.closed and second.closed
+
+
+def test_the_best_evaluation_of_a_resumed_run_is_that_of_all_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, first = opened(tmp_path)
+    for step, loss in ((10, 0.5), (20, 0.4), (25, math.nan), (30, 0.3)):
+        first.metrics({"kind": "eval", "step": step, "loss": loss})
+    capsys.readouterr()
+    resumed = RankZeroReporter(
+        run, attempt=run.next_attempt(this_process()), observers=[], report_progress=None, from_step=25
+    )
+    for step, loss in ((30, 0.45), (40, 0.35)):
+        resumed.metrics({"kind": "eval", "step": step, "loss": loss})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 30: eval loss 0.4500, best 0.4000", "step 40: eval loss 0.3500, the best so far",
+    ]  # fmt: skip
 
 
 def test_load_intervals_and_traces_have_their_own_files(tmp_path: Path) -> None:

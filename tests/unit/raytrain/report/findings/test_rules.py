@@ -146,7 +146,11 @@ def test_skipped_steps_are_counted_from_losses_and_counters():
     run = records(train=rows(["nan" if n == 7 else loss for n, loss in enumerate(FALLING)], skipped_steps=counted))
     found = next(f for f in diagnose(run) if f.title == "Non-finite steps were skipped")
     assert found.severity == "warning"
-    assert found.evidence == "4 of 40 steps; in the log rows of step 8, 21"
+    assert found.evidence == "4 steps; the run has 40; in the log rows of step 8, 21"
+    undone = [{"kind": "decision", "what": "rollback", "skipped": 5}] * 3
+    (rolled,) = [one for one in diagnose(records(train=rows(FALLING), events=undone)) if "skipped" in one.title]
+    assert rolled.evidence == "15 steps; the run has 40; 15 of them in front of 3 roll-backs"
+    assert rolled.severity == "warning"
     fp16 = records(train=run.train, plan=[PlanRow("precision", "fp16", "asked for")])
     assert titles(fp16)["Non-finite steps were skipped"] == "info"
 
