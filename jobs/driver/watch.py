@@ -32,6 +32,7 @@ from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, A
 from raytrain.execution.ray_private import controller_pid, dead_daemons
 from raytrain.execution.telemetry import HostTelemetry
 from raytrain.plan.elastic import ElasticWorkers
+from raytrain.runs.faults import record_lost_ranks
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 from raytrain.runs.storage import join
@@ -240,6 +241,7 @@ class _Fit:
                 event("node_lost", node=address, ranks=found.ranks, hosts=found.hosts, reason=line)
             )
             display.print_lines(line)
+            record_lost_ranks(self._run_folder, ranks, message=f"its node {address} was lost")
         self._look_at_room(waiting=waiting)
         if waiting and self._hosts.reserved and display.waiting_s > GIVE_BACK_S and workers_wait_for_room():
             raise ResourcesTaken(
@@ -361,7 +363,7 @@ class LostNode:
         ran = f"{', '.join(what)} ran there" if what else "nothing of this run was there"
         have = ", ".join(f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU") if name in free) or "nothing"
         if self.ranks:
-            after = f"all workers restart from the latest checkpoint on the other nodes, of which {have} is free"
+            after = f"all workers restart from the latest checkpoint on the other nodes, which have {have} free"
         elif self.hosts:
             after = "a new host is started, or the other hosts take its experts (retry.host_wait_s)"
         else:

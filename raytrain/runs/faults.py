@@ -3,6 +3,8 @@ deaths of other processes."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -104,6 +106,25 @@ def write_fault(run: RunFolder, fault: Fault) -> None:
 def record_of(attempt: int, rank: int | None) -> str:
     """The file in a run folder about one failed worker of an attempt, or, without a rank, the loss of Ray."""
     return f"faults/{attempt:04d}-{'cluster' if rank is None else f'rank{rank:05d}'}.json"
+
+
+def record_lost_ranks(run: RunFolder, ranks: Sequence[int], *, message: str) -> None:
+    """Record that workers of the newest attempt died, unless they recorded a fault of their own.
+
+    The others may notice only that a collective failed, and end the attempt before Ray reports the loss of a node.
+    """
+    attempt = run.current_attempt()
+    for rank in ranks:
+        if not run.exists(record_of(attempt, rank)):
+            write_fault(run, died_worker(attempt, rank, message))
+
+
+def died_worker(attempt: int, rank: int, message: str, *, node: str | None = None) -> Fault:
+    """The fault of a worker whose process ended without a record of its own."""
+    return Fault(
+        attempt=attempt, rank=rank, step=None, error="WorkerDied", message=message, traceback="", precision="",
+        reduced=False, final=False, from_step=0, time=time.time(), node=node,
+    )  # fmt: skip
 
 
 def lost_cluster(attempt: int, message: str, *, time: float) -> Fault:

@@ -162,6 +162,10 @@ def test_a_run_continues_after_nodes_under_its_workers_and_hosts_are_lost(
         assert len(row["ranks"]) + len(row["hosts"]) == 2, f"one of three has room on the head: {row}"
         named = [f"rank {rank}" for rank in row["ranks"]] + [f"expert host {host}" for host in row["hosts"]]
         assert f"node {row['node']} was lost: {', '.join(named)} ran there; " in answer["out"]
+    messages = [row["message"] for row in events if row["kind"] == "fault"]
+    for row in lost:
+        named = f"its node {row['node']} was lost"
+        assert not row["ranks"] or named in messages, "not the collective that failed because of it"
     assert "gloo/" not in answer["out"] and "Traceback" not in answer["out"], answer["out"]
     assert "state-dump" not in answer["out"], "Ray's own pages about a dead node"
 

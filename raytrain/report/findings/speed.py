@@ -52,7 +52,7 @@ _LIMITS: tuple[tuple[str, float, str, Callable[[RunRecords], str]], ...] = (
         "restart",
         0.1,
         "Restarts take much of the time",
-        lambda _: "See the faults in the timeline; with save.every: N, more often than now, fewer steps are repeated.",
+        lambda _: "The timeline has the faults; each costs a start of the workers.",
     ),
     ("lost", 0.1, "Work was lost between a checkpoint and a fault", lambda _: "Save more often: save.every: N."),
 )

@@ -15,10 +15,11 @@ from raytrain.checkpoint.reader import list_checkpoints
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.transfer import TransferCounts
+from raytrain.errors import CollectiveFailed
 from raytrain.execution.attempt import agree_on_start, take_attempt_number
 from raytrain.execution.worker import Worker, fault_of, transfers_row
 from raytrain.runs import storage
-from raytrain.runs.faults import read_faults, write_fault
+from raytrain.runs.faults import read_faults, record_lost_ranks, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 
@@ -116,3 +117,14 @@ def test_an_error_of_the_users_code_is_told_with_its_own_frames_and_again_in_one
     assert told(forward)[1:] == ["again at wrong_net.py:6 in part"]
     monkeypatch.setattr("raytrain.config.user_code.is_users_file", lambda path: False)
     assert told(forward)[0].startswith("Traceback"), "without a frame of the user all are shown"
+
+
+def test_a_lost_node_explains_the_collective_that_failed_because_of_it(run: RunFolder) -> None:
+    attempt = run.current_attempt()
+    write_fault(run, fault_of(CollectiveFailed("pair.cc"), attempt=attempt, rank=0, step=7, precision="", from_step=5))
+    assert [fault.error for fault in read_faults(run, since=1)] == ["CollectiveFailed"]
+    record_lost_ranks(run, [0, 1], message="its node 10.0.0.2 was lost")
+    (fault,) = read_faults(run, since=1)
+    assert (fault.error, fault.rank, fault.message) == ("WorkerDied", 1, "its node 10.0.0.2 was lost")
+    own = run.read_json(f"faults/{attempt:04d}-rank00000.json")
+    assert own["error"] == "CollectiveFailed", "what a worker recorded itself stays"
