@@ -243,7 +243,8 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
         if (section := section_of(field)) is not None and key in section.model_fields
     ]
     guess = remote[0] if remote and (near is None or not prefix) else near and join(prefix, near)
-    guess = (meant(key, value) if key in SWITCHES or guess is None or not prefix else None) or guess
+    foreign = guess is None or not (prefix or isinstance(value, Mapping))  # a mapping was meant as a section
+    guess = (meant(key, value) if key in SWITCHES or foreign else None) or guess
     return InputError(
         join(prefix, key),
         got=f"an unknown key of the section {prefix}" if prefix else "an unknown key",

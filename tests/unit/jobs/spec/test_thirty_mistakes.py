@@ -64,7 +64,8 @@ MISTAKES = {
     "list for a section": Mistake("scale", "scale: [2]", says=("a mapping",)),
     "empty section": Mistake("loop", "loop:\n", says=("null",)),
     "null without a meaning": Mistake("loop.log_every", "loop: {log_every: null}", says=("got null",)),
-    "empty override": Mistake("optim.lr", overrides=["optim.lr="], says=("got null",)),
+    "empty override": Mistake("optim.lr", overrides=["optim.lr="], says=("nothing after the =", "optim.lr=null")),
+    "key of another program": Mistake("batch_size", overrides=["batch_size=3"], says=("mean loop.global_batch_size?",)),
     # ranges and words
     "zero steps": Mistake("loop.max_steps", "loop: {max_steps: 0}", says=(">= 1",)),
     "negative interval": Mistake("loop.log_every", "loop: {log_every: -1}", says=(">= 0",)),

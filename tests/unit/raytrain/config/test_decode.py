@@ -137,7 +137,8 @@ def test_dumped_yaml_is_read_back() -> None:
         ("experts.hosts={A100: 4}", "experts.hosts", {"A100": 4}),
         ("experts.hosts.A100=4", "experts.hosts.A100", 4),
         ("name='7'", "name", "7"),
-        ("loop.epochs=", "loop.epochs", None),
+        ("loop.epochs=null", "loop.epochs", None),
+        ("name=''", "name", ""),
         ("data.path=*.txt", "data.path", "*.txt"),
         ("data.path=s3://b/k?v=1", "data.path", "s3://b/k?v=1"),
         ("model.note=a: b # c", "model.note", "a: b # c"),
@@ -155,6 +156,14 @@ def test_an_override_without_a_key_is_an_error(text: str) -> None:
         parse_override(text)
     assert caught.value.key == text
     assert "section.key=value" in caught.value.expected
+
+
+@pytest.mark.parametrize("text", ["loop.max_steps=", "loop.max_steps= "])
+def test_no_value_is_not_null_but_what_a_shell_makes_of_an_unset_variable(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_override(text)
+    assert caught.value.key == "loop.max_steps" and caught.value.got == "nothing after the ="
+    assert caught.value.expected == "loop.max_steps=VALUE, or loop.max_steps=null for none"
 
 
 def test_a_broken_value_names_its_key() -> None:
