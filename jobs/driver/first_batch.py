@@ -51,6 +51,8 @@ TRACE_LIMIT_S = 20.0
 """Seconds that a trace may take after it, with what it imports."""
 FEW_ROWS = 2
 """Rows where `loop.micro_batch_size` is auto; normalisation over a batch needs two."""
+CHEAP_FLOPS = 1e9
+"""Some hundredths of a second: a pass of so much takes the rows of a whole step, any of which may have a wrong label."""
 MOST_FLOPS = 2e11
 """About five seconds of one core."""
 MEMORY_SHARE = 0.5
@@ -111,7 +113,7 @@ class FirstBatch:
         total, micro = self.spec.loop.global_batch_size, self.spec.loop.micro_batch_size
         given = micro if isinstance(micro, int) else total if isinstance(total, int) else FEW_ROWS
         many = min(given, len(self.source.train))
-        small = micro == "auto" or self.too_large(many) is not None
+        small = (micro == "auto" and self._flops(many) > CHEAP_FLOPS) or self.too_large(many) is not None
         return (min(FEW_ROWS, many) if small else many), many
 
     def too_large(self, rows: int) -> str | None:
@@ -122,10 +124,17 @@ class FirstBatch:
             return (
                 f"the model and its gradients take {needed >> 20:,} MiB, more than {MEMORY_SHARE:.0%} of what is free"
             )
-        flops = self.trainable.flops_per_sample or 6.0 * parameters * (self.source.train.tokens_per_row or 1)
-        if rows * flops > MOST_FLOPS:
-            return f"a pass over {rows} rows takes about {rows * flops / 1e9:,.0f} GFLOP on a CPU"
+        if self._flops(rows) > MOST_FLOPS:
+            return f"a pass over {rows} rows takes about {self._flops(rows) / 1e9:,.0f} GFLOP on a CPU"
         return None
+
+    def _flops(self, rows: int) -> float:
+        """Of a pass over so many rows, forward and backward; estimated where the model does not say."""
+        each = self.trainable.flops_per_sample
+        if not each:
+            parameters = sum(p.numel() for p in self.trainable.module.parameters())
+            each = 6.0 * parameters * (self.source.train.tokens_per_row or 1)
+        return rows * each
 
     # -- in the child -----------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from raytrain.plan.choice import Resolved
 
 #: A lower precision must be faster by at least this fraction, or it is not worth its rounding errors.
 WORTHWHILE_GAIN = 0.03
+#: And in this share of the rounds: on a busy machine the medians of a few rounds differ by more than that by chance.
+WON_ROUNDS = 0.75
 #: Numeric gate on one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
 LOSS_TOLERANCE = 0.02
 NORM_BAND = (0.8, 1.25)
@@ -32,6 +34,7 @@ class PrecisionTrial:
         seconds: the slowest worker's median.
         loss, grad_norm: on the same batch; NaN where not finite.
         error: why it could not run, or None.
+        rounds: the slowest worker's seconds of every round, in which all precisions took turns.
     """
 
     precision: str
@@ -39,6 +42,7 @@ class PrecisionTrial:
     loss: float
     grad_norm: float
     error: str | None = None
+    rounds: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
@@ -133,14 +137,22 @@ def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -
         )
         if refusal:
             notes.append(f"{trial.precision} refused: {refusal}")
-        elif ratio < 1 + WORTHWHILE_GAIN:
-            notes.append(f"{trial.precision} measured {ratio:.2f} times as fast as {reference}")
+        elif ratio < 1 + WORTHWHILE_GAIN or not _wins(trial, base):
+            faster = sum(own < other for own, other in zip(trial.rounds, base.rounds, strict=False))
+            noise = f", faster in {faster} of {len(trial.rounds)} rounds only" if ratio >= 1 + WORTHWHILE_GAIN else ""
+            notes.append(f"{trial.precision} measured {ratio:.2f} times as fast as {reference}{noise}")
         else:
             best = min(best, trial, key=lambda one: one.seconds)
             notes.append(
                 f"{trial.precision} measured {ratio:.2f} times as fast as {reference}, loss and gradient norm agree"
             )
     return Resolved(best.precision, "; ".join(notes) or f"nothing but {reference} to compare")
+
+
+def _wins(trial: PrecisionTrial, base: PrecisionTrial) -> bool:
+    """Whether a precision was faster in enough of the rounds; those of a trial without rounds count as won."""
+    pairs = list(zip(trial.rounds, base.rounds, strict=False))
+    return sum(own < other for own, other in pairs) >= WON_ROUNDS * len(pairs)
 
 
 def _without_reference(trials: list[PrecisionTrial], base: PrecisionTrial) -> Resolved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from raytrain.runs.storage import file_size, locate, unreadable
 # pyarrow's default list without its spellings of NaN: NaN and missing values have different errors.
 MISSING = ["", "#N/A", "#N/A N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "n/a", "null"]
 
+#: The source that reads the files of a name, where it is not the one that was asked for.
+KINDS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text"}
 #: Maximum number of columns listed in a message.
 NAMED_AT_MOST = 20
 
@@ -105,7 +108,11 @@ def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str
                 opened = parquet.ParquetFile(file)
                 meta, schema = opened.metadata, schema or opened.schema_arrow
         except pa.ArrowException as error:
-            raise InputError(key, got=f"{path}: {str(error).splitlines()[0]}", expected="a parquet file") from error
+            kind = KINDS.get(os.path.splitext(path)[1].lower())
+            raise InputError(
+                key, got=f"{path}: {str(error).splitlines()[0].rstrip('.')}", expected="a parquet file",
+                remedy=f"data.source={kind} reads files of this name" if kind else "",
+            ) from error  # fmt: skip
         rows += meta.num_rows
         for group in range(meta.num_row_groups):
             for number in range(meta.num_columns):

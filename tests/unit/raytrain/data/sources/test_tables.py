@@ -237,6 +237,15 @@ def test_files_of_another_kind_are_named(tmp_path: Path, kind: str, content: byt
         assert caught.value.key == "data.path" and words in str(caught.value)
 
 
+def test_a_table_of_another_kind_than_the_source_names_the_source_that_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "houses.csv"
+    path.write_text("a,y\n1,2\n")
+    with pytest.raises(InputError) as caught:
+        describe_source(DataConfig(source="parquet", path=str(path)), context=None)
+    assert caught.value.remedy == "data.source=csv reads files of this name"
+    assert ".," not in str(caught.value)
+
+
 def test_an_empty_parquet_file_is_refused(tmp_path: Path) -> None:
     path = write(table(0), tmp_path / "t.parquet")
     with pytest.raises(InputError, match=r"data.path: got 0 rows"):
