@@ -52,7 +52,7 @@ TRACE_LIMIT_S = 20.0
 FEW_ROWS = 2
 """Rows where `loop.micro_batch_size` is auto; normalisation over a batch needs two."""
 CHEAP_FLOPS = 1e9
-"""Some hundredths of a second: a pass of so much takes the rows of a whole step, any of which may have a wrong label."""
+"""Some hundredths of a second: such a pass takes the rows of a whole step, any of which may have a wrong label."""
 MOST_FLOPS = 2e11
 """About five seconds of one core."""
 MEMORY_SHARE = 0.5
