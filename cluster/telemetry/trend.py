@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Samples before the first verdict. A third of them is left out as warm-up, and 16 are what the test needs.
-FIRST_VERDICT = 24
+#: Samples before the first verdict. A third of them is left out as warm-up, and 10 are what the test needs.
+FIRST_VERDICT = 16
 #: The next verdict comes after this many times as many samples: few verdicts, so that noise has few chances.
 NEXT_VERDICT = 1.5
 #: Of the Mann-Kendall test, one-sided: noise alone exceeds it once in 20,000 verdicts.
@@ -18,6 +18,8 @@ SIGNIFICANT = 3.9
 #: this fraction of their mean. A warm-up (allocator caches, a filling pool) decays: it fails once it has lasted 2.3
 #: times its time constant. A single step, such as that of the first evaluation, fails at once.
 STEADY = 0.65
+#: The same with fewer than `FEW` samples, which show less of a warm-up's decay.
+FEW, STEADY_OF_FEW = 24, 0.88
 #: Growth below this many bytes, or this fraction of the level, is not reported, however steady.
 LEAST_BYTES, LEAST_FRACTION = 16 * 2**20, 0.03
 #: Most samples that are kept; beyond it every second one is dropped.
@@ -72,7 +74,7 @@ def growth(points: Sequence[tuple[float, float]]) -> Growth | None:
     edges = [len(values) * quarter // 4 for quarter in range(5)]
     levels = [statistics.median(values[begin:end]) for begin, end in itertools.pairwise(edges)]
     rises = [later - before for before, later in itertools.pairwise(levels)]
-    if min(rises) < STEADY * statistics.fmean(rises):
+    if min(rises) < (STEADY if len(points) >= FEW else STEADY_OF_FEW) * statistics.fmean(rises):
         return None
     seconds, rate = late[-1][0] - late[0][0], _slope(late)
     if rate * seconds < max(LEAST_BYTES, LEAST_FRACTION * values[0]):
