@@ -17,10 +17,12 @@ from rich.console import Console
 
 from cluster.wording import counted
 from jobs.driver.screen.progress import TrainingDisplay
+from jobs.driver.screen.remaining import clock_text
 from raytrain.errors import InputError, RunError
+from raytrain.execution.driver_channel import RESTARTING, STARTING
 from raytrain.report.build import build_report
 from raytrain.report.compare import compare
-from raytrain.report.figures import cause_of, outcome, seconds, size
+from raytrain.report.figures import cause_of, outcome, size
 from raytrain.report.findings.rules import diagnose, finding_lines
 from raytrain.report.inference import build_inference_report, is_inference
 from raytrain.report.records import read_records
@@ -198,21 +200,22 @@ class RunView:
         self._telemetry: dict[str, NewRows] = {}
         self._devices: dict[str, str] = {}
         self._devices_shown = clock() - DEVICES_EVERY_S + 2 * LOOK_EVERY_S
-        self._progress: dict[str, Any] = {"phase": "starting workers"}
+        self._progress: dict[str, Any] = {"phase": STARTING}
+        self._max_steps: int | None = None
         self._step_s: list[float] = []
         self._dead_since: float | None = None
 
     def update(self) -> bool:
         """Show what is new; returns whether the run has ended."""
         alive = self._run.alive() is not None  # asked first: what the run writes last is read below
-        if "max_steps" not in self._progress and self._run.exists(self._run.plan):
+        if self._max_steps is None and self._run.exists(self._run.plan):
             choices = self._run.read_json(self._run.plan)["choices"]
-            self._progress["max_steps"] = choices.get("max_steps", {}).get("value") or 1
+            self._max_steps = choices.get("max_steps", {}).get("value") or 1
         for row in self._events.read():
             self._show_event(row)
         for row in self._metrics.read():
             self._take(row)
-        self.display.show(self._progress, missing=self._remaining)
+        self.display.show(self._progress, missing=self._left)
         self._show_devices()
         if alive:
             self._dead_since = None
@@ -240,30 +243,41 @@ class RunView:
     def _take(self, row: dict[str, Any]) -> None:
         if row["kind"] == "train":
             self._step_s = [*self._step_s[-19:], float(row.get("step_time_s") or 0.0)]
-        self._progress.update(phase="training", step=row["step"], row={**row, "left": self._remaining()})
+        self._progress.update(phase="training", step=row["step"], row=row, max_steps=self._max_steps)
+        self._progress["left_s"] = self._left_s()
 
-    def _remaining(self) -> str:
-        """The time left for the steps that are left, evaluations and checkpoints not counted."""
-        steps = int(self._progress.get("max_steps") or 0) - int(self._progress.get("step") or 0)
-        if not self._step_s or steps <= 0:
-            return ""
-        return f"about {seconds(steps * statistics.median(self._step_s))} left"
+    def _left(self) -> str:
+        left_s = self.display.left_s
+        return "" if left_s is None else f"{clock_text(left_s)} left"
+
+    def _left_s(self) -> float | None:
+        """Seconds for the steps that are left, evaluations and checkpoints not counted; None where unknown."""
+        steps = (self._max_steps or 0) - int(self._progress["step"])
+        return steps * statistics.median(self._step_s) if self._step_s and steps > 0 else None
 
     def _show_event(self, row: Mapping[str, Any]) -> None:
         kind = row["kind"]
-        if kind in SHOWN:
+        if kind == "driver_start":  # the run's own time, as in the terminal of the command
+            self.display.began = self._clock() - max(0.0, time.time() - float(row.get("process_start") or row["time"]))
+            self._begin(STARTING)
+        elif kind in SHOWN:
             self.display.print_lines(f"{SHOWN[kind]}{row.get('reason', '')}")
         elif kind == "attempt":
             again = f", from step {row['from_step']}" if row["attempt"] > 1 else ""
             self.display.print_lines(
                 f"attempt {row['attempt']}: {counted(row['workers'], 'worker')} on {row['device']}{again}"
             )
-            self._progress.update(phase="training", step=row["from_step"])
+            self._begin("training", step=row["from_step"], max_steps=self._max_steps)
         elif kind == "fault":
             self.display.print_lines(f"rank {row.get('rank')} failed: {cause_of(row)}")
-            self._progress["phase"] = "restarting the workers"
+            self._begin(RESTARTING)
         elif kind == "attempt_end":
             self._progress["phase"] = "ending"
+
+    def _begin(self, phase: str, **fields: Any) -> None:
+        """A phase in which nothing of the attempt before it holds: no step, loss or remaining time."""
+        self._progress = {"phase": phase, **fields}
+        self._step_s = []
 
     def _show_devices(self) -> None:
         """A line with the newest sample of every node, every `DEVICES_EVERY_S` seconds."""

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from cluster.wording import counted
-from jobs.driver.screen.progress import PLAIN_EVERY_S, QUIET_S, Clock
+from jobs.driver.screen.progress import PLAIN_EVERY_S, QUIET_S, WIDE, Clock
+from jobs.driver.screen.remaining import times_column, times_text
 from jobs.inference.plan import InferencePlan
 from raytrain.config.sections import InferConfig
 from raytrain.errors import RunError
@@ -87,11 +88,11 @@ class InferenceDisplay:
         self._shown = 0
         self._over = threading.Event()
         self._bar = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows  {task.fields[figures]}"), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=console, transient=True,
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24 if console.width >= WIDE else 10),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows  {task.fields[figures]}"), times_column(),
+            console=console, transient=True,
         )  # fmt: skip
-        self._task = self._bar.add_task("inference", total=rows, figures="")
+        self._task = self._bar.add_task("inference", total=rows, figures="", times=self._times)
 
     def __enter__(self) -> InferenceDisplay:
         if self._console.is_terminal:
@@ -133,12 +134,18 @@ class InferenceDisplay:
     def _rate(self, now: float) -> str:
         return f"{self._done() / max(now - self._began, 1e-9):,.1f} rows/s"
 
+    def _times(self) -> str:
+        now = self._clock()
+        return times_text(now - self._began, self._left_s(now))
+
     def _left(self, now: float) -> str:
+        left_s = self._left_s(now)
+        return f" after {now - self._began:.0f} s" if left_s is None else f", about {left_s:,.0f} s left"
+
+    def _left_s(self, now: float) -> float | None:
+        """Seconds for the rows that are left; None before the first is done."""
         done = self._done()
-        if not done:
-            return f" after {now - self._began:.0f} s"
-        left = max(self._rows - self._earlier - done, 0) * (now - self._began) / done
-        return f", about {left:,.0f} s left"
+        return max(self._rows - self._earlier - done, 0) * (now - self._began) / done if done else None
 
     def _run(self) -> None:
         while not self._over.wait(1.0):

@@ -67,7 +67,7 @@ class FaultWriter(UserCallback):
         self._last_attempt = attempt
         if self._start_failures >= START_FAILURES:
             raise RunError(f"the workers failed {START_FAILURES} times before they could start: {worker_exceptions}")
-        self._channel.report_group.remote(RESTARTING, activity="")
+        self._channel.report_group.remote(RESTARTING)
         known = {entry.name for entry in run.store.entries("faults")}
         lost = lost_nodes(ray.nodes(), _WORKER_NODES)
         for rank, error in worker_exceptions.items():

@@ -20,6 +20,9 @@ from cluster.placement import on_this_node
 #: Phases of a run in which no worker can report: before the workers are connected, and after one failed.
 STARTING, SETTING_UP, RESTARTING = "starting workers", "setting up the workers", "restarting the workers"
 
+#: Progress fields that end with an attempt.
+ATTEMPT_FIELDS = ("max_steps", "row", "activity")
+
 #: Begins what an expert host says of computing in another way than planned: a printed line, and an event `fallback`.
 FELL_BACK = "fell back: "
 #: Seconds between the signs of life of a worker.
@@ -105,8 +108,11 @@ class DriverChannel:
         """Ray's controller: a worker group starts (`SETTING_UP`) or has failed and is replaced (`RESTARTING`).
 
         What the processes of a failed group still send is dropped: a survivor may notice the death, and report that it
-        recovers, after the controller has given its group up.
+        recovers, after the controller has given its group up. Nor do step, loss and activity of the lost attempt hold
+        for the next one, which tells its own with its first step.
         """
+        for name in ATTEMPT_FIELDS:
+            self._progress.pop(name, None)
         self._progress.update(fields, phase=phase)
         self._ended = phase == RESTARTING
         self._seen.clear()  # other processes follow

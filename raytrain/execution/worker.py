@@ -324,7 +324,8 @@ class Worker:
             self._now = lambda state=session.state, loop=loop, saver=saver: {
                 "step": state.step, "activity": loop.activity, "stop_s": saver.stop_s
             }  # fmt: skip
-            self._report_progress({"phase": "training", "max_steps": loop.limits.max_steps, "step": session.state.step})
+            first = {"max_steps": loop.limits.max_steps, "step": session.state.step, "row": {}}  # none of later steps
+            self._report_progress({"phase": "training", **first})
             try:
                 outcome = loop.run(session.state)
             except StateLost as error:

@@ -160,7 +160,7 @@ def test_another_process_follows_the_run_and_ends_with_its_exit_code(watched: Wa
     viewer, stopped = watched.viewer, watched.stopped_viewer
     assert viewer.code == 0, viewer.text
     assert "attempt 1: 2 workers on cpu" in viewer.out and re.search(r"training  step \d+/400  loss \d", viewer.out)
-    assert re.search(r"about [\d.]+ (s|ms) left", viewer.out) and re.search(r": cpu \d+ %, .* GiB of ", viewer.out)
+    assert re.search(r"  \d:\d\d:\d\d left\n", viewer.out) and re.search(r": cpu \d+ %, .* GiB of ", viewer.out)
     assert "Rank 1 holds the others up" in viewer.out and viewer.out.rstrip().splitlines()[-1].startswith(
         "Done: 400 steps"
     )

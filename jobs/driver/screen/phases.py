@@ -32,9 +32,14 @@ class Phases:
 
     def __init__(self, *, clock: Callable[[], float] = time.time, began: float | None = None) -> None:
         self._clock = clock
-        self._since = clock() if began is None else began
+        self._began = self._since = clock() if began is None else began
         self._name = ""
         self.seconds: dict[str, float] = {}
+
+    @property
+    def age(self) -> float:
+        """Seconds since the command began."""
+        return self._clock() - self._began
 
     def begin(self, what: str) -> None:
         """The command now does this, such as "starting Ray"; what comes after a colon is left out."""

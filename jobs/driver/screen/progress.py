@@ -9,17 +9,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.status import Status
 
 from jobs.driver.screen.phases import Phases
+from jobs.driver.screen.remaining import RemainingTime, clock_text, times_column, times_text
 from raytrain.config.messages import abbreviated
 from raytrain.execution.driver_channel import SIGN_EVERY_S, STARTING
 
@@ -135,15 +129,21 @@ class TrainingDisplay:
     """Shows the progress that rank 0 reports; a context manager.
 
     The progress is {"phase", "max_steps", "step", "row", "activity"}: `activity` is what rank 0 does inside the phase,
-    such as an evaluation.
+    such as an evaluation. Without "max_steps", as before the first step of an attempt, the phase is shown alone. With
+    "left_s" the remaining time is this, else it follows from the steps that were seen.
 
     Args:
         phases: as for `Activity`.
         clock: seconds; replaced in tests.
+
+    Attributes:
+        began: when what is shown began, in seconds of `clock`: the command's start, from which the bar counts.
     """
 
     def __init__(self, console: Console, *, phases: Phases | None = None, clock: Clock = time.monotonic) -> None:
         self._console, self._clock, self._phases = console, clock, phases or Phases()
+        self.began = clock() - self._phases.age
+        self._remaining = RemainingTime(clock)
         self._live = console.is_terminal
         self._narrow = console.width < WIDE
         self._phase = ""
@@ -153,16 +153,13 @@ class TrainingDisplay:
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=14 if self._narrow else 24),
-            TextColumn("{task.fields[count]}"),
+            BarColumn(bar_width=8 if self._narrow else 24),
             TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            times_column(),
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=None, figures="", count="")
+        self._task = self._bar.add_task("starting", total=None, figures="", times=self._times)
 
     def __enter__(self) -> TrainingDisplay:
         if self._live:
@@ -177,6 +174,11 @@ class TrainingDisplay:
     def waiting_s(self) -> float:
         """Seconds since the phase, the activity or the step last changed."""
         return self._clock() - self._since
+
+    @property
+    def left_s(self) -> float | None:
+        """The remaining seconds; None where they are unknown."""
+        return self._remaining.seconds()
 
     def print_lines(self, text: str) -> None:
         """Print the lines of rank 0's code, without any formatting."""
@@ -198,21 +200,28 @@ class TrainingDisplay:
         self._phases.begin(phase)
         if (doing, newest) != self._seen:
             self._seen, self._since = (doing, newest), now
+        known = progress.get("max_steps") is not None
+        self._remaining.see(newest, total if known and phase == TRAINING else None, left_s=progress.get("left_s"))
         if self._live:
-            known = progress.get("max_steps") is not None
+            parts = [f"{newest}/{total}", figures(row, brief=self._narrow)] if known else []
             self._bar.update(
                 self._task, description=doing, total=total if known else None, completed=newest,
-                figures=figures(row, brief=self._narrow), count=f"{newest}/{total}" if known else "",
+                figures=" ".join(part for part in parts if part),
             )  # fmt: skip
             return
         due = now - self._last >= PLAIN_EVERY_S and step != self._shown_step
         if phase != self._phase or due:
             self._last, self._phase, self._shown_step = now, phase, step
-            where = f"step {step}/{total}  {figures(row)}" if row else ""
+            where = f"step {step}/{total}  {figures(row)}" if row and known else ""
+            left_s = None if progress.get("left_s") is None else self.left_s
+            where += "" if left_s is None else f"  {clock_text(left_s)} left"
             self._console.print(f"{phase}  {where}".rstrip(), markup=False, highlight=False)
         elif now - self._last >= QUIET_S:
             self._last = now
             self.print_lines(_quiet_line(doing, newest, total, now - self._since, missing()))
+
+    def _times(self) -> str:
+        return times_text(self._clock() - self.began, self.left_s)
 
 
 def _quiet_line(doing: str, step: int, total: int, seconds: float, missing: str) -> str:
@@ -328,7 +337,7 @@ class HangWatch:
 
 
 def figures(row: dict[str, Any], *, brief: bool = False) -> str:
-    """Loss, rate and memory of a row in one short line, and the time `left` where it is given; `brief`: the loss."""
+    """Loss, rate and memory of a row in one short line; `brief`: the loss."""
     parts = []
     if row.get("kind") == "eval":
         parts.append(f"eval loss {row['loss']:.4f}")
@@ -342,6 +351,4 @@ def figures(row: dict[str, Any], *, brief: bool = False) -> str:
         parts.append(f"{row['samples_per_s']:,.0f} samples/s")
     if row.get("peak_memory_bytes"):
         parts.append(f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB")
-    if row.get("left"):
-        parts.append(str(row["left"]))
     return "  ".join(parts)

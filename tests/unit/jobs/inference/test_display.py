@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from raytrain.infer.units import Unit
 class Shown:
     """A display whose clock the test sets; nothing ticks by itself."""
 
-    def __init__(self, parts: str, *, terminal: bool = False) -> None:
+    def __init__(self, parts: str, *, terminal: bool = False, width: int = 120) -> None:
         self.now, self.out, self.beats = 0.0, io.StringIO(), 0
-        console = Console(file=self.out, width=120, force_terminal=terminal, highlight=False)
+        console = Console(file=self.out, width=width, force_terminal=terminal, highlight=False)
         self.display = InferenceDisplay(
             console, rows=1000, earlier=100, in_progress=lambda: rows_in_progress(parts), beat=self.beat,
             clock=lambda: self.now,
@@ -70,3 +71,19 @@ def test_a_terminal_has_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         shown.display.tick()
     text = shown.out.getvalue()
     assert "500/1,000 rows" in text and "40.0 rows/s" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_bar_has_a_remaining_time_once_a_row_is_done(tmp_path: Path, width: int) -> None:
+    shown = Shown(str(tmp_path), terminal=True, width=width)
+
+    def bar() -> str:
+        shown.display.tick()
+        with shown.display._console.capture() as seen:
+            shown.display._console.print(shown.display._bar.get_renderable())
+        return re.sub(r"\x1b\[\d*m", "", seen.get()).strip()
+
+    shown.now = 10.0
+    assert (text := bar()).endswith("0.0 rows/s 0:00:10") and "left" not in text
+    shown.display.complete(0, 400)
+    assert (text := bar()).endswith("500/1,000 rows  40.0 rows/s 0:00:10  0:00:12 left") and len(text) <= width

@@ -55,7 +55,7 @@ def test_a_worker_on_a_lost_node_is_the_cause_and_names_the_node(run: RunFolder)
     (fault,) = read_faults(run, since=1)
     assert (fault.rank, fault.error, fault.message) == (2, "WorkerDied", "its node 10.0.0.2 was lost")
     assert fault.traceback == "", "deaths are not compared"
-    assert told == [(RESTARTING, {"activity": ""})]
+    assert told == [(RESTARTING, {})]
     assert run.read_json("faults/0001-rank00000.json")["message"] == "gloo: closed", "the worker's own record stays"
 
 

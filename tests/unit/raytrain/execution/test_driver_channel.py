@@ -125,16 +125,18 @@ def test_late_messages_of_a_failed_group_are_dropped_until_the_next_one_starts()
     async def tell() -> None:
         channel = DriverChannel()
         await channel.report_group(SETTING_UP, nodes={0: "a"})
-        await channel.report_progress({"phase": "training", "activity": "in step 3"})
-        await channel.report_group(RESTARTING, activity="")
+        shown = {"activity": "in step 3", "step": 2, "max_steps": 9, "row": {"loss": 1.0}}
+        await channel.report_progress({"phase": "training", **shown})
+        await channel.report_group(RESTARTING)
         await channel.report_progress({"phase": "recovering", "activity": "in step 4"})
         await channel.sign_of_life(0, "on a")
-        assert await channel.progress() == {"phase": RESTARTING, "activity": "", "nodes": {0: "a"}}
+        # neither the loss nor the length of the lost attempt, only the step that its rows of telemetry end with
+        assert await channel.progress() == {"phase": RESTARTING, "step": 2, "nodes": {0: "a"}}
         assert await channel.last_signs() == {}, "it would be reported as silent"
         await channel.report_group(SETTING_UP, nodes={0: "b"})
         await channel.report_progress({"phase": "training"})
         await channel.sign_of_life(0, "on b")
-        assert await channel.progress() == {"phase": "training", "activity": "", "nodes": {0: "b"}}
+        assert await channel.progress() == {"phase": "training", "step": 2, "nodes": {0: "b"}}
         assert [where for _, where in (await channel.last_signs()).values()] == ["on b"]
 
     asyncio.run(tell())

@@ -19,6 +19,7 @@ from jobs.driver.screen.progress import (
     TrainingDisplay,
     figures,
 )
+from raytrain.execution.driver_channel import RESTARTING, SETTING_UP
 
 
 class Printed:
@@ -98,28 +99,78 @@ def test_a_row_is_shown_with_its_units() -> None:
     assert figures({**row, "kind": "eval", "tokens_per_s": None}) == "eval loss 1.5000  10 samples/s  3,072 MiB"
 
 
-def test_a_terminal_of_80_columns_shows_step_loss_elapsed_time_and_what_is_left() -> None:
-    """And what rank 0 does inside the training, but not after it."""
-    text = io.StringIO()
-    console = Console(file=text, width=80, force_terminal=True, color_system=None)
-    display = TrainingDisplay(console)
-    row = {"kind": "train", "step": 300, "loss": 1.4606, "tokens_per_s": 12345.0, "peak_memory_bytes": 1 << 30}
-    progress = {"phase": "training", "row": row, "step": 310, "max_steps": 10400, "activity": "saving a checkpoint"}
+class Bar:
+    """The bar of a terminal, and a clock that only a test moves."""
 
-    def line() -> str:
-        display.show(progress)
-        with console.capture() as seen:
-            console.print(display._bar.get_renderable())
+    def __init__(self, *, width: int = 80) -> None:
+        self.now = 1000.0
+        self.console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        self.display = TrainingDisplay(self.console, clock=lambda: self.now)
+
+    def line(self, progress: dict[str, Any]) -> str:
+        self.display.show(progress)
+        with self.console.capture() as seen:
+            self.console.print(self.display._bar.get_renderable())
         (shown,) = seen.get().splitlines()
-        return shown
+        return shown.rstrip()
 
-    shown = line()
-    assert len(shown) <= 80 and "…" not in shown
-    assert all(part in shown for part in ("saving a checkpoint", "310/10400", "loss 1.4606", "0:00:00 left -:--:--"))
-    progress |= {"phase": "exporting"}
-    assert "exporting" in line() and "saving" not in line()
-    progress.clear()
-    assert "starting workers" in line() and "/" not in line()
+
+ROW = {"kind": "train", "step": 300, "loss": 1.4606, "tokens_per_s": 12345.0, "peak_memory_bytes": 1 << 30}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_shows_step_loss_elapsed_time_and_what_is_left(width: int) -> None:
+    """And what rank 0 does inside the training, but not after it."""
+    bar = Bar(width=width)
+    progress = {"phase": "training", "row": ROW, "step": 310, "max_steps": 10400, "activity": "saving a checkpoint"}
+    bar.line(progress)
+    bar.now += 30.0
+    shown = bar.line(progress | {"step": 320, "row": ROW | {"kind": "eval"}})
+    assert len(shown) <= width and "…" not in shown
+    assert "saving a checkpoint" in shown and "320/10400 eval loss 1.4606" in shown
+    assert shown.endswith(" 0:00:30  8:24:00 left"), "1,008 times ten steps of three seconds"
+    bar.now += 60.0
+    assert bar.line(progress | {"step": 320}).endswith(" 0:01:30  8:23:00 left"), "the time passes without a step"
+    assert "exporting" in (shown := bar.line(progress | {"phase": "exporting"})) and "saving" not in shown
+    assert "starting workers" in (shown := bar.line({})) and "/" not in shown
+
+
+def test_a_phase_without_a_known_remaining_time_shows_the_elapsed_time_alone() -> None:
+    """Never the word "left", which would make the seconds that pass look like those that are left."""
+    bar = Bar()
+    bar.display.began -= 5.0  # the command began before its workers
+    for phase in ("starting workers", "setting up the workers", "measuring precisions"):
+        bar.now += 3.0
+        shown = bar.line({"phase": phase})
+        assert shown.split()[1:] == [*phase.split(), shown.split()[-2], f"0:00:{5 + bar.now - 1000:02.0f}"]
+        assert "left" not in shown
+    bar.now += 3.0
+    shown = bar.line({"phase": "training", "step": 0, "max_steps": 9})
+    assert shown.endswith(" 0/9 0:00:17"), "not known before a step"
+
+
+def test_after_a_failed_attempt_nothing_of_it_is_shown_and_the_estimate_starts_anew() -> None:
+    bar = Bar()
+    lost = {"phase": "training", "row": ROW, "step": 300, "max_steps": 400}
+    bar.line(lost | {"step": 200, "row": {}})
+    bar.now += 100.0
+    assert bar.line(lost).endswith("300/400 loss 1.4606 0:01:40  0:01:40 left")
+    for phase in (RESTARTING, SETTING_UP):  # as `DriverChannel.report_group` leaves the progress
+        shown = bar.line({"phase": phase, "step": 300})
+        assert "300" not in shown and "loss" not in shown and "left" not in shown
+    bar.now += 100.0
+    again = {"phase": "training", "row": {}, "step": 286, "max_steps": 400}
+    assert bar.line(again).endswith("286/400 0:03:20")
+    bar.now += 28.0
+    assert bar.line(again | {"step": 290}).endswith("290/400 0:03:48  0:12:50 left")
+    assert bar.line(again).endswith("286/400 0:03:48"), "a step back, as after a rollback"
+
+
+def test_a_log_names_the_step_of_a_new_attempt_only(printed: Printed) -> None:
+    display = TrainingDisplay(printed.console, clock=printed.clock)
+    display.show({"phase": "training", "row": ROW, "step": 300, "max_steps": 400})
+    display.show({"phase": RESTARTING, "step": 300, "row": ROW})
+    assert printed.lines == ["training  step 300/400  loss 1.4606  12,345 tokens/s  1,024 MiB", RESTARTING]
 
 
 def test_a_terminal_shows_the_seconds_of_an_activity_in_one_line_that_goes_away() -> None:
