@@ -269,7 +269,8 @@ class RunView:
             )
             self._begin("training", step=row["from_step"], max_steps=self._max_steps)
         elif kind == "fault":
-            self.display.print_lines(f"rank {row.get('rank')} failed: {cause_of(row)}")
+            rank = "" if row.get("rank") is None else f" on rank {row['rank']}"
+            self.display.print_lines(f"attempt {row.get('failed_attempt')} failed{rank}: {cause_of(row)}")
             self._begin(RESTARTING)
         elif kind == "attempt_end":
             self._progress["phase"] = "ending"

@@ -13,6 +13,7 @@ from cluster.wording import counted
 
 ROOT = Path("/")
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "arm_bf16")
+_OOM_FILES = ("memory.events", "memory.oom_control")
 _UNLIMITED_V1 = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page
 
 
@@ -62,6 +63,17 @@ def memory_bytes(*, root: Path = ROOT) -> tuple[int, int]:
 def machine_memory(*, root: Path = ROOT) -> int | None:
     """Bytes of the whole machine's memory, whatever a cgroup allows; None where /proc does not tell."""
     return _meminfo(root).get("MemTotal")
+
+
+def oom_kills(*, root: Path = ROOT) -> int | None:
+    """How many processes the kernel has killed for their memory in this process's cgroup, or on the whole machine where
+    its cgroup does not count them; None: not told."""
+    files = [folder / name for folder in _cgroup_folders(root, controller="memory") for name in _OOM_FILES]
+    for path in [*files, root / "proc/vmstat"]:
+        for line in _text(path).splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
 
 
 def cpu_description(*, root: Path = ROOT) -> tuple[str, dict[str, bool]]:

@@ -21,10 +21,12 @@ import ray.train
 from ray.train import UserCallback, WorkerGroupError
 from ray.train.backend import Backend, BackendConfig
 
+from cluster.devices.limits import oom_kills
 from cluster.network import join_network
 from raytrain.errors import RunError
-from raytrain.execution.driver_channel import RESTARTING, SETTING_UP
-from raytrain.execution.ray_private import DEATH_ERRORS, end_workers
+from raytrain.execution.death import words_of_death
+from raytrain.execution.driver_channel import ANSWER_S, RESTARTING, SETTING_UP
+from raytrain.execution.ray_private import DEATH_ERRORS, end_workers, worker_stderr
 from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
 
@@ -39,6 +41,8 @@ ABORT_S = 10.0
 
 _WORKER_NODES: dict[int, str] = {}
 """Rank -> id of its node, of the newest worker group; known to the controller process only."""
+_OOM_KILLS: list[int] = []
+"""How often the kernel had killed a process of this machine for its memory when the newest worker group started."""
 
 
 class FaultWriter(UserCallback):
@@ -67,7 +71,9 @@ class FaultWriter(UserCallback):
         self._last_attempt = attempt
         if self._start_failures >= START_FAILURES:
             raise RunError(f"the workers failed {START_FAILURES} times before they could start: {worker_exceptions}")
+        step = self._step()
         self._channel.report_group.remote(RESTARTING)
+        from_step = start_of(run, attempt)
         known = {entry.name for entry in run.store.entries("faults")}
         lost = lost_nodes(ray.nodes(), _WORKER_NODES)
         for rank, error in worker_exceptions.items():
@@ -77,18 +83,52 @@ class FaultWriter(UserCallback):
             fault = Fault(
                 attempt=attempt,
                 rank=rank,
-                step=None,
+                step=step if died else None,
                 error="WorkerDied" if died else type(error).__name__,
-                message=f"its node {lost[rank]} was lost" if rank in lost else (str(error).splitlines() or [""])[0],
+                message=_message(rank, error, lost=lost, died=died),
                 traceback="" if died else str(error),
                 precision="",
                 reduced=False,
                 final=False,
-                from_step=0,
+                from_step=from_step,
                 time=time.time(),
                 node=_WORKER_NODES.get(rank),
             )
             write_fault(run, fault)
+
+    def _step(self) -> int | None:
+        """The step after the last one that rank 0 has reported; None before its first, or where nobody answers."""
+        try:
+            progress = ray.get(self._channel.progress.remote(), timeout=ANSWER_S)
+        except ray.exceptions.RayError:
+            return None
+        if progress.get("max_steps") is None:  # the attempt did not reach its first step
+            return None
+        return 1 + max(int(progress.get("step") or 0), int((progress.get("row") or {}).get("step") or 0))
+
+
+def start_of(run: RunFolder, attempt: int) -> int:
+    """The step that an attempt started from. One that has not recorded it would have loaded the newest checkpoint."""
+    for row in run.read_rows(run.events):
+        if row["kind"] == "attempt" and row["attempt"] == attempt:
+            return int(row["from_step"])
+    names = [entry.name for entry in run.store.entries("checkpoints")]
+    complete = [name for name in names if run.exists(f"checkpoints/{name}/COMPLETE")]
+    return max((int(name.removeprefix("step_")) for name in complete), default=0)
+
+
+def _message(rank: int, error: Exception, *, lost: dict[int, str], died: bool) -> str:
+    """One line about the failure of a worker that has not written its own record."""
+    if rank in lost:
+        return f"the node {lost[rank]} of rank {rank} was lost"
+    if not died:
+        return (str(error).splitlines() or [""])[0]
+    here = _WORKER_NODES.get(rank) == ray.get_runtime_context().get_node_id()
+    killed = oom_kills() if here and _OOM_KILLS else None
+    return words_of_death(
+        rank, str(error), stderr=worker_stderr if here else None,
+        memory=killed is not None and killed > _OOM_KILLS[0],
+    )  # fmt: skip
 
 
 def lost_nodes(nodes: list[dict[str, Any]], ranks: dict[int, str]) -> dict[int, str]:
@@ -170,6 +210,7 @@ class LoopbackBackend(Backend):
         nodes = worker_group.execute(_set_interface, backend_config.interface)
         _WORKER_NODES.clear()
         _WORKER_NODES.update(enumerate(nodes))
+        _OOM_KILLS[:] = [killed] if (killed := oom_kills()) is not None else []
         backend_config.channel.report_group.remote(SETTING_UP, nodes=dict(_WORKER_NODES))
         world_size = len(worker_group)
         if world_size > 1 and not backend_config.loopback:

@@ -25,6 +25,7 @@ name, the run still works, but starts more slowly or is less well protected from
 | `...data_parallel_trainer.get_env_vars_to_propagate` | the controller uses a prestarted process | a new one starts |
 | `...constants.ENV_VARS_TO_PROPAGATE` | the workers use prestarted processes | new ones start |
 | `ray._private.worker.global_worker.function_actor_manager` | imports end before an actor starts | no imports |
+| `ray._private.worker._global_node.get_logs_dir_path` | why a worker crashed, from its stderr | it is not said |
 | `RAY_preload_python_modules`, `RAY_worker_maximum_startup_concurrency` | prestarted processes import | they do not |
 
 Without `Config.initialize`, a private cluster cannot start in a process that imported Ray before the command: Ray then
@@ -41,6 +42,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import importlib
 import os
 import subprocess
@@ -59,6 +61,9 @@ UNNEEDED_CALLBACKS = (CLEANER_CALLBACK, "DatasetsCallback")
 #: Exceptions by which Ray Train reports that a worker's process died. The first is private: all are matched by name.
 DEATH_ERRORS = ("WorkerHealthCheckFailedError", "ActorDiedError", "RayActorError")
 
+
+#: So much of a worker's stderr is read.
+STDERR_BYTES = 256 << 10
 
 #: Decides whether a node's address is that of the network, or loopback; Ray sets it when it is imported.
 CLUSTER = "ENABLE_RAY_CLUSTER"
@@ -105,6 +110,17 @@ def reread_environment() -> None:
         with contextlib.suppress(AttributeError, TypeError):
             loader().reset_cache()
     allow_auto_connect(os.environ.get("RAY_ENABLE_AUTO_CONNECT", "") != "0")
+
+
+def worker_stderr(pid: int) -> str:
+    """The end of what a worker process of this node wrote to stderr; "" where it is not found."""
+    node = find("ray._private.worker", "_global_node")
+    with contextlib.suppress(AttributeError, OSError):
+        for path in glob.glob(os.path.join(node.get_logs_dir_path(), f"worker-*-{pid}.err")):
+            with open(path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - STDERR_BYTES))
+                return file.read().decode(errors="replace")
+    return ""
 
 
 def allow_auto_connect(allowed: bool) -> None:

@@ -205,7 +205,9 @@ class Worker:
         if self.attempt > self.job.first_attempt:
             made = start.decision
             reporter.event("decision", what="recovery", value=made.action, precision=made.precision, reason=made.reason)
-            print(f"attempt {self.attempt}: {made.reason}")
+            print(
+                f"stopping: {made.reason}" if made.action == "stop" else f"{made.reason} (now attempt {self.attempt})"
+            )
         return reporter
 
     # -- training ---------------------------------------------------------------------------------

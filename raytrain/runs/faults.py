@@ -56,14 +56,16 @@ class Fault:
     Attributes:
         attempt: the attempt that failed.
         rank: the rank of the worker; None if Ray itself was lost.
-        step: the optimizer step it was running (0 = before the first); None if the process died.
+        step: the optimizer step it was running (0 = before the first). Of a process that died: the one after the last
+            that rank 0 had reported, which may be seconds old; None before the first.
         error: name of the exception type, "WorkerDied" or "ClusterLost".
-        message: the first line of the exception's message.
+        message: the first line of the exception's message; of a process that died, which one and what is known of why.
         traceback: the text of the traceback ("" if the process died).
         precision: the `precision.dtype` in use.
         reduced: whether the step ran under autocast.
         final: the failure is an error that raytrain explains itself, so that a retry cannot succeed.
-        from_step: the step that the attempt started from, as known to the recording process (`origins` is exact).
+        from_step: the step that the attempt started from, as known to the recording process (`origins` is exact; 0 of
+            an attempt that was lost with Ray).
         time: unix seconds.
         out_of_memory: whether the exception type is an out-of-memory error.
         micro_batch: rows of a micro-batch at that time; None if the process died, or before the first micro-batch.

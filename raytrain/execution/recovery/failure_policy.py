@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from raytrain.config.sections import RetryConfig
-from raytrain.runs.faults import Fault
+from raytrain.runs.faults import CAUSES, Fault
 from raytrain.train.memory.micro_batch import halved
 
 #: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is a mistake in the code.
@@ -79,7 +79,9 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
     if len(alike) >= 2:
         return RecoveryDecision("stop", f"the same error occurred three times: {what}")
     if newest.reduced and fallback and newest.error in OPERATION_ERRORS:
-        return RecoveryDecision("raise_precision", f"{newest.precision} failed at step {newest.step} ({what})", "fp32")
+        broke = f"{newest.precision} failed at step {newest.step} ({what})"
+        reason = f"attempt {newest.attempt} failed: {broke}; {restarted_from(resumed_from[-1])} in fp32"
+        return RecoveryDecision("raise_precision", reason, "fp32")
     without_progress = 0
     for (earlier, later), fault in zip(pairwise(resumed_from), faults, strict=False):
         if _is_halvable(fault):
@@ -87,13 +89,16 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
         without_progress = 0 if later > earlier else without_progress + 1
     if without_progress >= retry.restarts_without_progress:
         return RecoveryDecision("stop", f"{without_progress} restarts without progress; the last fault was {what}")
-    if newest.rank is None:
-        return RecoveryDecision("go_on", f"{newest.message}; {restarted_from(resumed_from[-1])}")
-    return RecoveryDecision("go_on", f"rank {newest.rank} {_when(newest)} ({what}); {restarted_from(resumed_from[-1])}")
+    return RecoveryDecision("go_on", f"{failed_attempt(newest)}; {restarted_from(resumed_from[-1])}")
 
 
-def _when(fault: Fault) -> str:
-    return "failed" if fault.step is None else f"failed at step {fault.step}"
+def failed_attempt(fault: Fault) -> str:
+    """Which attempt failed, where and why, as words."""
+    if fault.error in CAUSES:  # Ray was lost, or a process died: the message names which
+        when = "" if fault.step is None else f" after step {fault.step - 1}"
+        return f"attempt {fault.attempt} failed{when}: {fault.message}"
+    at = "" if fault.step is None else f" at step {fault.step}"
+    return f"attempt {fault.attempt} failed{at} on rank {fault.rank} ({fault.what})"
 
 
 def restarted_from(step: int) -> str:
@@ -125,6 +130,7 @@ def _after_out_of_memory(fault: Fault, what: str, step: int) -> RecoveryDecision
     where = f"rank {fault.rank} ran out of memory at step {fault.step} ({what})"
     if fault.micro_batch and fault.micro_batch > 1:
         half = halved(fault.micro_batch)
+        where = f"attempt {fault.attempt} failed: {where}"
         return RecoveryDecision("go_on", f"{where}; {restarted_from(step)} with micro-batches of {half}")
     return RecoveryDecision("stop", f"{where} with loop.micro_batch_size 1")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.devices.limits import cpu_description, cpu_quota, memory_bytes, usable_cores
+from cluster.devices.limits import cpu_description, cpu_quota, memory_bytes, oom_kills, usable_cores
 
 MEMINFO = "MemTotal:  16000000 kB\nMemFree:  1000000 kB\nMemAvailable:  8000000 kB\n"
 
@@ -114,3 +114,13 @@ def test_cpu_model_and_bf16_flags(tmp_path: Path, text: str, model: str, has: se
 def test_a_machine_without_proc_has_no_known_limits(tmp_path: Path) -> None:
     assert cpu_quota(root=tmp_path) is None
     assert memory_bytes(root=tmp_path) == (0, 0)
+
+
+def test_what_the_kernel_killed_for_memory_is_read_of_the_innermost_cgroup_else_of_the_machine(tmp_path: Path) -> None:
+    assert oom_kills(root=tmp_path) is None
+    lay(tmp_path, {"proc/self/cgroup": "4:memory:/pod\n0::/\n", "proc/vmstat": "oom_kill 7\n"})
+    assert oom_kills(root=tmp_path) == 7
+    lay(tmp_path, {"sys/fs/cgroup/memory/pod/memory.oom_control": "under_oom 0\noom_kill 2\n"})
+    assert oom_kills(root=tmp_path) == 2
+    lay(tmp_path, {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.events": "oom 5\noom_kill 3\n"})
+    assert oom_kills(root=tmp_path) == 3

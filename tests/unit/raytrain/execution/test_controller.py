@@ -22,6 +22,22 @@ from raytrain.runs.folder import RunFolder
 OWNER = {"host": "h", "pid": 1, "start": 5}
 
 
+PROGRESS = {"phase": "training", "step": 299, "max_steps": 400, "row": {"step": 300}}
+"""What rank 0 has reported last."""
+
+#: As Ray writes it.
+DIED = """A worker health check failed.
+Worker info: WorkerStatus(...)
+The actor died unexpectedly before finishing this task.
+	class_name: RayTrainWorker
+	actor_id: 3e1
+	pid: 4711
+	ip: 127.0.0.1
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker
+unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was killed
+by the OOM killer due to high memory usage, (2) ray stop --force is called."""
+
+
 class WorkerHealthCheckFailedError(Exception):
     """As Ray Train names the death of a worker."""
 
@@ -34,6 +50,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     ]
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     monkeypatch.setattr(controller, "_WORKER_NODES", {0: "a", 1: "a", 2: "b"})
+    monkeypatch.setattr("ray.get", lambda reference, timeout: dict(PROGRESS))
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    monkeypatch.setattr(controller, "oom_kills", lambda: 0)
+    monkeypatch.setattr(controller, "_OOM_KILLS", [0])
     made = RunFolder.create(str(tmp_path), "a")
     made.next_attempt(OWNER)
     return made
@@ -43,7 +63,8 @@ def writer(run: RunFolder, told: list[Any] | None = None) -> FaultWriter:
     def report(phase: str, **fields: Any) -> None:
         told.append((phase, fields)) if told is not None else None
 
-    return FaultWriter(run.path, OWNER, SimpleNamespace(report_group=SimpleNamespace(remote=report)))
+    channel = SimpleNamespace(report_group=SimpleNamespace(remote=report), progress=SimpleNamespace(remote=lambda: 0))
+    return FaultWriter(run.path, OWNER, channel)
 
 
 def test_a_worker_on_a_lost_node_is_the_cause_and_names_the_node(run: RunFolder) -> None:
@@ -53,16 +74,43 @@ def test_a_worker_on_a_lost_node_is_the_cause_and_names_the_node(run: RunFolder)
     errors = {0: RuntimeError("gloo: closed"), 1: RuntimeError("gloo: reset"), 2: RuntimeError("unreachable")}
     writer(run, told).after_exception(None, errors)
     (fault,) = read_faults(run, since=1)
-    assert (fault.rank, fault.error, fault.message) == (2, "WorkerDied", "its node 10.0.0.2 was lost")
+    assert (fault.rank, fault.error, fault.message) == (2, "WorkerDied", "the node 10.0.0.2 of rank 2 was lost")
     assert fault.traceback == "", "deaths are not compared"
     assert told == [(RESTARTING, {})]
     assert run.read_json("faults/0001-rank00000.json")["message"] == "gloo: closed", "the worker's own record stays"
 
 
-def test_a_dead_process_on_a_live_node_is_a_death_with_rays_reason(run: RunFolder) -> None:
-    writer(run).after_exception(None, {1: WorkerHealthCheckFailedError("exit by SIGKILL\nmore")})
+def test_a_dead_process_on_a_live_node_is_a_death_with_its_pid_and_the_step_that_it_was_in(run: RunFolder) -> None:
+    run.append_event({"kind": "attempt", "attempt": 1, "from_step": 276})
+    writer(run).after_exception(None, {1: WorkerHealthCheckFailedError(DIED), 0: RuntimeError("not a death")})
+    fault = Fault(**run.read_json("faults/0001-rank00001.json"))
+    assert (fault.rank, fault.error) == (1, "WorkerDied")
+    assert fault.message == "the process of rank 1 (pid 4711) ended unexpectedly"
+    assert (fault.step, fault.from_step) == (301, 276)
+    assert run.read_json("faults/0001-rank00000.json")["step"] is None, "errors are compared by step"
+
+
+def test_a_death_before_the_first_step_of_an_attempt_has_no_step(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in the channel is that of the attempt before; a checkpoint without COMPLETE would not be loaded."""
+    monkeypatch.setattr("ray.get", lambda reference, timeout: {"phase": "setting up the workers", "step": 299})
+    for step, complete in ((276, True), (286, True), (296, False)):
+        run.write_text(f"checkpoints/step_{step:08d}/manifest.json", "{}")
+        run.write_text(f"checkpoints/step_{step:08d}/COMPLETE", "") if complete else None
+    writer(run).after_exception(None, {0: WorkerHealthCheckFailedError(DIED)})
     (fault,) = read_faults(run, since=1)
-    assert (fault.rank, fault.error, fault.message) == (1, "WorkerDied", "exit by SIGKILL")
+    assert (fault.step, fault.from_step) == (None, 286)
+
+
+def test_a_death_while_the_kernel_kills_for_memory_says_so_for_this_machine_only(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "oom_kills", lambda: 1)
+    monkeypatch.setattr(controller, "_WORKER_NODES", {0: "a", 1: "c"})
+    writer(run).after_exception(None, dict.fromkeys((0, 1), WorkerHealthCheckFailedError(DIED)))
+    here, elsewhere = (run.read_json(f"faults/0001-rank0000{rank}.json")["message"] for rank in (0, 1))
+    assert "OOM killer" in here and elsewhere == "the process of rank 1 (pid 4711) ended unexpectedly"
 
 
 def test_workers_that_never_take_an_attempt_end_the_run(run: RunFolder) -> None:

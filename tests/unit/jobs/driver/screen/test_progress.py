@@ -164,13 +164,20 @@ def test_after_a_failed_attempt_nothing_of_it_is_shown_and_the_estimate_starts_a
     bar.now += 28.0
     assert bar.line(again | {"step": 290}).endswith("290/400 0:03:48  0:12:50 left")
     assert bar.line(again).endswith("286/400 0:03:48"), "a step back, as after a rollback"
+    bar.now += 10.0
+    assert "left" in bar.line(again | {"step": 290})
+    bar.line({"phase": RESTARTING, "step": 290})
+    assert "left" not in bar.line(again | {"step": 290}), "from the checkpoint of the step that was reached"
 
 
 def test_a_log_names_the_step_of_a_new_attempt_only(printed: Printed) -> None:
     display = TrainingDisplay(printed.console, clock=printed.clock)
     display.show({"phase": "training", "row": ROW, "step": 300, "max_steps": 400})
     display.show({"phase": RESTARTING, "step": 300, "row": ROW})
-    assert printed.lines == ["training  step 300/400  loss 1.4606  12,345 tokens/s  1,024 MiB", RESTARTING]
+    display.show({"phase": "training", "step": 286, "max_steps": 400})
+    assert printed.lines == [
+        "training  step 300/400  loss 1.4606  12,345 tokens/s  1,024 MiB", RESTARTING, "training  step 286/400"
+    ]  # fmt: skip
 
 
 def test_a_terminal_shows_the_seconds_of_an_activity_in_one_line_that_goes_away() -> None:

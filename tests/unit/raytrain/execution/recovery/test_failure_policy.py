@@ -9,7 +9,7 @@ import pytest
 
 from raytrain.config.sections import RetryConfig
 from raytrain.execution.recovery.failure_policy import RecoveryDecision, decide, origins
-from raytrain.runs.faults import Fault
+from raytrain.runs.faults import Fault, lost_cluster
 
 TRACE = """Traceback (most recent call last):
   File "loop.py", line 3, in run
@@ -82,8 +82,23 @@ def test_an_error_of_the_users_code_is_compared_by_its_place_whatever_called_it(
 
 def test_without_a_checkpoint_a_run_restarts_and_reports_no_unknown_step() -> None:
     reason = decided(died(step=None), starts=[0, 0]).reason
-    assert reason.startswith("rank 0 failed (WorkerDied")
+    assert reason.startswith("attempt 1 failed: exit by SIGKILL; ")
     assert reason.endswith("restarted from step 0: there is no checkpoint yet")
+
+
+def test_a_restart_names_the_attempt_that_failed() -> None:
+    """Rank 0 of the next one tells it, after its own number."""
+    after = decided(died(attempt=2, step=301), starts=[276, 286]).reason
+    assert after == "attempt 2 failed after step 300: exit by SIGKILL; restarted from the checkpoint of step 286"
+    error = decided(fault(attempt=2, rank=1, place="net.py:3 in forward"), starts=[0, 4]).reason
+    assert error.startswith("attempt 2 failed at step 5 on rank 1 (ValueError: at 0x7f01 at net.py:3 in forward); ")
+    reduced = decided(fault(attempt=2, error="RuntimeError", precision="fp16", reduced=True), starts=[0, 4]).reason
+    assert reduced.startswith("attempt 2 failed: fp16 failed at step 5 (RuntimeError: ")
+    assert reduced.endswith("; restarted from the checkpoint of step 4 in fp32")
+    memory = decided(short(4, attempt=2), starts=[0, 4]).reason
+    assert memory.startswith("attempt 2 failed: rank 0 ran out of memory at step 5 (")
+    lost = decided(lost_cluster(3, "Ray's process raylet died", time=1.0), starts=[0, 4]).reason
+    assert lost == "attempt 3 failed: Ray's process raylet died; restarted from the checkpoint of step 4"
 
 
 def test_an_operation_that_fails_in_reduced_precision_raises_it_once() -> None:
