@@ -77,6 +77,23 @@ def plain_number(value: float | None, *, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+def measured(value: float | None, *, digits: int = 4) -> str:
+    """As `plain_number`, but a fraction keeps its trailing zeros, so that 1.45 beside 1.232 reads 1.450."""
+    if value is None or float(value).is_integer() or not 1e-3 <= abs(value) < 1000:
+        return plain_number(value, digits=digits)
+    return f"{value:#.{digits}g}".removesuffix(".")
+
+
+def loss_text(value: float | None) -> str:
+    """A loss, with the four decimals that the terminal shows."""
+    return f"{value:.4f}" if value is not None and 0.1 <= abs(value) < 1000 else measured(value)
+
+
+def rate_text(value: float | None) -> str:
+    """A rate per second, without a fraction from one hundred on, as in the terminal."""
+    return f"{value:,.0f}" if value is not None and abs(value) >= 100 else measured(value)
+
+
 def rounded(value: float | None, digits: int = 6) -> float | int | None:
     """Six significant digits, integers without a fraction: the same value in the text and in the JSON file."""
     if value is None or isinstance(value, int):

@@ -257,7 +257,18 @@ def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
         fault = _mapping(run, join(run.path, f"faults/{entry.name}"), unreadable)
         if fault and (fault.get("attempt"), fault.get("rank")) not in known:
             rows.append({"kind": "fault", **fault})
+    attempts = {row.get("attempt"): row for row in rows if row.get("kind") == "attempt"}
+    rows = [_located(row, attempts.get(row.get("attempt"), {})) if row.get("kind") == "fault" else row for row in rows]
     return sorted(rows, key=lambda row: number(row.get("time")) or 0.0)
+
+
+def _located(fault: Row, attempt: Row) -> Row:
+    """A fault with the start of its attempt and the place of its rank as that attempt recorded them: who recorded the
+    fault, such as the controller of a worker that died, may not know them."""
+    ranks, rank = listed(attempt.get("ranks")), number(fault.get("rank"))
+    at = mapping(ranks[int(rank)]) if rank is not None and 0 <= rank < len(ranks) else {}
+    known = {"from_step": attempt.get("from_step"), "node": at.get("node"), "pid": at.get("pid")}
+    return {**fault, **{key: seen for key, seen in known.items() if seen is not None}}
 
 
 def _config_lines(plan: Row) -> list[ConfigRow]:

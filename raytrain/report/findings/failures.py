@@ -102,13 +102,15 @@ def restarts(records: RunRecords) -> list[Finding]:
             decisive[str(row.get("attempt"))] = row
     causes += [cause_of(row) for row in decisive.values()]
     stops = [row for row in records.of_kind("attempt_end") if row.get("outcome") == "interrupted"]
+    causes = [cause.rstrip(".") for cause in causes]  # joined below, where a sentence would end with ".;"
     causes += [
         f"{cause_of(row) or 'a stop was asked for'} (step {int(number(row.get('step')) or 0):,})" for row in stops
     ]
     reasons = "; ".join(dict.fromkeys(cause for cause in causes if cause)) or "no cause was recorded"
-    starts = ", ".join(f"{int(number(row.get('from_step')) or 0):,}" for row in attempts[1:])
+    starts = [f"{int(number(row.get('from_step')) or 0):,}" for row in attempts[1:]]
+    origin = f"step {starts[0]}" if len(starts) == 1 else f"steps {', '.join(starts[:-1])} and {starts[-1]}"
     failed = f"; {len(decisive)} of the earlier attempts failed" if 0 < len(decisive) < len(attempts) - 1 else ""
-    return [Finding("info", f"{len(attempts)} attempts", f"resumed from step {starts}{failed}: {reasons}")]
+    return [Finding("info", f"{len(attempts)} attempts", f"resumed from {origin}{failed}: {reasons}")]
 
 
 def fall_backs(records: RunRecords) -> list[Finding]:

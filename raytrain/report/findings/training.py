@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from cluster.wording import counted
 from raytrain.config.messages import advice
-from raytrain.report.figures import (
-    plain_number,
-)
+from raytrain.report.figures import loss_text, measured
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import (
     RunRecords,
@@ -42,7 +40,7 @@ def loss_trend(records: RunRecords) -> list[Finding]:
     if ends is None:
         return []
     first, last = ends
-    seen = f"{plain_number(first)} at the start, {plain_number(last)} at the end (means of a tenth of the log)"
+    seen = f"{loss_text(first)} at the start, {loss_text(last)} at the end (means of a tenth of the log)"
     if last > first + 0.5 * abs(first):
         remedy = "Lower optim.lr or lengthen optim.warmup_steps."
         return [Finding("error", "The training loss diverged", seen, remedy)]
@@ -64,7 +62,7 @@ def overfitting(records: RunRecords) -> list[Finding]:
     after = smoothed_ends([point for point in train if point[0] >= best_step])
     if last_step == best_step or last - best <= 0.02 * abs(best) or after is None or after[1] >= after[0]:
         return []
-    seen = f"eval {plain_number(best)} at step {int(best_step):,}, {plain_number(last)} at {int(last_step):,}"
+    seen = f"eval {loss_text(best)} at step {int(best_step):,}, {loss_text(last)} at {int(last_step):,}"
     remedy = advice(
         ("use the best checkpoint", records.planned("export") == "best"),
         ("set loop.patience", records.configured("loop.patience") is not None),
@@ -115,7 +113,7 @@ def clipping(records: RunRecords) -> list[Finding]:
     share = sum(norm > limit for norm in norms) / len(norms)
     if share < 0.9:
         return []
-    median = plain_number(percentile(norms, 0.5))
+    median = measured(percentile(norms, 0.5))
     seen = f"{share:.0%} of the steps of the second half; median norm {median}, clip {limit:g}"
     ends = smoothed_ends(series(records.train, "loss"))
     stuck = ends is not None and ends[1] > ends[0] - 0.02 * abs(ends[0])

@@ -7,13 +7,13 @@ percent, and every hover band contains its own tooltip. Coordinates inside the S
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
-from raytrain.report.figures import plain_number
+from raytrain.report.figures import measured
 from raytrain.report.page.style import esc
 from raytrain.report.records import percentile
 
@@ -24,12 +24,14 @@ _BUCKETS = 400
 
 @dataclass(frozen=True)
 class Curve:
-    """One series. `colour` is a class of the page (c1 to c11); `points` are not joined."""
+    """One series. `colour` is a class of the page (c1 to c11); the style "points" does not join them. The line is
+    interrupted before the first point at or beyond each x of `gaps`, which are in order."""
 
     label: str
     points: Sequence[Point]
     colour: str = "c1"
     style: Literal["line", "faint", "dots", "points", "dashed"] = "line"
+    gaps: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def chart(
     *,
     marks: Sequence[Mark] = (),
     from_zero: bool = False,
-    write: Callable[[float], str] = plain_number,
+    write: Callable[[float], str] = measured,
     tick: Callable[[float], str] | None = None,
     wide: bool = False,
     note: str = "",
@@ -211,15 +213,23 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _svg_curve(curve: Curve, frame: _Frame) -> str:
-    places = [(frame.x(x), frame.y(y)) for x, y in _thinned(curve.points)]
+    thinned = _thinned(curve.points)
+    places = [(frame.x(x), frame.y(y)) for x, y in thinned]
     dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
     dotted = curve.style in ("dots", "points") or len(places) == 1
     path = f'<path class="dot {curve.colour}" d="{dots}"/>' if dotted else ""
     if len(places) > 1 and curve.style != "points":
-        joined = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        ends = [0, *(bisect_left(thinned, gap, key=lambda point: point[0]) for gap in curve.gaps), len(places)]
+        joined = "".join(_joined(places[start:end]) for start, end in pairwise(ends))
         kind = "line" if curve.style == "dots" else curve.style
-        path = f'<path class="{kind} {curve.colour}" d="M{joined}"/>{path}'
+        path = f'<path class="{kind} {curve.colour}" d="{joined}"/>{path}'
     return path
+
+
+def _joined(places: Sequence[Point]) -> str:
+    """The line through the points; a single one is a dot of its width."""
+    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    return f"M{line}{'h0' if len(places) == 1 else ''}" if line else ""
 
 
 def _svg_mark(mark: Mark, frame: _Frame) -> str:

@@ -7,8 +7,18 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from cluster.wording import counted
 from raytrain.report.experts import activation_spec
-from raytrain.report.figures import outcome, plain_number, seconds, size, summarise
+from raytrain.report.figures import (
+    loss_text,
+    measured,
+    outcome,
+    plain_number,
+    rate_text,
+    seconds,
+    size,
+    summarise,
+)
 from raytrain.report.findings.finding import Finding
 from raytrain.report.findings.rules import diagnose
 from raytrain.report.page.charts import Curve, Mark, chart, smoothed
@@ -32,7 +42,7 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
     sections = [
         ("findings", "What stands out", _findings(findings)),
         ("curves", "Curves", _curves(records)),
-        ("devices", "Devices", telemetry_charts(records)),
+        ("devices", "Devices", telemetry_charts(records, restarts(records))),
         ("experts", "Experts", expert_maps(activation_spec(records)) + _pictures(pictures or {})),
         ("sample", "A sample of its text", sample(records)),
         ("time", "Where the time went", time_table(records)),
@@ -45,8 +55,8 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
     shown = [(key, title, body) for key, title, body in sections if body]
     links = "".join(f'<a href="#{key}">{esc(title)}</a>' for key, title, _ in shown)
     body = "".join(f'<section id="{key}"><h2>{esc(title)}</h2>{body}</section>' for key, title, body in shown)
-    head = _head(records, summary)
-    return page(f"{records.name} - raytrain", f"{head}<nav>{links}</nav>{_tiles(summary)}{body}{_foot(records)}")
+    head = f"{_head(records, summary)}<nav>{links}</nav>{_tiles(records, summary)}"
+    return page(f"{records.name} - raytrain", f"{head}{body}{_foot(records)}")
 
 
 def _head(records: RunRecords, summary: dict[str, Any]) -> str:
@@ -68,29 +78,27 @@ def _head(records: RunRecords, summary: dict[str, Any]) -> str:
     )
 
 
-def _tiles(summary: dict[str, Any]) -> str:
+def _tiles(records: RunRecords, summary: dict[str, Any]) -> str:
     rate = "tokens" if summary["tokens_per_s_median"] else "samples"
     whole = summary[f"{rate}_per_s_run"]
     best_at = f"step {summary['best_eval_step']:,}" if summary["best_eval_step"] else ""
     accuracy = f"{summary['accuracy']:.2%}" if summary["accuracy"] is not None else ""
-    again = (summary["attempts"] or 0) > 1
-    spent = "all attempts" if again else f"{seconds(summary.get('startup_s'))} of it start-up"
     p50, p95 = (seconds(ms / 1000) if ms is not None else "" for ms in (summary["step_ms_p50"], summary["step_ms_p95"]))
     tiles = [
-        ("Final loss", _figure(summary["final_loss"]), f"first {_figure(summary['first_loss'])}"),
-        ("Best eval loss", _figure(summary["best_eval_loss"]), best_at),
-        ("Perplexity", _figure(summary["perplexity"]), "best eval, per token"),
+        ("Final loss", loss_text(summary["final_loss"]), f"first {loss_text(summary['first_loss'])}"),
+        ("Best eval loss", loss_text(summary["best_eval_loss"]), best_at),
+        ("Perplexity", measured(summary["perplexity"]), "best eval, per token"),
         ("Accuracy", accuracy, "eval"),
         (
             "Steps",
             f"{summary['steps']:,}",
             f"{summary['epochs']} epochs" if (summary["epochs"] or 0) > 1 else "",
         ),
-        ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", spent),
+        ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", _spent(records, summary)),
         (
             f"{rate.capitalize()} per second",
-            _figure(summary[f"{rate}_per_s_median"]),
-            "median" if whole is None else f"median; whole run {_figure(whole)}",
+            rate_text(summary[f"{rate}_per_s_median"]),
+            "median" if whole is None else f"median; whole run {rate_text(whole)}",
         ),
         ("Step time", p50, f"p95 {p95}"),
         (
@@ -107,8 +115,12 @@ def _tiles(summary: dict[str, Any]) -> str:
     return f'<div class="tiles">{cells}</div>'
 
 
-def _figure(value: float | None) -> str:
-    return plain_number(value)
+def _spent(records: RunRecords, summary: dict[str, Any]) -> str:
+    """What the wall time is the sum of, or how much of it a single attempt needed to start."""
+    commands = len(records.of_kind("driver_start"))
+    if commands > 1:
+        return f"over {counted(commands, 'command')}"
+    return "all attempts" if (summary["attempts"] or 0) > 1 else f"{seconds(summary.get('startup_s'))} of it start-up"
 
 
 def _findings(findings: Sequence[Finding]) -> str:
@@ -126,12 +138,16 @@ def _options(options: Sequence[str]) -> str:
     return f"<ol>{''.join(f'<li>{esc(one)}</li>' for one in options)}</ol>" if options else ""
 
 
+def restarts(records: RunRecords) -> list[Mark]:
+    """Attempts after the first as marks on the step axis."""
+    again = [row for row in records.of_kind("attempt")[1:] if number(row.get("from_step")) is not None]
+    return [Mark(float(row["from_step"]), f"attempt {row.get('attempt', '')}", "restart") for row in again]
+
+
 def marks(records: RunRecords) -> list[Mark]:
     """Restarts and checkpoints as marks on the step axis."""
-    again = [row for row in records.of_kind("attempt")[1:] if number(row.get("from_step")) is not None]
     saved = [row for row in records.of_kind("checkpoint", "save") if number(row.get("step")) is not None]
-    restarts = [Mark(float(row["from_step"]), f"attempt {row.get('attempt', '')}", "restart") for row in again]
-    return restarts + [Mark(float(row["step"]), "checkpoint") for row in saved]
+    return restarts(records) + [Mark(float(row["step"]), "checkpoint") for row in saved]
 
 
 def rough(label: str, points: Sequence[tuple[float, float]], colour: str) -> list[Curve]:
@@ -162,14 +178,15 @@ def _trends(records: RunRecords) -> list[str]:
     ]
     unit, name = (2**30, "GiB") if max(values(rows, "peak_memory_bytes"), default=0) >= 2**30 else (2**20, "MiB")
     memory = [(step, used / unit) for step, used in series(rows, "peak_memory_bytes")]
+    again = {"marks": restarts(records)}
     found = [
         ("Accuracy", accuracy, {"write": lambda y: f"{y:.2%}", "tick": lambda y: f"{y:.3g}"}),
         ("Gradient norm", rough("gradient norm", norms, "c4") + _clip_line(records, norms), {}),
         ("Learning rate", [Curve("lr", series(rows, "lr"), "c3")], {"from_zero": True}),
-        ("Throughput", [Curve(f"{rate} per second", per_s, "c6")], {"from_zero": True}),
-        ("Step time", rough("step", times, "c5"), {"from_zero": True, "write": seconds, "tick": seconds}),
+        ("Throughput", [Curve(f"{rate} per second", per_s, "c6")], {"from_zero": True, "write": rate_text, **again}),
+        ("Step time", rough("step", times, "c5"), {"from_zero": True, "write": seconds, "tick": seconds, **again}),
         ("Expert load", [Curve("busiest / mean", loads, "c7"), hosts], {}),
-        ("Peak memory", [Curve(f"{name} per worker", memory, "c8")], {"from_zero": True}),
+        ("Peak memory", [Curve(f"{name} per worker", memory, "c8")], {"from_zero": True, **again}),
     ]
     return [chart(title, curves, **how) for title, curves, how in found if any(len(c.points) > 1 for c in curves)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ def timeline(events: Sequence[Row]) -> str:
     """The events in order, in seconds since the first; four or more of the same kind in a row become one entry."""
     events = [row for row in events if row.get("kind") not in _ACCOUNTS]
     events = [row for row, then in zip(events, [*events[1:], {}], strict=False) if not _superseded(row, then)]
+    decided = {cause_of(row) for row in events if row.get("what") == "recovery"}
+    events = [{**row, "reason": ""} if _repeats(row, decided) else row for row in events]
     start = next((when for row in events if (when := number(row.get("time"))) is not None), None)
     items = [_event_item(group, start) for group in _grouped(events)]
     if len(items) > _EVENTS_SHOWN:
@@ -38,6 +41,11 @@ def _superseded(row: Row, then: Row) -> bool:
     return row.get("kind") == "preparation" == then.get("kind") and row.get("attempt") == then.get("attempt")
 
 
+def _repeats(row: Row, decided: set[str]) -> bool:
+    """Whether an attempt states a reason that is none, or one that the decision before it has stated."""
+    return row.get("kind") == "attempt" and cause_of(row) in (*decided, _NO_REASON)
+
+
 def _grouped(events: Sequence[Row]) -> list[list[Row]]:
     groups: list[list[Row]] = []
     for row in events:
@@ -50,6 +58,11 @@ def _grouped(events: Sequence[Row]) -> list[list[Row]]:
 
 _APART = ("attempt", "failure", "fault", "decision", "warning")
 _ACCOUNTS = ("account", "transfers")
+_NO_REASON = "no faults"
+"""The reason of an attempt that a command begins, not a failure (`execution.recovery.failure_policy.decide`)."""
+_NODE_ID = re.compile(r"[0-9a-f]{32,}")
+"""How Ray names a node; it says nothing to a reader."""
+_RECOVERIES = {"go_on": "restart", "raise_precision": "restart in a higher precision", "stop": "no further attempt"}
 _HIDDEN = {"kind", "time", "traceback", "seconds", "what", "reduced", "final", "process_start", "last_sign_of_life"}
 
 
@@ -169,9 +182,35 @@ def _placement(row: Row) -> tuple[str, str]:
 
 
 def _decision(row: Row) -> tuple[str, str]:
+    if row.get("what") == "recovery":
+        return _recovery(row)
     value = row.get("value")
     told = _brief(value) if not isinstance(value, Mapping | list) else ""
     return f"{str(row.get('what', '')).replace('_', ' ')}{f': {told}' if told else ''} ({cause_of(row)})", ""
+
+
+def _recovery(row: Row) -> tuple[str, str]:
+    what, why = _RECOVERIES.get(str(row.get("value")), str(row.get("value"))), cause_of(row)
+    limit = number(row.get("micro_batch"))
+    return f"{what}: {why}", f"micro-batches of at most {counted(int(limit), 'row')}" if limit else ""
+
+
+def _fault(row: Row) -> tuple[str, str]:
+    """The error, and which worker met it, where and when."""
+    rank, attempt, start, step = (number(row.get(key)) for key in ("rank", "attempt", "from_step", "step"))
+    pid, node, rows = row.get("pid"), first_text(row, "node"), number(row.get("micro_batch"))
+    at = [f"pid {pid}" if pid else "", f"on {node}" if node and not _NODE_ID.fullmatch(node) else ""]
+    at = " ".join(part for part in at if part)
+    who = "" if rank is None else f"rank {int(rank)}" + (f" ({at})" if at else "")
+    what = "" if attempt is None else f"attempt {int(attempt)}" + (f", from step {int(start):,}" if start else "")
+    details = [
+        " of ".join(part for part in (who, what) if part),
+        f"failed at step {int(step):,}" if step else "",
+        f"in {row['precision']}" if row.get("precision") else "",
+        f"micro-batches of {counted(int(rows), 'row')}" if rows else "",
+        "out of memory" if row.get("out_of_memory") else "",
+    ]
+    return cause_of(row), ", ".join(part for part in details if part)
 
 
 def _message(row: Row) -> tuple[str, str]:
@@ -186,6 +225,7 @@ _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
     "driver_start": _driver_start, "driver_end": _driver_end, "attempt": _attempt, "attempt_end": _attempt_end,
     "checkpoint": _checkpoint, "compile": _compile, "eager_step": _eager_step, "exported": _exported,
     "expert_hosts": _expert_hosts, "placement": _placement, "decision": _decision, "nonfinite": _nonfinite,
+    "fault": _fault,
     "preparation": _message,
     "speed_remedies": _message, "memory_remedies": _message, "dashboard": _message,
 }  # fmt: skip

@@ -157,7 +157,7 @@ def test_the_page_describes_the_run_in_one_file(tmp_path: Path):
     assert_self_contained(page, html)
     assert "svg" in page.tags
     for told in (
-        "Done: 20 steps in 9.0 s.", "2 attempts", "Best eval loss 2.5 step 20", "half the time",
+        "Done: 20 steps in 9.0 s.", "2 attempts", "Best eval loss 2.5000 step 20", "half the time",
         "resolved in the run", "optim.lr 0.001 command line", "experts.num_experts 4 file",
         "WorkerDied: signal 9", "Traceback: here", "To be or not", "step 20, temperature 0.8", "at step 1,200: xq zz",
         "A CPU, 2 cores", "little space; free some", "threads: one each",

@@ -100,6 +100,16 @@ def test_faults_stand_once_and_when_they_happened(tmp_path: Path):
     ]  # fmt: skip
 
 
+def test_a_fault_has_the_start_and_the_place_that_its_attempt_recorded(tmp_path: Path):
+    fault = {"kind": "fault", "attempt": 2, "rank": 1, "from_step": 0, "error": "WorkerDied", "node": "31ab"}
+    ranks = [{"node": "10.0.0.1", "pid": 5}, {"node": "10.0.0.2", "pid": 6}]
+    begun = {"kind": "attempt", "attempt": 2, "from_step": 276, "ranks": ranks}
+    other = {**fault, "attempt": 3}
+    run = write(tmp_path, {"events.jsonl": [begun, fault, other]})
+    seen = read_records(run).of_kind("fault")
+    assert seen == [{**fault, "from_step": 276, "node": "10.0.0.2", "pid": 6}, other]
+
+
 def test_a_duplicate_row_counts_once(tmp_path: Path):
     rows = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((2, 2.0), (1, 3.0), (2, 1.0))]
     records = read_records(write(tmp_path, {"metrics.jsonl": rows}))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.report.figures import plain_number, size
+from raytrain.report.figures import loss_text, measured, plain_number, rate_text, size
 from raytrain.report.page.timeline import timeline
 
 RANKS = [{"node": f"10.0.0.{n}", "device": "cpu", "pid": n, "visible": None} for n in (1, 2)]
@@ -52,6 +52,15 @@ def words(**row: Any) -> str:
         ({"kind": "nonfinite", "step": 9, "what": "the loss was inf"}, "nonfinite step 9: the loss was inf"),
         ({"kind": "death", "who": "expert host 0", "pid": 3, "step": 4, "reason": "expert host 0 died", "x": {"a": 1}},
          "death expert host 0 died pid 3, step 4"),
+        ({"kind": "fault", "attempt": 2, "rank": 0, "step": None, "error": "WorkerDied", "message": "signal 9",
+          "precision": "", "from_step": 1276, "out_of_memory": False, "pid": 7, "node": "10.0.0.1"},
+         "fault WorkerDied: signal 9 rank 0 (pid 7 on 10.0.0.1) of attempt 2, from step 1,276"),
+        ({"kind": "fault", "attempt": 1, "rank": 1, "step": 40, "error": "OutOfMemoryError", "message": "no memory",
+          "precision": "bf16", "from_step": 0, "out_of_memory": True, "micro_batch": 8, "node": "3124" * 14},
+         "fault OutOfMemoryError: no memory rank 1 of attempt 1, failed at step 40, in bf16, micro-batches of 8 rows, "
+         "out of memory"),
+        ({"kind": "decision", "what": "recovery", "value": "go_on", "precision": None, "reason": "rank 0 failed"},
+         "decision restart: rank 0 failed"),
         ({"kind": "driver_end", "status": "done", "reason": "9 steps"}, "driver end the command ended: done, 9 steps"),
     ],
 )  # fmt: skip
@@ -67,6 +76,23 @@ def test_each_kind_of_event_is_a_sentence_without_json(row: dict[str, Any], said
 def test_thousands_are_separated_from_one_thousand_on(value: float, text: str) -> None:
     assert plain_number(value) == text
     assert plain_number(123456.78, digits=6) == "123,457" and plain_number(4188.3456, digits=6) == "4,188.35"
+
+
+@pytest.mark.parametrize(
+    ("value", "texts"),
+    [(1.45, ("1.450", "1.4500", "1.450")), (869.93, ("869.9", "869.9300", "870")), (2.0, ("2", "2.0000", "2")),
+     (1.5e-5, ("1.5e-05", "1.5e-05", "1.5e-05")), (14779.4, ("14,779", "14,779", "14,779")), (None, ("-", "-", "-"))],
+)  # fmt: skip
+def test_a_measured_figure_keeps_its_digits(value: float | None, texts: tuple[str, str, str]) -> None:
+    assert (measured(value), loss_text(value), rate_text(value)) == texts
+
+
+def test_an_attempt_does_not_repeat_the_reason_of_the_decision_before_it() -> None:
+    why = "rank 0 failed (WorkerDied: signal 9); restarted from the checkpoint of step 286"
+    begun = {"kind": "attempt", "attempt": 2, "from_step": 276, "reason": "no faults"}
+    decided = {"kind": "decision", "what": "recovery", "value": "go_on", "reason": why}
+    page = timeline([begun, decided, {**begun, "attempt": 3, "from_step": 286, "reason": why}])
+    assert "no faults" not in page and page.count(why) == 1
 
 
 def test_a_size_just_below_the_next_unit_has_no_exponent() -> None:

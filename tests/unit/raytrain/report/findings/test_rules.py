@@ -169,6 +169,17 @@ def test_restarts_name_the_death_and_not_the_errors_it_caused(error: str):
     assert found.evidence == f"resumed from step 30: {error}: signal 9"
 
 
+def test_the_causes_of_restarts_are_joined_without_the_stops_of_their_sentences():
+    died = {"kind": "fault", "attempt": 2, "error": "WorkerDied", "message": "A worker health check failed."}
+    stopped = {"kind": "attempt_end", "attempt": 1, "step": 276, "outcome": "interrupted", "reason": "a stop was asked"}
+    begun = [{"kind": "attempt", "attempt": n, "from_step": step} for n, step in ((1, 0), (2, 276), (3, 1286))]
+    found = next(f for f in diagnose(records(events=[begun[0], stopped, begun[1], died, begun[2]])) if "3" in f.title)
+    assert found.evidence == (
+        "resumed from steps 276 and 1,286; 1 of the earlier attempts failed: "
+        "WorkerDied: A worker health check failed; a stop was asked (step 276)"
+    )
+
+
 def test_fall_backs_of_the_run_and_warnings_of_the_plan():
     decision = {"kind": "decision", "what": "recovery", "value": "raise_precision", "reason": "bf16 failed"}
     seen = diagnose(records(events=[decision, {**decision, "value": "go_on"}], warnings=["one worker only"]))
