@@ -36,7 +36,7 @@ STYLE = """
   --c7:#8a6a00; --c8:#5b6675; --c9:#a9745b; --c10:#9aa4b0; --c11:#7a3b3b; --good:#157347; --goodbg:#e4f5ec;
   --bad:#b3261e; --badbg:#fde9e7; --warn:#8a5300; --warnbg:#fdf1dc; --info:#2459cf; --infobg:#e8effc;
   --chip:#eef1f5; --tip:#18212c; --tipink:#fff}
-@media (prefers-color-scheme:dark){
+@media screen and (prefers-color-scheme:dark){
   :root{
     --bg:#0e1318; --card:#161d25; --ink:#e7ecf2; --soft:#a0acba; --line:#29323d; --grid:#232c36;
     --accent:#7fb0ff; --c1:#74a9ff; --c2:#ffa24f; --c3:#4fcf97; --c4:#c69cf4; --c5:#ff86ab; --c6:#4fd0e3;
@@ -97,6 +97,8 @@ nav{
   white-space:nowrap}
 .charts{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:14px}
 .wide,.chart:last-child:nth-child(even){grid-column:1/-1}
+.devices>.chart:last-child:nth-child(even){grid-column:auto}
+.devices>.chart:last-child:nth-child(odd){grid-column:1/-1}
 .chart{margin:0;padding:14px 18px 12px}
 figcaption{display:flex;flex-wrap:wrap;gap:2px 16px;align-items:baseline;justify-content:space-between}
 .title{font-weight:620}
@@ -107,7 +109,6 @@ figcaption{display:flex;flex-wrap:wrap;gap:2px 16px;align-items:baseline;justify
   display:inline-block; width:14px; height:3px; border-radius:2px; background:currentColor;
   margin-right:6px; vertical-align:middle}
 .key.dots,.key.points{height:7px;width:7px;border-radius:50%}
-.key.dashed{height:0;background:none;border-top:2px dashed}
 .plot{position:relative;height:200px;margin:12px 4px 36px 46px}
 .wide .plot{height:290px}
 .plot svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible}
@@ -135,7 +136,9 @@ svg .checkpoint{stroke-width:2}
 .c11{color:var(--c11)}
 .restart{color:var(--bad)}
 .checkpoint{color:var(--soft)}
-.key.restart{height:0;background:none;border-top:2px dashed}
+.key.dashed,.key.restart{
+  width:18px; height:2px; border-radius:0;
+  background:repeating-linear-gradient(90deg,currentColor 0 4px,transparent 4px 7px)}
 .key.checkpoint{width:2px;height:9px}
 .yt,.xt{
   position:absolute; font-size:12px; color:var(--soft); font-variant-numeric:tabular-nums; line-height:1;
@@ -190,11 +193,12 @@ td.soft{font-size:13.5px}
   margin-right:8px}
 .events{list-style:none;margin:0;padding:0}
 .events li{
-  display:grid; grid-template-columns:84px 1fr; gap:4px 14px; padding:7px 0;
+  display:grid; grid-template-columns:104px 1fr; gap:4px 14px; padding:7px 0;
   border-bottom:1px solid var(--line); font-size:14px}
 .events li:last-child{border:0}
 .events time{
-  color:var(--soft); text-align:right; font-variant-numeric:tabular-nums; font-size:13px; padding-top:1px}
+  color:var(--soft); text-align:right; font-variant-numeric:tabular-nums; font-size:13px; padding-top:1px;
+  white-space:nowrap}
 .events p{overflow-wrap:anywhere}
 .events .soft{font-size:13px}
 pre{
@@ -209,7 +213,7 @@ details>div,details>pre{margin-top:10px}
 .pairs dd{margin:0;overflow-wrap:anywhere}
 footer{margin-top:44px;color:var(--soft);font-size:13px}
 footer p+p{margin-top:4px}
-@media (max-width:760px){
+@media screen and (max-width:760px){
   main{padding:20px 14px 40px}
   .charts{grid-template-columns:minmax(0,1fr)}
   h1{font-size:22px}
@@ -229,18 +233,30 @@ footer p+p{margin-top:4px}
   .pairs{grid-template-columns:minmax(0,1fr);gap:0}
   .pairs dd{margin-bottom:8px}
 }
+@page{margin:12mm}
 @media print{
-  :root{
-    --bg:#fff; --card:#fff; --ink:#18212c; --soft:#566170; --line:#e1e5ea; --grid:#e9ecf0; --accent:#2459cf;
-    --c1:#2f6bd8; --c2:#d2600a; --c3:#15845a; --c4:#8b46c1; --c5:#c02b5e; --c6:#0e7f93; --c7:#8a6a00; --c8:#5b6675}
-  body{background:#fff}
+  :root{color-scheme:light}
+  html{zoom:.8}
+  *{-webkit-print-color-adjust:exact;print-color-adjust:exact}
+  body{background:var(--card)}
+  main{max-width:none;padding:0}
+  nav,.tabs>label{display:none}
+  h2{margin:24px 0 8px}
+  h2,h3,summary{break-after:avoid}
+  .tiles{grid-template-columns:repeat(5,minmax(0,1fr));gap:8px;margin-top:14px}
+  .tile{padding:8px 12px}
+  .tile dd{font-size:20px}
+  .tile,.chart,.finding,.heatscale,.events li,tr{break-inside:avoid}
+  .card:not(.finding){border:0;padding:0}
+  .finding{padding:8px 14px}
+  .charts{gap:10px}
+  .chart{padding:10px 14px 6px}
+  .plot{height:150px}
+  .wide .plot{height:220px}
+  th,td{padding-top:4px;padding-bottom:4px}
+  .events li{padding:4px 0}
   pre{max-height:none}
   .scroll{overflow:visible}
-  details::details-content{content-visibility:visible;display:block;height:auto}
-  .tabs>label{display:none}
-  .card,.tile,.chart{break-inside:avoid}
-  nav{display:none}
-  h2{break-after:avoid}
-  .charts{grid-template-columns:repeat(2,minmax(0,1fr))}
+  footer{margin-top:24px;break-before:avoid;break-inside:avoid}
 }
 """
