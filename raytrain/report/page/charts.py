@@ -7,6 +7,7 @@ percent, and every hover band contains its own tooltip. Coordinates inside the S
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -167,6 +168,17 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
+def aligned(texts: Sequence[str]) -> list[str]:
+    """Tick labels with as many decimals as the longest of them (0.60 beside 0.58), zero excepted; unchanged where they
+    are not plain numbers of one unit."""
+    parts = [re.fullmatch(r"(-?\d+)(?:\.(\d+))?( ?[kMGs%]?)", text) for text in texts if text != "0"]
+    if not all(parts) or len({part[3] for part in parts if part}) != 1:
+        return list(texts)
+    most = max(len(part[2] or "") for part in parts if part)
+    padded = iter(f"{part[1]}{'.' * (most > 0)}{(part[2] or '').ljust(most, '0')}{part[3]}" for part in parts if part)
+    return [text if text == "0" else next(padded) for text in texts]
+
+
 @dataclass(frozen=True)
 class _Frame:
     """Maps data coordinates to the range 0..1000 of the SVG; values above the axis are clamped to it."""
@@ -241,7 +253,11 @@ def _labels(
     x_ticks: Sequence[float], y_ticks: Sequence[float], frame: _Frame, tick: Callable[[float], str],
     x_tick: Callable[[float], str],
 ) -> str:  # fmt: skip
-    ys = (f'<span class="yt" style="top:{frame.y(y) / 10:.2f}%">{esc(tick(y))}</span>' for y in y_ticks)
+    texts = aligned([tick(y) for y in y_ticks])
+    ys = (
+        f'<span class="yt" style="top:{frame.y(y) / 10:.2f}%">{esc(text)}</span>'
+        for y, text in zip(y_ticks, texts, strict=True)
+    )
     xs = (f'<span class="xt" style="left:{frame.x(x) / 10:.2f}%">{esc(x_tick(x))}</span>' for x in x_ticks)
     return "".join(ys) + "".join(xs)
 

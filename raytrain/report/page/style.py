@@ -242,7 +242,7 @@ footer p+p{margin-top:4px}
   main{max-width:none;padding:0}
   nav,.tabs>label{display:none}
   h2{margin:24px 0 8px}
-  h2,h3,summary{break-after:avoid}
+  h2,h3,summary,.bar{break-after:avoid}
   .tiles{grid-template-columns:repeat(5,minmax(0,1fr));gap:8px;margin-top:14px}
   .tile{padding:8px 12px}
   .tile dd{font-size:20px}
