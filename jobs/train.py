@@ -150,7 +150,8 @@ def train_loaded(
 
     spec = resolved(loaded.spec)
     with activity:
-        checked = check_on_driver(spec, initial=resumed is None or not resumed.has_checkpoint())
+        loads = resumed.run if resumed is not None and resumed.has_checkpoint() else None
+        checked = check_on_driver(spec, resumed=loads)
     if checked.note is not None:
         console.print(checked.note, markup=False, soft_wrap=True)
 

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cluster.devices.calibration import MachineRates
@@ -23,11 +25,13 @@ from jobs.driver.first_batch import (
 )
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
+from raytrain.checkpoint.reader import list_checkpoints, read_manifest
+from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.token_budget import check_budget
 from raytrain.data.sources.open import read_on_driver, source_from_driver
-from raytrain.errors import InputError
+from raytrain.errors import CheckpointError, InputError
 from raytrain.execution.observers import load_observers
 from raytrain.models.blocks import blocks_of
 from raytrain.models.weights.initial import StartingWeights
@@ -35,12 +39,14 @@ from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
-from raytrain.train.build import source_facts
+from raytrain.train.build import differences, source_facts
 from raytrain.train.compute.calibrate import calibration_of_machine
 from raytrain.train.compute.compile_parts import parts_to_compile
 from raytrain.train.job import TrainJob
 from raytrain.train.optim.build import hidden_matrices, muons_blocks
 from raytrain.train.precision.layers import parts_named
+
+MODEL_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,14 @@ class Checked:
         return None if self.skipped is None else f"the first micro-batch is not tried before the start: {self.skipped}"
 
 
-def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = True) -> Checked:
+def check_on_driver(
+    spec: JobSpec, *, initial: bool = True, resumed: RunFolder | None = None, run_batch: bool = True
+) -> Checked:
     """Open the data and build the model once, and run a micro-batch, to find mistakes before anything starts.
 
     Args:
-        initial: False if a checkpoint is loaded instead of `model.init_from`.
+        initial: whether weights are loaded from `model.init_from`, if the job has it.
+        resumed: a run whose checkpoint is loaded instead.
         run_batch: whether to run one micro-batch forward and backward.
 
     Raises:
@@ -92,7 +101,9 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = Tr
         key = "model.builder" if spec.model.module is None else "model.module"
         seen = "a model whose parameters are all frozen" if parameters else "a model without parameters"
         raise InputError(key, got=seen, expected="at least one parameter that requires a gradient")
-    if initial and spec.model.init_from is not None:
+    if resumed is not None:
+        check_fits(trainable.module, resumed)
+    elif initial and spec.model.init_from is not None:
         StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
@@ -118,6 +129,41 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = Tr
         sized = counted(spec, trainable, where)
         model_facts = with_trace(sized, found.traced, recomputed=bool(spec.loop.activation_checkpointing))
     return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes, found.skipped)
+
+
+def check_fits(module: nn.Module, run: RunFolder) -> None:
+    """Check that the newest checkpoint of a run has the tensors of this model, by its file's header. A checkpoint in
+    several files, on other storage or unreadable is left to the workers.
+
+    Raises:
+        InputError: names or shapes differ, as where the code of the model was changed since.
+    """
+    saved = [info for info in list_checkpoints(run) if info.complete]
+    if not saved or "://" in saved[-1].path:
+        return
+    try:
+        manifest = read_manifest(saved[-1].path)
+        if manifest["parts"].get("model") != [MODEL_FILE] or manifest.get("experts") is not None:
+            return
+        with safe_open(os.path.join(saved[-1].path, MODEL_FILE), framework="pt") as file:
+            held = {name: Shaped(torch.Size(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+    except (CheckpointError, OSError, SafetensorError):
+        return
+    held |= {alias: held[name] for alias, name in manifest["tied"].get("model", {}).items() if name in held}
+    wrong = differences(module.state_dict(), held, shapes=lambda one: {one.shape})
+    if wrong:
+        raise InputError(
+            "--resume", got=f"the checkpoint of step {saved[-1].step} of another model: {abbreviated(wrong, 5)}",
+            expected="the model that the run has trained",
+            remedy=f"restore its code, or start a new run with model.init_from={run.path}",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """What the header of a file says of a tensor."""
+
+    shape: torch.Size
 
 
 def rates_of_driver(spec: JobSpec, inventory: Inventory) -> MachineRates | None:

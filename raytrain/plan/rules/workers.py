@@ -157,7 +157,7 @@ def choose_threads(
     if others.get(host):
         basis += f" (workers {counts.get(host, 0)}, expert hosts {others[host]})"
     if isinstance(scale.threads, int):
-        if scale.threads * totals[host] > cores[host]:
+        if scale.threads > 1 and scale.threads * totals[host] > cores[host]:  # no process has less than one
             warnings.append(f"scale.threads {scale.threads} is more than {basis}")
         return Resolved(scale.threads, "scale.threads")
     if machines.on_gpu and shared > GPU_THREADS:

@@ -84,6 +84,7 @@ _REMEDIES: dict[str, Callable[[RunRecords], str]] = {
     r"out ?of ?memory": _of_memory,
     r"no space|disk full|enospc": _of_space,
     r"\bnans?\b|non-?finite|\b(not|was) finite": _of_nonfinite,
+    r"another model": lambda _: "Restore the model's code and keys, or start a new run with model.init_from.",
     r"checkpoint": lambda _: "An older checkpoint may be valid: `--resume` falls back to it automatically.",
     r"deviceplacement": lambda _: "Create tensors on the device of the batch inside forward.",
 }

@@ -10,8 +10,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
+from torch import nn
 
 from jobs.__main__ import main
+from jobs.driver.checks import check_fits
+from raytrain.checkpoint.writer import CheckpointWriter
+from raytrain.errors import InputError
+from raytrain.runs.folder import RunFolder
 
 CODE = """
 import torch
@@ -111,3 +116,29 @@ def test_a_job_without_a_mistake_passes_both(folder: Path) -> None:
     started = CliRunner().invoke(main, ["train", "job.yaml"])
     assert isinstance(started.exception, AssertionError), started.output
     shutil.rmtree("runs")
+
+
+class Tied(nn.Module):
+    """Two names of one weight."""
+
+    def __init__(self, width: int = 4, *, more: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, width), nn.Linear(width, 8, bias=False)
+        self.head.weight = self.embed.weight
+        if more:
+            self.extra = nn.Linear(width, width)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_the_start_and_one_of_this_is_not(tmp_path: Path) -> None:
+    run = RunFolder.create(str(tmp_path), "a")
+    check_fits(Tied(), run)  # nothing is saved yet
+    with CheckpointWriter(run, keep=3, asynchronous=False) as writer:
+        writer.save({"model": dict(Tied().state_dict())}, {"step": 5}, step=5)
+    check_fits(Tied(), run)
+    for other, words in ((Tied(more=True), "extra.weight is missing"), (Tied(width=6), r"has shape \(8, 4\)")):
+        with pytest.raises(InputError, match=rf"the checkpoint of step 5 of another model: .*{words}") as refused:
+            check_fits(other, run)
+        assert refused.value.remedy == f"restore its code, or start a new run with model.init_from={run.path}"
+    (folder,) = (Path(run.path) / "checkpoints").glob("step_*")
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    check_fits(Tied(more=True), run)  # that is for those who read it
