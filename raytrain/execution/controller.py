@@ -99,7 +99,7 @@ class FaultWriter(UserCallback):
     def _step(self) -> int | None:
         """The step after the last one that rank 0 has reported; None before its first, or where nobody answers."""
         try:
-            progress = ray.get(self._channel.progress.remote(), timeout=ANSWER_S)
+            progress: dict[str, Any] = ray.get(self._channel.progress.remote(), timeout=ANSWER_S)
         except ray.exceptions.RayError:
             return None
         if progress.get("max_steps") is None:  # the attempt did not reach its first step

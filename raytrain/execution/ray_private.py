@@ -114,7 +114,7 @@ def reread_environment() -> None:
 
 def worker_stderr(pid: int) -> str:
     """The end of what a worker process of this node wrote to stderr; "" where it is not found."""
-    node = find("ray._private.worker", "_global_node")
+    node: Any = find("ray._private.worker", "_global_node")
     with contextlib.suppress(AttributeError, OSError):
         for path in glob.glob(os.path.join(node.get_logs_dir_path(), f"worker-*-{pid}.err")):
             with open(path, "rb") as file:
@@ -378,7 +378,7 @@ def free_by_node(*, without: Collection[str] = ()) -> list[dict[str, float]]:
 
 def dead_daemons() -> list[str]:
     """Names of the vital daemons that died, of the cluster that this process started."""
-    node = find("ray._private.worker", "_global_node")
+    node: Any = find("ray._private.worker", "_global_node")
     dead_processes = find(node, "dead_processes")
     if node is None or dead_processes is None:
         return []

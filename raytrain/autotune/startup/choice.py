@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -13,6 +13,9 @@ from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
 from raytrain.train.state import Reporter
+
+LABEL_COLUMNS = 10
+"""Width of the labels of a run's first lines on the terminal."""
 
 Record = dict[str, Any]
 """One entry of memory_probe.json: "value", "reason", and what they follow from."""
@@ -32,12 +35,14 @@ class Calibration:
         run: whose memory_probe.json is read and written, by rank 0.
         reporter: receives an event for every choice that is measured.
         report_progress: sends a status to the driver; does nothing except on rank 0.
+        decided: names of the choices that were made in this attempt, and not before.
     """
 
     session: Session
     run: RunFolder
     reporter: Reporter
     report_progress: Callable[[dict[str, Any]], None]
+    decided: set[str] = field(default_factory=set)
 
     @cached_property
     def probe(self) -> StepProbe:
@@ -73,7 +78,15 @@ class DeferredChoice(ABC):
     def resolve(self) -> None:
         """Apply the recorded or else the measured value, where the plan leaves it open. Collective."""
         if self.applies():
-            self.apply(self.known_or_measured())
+            self.decide()
+
+    def decide(self) -> None:
+        """Apply the value; rank 0 prints a new one, a line that stays on the driver's terminal. Collective."""
+        record = self.known_or_measured()
+        self.apply(record)
+        new, self.calibration.decided = self.name in self.calibration.decided, self.calibration.decided - {self.name}
+        if new and self.session.workers.rank == 0 and (shown := self.shown(record)):
+            print(f"{shown[0]:<{LABEL_COLUMNS}}{shown[1]}: {record['reason']}", flush=True)
 
     def known_or_measured(self) -> Record:
         """The recorded result if it was measured for the same settings, else a new one, which is recorded."""
@@ -81,6 +94,7 @@ class DeferredChoice(ABC):
         known = self.calibration.recorded(self.name)
         if known is not None and self.settings_of(known) == settings:
             return known
+        self.calibration.decided.add(self.name)
         if (record := self.unmeasured()) is None:
             record = self.measure(settings)
             self.calibration.write(self.name, record, event=self.event)
@@ -96,6 +110,11 @@ class DeferredChoice(ABC):
 
     def settings_of(self, known: Record) -> Any:
         """What a recorded result was measured for."""
+        return None
+
+    def shown(self, record: Record) -> tuple[str, str] | None:
+        """(label, value) for the terminal, as in the first lines of a run; None where those do not leave it open and
+        the value is the usual one."""
         return None
 
     def unmeasured(self) -> Record | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cluster.wording import counted
 from raytrain.autotune.probe.layers import MOST_LAYERS, LayerProbe
 from raytrain.autotune.search.layers import LayerChange
 from raytrain.autotune.startup.choice import Calibration, DeferredChoice, Record, record_of
@@ -43,6 +44,11 @@ class LayersChoice(DeferredChoice):
     def settings_of(self, known: Record) -> str:
         """The half precision that was measured."""
         return known["trials"]["precision"]
+
+    def shown(self, record: Record) -> tuple[str, str] | None:
+        """How many layers stay in fp32, if any does."""
+        layers = counted(len(record["value"]), "layer")
+        return ("precision", f"{layers} in fp32 where others are in {self._half}") if record["value"] else None
 
     def measure(self, settings: str) -> Record:
         """See `measure_layers`."""

@@ -58,6 +58,10 @@ class MicroBatchChoice(DeferredChoice):
         """The same when it was measured."""
         return known["settings"]
 
+    def shown(self, record: Record) -> tuple[str, str]:
+        """The rows of a micro-batch."""
+        return "batch", f"micro-batches of {record['value']}"
+
     def unmeasured(self) -> Record | None:
         """A worker's share, for a tiny model."""
         job = self.session.job

@@ -38,7 +38,7 @@ class PrecisionChoice(DeferredChoice):
         if given := self._given():
             self._prepare(given)
         elif isinstance(planned, Deferred):
-            self.apply(self.known_or_measured())
+            self.decide()
         else:
             self._prepare(planned.value)
 
@@ -58,6 +58,10 @@ class PrecisionChoice(DeferredChoice):
             self.session.use_precision(record["value"])
         else:
             self._prepare(record["value"])
+
+    def shown(self, record: Record) -> tuple[str, str]:
+        """The precision."""
+        return "precision", record["value"]
 
     def measure(self, settings: Any) -> Record:
         """Prepare the session in fp32, and measure with as many rows as fit. If none does, the answer is the first

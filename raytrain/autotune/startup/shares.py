@@ -36,6 +36,10 @@ class SharesChoice(DeferredChoice):
         """The same when it was measured."""
         return known["trials"]["of"]
 
+    def shown(self, record: Record) -> tuple[str, str] | None:
+        """That the shares are unequal, if they are."""
+        return None if record["value"] == "equal" else ("shares", "unequal")
+
     def measure(self, settings: dict[str, Any]) -> Record:
         """See `measure_shares`."""
         kinds = len({place.partition(" ")[2] for place in settings["places"]})
