@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from cluster.checks.ray_job import is_submitted
+from jobs.driver.screen.plan_table import ResumedFrom
 from jobs.job.job_file import read_job
 from jobs.job.spec import LoadedSpec, changed_keys, check_objects, load_spec, may_change_on_resume
 from raytrain.config.decode import apply_overrides, encode, load_yaml
 from raytrain.errors import CheckpointError, InputError
-from raytrain.plan.choice import Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
+from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder, find_unfinished, run_to_name
 from raytrain.runs.storage import open_store
 
@@ -40,6 +42,32 @@ class Resumed:
         if not self.run.exists(self.run.plan):
             return None
         return Plan.from_json(self.run.read_json(self.run.plan)).hosts.value_or(None)
+
+    def taken_over(self, plan: Plan, *, attempt: int) -> ResumedFrom:
+        """Where the run continues, and what earlier attempts have measured of the choices that the plan leaves open.
+
+        Args:
+            attempt: number of the attempt that starts.
+        """
+        from raytrain.checkpoint.reader import list_checkpoints  # imports torch, as the command has by now
+
+        run, measured = self.run, dict[str, Any]()
+        step = max((info.step for info in list_checkpoints(run) if info.complete), default=None)
+        known = run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
+        rows = [row for row in run.read_rows(run.events) if row["kind"] == "attempt" and row.get("precision")]
+        if isinstance(plan.precision, Deferred):
+            saved = rows[-1]["precision"] if rows and step is not None else None  # that of the checkpoint
+            value = fallen_precision(run) or saved or known.get("precision", {}).get("value")
+            measured |= {} if value is None else {"precision": value}
+        micro = known.get("micro_batch", {})
+        settings, now = (
+            micro.get("settings", {}),
+            {"global_batch_size": plan.global_batch_size, "workers": plan.workers},
+        )
+        same = all(settings.get(name) == choice.value_or(None) for name, choice in now.items())
+        if isinstance(plan.micro_batch_size, Deferred) and micro and same:
+            measured["micro_batch"] = micro["value"]
+        return ResumedFrom(step, attempt, measured)
 
     def checked_against(self, plan: Plan) -> RunFolder:
         """Check that this plan can load the newest checkpoint, and return the run.

@@ -89,7 +89,8 @@ def open_run(
     warned = [check.text for check in checks if check.status == "warn"]
     if verbose:
         print_plan(replace(plan, warnings=[]), console)
-    print_start(plan, console, warnings=[*plan.warnings, *warned], every=verbose)
+    before = None if resumed is None else resumed.taken_over(plan, attempt=attempt)
+    print_start(plan, console, warnings=[*plan.warnings, *warned], every=verbose, resumed=before)
     if resumed is not None and run.exists(run.result):
         run.store.delete("result.json")
     return OpenRun(run, plan, attempt, claimed=attempt)

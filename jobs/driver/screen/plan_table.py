@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.wording import counted
@@ -87,15 +88,42 @@ def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
 
 
-def print_start(plan: Plan, console: Console, *, warnings: Sequence[str], every: bool = False) -> None:
-    """Print what a training is about to do, in at most six lines and `WARNINGS` warnings.
+@dataclass(frozen=True)
+class ResumedFrom:
+    """What a resumed run takes over.
+
+    Attributes:
+        step: of the newest complete checkpoint; None: there is none yet.
+        attempt: number of the command's first attempt.
+        measured: choice -> the value that an earlier attempt measured, of those that hold for this plan.
+    """
+
+    step: int | None
+    attempt: int
+    measured: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Where the run continues: `from step 276 (checkpoints/step_00000276), attempt 2`."""
+        if self.step is None:
+            return f"from step 0, as there is no checkpoint yet; attempt {self.attempt}"
+        return f"from step {self.step:,} (checkpoints/step_{self.step:08d}), attempt {self.attempt}"
+
+
+def print_start(
+    plan: Plan, console: Console, *, warnings: Sequence[str], every: bool = False, resumed: ResumedFrom | None = None
+) -> None:
+    """Print what a training is about to do, in at most six lines, one more if it resumes, and `WARNINGS` warnings.
 
     Args:
         warnings: of the plan and of the checks.
         every: print them all.
+        resumed: what it takes over; None: a new run.
     """
-    for name, text in _start_rows(plan):
+    for name, text in _start_rows(plan, {} if resumed is None else resumed.measured):
         console.print(f"{name:<10}{text}", markup=False, highlight=False, soft_wrap=not console.is_terminal)
+    if resumed is not None:
+        console.print(f"{'resuming':<10}{resumed.text}", markup=False, highlight=False, soft_wrap=True)
     shown = len(warnings) if every or len(warnings) <= WARNINGS else WARNINGS - 1
     for warning in warnings[:shown]:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
@@ -170,7 +198,12 @@ def _print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
     console.print(table, markup=False, highlight=False)
 
 
-def _start_rows(plan: Plan) -> list[tuple[str, str]]:
+def _start_rows(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The first lines.
+
+    Args:
+        measured: as in `ResumedFrom`.
+    """
     value = {name: text for name, text, _ in plan.rows()}
     workers, threads = plan.value("workers", 0), value.get("threads")
     source = f"{plan.inventory['source']}: " if plan.inventory["source"].startswith("Ray ") else ""
@@ -187,9 +220,16 @@ def _start_rows(plan: Plan) -> list[tuple[str, str]]:
         each = f" of {facts.tokens_per_row:,} tokens" if facts.tokens_per_row else ""
         data += [f"{facts.train_rows:,} rows{each}", f"{facts.eval_rows:,} held out", size_text(facts.total_bytes)]
         data.append(value["storage"])
-    batch = [_of(value["global_batch_size"], "row"), f"micro-batches of {value['micro_batch_size']}"]
+    micro = f"{measured['micro_batch']}, as before" if "micro_batch" in measured else value["micro_batch_size"]
+    batch = [_of(value["global_batch_size"], "row"), f"micro-batches of {micro}"]
     batch.append(f"{_of(value['max_steps'], 'step')}, {value['steps_per_epoch']} per epoch")
-    found = {"machine": machine, "model": model, "data": data, "batch": batch, "precision": [_precision(plan)]}
+    found = {
+        "machine": machine,
+        "model": model,
+        "data": data,
+        "batch": batch,
+        "precision": [_precision(plan, measured)],
+    }
     return [*((name, ", ".join(parts)) for name, parts in found.items()), ("run", str(plan.value("files", "")))]
 
 
@@ -214,7 +254,9 @@ def _model_name(plan: Plan) -> str:
     return str(model.get("builder") or "the module given from Python").rpartition(":")[2]
 
 
-def _precision(plan: Plan) -> str:
+def _precision(plan: Plan, measured: Mapping[str, Any]) -> str:
+    if "precision" in measured:
+        return f"{measured['precision']}, as before"
     rows = {name: (value, reason) for name, value, reason in plan.rows()}
     value, reason = rows["precision"]
     return f"{value}, measured at the start" if " or " in value else f"{value} ({reason})"

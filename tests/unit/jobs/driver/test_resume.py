@@ -12,9 +12,10 @@ from typing import Any, cast
 import pytest
 
 from jobs.driver.resume import Resumed, changed_values, open_resumed
+from jobs.driver.screen.plan_table import ResumedFrom
 from jobs.job.spec import load_spec
 from raytrain.errors import InputError
-from raytrain.plan.choice import Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
@@ -110,6 +111,41 @@ def test_experts_are_stored_inside_the_model_or_separately(
     with pytest.raises(InputError, match="step 10") as caught:
         resumed.checked_against(plan)
     assert (caught.value.key, caught.value.expected) == ("experts.hosts", expected) and "asked" in caught.value.got
+
+
+def open_plan(**choices: Any) -> Plan:
+    """A plan that leaves precision and micro-batch to a measurement, unless `choices` decide them."""
+    found = {
+        "precision": Deferred("measured", ("bf16", "fp32")), "micro_batch_size": Deferred("measured", (1, 48)),
+        "global_batch_size": Resolved(48, "set"), "workers": Resolved(2, "set"),
+    }  # fmt: skip
+    return cast(Plan, SimpleNamespace(**found | choices))
+
+
+def test_a_resumed_run_knows_where_it_continues_and_what_was_measured(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    resumed = open_resumed(run.path, None, [])
+    assert resumed is not None
+    nothing = resumed.taken_over(open_plan(), attempt=2)
+    assert nothing == ResumedFrom(None, 2, {})
+    assert nothing.text == "from step 0, as there is no checkpoint yet; attempt 2"
+    settings = {"global_batch_size": 48, "workers": 2}
+    run.write_json(
+        run.memory_probe, {"precision": {"value": "fp32"}, "micro_batch": {"value": 6, "settings": settings}}
+    )
+    assert resumed.taken_over(open_plan(), attempt=2).measured == {"precision": "fp32", "micro_batch": 6}
+    assert resumed.taken_over(open_plan(workers=Resolved(1, "set")), attempt=2).measured == {"precision": "fp32"}
+    given = open_plan(precision=Resolved("fp32", "set"), micro_batch_size=Resolved(3, "set"))
+    assert resumed.taken_over(given, attempt=2).measured == {}, "the plan itself says them"
+    for step, complete in ((276, True), (286, False)):
+        run.write_text(f"checkpoints/step_{step:08d}/manifest.json", "{}")
+        run.write_text(f"checkpoints/step_{step:08d}/COMPLETE", "") if complete else None
+    run.append_event(event("attempt", attempt=1, precision="bf16"))
+    found = resumed.taken_over(open_plan(), attempt=3)
+    assert (found.step, found.measured["precision"]) == (276, "bf16"), "the checkpoint's precision stays"
+    assert found.text == "from step 276 (checkpoints/step_00000276), attempt 3"
+    run.append_event(event("decision", what="rollback", precision="fp32"))
+    assert resumed.taken_over(open_plan(), attempt=3).measured["precision"] == "fp32"
 
 
 def test_the_same_rule_holds_for_a_job_file(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from cluster.devices.inventory import Device, Inventory, Node
 from jobs.driver.plan import plan_job
-from jobs.driver.screen.plan_table import GROUPS, print_plan, print_start
+from jobs.driver.screen.plan_table import GROUPS, ResumedFrom, print_plan, print_start
 from jobs.job.spec import load_spec
+from raytrain.plan.choice import Deferred
 from raytrain.plan.plan import Plan
 
 MACHINE = Inventory((Node("box", 4, 8 << 30),), source="a test", cpu_model="c", cpu_flags={})
@@ -77,6 +78,18 @@ def test_a_training_begins_with_at_most_eight_lines_of_80_columns() -> None:
     many = printed(print_start, plan, warnings=["one", "two", "three"])
     assert many[6:] == ["warning: one", "warning: and 2 more (-v, or the report)"]
     assert len(printed(print_start, plan, warnings=["one", "two", "three"], every=True)) == 9
+
+
+def test_a_resumed_training_says_from_where_and_what_it_takes_over() -> None:
+    open_ = {"precision": Deferred("measured", ("bf16", "fp32")), "micro_batch_size": Deferred("measured", (1, 48))}
+    plan = replace(recipe(), warnings=[], **open_)
+    before = ResumedFrom(276, 2, {"precision": "fp32", "micro_batch": 16})
+    lines = printed(print_start, plan, terminal=True, warnings=[], resumed=before)
+    assert "precision fp32, as before" in lines
+    assert any("micro-batches of 16, as before" in line for line in lines)
+    assert lines[-1] == "resuming  from step 276 (checkpoints/step_00000276), attempt 2"
+    new = printed(print_start, plan, terminal=True, warnings=[])
+    assert "precision bf16 or fp32, measured at the start" in new and not any("before" in line for line in new)
 
 
 def test_machines_are_counted_by_kind() -> None:
