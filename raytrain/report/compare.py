@@ -3,11 +3,16 @@ did, relative to the first."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
+from urllib.parse import quote
 
-from raytrain.report.figures import plain_number, seconds, size, summarise
+from cluster.wording import counted
+from raytrain.report.figures import loss_text, measured, rate_text, seconds, size, summarise
 from raytrain.report.page.charts import Curve, chart, smoothed
 from raytrain.report.page.page import TONES
 from raytrain.report.page.style import esc, page
@@ -16,22 +21,38 @@ from raytrain.report.records import RunRecords, read_records, series
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
-_COMPARED = (
-    "status", "mode", "devices", "strategy", "precision", "effective_batch", "micro_batch", "accumulation",
-    "parameters", "experts_last", "steps", "epochs", "wall_s", "compute_s", "data_s", "communication_s",
-    "step_ms_p50", "step_ms_p95", "samples_per_s_median", "samples_per_s_run",
-    "tokens_per_s_median", "tokens_per_s_run", "peak_memory_bytes", "final_loss",
-    "best_eval_loss", "best_eval_step", "perplexity", "accuracy",
+_RESULTS = (
+    "status", "final_loss", "best_eval_loss", "best_eval_step", "perplexity", "accuracy", "steps", "epochs", "wall_s",
+    "tokens_per_s_median", "samples_per_s_median", "step_ms_p50", "step_ms_p95", "peak_memory_bytes",
 )  # fmt: skip
+"""What the runs achieved: shown first, also where it is the same."""
+_REST = (
+    "tokens_per_s_run", "samples_per_s_run", "compute_s", "data_s", "communication_s", "mode", "devices", "strategy",
+    "precision", "effective_batch", "micro_batch", "accumulation", "parameters", "experts_last",
+)  # fmt: skip
+"""Folded where it is the same in all runs."""
 _LESS_IS_BETTER = (
     "wall_s", "step_ms_p50", "step_ms_p95", "peak_memory_bytes", "final_loss", "best_eval_loss", "perplexity"
 )  # fmt: skip
-_MORE_IS_BETTER = ("samples_per_s_median", "samples_per_s_run", "tokens_per_s_median", "tokens_per_s_run", "accuracy")
+_MORE_IS_BETTER = ("samples_per_s_median", "tokens_per_s_median", "accuracy")
+_OF_EQUAL_STEPS = ("wall_s",)
+"""Better or worse only than a run of as many steps."""
+_CHOICES = {
+    "device": "", "workers": "scale.workers", "strategy": "scale.strategy", "precision": "precision.dtype",
+    "micro_batch_size": "loop.micro_batch_size", "accumulation": "loop.micro_batch_size", "storage": "data.storage",
+    "loader_workers": "data.loader_workers", "threads": "scale.threads", "overlap": "scale.overlap",
+    "hosts": "experts.hosts", "optimizer_impl": "optim.fused",
+}  # fmt: skip
+"""Decision of the plan -> the key that sets it; runs of one job can differ in what `auto` chose."""
 _ABOUT_EQUAL = 0.01
 """A smaller relative difference is not marked."""
 _OF_A_REPEAT = ("name", "seed", "save.dir")
 """Keys in which repeats of a run may differ."""
+_FOUND = "tune.found"
+"""What a search wrote down about its measurements; no setting."""
 _FOLDER, _LONGEST = "comparisons", 120
+_HEAD_KEYS, _HEAD_LENGTH = 2, 32
+"""Most differing keys, and characters of their values, that name a run in the heads of the columns."""
 
 
 def compare(runs: Sequence[RunFolder]) -> str:
@@ -45,34 +66,60 @@ def compare(runs: Sequence[RunFolder]) -> str:
     name = f"{first}-{others}"[:_LONGEST]
     store = open_store(join(beside, _FOLDER))
     store.make_dir("")
-    store.write_bytes(f"{name}.html", compare_page(records).encode("utf-8", "replace"))
+    links = [_link(run.path, beside) for run in runs]
+    store.write_bytes(f"{name}.html", compare_page(records, links).encode("utf-8", "replace"))
     return join(beside, f"{_FOLDER}/{name}.html")
 
 
-def compare_page(runs: Sequence[RunRecords]) -> str:
-    """Several runs on one page; figures that no run has are left out."""
+def _link(path: str, beside: str) -> str:
+    """The report of a run as seen from the folder of comparisons; "" where it is not in the same folder of runs."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    return f"../{quote(name)}/report/report.html" if parent == beside else ""
+
+
+def compare_page(runs: Sequence[RunRecords], links: Sequence[str] = ()) -> str:
+    """Several runs on one page; figures that no run has are left out. `links` are the addresses of their reports."""
     names = _distinct([records.name for records in runs])
+    heads = _heads(runs) or names
     summaries = [summarise(records) for records in runs]
-    warnings = not_comparable(runs, names)
     notes = "".join(
         f'<article class="card finding warning"><span class="badge">warning</span><b>{esc(title)}</b>'
         f"<p>{esc(text)}</p></article>"
-        for title, text in warnings
+        for title, text in not_comparable(runs, names)
+    )
+    linked = [_titled(name, link) for name, link in zip_longest(names, links[: len(names)], fillvalue="")]
+    meta = "".join(
+        f"<span>{'' if heads is names else f'{esc(head)}: '}{link}</span>"
+        for head, link in zip(heads, linked, strict=True)
     )
     body = (
-        f'<header><p class="brand">raytrain report</p><h1>{len(runs)} runs compared</h1></header>'
+        f'<header><p class="brand">raytrain report</p><h1>{len(runs)} runs compared</h1>'
+        f'<p class="meta">{meta}</p></header>'
         + (f'<section><div class="findings tiles-gap">{notes}</div></section>' if notes else "")
-        + f"<section><h2>What differs in their jobs</h2>{_differences(runs, names)}</section>"
-        + f'<section><h2>Loss</h2><div class="charts">{_charts(runs, names)}</div></section>'
-        + f"<section><h2>Key figures</h2>{_figures(summaries, names)}</section>"
+        + f"<section><h2>What differs in their jobs</h2>{_differences(runs, heads)}</section>"
+        + f"<section><h2>Key figures</h2>{_figures(summaries, heads)}</section>"
+        + f'<section><h2>Loss</h2><div class="charts">{_charts(runs, heads)}</div></section>'
         + _repeats(runs, summaries)
     )
     return page("Runs compared - raytrain", body)
 
 
+def _titled(name: str, link: str) -> str:
+    return f'<a href="{esc(link)}">{esc(name)}</a>' if link else esc(name)
+
+
+def _heads(runs: Sequence[RunRecords]) -> list[str]:
+    """Names of the runs by what differs in their jobs, such as `lr 0.003`; [] where that is much or not distinct."""
+    keys = [key for key in differing_keys(runs) if key not in ("name", "save.dir")]
+    if not 1 <= len(keys) <= _HEAD_KEYS:
+        return []
+    heads = [", ".join(f"{key.rpartition('.')[2]} {shown(run.configured(key))}" for key in keys) for run in runs]
+    return heads if len(set(heads)) == len(heads) and max(map(len, heads)) <= _HEAD_LENGTH else []
+
+
 def differing_keys(runs: Sequence[RunRecords]) -> list[str]:
     """The keys of the jobs whose values are not the same in all runs, in the order of the first that has them."""
-    keys = dict.fromkeys(line.key for records in runs for line in records.config)
+    keys = dict.fromkeys(line.key for records in runs for line in records.config if not line.key.startswith(_FOUND))
     return [key for key in keys if len({repr(records.configured(key)) for records in runs}) > 1]
 
 
@@ -95,40 +142,81 @@ def not_comparable(runs: Sequence[RunRecords], names: Sequence[str]) -> list[tup
     return found
 
 
-def _differences(runs: Sequence[RunRecords], names: Sequence[str]) -> str:
-    rows = [
-        [f"<code>{esc(key)}</code>", *(shown(records.configured(key)) for records in runs)]
-        for key in differing_keys(runs)
-        if key != "name"
-    ]
+def _differences(runs: Sequence[RunRecords], heads: Sequence[str]) -> str:
+    """The keys in which their jobs differ, and what was chosen differently for them."""
+    keys = [key for key in differing_keys(runs) if key not in ("name", "save.dir")]
+    rows = [[f"<code>{esc(key)}</code>", *(shown(records.configured(key)) for records in runs)] for key in keys]
+    for name, key in _CHOICES.items():
+        values = [shown(records.planned(name), name) for records in runs]
+        if key not in keys and len(set(values)) > 1 and all(records.plan for records in runs):
+            chosen = f'{esc(name.replace("_", " "))} <span class="badge info">chosen</span>'
+            rows.append([chosen, *values])
     if not rows:
         return '<p class="note">Nothing: all keys have the same values.</p>'
-    return f'<div class="card">{table([("Key", "k"), *((name, "v") for name in names)], rows)}</div>'
+    columns = [("Key", "k"), *((head, "v") for head in heads)]
+    return f'<div class="card">{table(columns, rows, heads=True)}</div>'
 
 
-def _charts(runs: Sequence[RunRecords], names: Sequence[str]) -> str:
+def _charts(runs: Sequence[RunRecords], heads: Sequence[str]) -> str:
     train, evals = [], []
-    for index, (name, records) in enumerate(zip(names, runs, strict=True)):
+    for index, (name, records) in enumerate(zip(heads, runs, strict=True)):
         colour, points = f"c{index % 8 + 1}", series(records.train, "loss")
         train.append(Curve(name, smoothed(points) if len(points) > 30 else points, colour))
         evals.append(Curve(name, series(records.evals, "loss"), colour, "dots"))
-    return chart("Training loss", train, wide=True) + chart("Eval loss", evals, wide=True)
+    return "".join(
+        chart(title, curves, wide=True, write=loss_text, note=note)
+        for title, (curves, note) in (("Training loss", _apart(train)), ("Eval loss", _apart(evals)))
+    )
 
 
-def _figures(summaries: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+def _apart(curves: Sequence[Curve]) -> tuple[list[Curve], str]:
+    """The curves, those that would hide an earlier one dashed, and a sentence that says so."""
+    drawn, equal = [], []
+    for index, curve in enumerate(curves):
+        same = next((other for other in curves[:index] if _covers(curve, other)), None)
+        drawn.append(curve if same is None else replace(curve, style="dashed"))
+        equal += [f"{curve.label}: the same losses as {same.label}, dashed."] if same is not None else []
+    return drawn, " ".join(equal)
+
+
+def _covers(curve: Curve, other: Curve) -> bool:
+    """Whether the curves are the same wherever both have points."""
+    known = dict(other.points)
+    common = [(known[x], y) for x, y in curve.points if x in known]
+    return bool(common) and all(math.isclose(one, y, rel_tol=1e-6) for one, y in common)
+
+
+def _figures(summaries: Sequence[dict[str, Any]], heads: Sequence[str]) -> str:
+    """What the runs achieved, then what else differs; what is the same in all of them is folded."""
+    if any(summary.get("tokens_per_s_median") for summary in summaries):
+        summaries = [{key: row[key] for key in row if not key.startswith("samples_per_s")} for row in summaries]
+    known = [key for key in (*_RESULTS, *_REST) if any(summary.get(key) is not None for summary in summaries)]
+    cells = {key: [_cell(key, summary) for summary in summaries] for key in known}
+    folded = [key for key in known if key in _REST and len(set(cells[key])) == 1]
     rows = [
-        [esc(label(key)), *(_cell(key, summary) + _relative(key, summary, summaries[0]) for summary in summaries)]
-        for key in _COMPARED
-        if any(summary.get(key) is not None for summary in summaries)
+        [
+            esc(label(key)),
+            *(cell + _relative(key, row, summaries[0]) for cell, row in zip(cells[key], summaries, strict=True)),
+        ]
+        for key in known
+        if key not in folded
     ]
-    note = '<p class="note">Percentages are relative to the first run; green is better.</p>'
-    return f'<div class="card">{table([("Figure", "k"), *((name, "v") for name in names)], rows)}</div>{note}'
+    note = "Percentages are relative to the first run; green is better."
+    columns = [("Figure", "k"), *((head, "v") for head in heads)]
+    body = f'<div class="card">{table(columns, rows, heads=True)}</div><p class="note">{note}</p>'
+    if not folded:
+        return body
+    same = table([("Figure", "k"), ("All runs", "v")], [[esc(label(key)), cells[key][0]] for key in folded])
+    summary = f"<summary>{counted(len(folded), 'figure is', 'figures are')} the same in all runs</summary>"
+    return f'{body}<details>{summary}<div class="card">{same}</div></details>'
 
 
 def _relative(key: str, summary: dict[str, Any], first: dict[str, Any]) -> str:
     """How much better or worse than the first run, as a coloured badge."""
     value, base = summary.get(key), first.get(key)
     if summary is first or key not in (*_LESS_IS_BETTER, *_MORE_IS_BETTER):
+        return ""
+    if key in _OF_EQUAL_STEPS and summary.get("steps") != first.get("steps"):
         return ""
     if not isinstance(value, int | float) or not isinstance(base, int | float) or not base:
         return ""
@@ -160,9 +248,9 @@ def _repeats(runs: Sequence[RunRecords], summaries: Sequence[dict[str, Any]]) ->
             low, middle, high = (_cell(key, {key: value}) for value in ends)
             cells.append(f'{middle} <span class="soft">[{low}, {high}]</span>')
         rows.append(cells)
-    columns = [("Runs", ""), ("best eval loss", "v"), ("final loss", "v"), ("step p50", "v")]
+    columns = [("Runs", "k"), ("best eval loss", "v"), ("final loss", "v"), ("step time (p50)", "v")]
     note = '<p class="note">The median, and in brackets the smallest and the largest.</p>'
-    return f'<section><h2>Repeats</h2><div class="card">{table(columns, rows)}</div>{note}</section>'
+    return f'<section><h2>Repeats</h2><div class="card">{table(columns, rows, heads=True)}</div>{note}</section>'
 
 
 def _cell(key: str, summary: dict[str, Any]) -> str:
@@ -174,10 +262,14 @@ def _cell(key: str, summary: dict[str, Any]) -> str:
     if not isinstance(value, int | float):
         return shown(value)
     if "_per_s" in key:
-        return esc(plain_number(value))
+        return esc(rate_text(value))
+    if key.endswith("_loss"):
+        return esc(loss_text(value))
+    if key == "accuracy":
+        return f"{value:.2%}"
     if key.endswith("_s") or "_ms_" in key:
         return esc(seconds(value / 1000 if "_ms_" in key else value))
-    return esc(size(value) if key.endswith("_bytes") else plain_number(value))
+    return esc(size(value) if key.endswith("_bytes") else measured(value))
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

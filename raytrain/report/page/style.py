@@ -182,6 +182,8 @@ tr:last-child td{border-bottom:0}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 td.v{font-weight:600;font-variant-numeric:tabular-nums}
 td.k,th.k,th.v{white-space:nowrap;overflow-wrap:normal}
+.compared th.v{white-space:normal;overflow-wrap:anywhere;vertical-align:bottom}
+.compared td.v,.compared th.v{min-width:104px}
 .soft{color:var(--soft)}
 td.soft{font-size:13.5px}
 .bar{
@@ -228,6 +230,14 @@ footer p+p{margin-top:4px}
   .stack tr:last-child{border:0}
   .stack td{display:inline;border:0;padding:0 8px 0 0}
   .stack td.soft{display:block}
+  .compared,.compared tbody{display:block}
+  .compared thead{display:none}
+  .compared tr{display:block;padding:8px 0;border-bottom:1px solid var(--line)}
+  .compared tr:last-child{border:0}
+  .compared td{display:flex;gap:16px;justify-content:space-between;border:0;padding:1px 0}
+  .compared td.k{color:var(--soft);white-space:normal}
+  .compared td.v::before{content:attr(data-head);font-weight:400;font-size:13px;overflow-wrap:anywhere}
+  .compared td.v>span{text-align:right}
   .events li{grid-template-columns:minmax(0,1fr);gap:0}
   .events time{text-align:left}
   .pairs{grid-template-columns:minmax(0,1fr);gap:0}

@@ -31,20 +31,29 @@ BYTES = ("memory", "host_memory", "checkpoint_bytes")
 """Decisions of the plan that are bytes."""
 
 
-def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, stack: bool = False) -> str:
+def table(
+    columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, stack: bool = False, heads: bool = False
+) -> str:
     """A table; its cells are HTML.
 
     Args:
         columns: (title, class) of each column; class "n" aligns numbers to the right.
         stack: show each row as a block on small screens, for tables with sentences.
+        heads: as `stack`, with the title of its column before each value, for columns that are compared.
     """
     head = "".join(f'<th scope="col" class="{kind}">{esc(title)}</th>' for title, kind in columns)
     body = "".join(
-        "<tr>" + "".join(f'<td class="{c[1]}">{cell}</td>' for c, cell in zip(columns, row, strict=True)) + "</tr>"
+        f"<tr>{''.join(_data(column, cell, heads=heads) for column, cell in zip(columns, row, strict=True))}</tr>"
         for row in rows
     )
-    kind = ' class="stack"' if stack else ""
+    kind = ' class="compared"' if heads else ' class="stack"' if stack else ""
     return f"<div class=scroll><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _data(column: tuple[str, str], cell: str, *, heads: bool) -> str:
+    title, kind = column
+    named = f' data-head="{esc(title)}"' if heads and kind == "v" else ""
+    return f'<td class="{kind}"{named}>{f"<span>{cell}</span>" if named else cell}</td>'
 
 
 def shown(value: Any, name: str = "") -> str:
@@ -65,10 +74,19 @@ def shown(value: Any, name: str = "") -> str:
 
 def label(key: str) -> str:
     """The title of a column; its unit is shown with the values."""
+    if key in _LABELS:
+        return _LABELS[key]
     rate, per_s, part = key.partition("_per_s")
     if per_s:
         return rate + " per second" + {"_median": " (median)", "_run": " (whole run)"}.get(part, "")
     return re.sub(r"_(s|bytes)$", "", key).replace("_ms_", " ").replace("_", " ")
+
+
+_LABELS = {
+    "wall_s": "wall time", "step_ms_p50": "step time (p50)", "step_ms_p95": "step time (p95)",
+    "experts_last": "experts", "compute_s": "time: compute",
+    "data_s": "time: data", "communication_s": "time: communication",
+}  # fmt: skip
 
 
 def sample(records: RunRecords) -> str:

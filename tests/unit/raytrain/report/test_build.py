@@ -126,7 +126,7 @@ def assert_self_contained(page: Page, html: str) -> None:
     for key, value in page.attributes:
         assert not key.startswith("on")
         assert key not in ("src", "srcset", "action") or value.startswith("data:")
-        assert key != "href" or value.startswith("#")
+        assert key != "href" or value.startswith(("#", "../"))
     style = html[html.index("<style>") : html.index("</style>")]
     assert "url(" not in style and "@import" not in style
     assert "default-src 'none'" in html
@@ -314,16 +314,45 @@ def test_report_of_several_runs_compares_them(tmp_path: Path, capsys: pytest.Cap
     html = (tmp_path / "comparisons/a-b.html").read_text()
     page = Page(html)
     assert_self_contained(page, html)
-    assert "What differs in their jobs Key a b optim.lr 0.001 0.004 Loss" in page.text, page.text[:400]
-    assert "best eval loss 2.5 1.25 -50%" in page.text and "step p50 240 ms 480 ms +100%" in page.text.replace(
-        "0.24 s", "240 ms"
-    ).replace("0.48 s", "480 ms")
+    assert (
+        "lr 0.001: a lr 0.004: b What differs in their jobs Key lr 0.001 lr 0.004 optim.lr 0.001 0.004 Key figures"
+        in (page.text)
+    ), page.text[:400]
+    assert (
+        '<a href="../a/report/report.html">a</a>' in html and '<td class="v" data-head="lr 0.004"><span>0.004' in html
+    )
+    assert "best eval loss 2.5000 1.2500 -50%" in page.text and "step time (p50) 0.24 s 0.48 s +100%" in page.text
     assert '<span class="badge good">-50%</span>' in html and '<span class="badge error">+100%</span>' in html
-    assert "wall 9.0 s 9.0 s" in page.text and "tokens per second (median) 6,400 6,400" in page.text
+    assert "wall time 9.0 s 9.0 s" in page.text and "tokens per second (median) 6,400 6,400" in page.text
     assert "not comparable" not in page.text and "Repeats" not in page.text
     assert capsys.readouterr().out.split() == [
         f"{paths[0]}/report/report.html", f"{paths[1]}/report/report.html", f"{tmp_path}/comparisons/a-b.html"
     ]  # fmt: skip
+
+
+def test_what_auto_chose_differently_is_among_the_differences_and_a_longer_run_is_not_worse(tmp_path: Path):
+    other = files()
+    other["memory_probe.json"]["precision"]["value"] = "fp32"
+    other["plan.json"]["config"]["tune"] = {"found": {"signature": "0bfb"}}
+    other["result.json"] |= {"steps": 40, "wall_s": 90.0}
+    runs = [read_records(write(tmp_path / name, contents)) for name, contents in (("a", files()), ("b", other))]
+    text = Page(compare_page(runs)).text
+    assert "What differs in their jobs Key a b precision chosen bf16 fp32 Key figures" in text, text[:300]
+    assert "wall time 9.0 s 1 min 30 s tokens per second (median)" in text, text
+    results, folded = text.split("figures are the same in all runs")
+    assert "final loss 2.0000 2.0000" in results and "strategy" not in results and "strategy" in folded
+    assert "0bfb" not in text
+
+
+def test_curves_that_are_the_same_are_both_to_be_seen(tmp_path: Path):
+    runs = [read_records(write(tmp_path / name, files())) for name in ("a", "b")]
+    html = compare_page(runs)
+    assert "Nothing: all keys have the same values." in html
+    assert "b: the same losses as a, dashed." in html and 'class="dashed c2"' in html and 'class="line c1"' in html
+    for row in (contents := files())["metrics.jsonl"]:
+        row["loss"] += 0.1
+    other = read_records(write(tmp_path / "c", contents))
+    assert "the same losses" not in compare_page([runs[0], other])
 
 
 def test_runs_of_other_vocabularies_or_splits_are_said_not_to_be_comparable(tmp_path: Path):
@@ -354,7 +383,8 @@ def test_repeats_with_other_seeds_are_shown_with_their_range(tmp_path: Path):
             row["loss"] *= factor
         runs.append(read_records(write(tmp_path / f"s{seed}", contents)))
     text = Page(compare_page(runs)).text
-    assert "Repeats Runs best eval loss final loss step p50 s1, s2, s3 2.5 [2.5, 2.5] 2 [1.8, 2.4]" in text, text
+    told = "best eval loss final loss step time (p50) s1, s2, s3 2.5000 [2.5000, 2.5000] 2.0000 [1.8000, 2.4000]"
+    assert f"Repeats Runs {told}" in text, text
 
 
 def test_the_loss_is_drawn_over_steps_time_and_tokens_and_in_log_scale(tmp_path: Path):

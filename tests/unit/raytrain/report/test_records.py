@@ -159,6 +159,7 @@ def test_flat_and_single_point_curves_are_drawn(points: list[tuple[float, float]
 )  # fmt: skip
 def test_labels_of_an_axis_have_as_many_decimals(texts: list[str], shown: list[str]):
     assert aligned(texts) == shown
+    assert ">0.60</span>" in chart("Accuracy", [Curve("eval", [(1, 0.55), (2, 0.62)])])
 
 
 def test_outliers_do_not_flatten_a_curve():
