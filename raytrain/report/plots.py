@@ -33,7 +33,8 @@ def figure(spec: Mapping[str, Any]) -> Figure:
     FigureCanvasAgg(drawn)
     drawn.suptitle(spec["title"], x=0.008, ha="left", fontsize=14, fontweight="bold", color=_INK, parse_math=False)
     for axes, panel in zip(drawn.subplots(1, len(spec["panels"]), squeeze=False)[0], spec["panels"], strict=True):
-        axes.set_title(panel["title"], loc="left", fontsize=13, color=_INK, pad=10)
+        note = f" ({panel['note']})" if panel.get("note") else ""
+        axes.set_title(f"{panel['title']}{note}", loc="left", fontsize=13, color=_INK, pad=10)
         axes.set_xlabel(panel["x_label"], fontsize=11.5, color=_SOFT)
         axes.set_ylabel(panel["y_label"], fontsize=11.5, color=_SOFT)
         axes.tick_params(colors=_SOFT, labelsize=11, length=0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raytrain.report.figures import plain_number, seconds, size
+from raytrain.report.figures import loss_text, measured, rate_text, seconds, size
 from raytrain.report.page.charts import Curve, chart, short
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import label, shown, table
@@ -16,9 +16,10 @@ from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
 TRIALS, OUTCOME, PLOT, BEST = "trials.jsonl", "tune.json", "tune_plot.json", "best.yaml"
-#: Columns of the trials that are complete runs, and of the measured sizes of a batch search.
-_OF_RUNS = ("trial", "outcome", "eval_loss", "samples_per_s", "steps", "wall_s", "reason")
-_OF_SIZES = ("precision", "micro_batch_size", "rows_per_s", "low", "high", "peak_bytes", "outcome")
+#: Columns of the trials that are complete runs.
+_OF_RUNS = ("trial", "outcome", "eval_loss", "samples_per_s", "steps", "wall_s")
+#: Units whose axis begins at zero.
+FROM_ZERO = ("rows/s", "MiB", "seconds")
 
 
 def is_sweep(path: str) -> bool:
@@ -85,29 +86,63 @@ def _chosen(outcome: Mapping[str, Any]) -> str:
 
 
 def _charts(plot: Mapping[str, Any]) -> str:
-    panels = [mapping(panel) for panel in listed(plot.get("panels"))]
-    inner = "".join(_chart(panel) for panel in panels)
+    panels, hues = [mapping(panel) for panel in listed(plot.get("panels"))], []
+    inner = "".join(_chart(panel, hues) for panel in panels)
     return f'<div class="charts">{inner}</div>' if inner else ""
 
 
-def _chart(panel: Mapping[str, Any]) -> str:
-    """One panel of the plot spec, drawn as the other charts; sizes that double are a power of two apart on the axis."""
-    doubling, name = bool(panel.get("doubling")), str(panel.get("x_label") or "x")
+def _chart(panel: Mapping[str, Any], hues: list[str]) -> str:
+    """One panel of the plot spec, drawn as the other charts; sizes that double are a power of two apart on the axis.
+    `hues` are what has a colour so far; those of the panel are added."""
+    doubling, name, unit = (
+        bool(panel.get("doubling")),
+        str(panel.get("x_label") or "x"),
+        str(panel.get("y_label") or ""),
+    )
     place = (lambda x: math.log2(x)) if doubling else (lambda x: x)
-    curves = []
-    for index, line in enumerate(mapping(one) for one in listed(panel.get("series"))):
-        xs, ys = (map(number, listed(line.get(axis))) for axis in ("x", "y"))
-        points = [(place(x), y) for x, y in zip(xs, ys, strict=False) if x is not None and y is not None and x > 0]
-        kind = "points" if panel.get("kind") == "dot" else "dots"
-        curves.append(Curve(str(line.get("label") or f"series {index + 1}"), points, f"c{index % 8 + 1}", kind))
+    curves = [
+        _curve(mapping(line), number, kind=panel.get("kind"), place=place, hues=hues)
+        for number, line in enumerate(listed(panel.get("series")), 1)
+    ]
+    curves = [curve for curve in curves if curve.points]
+    limit, xs = mapping(panel.get("limit")), [x for curve in curves for x, _ in curve.points]
+    if (bound := number(limit.get("y"))) is not None and xs:
+        curves.append(Curve(str(limit.get("text") or "limit"), [(min(xs), bound), (max(xs), bound)], "c8", "dashed"))
     back = (lambda x: 2**x) if doubling else (lambda x: x)
     whole = doubling or panel.get("kind") == "dot"
+    title, notes = str(panel.get("title") or ""), [str(panel.get("note") or "")]
+    notes += [f"{mark.get('text')}: {name} {short(float(mark['x']))}" for mark in _marks(panel)]
     return chart(
-        str(panel.get("title") or ""), [curve for curve in curves if curve.points], x_label=name,
+        f"{title[:1].upper()}{title[1:]}{', MiB' if unit == 'MiB' else ''}", curves, x_label=name,
         at=lambda x: f"{name} {short(back(x))}",
         x_tick=lambda x: short(back(x)) if not whole or float(x).is_integer() else "", wide=True,
-        note="; ".join(f"{mark.get('text')}: {name} {short(float(mark['x']))}" for mark in _marks(panel)),
+        note="; ".join(note for note in notes if note), from_zero=unit in FROM_ZERO,
     )  # fmt: skip
+
+
+def _curve(
+    line: Mapping[str, Any], place_in_panel: int, *, kind: object, place: Callable[[float], float], hues: list[str]
+) -> Curve:
+    """A series as a curve: what has the same hue has one colour in all panels; a missing point interrupts the line."""
+    label = str(line.get("label") or f"series {place_in_panel}")
+    hue = str(line.get("hue", label))
+    if hue not in hues:
+        hues.append(hue)
+    xs, ys = (map(number, listed(line.get(axis))) for axis in ("x", "y"))
+    points, gaps, missing = [], [], False
+    for x, y in zip(xs, ys, strict=False):
+        if x is None or y is None or x <= 0:
+            missing = bool(points)
+            continue
+        gaps += [place(x)] if missing else []
+        points.append((place(x), y))
+        missing = False
+    ends = [[end for one in listed(each) if (end := number(one)) is not None] for each in listed(line.get("intervals"))]
+    bars = [(place(x), low, high) for x, low, high in (each for each in ends if len(each) == 3) if x > 0]
+    style = "points" if line.get("kind", kind) == "dot" else "dots"
+    if line.get("faint") and style == "dots":
+        style = "dashed" if "hue" in line else style if line.get("label") else "faint"
+    return Curve(label, points, f"c{hues.index(hue) % 8 + 1}", style, tuple(gaps), bars)
 
 
 def _marks(panel: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -115,24 +150,60 @@ def _marks(panel: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _trials(trials: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]) -> str:
-    sizes = [mapping(row) for row in listed(mapping(outcome.get("decision")).get("table"))]
+    decision = mapping(outcome.get("decision"))
+    sizes = [mapping(row) for row in listed(decision.get("table"))]
     if sizes:
-        return _rows(sizes, _OF_SIZES, values=())
+        return _sizes(sizes, mapping(outcome.get("values")))
     keys = list(dict.fromkeys(key for row in trials for key in mapping(row.get("values"))))
     chosen = mapping(outcome.get("best")).get("trial")
     return _rows(trials, _OF_RUNS, values=keys, chosen=chosen)
 
 
+def _sizes(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> str:
+    """The sizes that a batch search measured."""
+    columns: list[tuple[str, str, Callable[[Mapping[str, Any]], str]]] = [
+        ("precision", "k", lambda row: esc(row.get("precision"))),
+        ("micro-batch size", "n", lambda row: _cell("", row.get("micro_batch_size"))),
+        ("passes", "n", lambda row: _cell("", row.get("passes"))),
+        ("rows per second", "n", lambda row: _cell("rows_per_s", row.get("rows_per_s"))),
+        ("95 % interval", "n", _interval),
+        ("peak memory", "n", lambda row: _cell("peak_bytes", row.get("measured_peak"))),
+        ("predicted peak", "n", lambda row: _cell("peak_bytes", row.get("predicted_peak"))),
+        ("", "k", lambda row: '<span class="badge good">chosen</span>' if _is_chosen(row, chosen) else ""),
+        ("note", "soft", lambda row: esc(row.get("note") or "")),
+    ]
+    cells = [[write(row) for row in rows] for *_, write in columns]
+    kept = [index for index, texts in enumerate(cells) if any(text not in ("", "-", "None") for text in texts)]
+    heads = [columns[index][:2] for index in kept]
+    return (
+        f'<div class="card">{table(heads, list(zip(*(cells[index] for index in kept), strict=True)), heads=True)}</div>'
+    )
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    """The interval of a rate; a rate is never negative."""
+    low, high = number(row.get("low")), number(row.get("high"))
+    return "-" if low is None or high is None else esc(f"{measured(max(0.0, low))} to {measured(high)}")
+
+
+def _is_chosen(row: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+    pairs = (("precision", "precision.dtype"), ("micro_batch_size", "loop.micro_batch_size"))
+    return all(row.get(name) == chosen.get(key) for name, key in pairs)
+
+
 def _rows(rows: Sequence[Mapping[str, Any]], names: Sequence[str], *, values: Sequence[str], chosen: Any = None) -> str:
     kept = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
-    columns = [(label(name), "" if name == "reason" else "k") for name in kept] + [(key, "k") for key in values]
+    reasons = [row.get("reason") for row in rows]
+    columns = [*((label(name), "v") for name in kept), *((key, "v") for key in values)]
+    columns += [("reason", "soft")] if any(reasons) else []
     cells = []
     for row in rows:
         written = [_cell(name, row.get(name)) for name in kept]
         if chosen is not None and row.get("trial") == chosen:
             written[0] += ' <span class="badge good">chosen</span>'
-        cells.append([*written, *(shown(mapping(row.get("values")).get(key)) for key in values)])
-    return f'<div class="card">{table(columns, cells)}</div>' if cells and columns else ""
+        why = [esc(row.get("reason") or "")] if any(reasons) else []
+        cells.append([*written, *(shown(mapping(row.get("values")).get(key)) for key in values), *why])
+    return f'<div class="card">{table(columns, cells, heads=True)}</div>' if cells and columns else ""
 
 
 def _cell(name: str, value: Any) -> str:
@@ -141,7 +212,8 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if name.endswith("_bytes"):
             return esc(size(value))
-        return esc(seconds(value) if name == "wall_s" else plain_number(value))
+        written = {"wall_s": seconds, "eval_loss": loss_text, "rows_per_s": rate_text, "samples_per_s": rate_text}
+        return esc(written.get(name, measured)(value))
     return esc(value)
 
 

@@ -26,13 +26,15 @@ _BUCKETS = 400
 @dataclass(frozen=True)
 class Curve:
     """One series. `colour` is a class of the page (c1 to c11); the style "points" does not join them. The line is
-    interrupted before the first point at or beyond each x of `gaps`, which are in order."""
+    interrupted before the first point at or beyond each x of `gaps`, which are in order. `intervals` are (x, low, high)
+    of vertical bars."""
 
     label: str
     points: Sequence[Point]
     colour: str = "c1"
     style: Literal["line", "faint", "dots", "points", "dashed"] = "line"
     gaps: tuple[float, ...] = ()
+    intervals: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ class _Frame:
 def _y_range(curves: Sequence[Curve], *, from_zero: bool) -> tuple[float, float, int]:
     """(low, high, number of points above), chosen so that a few outliers do not flatten the rest of the curve."""
     ys = [y for curve in curves for _, y in curve.points]
+    ys += [end for curve in curves for _, *ends in curve.intervals for end in ends]
     low, high = min(ys), max(ys)
     usual = percentile(ys, 0.95) or 0.0
     above = 0
@@ -235,7 +238,8 @@ def _svg_curve(curve: Curve, frame: _Frame) -> str:
         joined = "".join(_joined(places[start:end]) for start, end in pairwise(ends))
         kind = "line" if curve.style == "dots" else curve.style
         path = f'<path class="{kind} {curve.colour}" d="{joined}"/>{path}'
-    return path
+    bars = "".join(f"M{frame.x(x):.1f} {frame.y(low):.1f}V{frame.y(high):.1f}" for x, low, high in curve.intervals)
+    return f'<path class="interval {curve.colour}" d="{bars}"/>{path}' if bars else path
 
 
 def _joined(places: Sequence[Point]) -> str:

@@ -118,6 +118,7 @@ svg path{
 .line{stroke-width:2}
 .faint{stroke-width:1;opacity:.33}
 .dot{stroke-width:7}
+.interval{stroke-width:5;opacity:.28}
 .dashed{stroke-dasharray:5 5;opacity:.8}
 svg .grid{color:var(--grid);stroke-width:1}
 svg .axis{color:var(--soft);stroke-width:1;opacity:.6}
@@ -236,8 +237,9 @@ footer p+p{margin-top:4px}
   .compared tr:last-child{border:0}
   .compared td{display:flex;gap:16px;justify-content:space-between;border:0;padding:1px 0}
   .compared td.k{color:var(--soft);white-space:normal}
-  .compared td.v::before{content:attr(data-head);font-weight:400;font-size:13px;overflow-wrap:anywhere}
-  .compared td.v>span{text-align:right}
+  .compared td:empty{display:none}
+  .compared td[data-head]::before{content:attr(data-head);font-weight:400;font-size:13px;overflow-wrap:anywhere}
+  .compared td[data-head]>span{text-align:right}
   .events li{grid-template-columns:minmax(0,1fr);gap:0}
   .events time{text-align:left}
   .pairs{grid-template-columns:minmax(0,1fr);gap:0}

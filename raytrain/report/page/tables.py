@@ -52,7 +52,7 @@ def table(
 
 def _data(column: tuple[str, str], cell: str, *, heads: bool) -> str:
     title, kind = column
-    named = f' data-head="{esc(title)}"' if heads and kind == "v" else ""
+    named = f' data-head="{esc(title)}"' if heads and kind in ("v", "n") else ""
     return f'<td class="{kind}"{named}>{f"<span>{cell}</span>" if named else cell}</td>'
 
 
