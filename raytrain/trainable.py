@@ -73,8 +73,7 @@ class LocalStep:
         nonfinite: bool scalar, true where a gradient or the loss is not finite.
         counts: this rank's routed tokens (`Trainable.counts`), or None.
         lr: learning rate of this step.
-        inverse_scale: inverse of fp16's loss scale, which remote gradients still carry; device scalar, None where
-            there is no scale.
+        inverse_scale: inverse of fp16's loss scale, which remote gradients still carry; a device scalar, or None.
     """
 
     step: int
@@ -160,8 +159,7 @@ class RemoteState(RemoteCheckpoint, Protocol):
         ...
 
     def restore(self, folder: str, *, step: int, files: list[str]) -> None:
-        """Load the state from a checkpoint, whose `files` hold it. Raises CheckpointError, at the latest in the next
-        step."""
+        """Load the state from a checkpoint, whose `files` hold it. Raises CheckpointError, perhaps in the next step."""
 
 
 class LocalState:
@@ -274,8 +272,7 @@ class Trainable:
         log_metrics: device scalars by name that the loop reads at log intervals only.
         interval_log: more than scalars at log intervals; None = nothing.
         remote: parts that other processes hold.
-        worst_case: a context in which what depends on the data (routing) takes the most memory possible; None = only
-            the length of the rows does.
+        worst_case: a context in which what depends on the data (routing) takes the most memory; None = row lengths do.
         export: `export(state, folder)` writes the weights as files in the model's own format, including
             `model.safetensors`; None = that file alone.
         translate: renames tensors of such a file to the names in `module`, where the two may differ.
@@ -387,11 +384,10 @@ def rows(batch: Batch) -> int:
 
 def need_keys(batch: Batch, *names: str) -> None:
     """Raises InputError (data.source) where a batch lacks one of the keys that a built-in model reads."""
-    for name in names:
-        if name not in batch:
-            seen, expected = f"batches with the keys {sorted(batch)}", f"the keys {', '.join(names)}, which it reads"
-            remedy = "rename the columns, or choose a model for this kind of data"
-            raise InputError("data.source", got=seen, expected=expected, remedy=remedy)
+    if not batch.keys() >= set(names):
+        seen, expected = f"batches with the keys {sorted(batch)}", f"the keys {', '.join(names)}, which it reads"
+        remedy = "rename the columns, or choose a model for this kind of data"
+        raise InputError("data.source", got=seen, expected=expected, remedy=remedy)
 
 
 def is_integer(tensor: Tensor) -> bool:
@@ -409,8 +405,7 @@ def loss_output(value: Any, *, labels: Any = None, training: bool = True) -> Los
     """Convert what a user's loss or forward returned into a `LossOutput`.
 
     Takes a scalar, a (loss, metrics) pair, a mapping with "loss" or an object with `.loss`. In evaluation, "accuracy"
-    is the one in the result, else it is computed where there is one integer label per row: with one per token it is
-    unknown whether the model shifts its labels.
+    is the one in the result, else computed where there is one integer label per row: labels of tokens may be shifted.
     """
     if isinstance(value, LossOutput):
         return value
@@ -479,7 +474,7 @@ def _convention_loss(module: nn.Module) -> Callable[..., LossOutput]:
     def check_keys(batch: Batch) -> None:
         unknown, missing = set() if takes_any else batch.keys() - accepted, required - batch.keys()
         if unknown or missing:
-            _refuse_keys(type(module).__name__, unknown, missing, accepted)
+            _refuse_keys(type(module).__name__, list(batch), unknown, missing, accepted - {GLOBAL_COUNT})
 
     def loss(module: nn.Module, batch: Batch, **count: Any) -> LossOutput:
         check_keys(batch)
@@ -489,12 +484,17 @@ def _convention_loss(module: nn.Module) -> Callable[..., LossOutput]:
     return loss
 
 
-def _refuse_keys(name: str, unknown: Set[str], missing: Set[str], accepted: frozenset[str]) -> None:
+def _refuse_keys(name: str, columns: list[str], unknown: Set[str], missing: Set[str], accepted: Set[str]) -> None:
     parts = [f"the batch keys {sorted(unknown)} that {name}.forward does not accept"] if unknown else []
     parts += [f"no batch keys {sorted(missing)} that {name}.forward needs"] if missing else []
     remedy = "rename the columns, add **kwargs to forward, or pass Trainable.from_module(module, loss=fn)"
-    if MASK in unknown | missing:
+    if not accepted & set(columns):  # forward is to change, not the name of every column
+        own = f"def forward(self, {', '.join(columns)})"
+        remedy = f"write {own} that returns the loss, or pass Trainable.from_module(module, loss=fn)"
+    elif MASK in unknown | missing:
         lengths = "differ in length" if MASK in unknown else "have equal lengths, so that batches have no mask"
         remedy = f"the rows {lengths}: accept attention_mask=None in forward, or make batches with data.collate"
-    expected = f"batches with keys among {sorted(accepted - {GLOBAL_COUNT})}"
-    raise InputError("data.source", got=" and ".join(parts), expected=expected, remedy=remedy)
+    expected = f"batches with keys among {sorted(accepted)}" if accepted else "a forward with these parameters"
+    raise InputError(
+        "data.source" if accepted else "model.builder", got=" and ".join(parts), expected=expected, remedy=remedy
+    )

@@ -169,6 +169,22 @@ def test_batch_keys_that_do_not_fit_forward_are_named() -> None:
     assert open_ended.loss(open_ended.module, batch() | {"note": torch.zeros(6)}).loss.isfinite()
 
 
+def test_a_forward_that_takes_no_column_is_told_which_ones_to_take() -> None:
+    class Nothing(nn.Module):
+        def forward(self) -> Tensor:
+            return torch.zeros(())
+
+    found = []
+    for module in (Nothing(), nn.Linear(4, 3)):
+        made = Trainable.from_module(module)
+        with pytest.raises(InputError) as caught:
+            made.loss(made.module, batch())
+        found.append(caught.value)
+    assert [error.key for error in found] == ["model.builder", "data.source"]
+    assert all("write def forward(self, x, labels) that returns the loss, or pass" in error.remedy for error in found)
+    assert all("rename" not in error.remedy and "[]" not in str(error) for error in found)
+
+
 def test_an_object_that_is_not_a_module_is_refused() -> None:
     with pytest.raises(InputError, match=r"model\.builder: got a dict, expected a torch\.nn\.Module"):
         Trainable.from_module({})  # type: ignore[arg-type]
