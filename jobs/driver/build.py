@@ -88,7 +88,7 @@ def check_shards(trainable: Trainable) -> None:
 def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
     """Build the job's model; return it and the device it was built on. torch's random state is unchanged."""
     if spec.model.module is not None:
-        return to_trainable(spec.model.module), "your object"
+        return to_trainable(spec.model.module, key="model.module"), "your object"
     assert spec.model.builder is not None  # jobs.job.spec refuses a job with neither
     function = resolve(spec.model.builder, "model.builder")
     sections = {"experts": spec.experts}

@@ -96,10 +96,14 @@ def call_builder(
     return _call(function, arguments, name, key)
 
 
-def to_trainable(result: Any) -> Trainable:
+def to_trainable(result: Any, *, key: str = "model.builder") -> Trainable:
     """Return a builder's result as a Trainable; an `nn.Module` is wrapped by the convention of transformers.
 
-    Raises InputError (model.builder) for anything else.
+    Args:
+        key: where it comes from, "model.builder" or "model.module".
+
+    Raises:
+        InputError: it is anything else; the error names `key`.
     """
     from torch import nn
 
@@ -110,15 +114,18 @@ def to_trainable(result: Any) -> Trainable:
     if isinstance(result, nn.Module):
         if getattr(result.forward, "__func__", None) is nn.Module.forward:
             raise InputError(
-                "model.builder", got=f"a {type(result).__name__} without a method forward",
+                key, got=f"a {type(result).__name__} without a method forward",
                 expected="a module whose forward takes the columns of a batch and returns the loss",
             )  # fmt: skip
         return Trainable.from_module(result)
-    raise InputError(
-        "model.builder",
-        got=f"a builder that returned {'None' if result is None else 'a ' + type(result).__name__}",
-        expected="a Trainable or a torch.nn.Module",
-    )
+    seen = "None" if result is None else f"a {type(result).__name__}"
+    expected, remedy = "a Trainable or a torch.nn.Module", ""
+    if isinstance(result, type):
+        seen = f"the class {result.__name__}"
+        if issubclass(result, nn.Module | Trainable):
+            expected, remedy = "an instance of it", f"write {result.__name__}(), with parentheses"
+    got = f"a builder that returned {seen}" if key == "model.builder" else seen
+    raise InputError(key, got=got, expected=expected, remedy=remedy)
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any], name: str, key: str) -> Any:

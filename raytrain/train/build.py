@@ -52,7 +52,7 @@ def build_trainable(
     weights = StartingWeights.at(job_model.init_from) if initial and job_model.init_from is not None else None
     with offered(weights):
         if job_model.module is not None:
-            trainable = to_trainable(job_model.module)
+            trainable = to_trainable(job_model.module, key="model.module")
         else:
             builder = resolve(job_model.builder or "", key="model.builder")
             trainable = to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))

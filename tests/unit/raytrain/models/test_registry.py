@@ -87,10 +87,25 @@ def test_a_builder_returns_a_trainable_or_a_module() -> None:
     made = Trainable.from_module(nn.Linear(2, 2))
     assert to_trainable(made) is made
     assert isinstance(to_trainable(nn.Linear(2, 2)), Trainable)
-    for wrong, seen in ((None, "returned None"), (nn.Linear, "returned a type")):
+    for wrong, seen in ((None, "returned None"), (nn.Linear, "returned the class Linear")):
         with pytest.raises(InputError, match=seen) as caught:
             to_trainable(wrong)
         assert caught.value.key == "model.builder"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (nn.Linear, "got the class Linear, expected an instance of it; write Linear(), with parentheses"),
+        (plain, "got a function, expected a Trainable or a torch.nn.Module"),
+        (dict, "got the class dict, expected a Trainable or a torch.nn.Module"),
+        (nn.Module(), "got a Module without a method forward"),
+    ],
+)
+def test_what_a_program_gives_as_the_module_is_not_said_to_come_from_a_builder(given: Any, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        to_trainable(given, key="model.module")
+    assert str(caught.value).startswith(f"model.module: {words}")
 
 
 def test_a_key_of_raytrain_that_is_also_a_parameter_is_refused_where_it_is_given() -> None:
