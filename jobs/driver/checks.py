@@ -30,6 +30,7 @@ from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.token_budget import check_budget
+from raytrain.data.sources.describe import check_label
 from raytrain.data.sources.open import read_on_driver, source_from_driver
 from raytrain.errors import CheckpointError, InputError
 from raytrain.execution.observers import load_observers
@@ -90,6 +91,7 @@ def check_on_driver(
     make_importable(os.getcwd())
     check_shadowing()
     load_observers(spec.telemetry.observers, resolve)
+    check_label(spec.data, builder=spec.model.builder)
     sent = read_on_driver(spec.data)
     with users_errors(partial(data_key, spec), "while the data was opened"):
         source = source_from_driver(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)

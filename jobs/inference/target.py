@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster.devices.inventory import Inventory
 from jobs.driver.runtime import cluster_address
+from jobs.job.facts import formula_facts
 from jobs.job.paths import resolve_model_paths, resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from jobs.report import NEWEST
@@ -123,6 +124,7 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
     tokenizer = about.get("tokenizer")
     model = spec.model.model_copy(update={"init_from": weights})
     model = _without_weights_of_builder(model)
+    formula_facts(spec, facts)  # checks the keys of a built-in model, which the plan reads before the builder does
     machines, warnings = machines_of(spec, inventory)
     found = InferenceModel(
         model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed
@@ -192,6 +194,7 @@ def target_of(loaded: LoadedSpec, name: str, inventory: Inventory) -> Target:
     model = resolve_model_paths(spec.model)
     facts, reads = ({}, {}) if own or model.builder in KEYS else _of_source(resolved(spec))
     tokenizer = _tokenizer_of(model.keys.get("path"))
+    formula_facts(spec, facts)
     machines, warnings = machines_of(spec, inventory)
     found = InferenceModel(
         model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed

@@ -11,8 +11,9 @@ from raytrain.plan.facts import DataFacts, ModelFacts
 
 def facts_of_data(spec: JobSpec) -> DataFacts | None:
     """Sizes of the data without reading all of it; None if the data must be opened to know them."""
-    from raytrain.data.sources.describe import describe_source
+    from raytrain.data.sources.describe import check_label, describe_source
 
+    check_label(spec.data, builder=spec.model.builder)
     return describe_source(spec.data, context=spec.model.keys.get("context"))
 
 

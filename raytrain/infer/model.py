@@ -26,12 +26,12 @@ from raytrain.infer.text.prompts import Prompt, prompt_of
 from raytrain.models.attention import Attention
 from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER
 from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, open_tokenizer, pad_id
+from raytrain.models.sizes import ROW_BUILDERS
 from raytrain.train.build import build_trainable
 from raytrain.train.memory.device import room_on
 from raytrain.trainable import RemoteState, Trainable
 
-#: Built-in builders of models of numbers, which take them as `x`, and of models of texts.
-ROW_BUILDERS = ("raytrain.models.mlp:mlp", "raytrain.models.cnn:cnn", "experts.models:moe_mlp")
+#: Built-in builders of models of texts.
 TEXT_BUILDERS = ("raytrain.models.gpt:gpt", "experts.models:moe_gpt", CAUSAL_LM)
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

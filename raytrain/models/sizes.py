@@ -36,6 +36,15 @@ OPERATIONS_OF_LAYER = 8
 SOURCE_KEYS = ("vocab_size", "num_features", "num_classes", "image_shape")
 """Builder keys that the source fills in if they are not given."""
 
+ROW_BUILDERS = ("raytrain.models.mlp:mlp", "raytrain.models.cnn:cnn", "experts.models:moe_mlp")
+"""The built-in models of rows, which read the columns x and labels of a batch."""
+
+STAND_INS = {"vocab_size": 1, "num_features": 1, "num_classes": 1, "image_shape": (1, 1 << 20, 1 << 20)}
+"""A valid value of each, with which the other keys are checked before the source is opened."""
+
+CLASSES_UNREAD = "classes_unread"
+"""Among the facts of a source: its labels may be classes, and their number is not known yet."""
+
 
 class SizeError(ValueError):
     """A key of a built-in builder has an invalid value; `key` is its name without the section."""
@@ -331,12 +340,18 @@ def known_facts(
             raise missing_key("model", name, builder, accepted)
     values = {**known.defaults, **given}
     unknown = [name for name in accepted if name in SOURCE_KEYS and values.get(name) is None]
-    if unknown and unknown != ["num_classes"]:
-        return None
+    opened_later = bool(unknown) and unknown != ["num_classes"]
+    if opened_later:
+        values |= {name: STAND_INS[name] for name in unknown}
     try:
-        return known.facts(**values, **sections)
+        found = known.facts(**values, **sections)
     except SizeError as error:
         raise InputError(f"model.{error.key}", got=error.got, expected=error.expected) from error
+    if opened_later:
+        return None
+    if unknown and source_facts.get(CLASSES_UNREAD):
+        return replace(found, reason=f"{found.reason}, with one output: the classes of data.label are not counted yet")
+    return found
 
 
 def unknown_key(section: str, name: str, function: str, accepted: Iterable[str]) -> InputError:

@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from raytrain.data.sources.idx import IMAGES, describe_idx, read_shape
-from raytrain.data.sources.keys import TABLES, as_paths, idx_files, is_own, source_keys
-from raytrain.data.sources.parquet import parquet_files, sizes_of
+from raytrain.config.messages import abbreviated
+from raytrain.data.sources.idx import IMAGES, count_idx_classes, describe_idx, read_shape
+from raytrain.data.sources.keys import TABLES, as_paths, idx_files, is_own, is_table, refuse_class, source_keys
+from raytrain.data.sources.parquet import ParquetSizes, parquet_files, read_column, sizes_of
 from raytrain.data.sources.stdlib import STDLIB, stdlib_files
-from raytrain.data.sources.tables import choose_columns, class_names, convert, parquet_sizes, read_tables
+from raytrain.data.sources.tables import (
+    NAMED_AT_MOST,
+    choose_columns,
+    class_names,
+    convert,
+    count_classes,
+    is_fraction,
+    parquet_sizes,
+    read_tables,
+)
 from raytrain.data.sources.text import describe_bytes, describe_text
 from raytrain.data.sources.tokenised import is_tokenised
 from raytrain.errors import InputError
 from raytrain.models.huggingface.tokenizer import check_tokenizer
+from raytrain.models.sizes import CLASSES_UNREAD, ROW_BUILDERS
 from raytrain.plan.facts import DataFacts
 from raytrain.runs.storage import file_size
 
@@ -88,7 +99,8 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
     """Return the facts that a model builder can take from the source without opening it and without torch.
 
     Returns:
-        Those of vocab_size, image_shape (C, H, W) and num_features that are known.
+        Those of vocab_size, image_shape (C, H, W), num_features and num_classes that are known; `CLASSES_UNREAD`
+        where counting the classes would take reading much of the data.
     """
     keys = source_keys(data)
     if data.train is not None or is_own(data.source or "") or is_tokenised(data):
@@ -98,15 +110,66 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
     if data.source == "idx":
         shape = read_shape(as_paths(keys["images"])[0], key="data.images", **IMAGES)[1:]
         image = (1, *shape) if len(shape) == 2 else shape
-        return {"image_shape": image, "num_features": image[0] * image[1] * image[2]}
+        classes = count_idx_classes(*idx_files(keys)[1::2])
+        return {"image_shape": image, "num_features": image[0] * image[1] * image[2], "num_classes": classes}
     if data.source == "parquet":
-        schema = parquet_sizes(parquet_files(keys["path"], key="data.path"), key="data.path")[0]
+        sizes = sizes_of(parquet_files(keys["path"], key="data.path"), keys, key="data.path")
+        stacked, classes = sizes.choice.stacked, _classes_of_parquet(sizes, keys)
     elif data.source in TABLES:
-        schema = read_tables(as_paths(keys["path"]), kind=data.source, key="data.path").schema
+        tables = [
+            read_tables(as_paths(keys[name]), kind=data.source, key=f"data.{name}")
+            for name in ("path", "eval_path")
+            if keys[name] is not None
+        ]
+        found = choose_columns(tables[0].schema, features=keys["features"], label=keys["label"], key="data.path")
+        stacked, classes = found.stacked, {"num_classes": count_classes(tables, keys["label"])}
     else:
         return {}
-    stacked = choose_columns(schema, features=keys["features"], label=keys["label"], key="data.path").stacked
-    return {"num_features": len(stacked)} if stacked else {}
+    known = {"num_features": len(stacked) or None, **classes}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _classes_of_parquet(sizes: ParquetSizes, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of classes, from the label's column alone; not read where the data is so large that the run reads it
+    by row groups."""
+    label = sizes.choice.label
+    if label is None or is_fraction(sizes.schema.field(label).type):
+        return {}
+    if sizes.by_groups:
+        return {CLASSES_UNREAD: True}
+    files = [file for name in ("path", "eval_path") for file in parquet_files(as_paths(keys[name]), key=f"data.{name}")]
+    return {"num_classes": count_classes([read_column(file, label) for file in files], label)}
+
+
+def check_label(data: DataConfig, *, builder: str | None) -> None:
+    """Raise InputError (data.label) where a table without a label is given to a built-in model of rows: without
+    data.features its columns keep their names, and none of them becomes x.
+
+    Args:
+        builder: `model.builder`.
+    """
+    if builder not in ROW_BUILDERS or not (is_table(data.train) if data.train is not None else data.source in TABLES):
+        return
+    keys = source_keys(data)
+    if keys["label"] is not None or (data.train is None and is_tokenised(data)):
+        return
+    names = _column_names(data, keys)
+    if "labels" in (keys["features"] or names):
+        return
+    raise InputError(
+        "data.label",
+        got="null",
+        expected=f"the column to predict, one of {abbreviated(names, NAMED_AT_MOST)}",
+        remedy=f"{builder} learns from the columns x and labels, which data.label makes",
+    )
+
+
+def _column_names(data: DataConfig, keys: Mapping[str, Any]) -> list[str]:
+    if data.train is not None:
+        return [str(name) for name in getattr(data.train, "column_names", data.train.columns)]
+    if data.source == "parquet":
+        return parquet_sizes(parquet_files(keys["path"], key="data.path"), key="data.path")[0].names
+    return read_tables(as_paths(keys["path"]), kind=data.source or "", key="data.path").column_names
 
 
 def _describe_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None) -> DataFacts:
@@ -132,6 +195,7 @@ def _describe_memory(data: DataConfig, keys: Mapping[str, Any], context: int | N
 
 def _object_size(value: Any, *, key: str) -> tuple[int, int]:
     """(rows, bytes per row) of an object in memory, from its length and `nbytes`."""
+    refuse_class(value, key=key)
     try:
         if isinstance(value, Mapping):
             columns = list(value.values())

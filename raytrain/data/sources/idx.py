@@ -116,6 +116,12 @@ def describe_idx(
     return DataFacts.of_rows(rows, evaluation, fraction=fraction, row_bytes=row_bytes, reason=reason)
 
 
+def count_idx_classes(labels: str, eval_labels: str | None) -> int:
+    """Return the number of classes: the largest label plus one. Reads the label files, a byte a row."""
+    files = {"data.labels": labels} | ({} if eval_labels is None else {"data.eval_labels": eval_labels})
+    return max(int(read_idx(path, key=key, **LABELS).max()) for key, path in files.items()) + 1
+
+
 def _shape_of_pair(images: str, labels: str, *, prefix: str) -> tuple[int, int]:
     shape = read_shape(images, key=f"{prefix}images", **IMAGES)
     count = read_shape(labels, key=f"{prefix}labels", **LABELS)[0]

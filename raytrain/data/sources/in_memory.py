@@ -15,7 +15,7 @@ from raytrain.data.rows.ragged import Ragged, RaggedSplit, columns_split
 from raytrain.data.rows.residency import full_tensor
 from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
 from raytrain.data.rows.users_collate import UsersCollate
-from raytrain.data.sources.keys import is_table
+from raytrain.data.sources.keys import is_table, refuse_class
 from raytrain.data.sources.tables import TableColumns, check_classes, choose_columns, class_names, convert
 from raytrain.errors import InputError
 
@@ -112,6 +112,7 @@ def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) ->
         table = as_table(data, key=key)
         choice = choose_columns(table.schema, features=None, label=None, key=key)
         return table_split(convert(table, choice, classes=None, key=key))
+    refuse_class(data, key=key)
     kind = type(data).__module__.split(".")[0]
     if kind == "ray":
         raise InputError(key, got="a Ray Dataset", expected=KINDS, remedy="pass its rows as a pyarrow Table")

@@ -115,6 +115,13 @@ def is_table(data: Any) -> bool:
     }
 
 
+def refuse_class(data: Any, *, key: str) -> None:
+    """Raise InputError for a class in place of a dataset: parentheses were forgotten."""
+    if isinstance(data, type):
+        name = data.__name__
+        raise InputError(key, got=f"the class {name}", expected="an instance of it", remedy=f"write {name}(...)")
+
+
 def is_own(source: str) -> bool:
     """Whether a source is the user's own ``module:function``."""
     return ":" in source

@@ -16,6 +16,7 @@ from raytrain.data.sources.tables import (
     choose_columns,
     class_names,
     column_kind,
+    is_fraction,
     is_text,
     no_label,
     parquet_sizes,
@@ -96,7 +97,7 @@ def open_groups(files: Sequence[str], eval_files: Sequence[str], keys: Mapping[s
     evaluation = splits[1] if len(splits) > 1 else None
     count = 0 if evaluation is None else len(evaluation)
     reason = f"parquet: {len(splits[0]):,} rows to train on, {count:,} for evaluation, by {len(train)} row groups"
-    whole_numbers = label is not None and not _is_float(sizes.schema, label)
+    whole_numbers = label is not None and not is_fraction(sizes.schema.field(label).type)
     classes = len(names) if names else high + 1 if whole_numbers and high >= 0 else None
     return Source(
         train=splits[0],
@@ -129,11 +130,10 @@ def _open(path: str) -> Any:
     return parquet.ParquetFile(filesystem.open_input_file(inner))
 
 
-def _is_float(schema: Any, name: str) -> bool:
-    from pyarrow import types
-
-    kind = schema.field(name).type
-    return types.is_floating(kind) or types.is_decimal(kind)
+def read_column(path: str, name: str) -> Any:
+    """Read one column of a file as a pyarrow Table; a Table without columns if the file has none of that name."""
+    file = _open(path)
+    return file.read(columns=[name] if name in file.schema_arrow.names else [])
 
 
 def _class_names(files: Sequence[str], label: str | None, schema: Any) -> tuple[str, ...] | None:
@@ -152,7 +152,7 @@ def _class_names(files: Sequence[str], label: str | None, schema: Any) -> tuple[
 def _bounds(files: Sequence[str], label: str, schema: Any) -> tuple[int, int]:
     """Return the smallest and largest integer label, from the files' statistics where available.
     Raises InputError if a label is missing."""
-    if _is_float(schema, label):
+    if is_fraction(schema.field(label).type):
         return 0, -1
     low, high = 0, IGNORED_LABEL
     for path in files:

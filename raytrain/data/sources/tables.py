@@ -142,6 +142,15 @@ def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | 
                 expected=f"columns among {abbreviated(names, NAMED_AT_MOST)}",
                 remedy=suggestion(wanted, names),
             )
+    if label is not None and label in (features or ()):
+        others = [name for name in features or () if name != label]
+        typed = f"write data.features=[{', '.join(others)}]" if others else "without data.features, all others are used"
+        raise InputError(
+            "data.features",
+            got=f"'{label}', which data.label names as the column to predict",
+            expected="columns other than the label",
+            remedy=typed,
+        )
     used = [name for name in (names if features is None else features) if name != label]
     kinds = {name: column_kind(schema.field(name).type) for name in used}
     for name, kind in kinds.items():
@@ -188,6 +197,28 @@ def class_names(tables: Sequence[Any], label: str | None) -> tuple[str, ...] | N
     if label is None or not all(label in table.column_names and is_text(table[label].type) for table in tables):
         return None
     return tuple(sorted({name for table in tables for name in table[label].unique().to_pylist() if name is not None}))
+
+
+def is_fraction(kind: Any) -> bool:
+    """Whether a pyarrow type holds numbers with a fraction: as a label, values to predict and no classes."""
+    from pyarrow import types
+
+    return types.is_floating(kind) or types.is_decimal(kind)
+
+
+def count_classes(tables: Sequence[Any], label: str | None) -> int | None:
+    """Return the number of classes over all tables, as training counts them: the names of a string label, else the
+    largest whole number plus one; None without a label or for values with a fraction. Checks nothing."""
+    columns = [table[label] for table in tables if label is not None and label in table.column_names]
+    if names := class_names(tables, label):
+        return len(names)
+    if label is None or any(column_kind(one.type) != "number" or is_fraction(one.type) for one in columns):
+        return None
+    from pyarrow import compute
+
+    highest = [compute.call_function("max", [column.cast("int64")]).as_py() for column in columns]
+    top = max((value for value in highest if value is not None), default=-1)
+    return top + 1 if top >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -285,7 +316,6 @@ def _lists(table: Any, name: str, columns: TableColumns, *, key: str) -> None:
 
 def _labels(table: Any, name: str, *, classes: tuple[str, ...] | None, key: str) -> np.ndarray:
     """Return class numbers as int64 (strings by index in `classes`), or a floating-point column as float32."""
-    import pyarrow as pa
 
     column = table[name]
     check_present(column, name, key=key)
@@ -296,7 +326,7 @@ def _labels(table: Any, name: str, *, classes: tuple[str, ...] | None, key: str)
         raise no_label(name, column.type)
     values = _values(column)
     _check_finite(values, name, key=key)
-    if not (pa.types.is_floating(column.type) or pa.types.is_decimal(column.type)):
+    if not is_fraction(column.type):
         check_classes(values, name=name, key="data.label")
     return values
 

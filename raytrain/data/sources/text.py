@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cluster.wording import counted
+from raytrain.config.messages import describe
 from raytrain.data.rows.contract import Source
 from raytrain.errors import InputError
 from raytrain.plan.facts import DataFacts
@@ -57,16 +58,19 @@ class CharVocabulary:
         return "".join(self.characters[token] for token in tokens)
 
 
-def check_context(context: int | None) -> int:
-    """Return the window length. Raises InputError if `model.context` is not set."""
-    if context is None:
-        raise InputError(
-            "model.context",
-            got="no value",
-            expected="a number of tokens",
-            remedy="text is split into windows of model.context tokens",
-        )
-    return context
+def check_context(context: object) -> int:
+    """Return the window length. Raises InputError unless `model.context` is a number of tokens: a source reads it
+    before the builder, which has its own check."""
+    if isinstance(context, int) and not isinstance(context, bool) and context >= 1:
+        return context
+    if context is not None:
+        raise InputError("model.context", got=describe(context), expected="an integer >= 1")
+    raise InputError(
+        "model.context",
+        got="no value",
+        expected="a number of tokens",
+        remedy="text is split into windows of model.context tokens",
+    )
 
 
 def text_facts(

@@ -344,9 +344,12 @@ def _is_ours(model: ModelConfig) -> bool:
 
 
 def _resolve_length(given: Any, model: ModelConfig) -> int:
-    most = longest_input(read_config(model.keys.get("path"))) if model.builder in KEYS else model.keys.get("context")
+    context = model.keys.get("context")
+    if context is not None:
+        check_context(context)
+    most = longest_input(read_config(model.keys.get("path"))) if model.builder in KEYS else context
     if given == "auto":
-        wanted = model.keys.get("context") or USUAL_LENGTH
+        wanted = context or USUAL_LENGTH
         return min(wanted, most) if isinstance(most, int) else wanted
     if isinstance(most, int) and given > most:
         remedy = "longer texts are truncated"

@@ -82,7 +82,8 @@ def sizes_of_keys(keys: Mapping[str, Any], facts: Mapping[str, Any]) -> DecoderS
     layers, width, vocabulary = (known.get(name) for name in ("layers", "width", "vocab_size"))
     if not isinstance(layers, int) or not isinstance(width, int) or not isinstance(vocabulary, int):
         return None
-    return DecoderSizes(layers, width, 4 * width, width, vocabulary, known.get("context"))
+    context = known.get("context")
+    return DecoderSizes(layers, width, 4 * width, width, vocabulary, context if isinstance(context, int) else None)
 
 
 def sizes_of_config(config: Mapping[str, Any]) -> DecoderSizes | None:

@@ -246,6 +246,14 @@ def machine(*types: str) -> Inventory:
     return replace(here, nodes=(replace(here.nodes[0], devices=devices),))
 
 
+@pytest.mark.parametrize("wrong", ["model.context=0", "model.context=abc", "model.heads=0", "model.window=-1"])
+def test_a_wrong_key_of_a_built_in_model_is_named_before_its_memory_is_estimated(wrong: str) -> None:
+    sizes = [f"model.{name}={value}" for name, value in (("layers", 1), ("heads", 2), ("width", 16), ("context", 8))]
+    with pytest.raises(InputError, match="expected an integer >= 1") as caught:
+        open_target("raytrain.models.gpt:gpt", [*sizes, "model.vocab_size=256", wrong], machine())
+    assert caught.value.key == wrong.partition("=")[0]
+
+
 def target_on(inventory: Inventory, *overrides: str) -> Target:
     return open_target(BUILDER, [*SIZES, *overrides], inventory)
 

@@ -250,6 +250,25 @@ def test_experts_that_cannot_be_built_are_refused_by_key(function: Any, keys: di
         assert planned.value.key == f"model.{key}"
 
 
+@pytest.mark.parametrize(
+    ("builder", "keys", "key"),
+    [
+        ("raytrain.models.gpt:gpt", {**SIZES, "vocab_size": None, "layers": "abc"}, "model.layers"),
+        ("raytrain.models.gpt:gpt", {**SIZES, "vocab_size": None, "window": 0}, "model.window"),
+        ("raytrain.models.mlp:mlp", {"hidden": [0]}, "model.hidden"),
+        ("raytrain.models.cnn:cnn", {"channels": [8] * 9, "dropout": 2}, "model.dropout"),
+    ],
+)
+def test_the_plan_refuses_a_wrong_key_before_the_data_tells_the_others(
+    builder: str, keys: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        model_facts(builder, keys, {})
+    assert caught.value.key == key
+    right = {"gpt": {**SIZES, "vocab_size": None}, "mlp": {}, "cnn": {"channels": [8] * 9}}
+    assert model_facts(builder, right[builder.rpartition(":")[2]], {}) is None
+
+
 def test_data_of_another_kind_is_an_input_error() -> None:
     made = mlp(num_features=4)
     with pytest.raises(InputError, match=r"data\.source: got batches with the keys \['input_ids'"):

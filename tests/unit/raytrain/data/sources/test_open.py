@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain.config.sections import DataConfig
+from raytrain.config.sections import DataConfig, ModelConfig
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.splits import TensorSplit
 from raytrain.data.sources.describe import describe_shapes, describe_source
@@ -22,6 +22,7 @@ from raytrain.data.sources.keys import path_keys
 from raytrain.data.sources.open import open_source, read_on_driver, source_from_driver
 from raytrain.data.sources.stdlib import read_stdlib
 from raytrain.data.sources.text import text_source
+from raytrain.data.sources.tokenised import _resolve_length
 from raytrain.errors import InputError
 from raytrain.runs.storage import locate, read_bytes
 
@@ -113,6 +114,26 @@ def test_more_than_256_characters_are_kept_in_two_bytes() -> None:
 def test_any_bytes_can_be_decoded() -> None:
     source = text_source(b"\xff\xfe" + bytes(range(250)) * 2, context=4)
     assert source.decode([0xC3, 0xA9, 0xFF]) == "é�" and source.encode("é") == [0xC3, 0xA9]
+
+
+@pytest.mark.parametrize("wrong", [0, -5, 1.5, True, "abc", [8]])
+def test_a_wrong_context_is_refused_by_every_source_of_text(tmp_path: Path, wrong: Any) -> None:
+    path = write_text(tmp_path, "t", "some text " * 100)
+    sections = [{"source": "text", "path": path}, {"source": "stdlib", "max_bytes": 4096}, {"train": b"text " * 100}]
+    for section in sections:
+        error = refused(**section, context=wrong)
+        assert error.key == "model.context" and error.expected == "an integer >= 1"
+    with pytest.raises(InputError, match=r"model\.context: got .*, expected an integer >= 1"):
+        _resolve_length("auto", ModelConfig(builder="raytrain.models.gpt:gpt", context=wrong))
+
+
+def test_a_class_in_place_of_a_dataset_is_named() -> None:
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 40
+
+    error = refused(train=Rows)
+    assert error.key == "data.train" and error.got == "the class Rows" and error.remedy == "write Rows(...)"
 
 
 def test_without_held_out_rows_there_is_no_evaluation(tmp_path: Path) -> None:
@@ -208,7 +229,7 @@ def test_idx_images_are_scaled_at_gather_and_described_from_their_headers(tmp_pa
     rows = {tuple(row.flatten().tolist()) for row in torch.from_numpy(pixels).float() / 255}
     assert {tuple(row.flatten().tolist()) for row in x} == rows
     assert describe_source(DataConfig(**section), context=None) == source.facts
-    assert describe_shapes(DataConfig(**section)) == {"image_shape": (1, 4, 5), "num_features": 20}
+    assert describe_shapes(DataConfig(**section)) == {"image_shape": (1, 4, 5), "num_features": 20, "num_classes": 7}
 
 
 def test_idx_accepts_a_second_pair_of_files_for_evaluation(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from pyarrow import csv, parquet
 from raytrain.config.sections import DataConfig
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.ragged import RaggedSplit
-from raytrain.data.sources.describe import describe_shapes, describe_source
+from raytrain.data.sources.describe import check_label, describe_shapes, describe_source
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
+from raytrain.models.sizes import model_facts
 
 
 def table(rows: int = 50, **columns: Any) -> pa.Table:
@@ -59,7 +60,57 @@ def test_numbers_are_stacked_and_the_label_is_a_class(tmp_path: Path, kind: str)
     facts = describe_source(DataConfig(**section), context=None)
     assert (facts.train_rows, facts.eval_rows, facts.row_bytes) == (45, 5, 20)
     assert facts.total_bytes == held.facts.total_bytes == 50 * 20
-    assert describe_shapes(DataConfig(**section)) == {"num_features": 3}
+    assert describe_shapes(DataConfig(**section)) == {"num_features": 3, "num_classes": 3}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+@pytest.mark.parametrize("labels", [["low", "high"], [True, False], [-100, 4], [0.5, 1.5], [-100, -100]])
+def test_classes_are_counted_without_opening_as_training_counts_them(
+    tmp_path: Path, kind: str, labels: list[Any]
+) -> None:
+    path, other = (write(table(y=labels * 25), tmp_path / f"{name}.{kind}") for name in ("t", "e"))
+    write(table(y=(labels if isinstance(labels[0], float) else [labels[0], labels[0]]) * 25), tmp_path / f"t.{kind}")
+    section = {"source": kind, "path": path, "eval_path": other, "label": "y"}
+    assert describe_shapes(DataConfig(**section)).get("num_classes") == opened(**section).classes
+
+
+def test_classes_that_are_not_counted_are_said_to_be_a_guess(tmp_path: Path) -> None:
+    path = write(table(y=np.arange(50) % 3), tmp_path / "t.parquet")
+    data = DataConfig(source="parquet", path=path, label="y", order="groups")
+    found = model_facts("raytrain.models.mlp:mlp", {"hidden": [8]}, describe_shapes(data))
+    assert found is not None and found.parameters == 4 * 8 + 8 + 1
+    assert "with one output: the classes of data.label are not counted yet" in found.reason
+    values = DataConfig(source="parquet", path=path, label="a", order="groups")
+    known = model_facts("raytrain.models.mlp:mlp", {"hidden": [8]}, describe_shapes(values))
+    assert known is not None and known.reason == "formula of mlp [3, 8, 1]"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_a_label_among_the_features_is_refused_and_the_list_to_write_is_named(tmp_path: Path, kind: str) -> None:
+    section = {"source": kind, "path": write(table(y=np.arange(50) % 3), tmp_path / f"t.{kind}"), "label": "y"}
+    for features, remedy in ((["a", "y", "b"], "write data.features=[a, b]"), (["y"], "without data.features")):
+        data = DataConfig(**section, features=features)
+        for refuses in (open_source, describe_source):
+            with pytest.raises(InputError) as caught:
+                refuses(data, context=None)
+            assert caught.value.key == "data.features" and "data.label" in caught.value.got
+            assert caught.value.remedy.startswith(remedy)
+
+
+def test_a_model_of_rows_needs_a_label_of_a_table(tmp_path: Path) -> None:
+    mlp, data = "raytrain.models.mlp:mlp", table(y=np.arange(50) % 3)
+    for kind in ("parquet", "csv", "jsonl"):
+        section = {"source": kind, "path": write(data, tmp_path / f"t.{kind}")}
+        for more in ({}, {"features": ["a", "b"]}):
+            with pytest.raises(InputError, match="expected the column to predict, one of a, b, flag, y") as caught:
+                check_label(DataConfig(**section, **more), builder=mlp)
+            assert caught.value.key == "data.label"
+        check_label(DataConfig(**section, label="y"), builder=mlp)
+        check_label(DataConfig(**section), builder="own:model")
+    with pytest.raises(InputError, match=r"data\.label: got null"):
+        check_label(DataConfig(train=data.to_pandas()), builder=mlp)
+    named = data.append_column("labels", data["y"]).append_column("x", pa.array([[0.0, 1.0]] * 50))
+    check_label(DataConfig(train=named), builder=mlp)
 
 
 def test_chosen_features_come_in_the_order_given(tmp_path: Path) -> None:
@@ -173,7 +224,7 @@ def test_nan_inside_lists_and_labels_is_named(tmp_path: Path) -> None:
     [
         ({"label": "Y"}, "data.label", "columns among a, b, flag, y"),
         ({"features": ["a", "flagg"], "label": "y"}, "data.features", "did you mean flag?"),
-        ({"features": ["y"], "label": "y"}, "data.features", "no column"),
+        ({"features": ["y"], "label": "y"}, "data.features", "columns other than the label"),
     ],
 )
 def test_columns_that_do_not_exist_are_named(tmp_path: Path, keys: dict[str, Any], key: str, words: str) -> None:
