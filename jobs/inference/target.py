@@ -116,7 +116,15 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
     trained = run.read_json(run.job_mapping)
     trained.pop("scale", None)  # how it was trained: the machines of this command may be others
     spec = resolved(load_spec(mapping=trained, overrides=overrides).spec)
-    weights, step = weights_of(run, spec.infer.weights)
+    try:
+        weights, step = weights_of(run, spec.infer.weights)
+    except InputError as error:
+        if given not in (None, "latest"):
+            raise
+        raise InputError(
+            "infer", got=f"no RUN, and the newest run has no weights ({error.got})", expected=EXPECTED,
+            remedy="name a run that has trained: raytrain infer RUN infer.input=FILE",
+        ) from error  # fmt: skip
     about = _about(run, step)
     facts, reads = about.get("source_facts"), about.get("reads")
     if facts is None or reads is None:  # a run of an earlier version: its data tells

@@ -297,7 +297,7 @@ class RetryConfig(Section):
     host_wait_s: NonNegative = Field(default=30.0, description="seconds to wait for a new expert host")
     host_silence_s: Positive = Field(
         default=60.0,
-        description="seconds without a response until an expert host, or a worker whose step is late, is replaced",
+        description="seconds without a response until an expert host or a worker is replaced",
     )
     hang_s: Positive | None = Field(
         default=300.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from raytrain.infer.worker import InferenceWorker
 from raytrain.models.gpt import gpt
 from raytrain.models.mlp import mlp
 from raytrain.models.weights.stored import export_weights
+from raytrain.runs.folder import RunFolder
 
 ROWS = 103
 BUILDER = "raytrain.models.mlp:mlp"
@@ -380,3 +382,16 @@ def test_prompts_are_answered_by_a_language_model(tmp_path: Path) -> None:
     assert timing["tokens"].to_pylist() == [8] * 20
     with pytest.raises(InputError, match=r"infer.template: got the field \{question\}"):
         answers("e", "infer.template=A {question}")
+
+
+def test_the_newest_run_that_has_no_weights_is_said_to_be_the_one_that_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder.create("runs", "a", job={"model": {"builder": BUILDER}, "data": {"source": "csv", "path": "x.csv"}})
+    for given in (None, "latest"):
+        with pytest.raises(InputError, match="infer: got no RUN, and the newest run has no weights") as refused:
+            open_target(given, [], machine())
+        assert os.path.basename(run.path) in refused.value.got and "name a run" in refused.value.remedy
+    with pytest.raises(InputError, match="without a complete checkpoint"):
+        open_target(run.path, [], machine())
