@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.wording import counted
-from raytrain.report.figures import plain_number, seconds, size
+from raytrain.config.messages import abbreviated
+from raytrain.report.figures import measured, rate_text, seconds, size
 from raytrain.report.page.charts import Curve, Point, chart
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import shown, table
@@ -17,6 +18,8 @@ MANIFEST, SUMMARY = "manifest.json", "summary.json"
 PAGE = "report/report.html"
 #: Points of a curve of rows per second, and the most workers that have a curve of their own.
 POINTS, CURVES = 60, 8
+#: Rows of a batch that are named; of more, their number.
+SHOWN_ROWS = 5
 
 
 def is_inference(path: str) -> bool:
@@ -39,7 +42,7 @@ def inference_page(name: str, manifest: Mapping[str, Any], summary: Mapping[str,
     sections = [
         ("speed", "Speed", _curves(summary)),
         ("workers", "Workers", _workers(summary)),
-        ("slowest", "Slowest rows", _slowest(summary)),
+        ("slowest", "Slowest batches", _slowest(summary)),
         ("failures", "Failures", _failures(manifest, summary)),
         ("quality", "Quality", _quality(summary.get("quality"))),
         ("batch", "Batch", _batch(manifest.get("batch"))),
@@ -72,13 +75,13 @@ def _tiles(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     tiles = [
         ("Rows", f"{manifest['rows']:,}", counted(manifest["units"], "unit")),
         ("Failed", f"{manifest['failed']:,}", f"{summary['computed_again']:,} computed again"),
-        ("Rows per second", plain_number(summary["rows_per_s"]), "model load apart"),
-        ("Tokens per second", plain_number(summary["tokens_per_s"]), f"{summary['tokens']:,} tokens"),
+        ("Rows per second", rate_text(summary["rows_per_s"]), "model load apart"),
+        ("Tokens per second", rate_text(summary["tokens_per_s"]), f"{summary['tokens']:,} tokens"),
         ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", "of the units"),
         ("Latency of a batch", seconds(latency["p50"]), f"p95 {seconds(latency['p95'])}"),
         ("Model load", seconds(load) if load else "", "slowest worker"),
         ("Accuracy", f"{accuracy:.2%}" if accuracy is not None else "", _f1(quality)),
-        ("Mean absolute error", plain_number(quality.get("mean_absolute_error")), _rmse(quality)),
+        ("Mean absolute error", measured(quality.get("mean_absolute_error")), _rmse(quality)),
     ]
     cells = "".join(
         f'<dl class="tile"><dt>{esc(name)}</dt><dd>{esc(value)}<small>{esc(note)}</small></dd></dl>'
@@ -93,7 +96,7 @@ def _f1(quality: Mapping[str, Any]) -> str:
 
 
 def _rmse(quality: Mapping[str, Any]) -> str:
-    return f"RMSE {plain_number(quality['rmse'])}" if "rmse" in quality else ""
+    return f"RMSE {measured(quality['rmse'])}" if "rmse" in quality else ""
 
 
 def rate_over_time(times: Sequence[Mapping[str, Any]], *, points: int = POINTS) -> list[Point]:
@@ -121,15 +124,15 @@ def _curves(summary: Mapping[str, Any]) -> str:
             end = max(one["end_s"] for one in own)
             count = max(2, round(fewer * end / max(one["end_s"] for one in times)))
             curves.append(Curve(name, rate_over_time(own, points=count), f"c{number % 8 + 2}"))
-    note = "Over the seconds since the first unit began."
-    drawn = chart("Rows per second", curves, from_zero=True, wide=True, at=seconds, note=note)
+    named = {"at": seconds, "x_tick": seconds, "x_label": "time since the first unit began", "write": rate_text}
+    drawn = chart("Rows per second", curves, from_zero=True, wide=True, **named)
     return f'<div class="charts">{drawn}</div>' if drawn else ""
 
 
 def _workers(summary: Mapping[str, Any]) -> str:
     rows = [
         [
-            esc(one["worker"]), f"{one['units']:,}", f"{one['rows']:,}", esc(plain_number(one["rows_per_s"])),
+            esc(one["worker"]), f"{one['units']:,}", f"{one['rows']:,}", esc(rate_text(one["rows_per_s"])),
             esc(seconds(one["busy_s"])), f"{one['busy_s'] / summary['wall_s']:.0%}" if summary["wall_s"] else "-",
             esc(seconds(one["load_s"])),
         ]
@@ -137,12 +140,16 @@ def _workers(summary: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     names = ("Units", "Rows", "Rows per second", "Busy", "Busy share", "Model load")
     columns = [("Worker", "k"), *((name, "n") for name in names)]
-    return f'<div class="card">{table(columns, rows)}</div>' if rows else ""
+    return f'<div class="card">{table(columns, rows, heads=True)}</div>' if rows else ""
 
 
 def _slowest(summary: Mapping[str, Any]) -> str:
-    rows = [[esc(one["id"]), esc(seconds(one["seconds"]))] for one in summary["slowest"]]
-    return f'<div class="card">{table([("Row", "k"), ("Seconds of its batch", "n")], rows)}</div>' if rows else ""
+    """The slowest rows; those of the same time are of one batch, and are a line."""
+    batches: dict[float, list[str]] = {}
+    for one in summary["slowest"]:
+        batches.setdefault(one["seconds"], []).append(str(one["id"]))
+    rows = [[esc(seconds(spent)), esc(abbreviated(ids, SHOWN_ROWS))] for spent, ids in batches.items()]
+    return f'<div class="card">{table([("Time", "k"), ("Rows", "soft")], rows)}</div>' if rows else ""
 
 
 def _failures(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -177,7 +184,7 @@ def _batch(batch: Mapping[str, Any] | None) -> str:
     if not batch:
         return ""
     rows = [
-        [f"{one['rows']:,}", esc(plain_number(one["rows_per_s"])), esc(size(one["peak_bytes"]))]
+        [f"{one['rows']:,}", esc(rate_text(one["rows_per_s"])), esc(size(one["peak_bytes"]))]
         for one in batch["measured"]
     ]
     columns = [("Rows of a batch", "k"), ("Rows per second", "n"), ("Peak memory", "n")]
@@ -187,8 +194,11 @@ def _batch(batch: Mapping[str, Any] | None) -> str:
 
 
 def _files(manifest: Mapping[str, Any]) -> str:
-    rows = [[esc(name), esc(size(one["bytes"])), esc(one["sha256"])] for name, one in manifest["files"].items()]
-    return f'<div class="card">{table([("File", "k"), ("Size", "n"), ("SHA-256", "v")], rows)}</div>'
+    rows = [
+        [esc(name), esc(size(one["bytes"])), f"<code>{esc(one['sha256'])}</code>"]
+        for name, one in manifest["files"].items()
+    ]
+    return f'<div class="card">{table([("File", "k"), ("Size", "k"), ("SHA-256", "soft")], rows, stack=True)}</div>'
 
 
 def _config(job: Mapping[str, Any]) -> str:
