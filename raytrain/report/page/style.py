@@ -117,6 +117,7 @@ svg path{
   stroke-linecap:round}
 .line{stroke-width:2}
 .faint{stroke-width:1;opacity:.33}
+.devices .faint{stroke-width:1.5;opacity:.5}
 .dot{stroke-width:7}
 .interval{stroke-width:5;opacity:.28}
 .dashed{stroke-dasharray:5 5;opacity:.8}
@@ -159,7 +160,7 @@ svg .checkpoint{stroke-width:2}
 .tabs>input:nth-of-type(2):checked~.panes>.pane:nth-child(2),
 .tabs>input:nth-of-type(3):checked~.panes>.pane:nth-child(3),
 .tabs>input:nth-of-type(4):checked~.panes>.pane:nth-child(4){display:block}
-.heat rect{fill:var(--c1);fill-opacity:var(--share)}
+.heat rect{fill:var(--c1);fill-opacity:var(--share);shape-rendering:crispEdges}
 .heat rect.none{fill:var(--bad);fill-opacity:.55}
 .heat .dead{color:var(--bad);font-weight:650}
 .heat svg{outline:1px solid var(--line)}
