@@ -160,12 +160,12 @@ svg .checkpoint{stroke-width:2}
 .tabs>input:nth-of-type(2):checked~.panes>.pane:nth-child(2),
 .tabs>input:nth-of-type(3):checked~.panes>.pane:nth-child(3),
 .tabs>input:nth-of-type(4):checked~.panes>.pane:nth-child(4){display:block}
-.heat rect{fill:var(--c1);fill-opacity:var(--share);shape-rendering:crispEdges}
-.heat rect.none{fill:var(--bad);fill-opacity:.55}
+.heat rect{fill:color-mix(in srgb,var(--c1) calc(var(--share)*100%),var(--card))}
+.heat rect.none{fill:color-mix(in srgb,var(--bad) 55%,var(--card))}
 .heat .dead{color:var(--bad);font-weight:650}
 .heat svg{outline:1px solid var(--line)}
 .heatscale{font-size:12px;color:var(--soft);display:flex;align-items:center;margin-top:4px}
-.heatscale i{width:22px;height:12px;background:var(--c1);opacity:var(--share)}
+.heatscale i{width:22px;height:12px;background:color-mix(in srgb,var(--c1) calc(var(--share)*100%),var(--card))}
 .heatscale i:first-of-type{margin-left:8px}
 .heatscale i:last-of-type{margin-right:8px}
 .hit{position:absolute;top:0;bottom:0}
