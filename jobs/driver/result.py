@@ -21,7 +21,7 @@ from jobs.driver.resume import resume_command
 from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
 from raytrain.config.sections import PLACEHOLDER
-from raytrain.errors import RaytrainError, RunError
+from raytrain.errors import RaytrainError, RunError, first_line
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
 from raytrain.runs.folder import RunFolder
@@ -133,8 +133,9 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console, phases
     if not result.workers_running:
         with Activity(console, phases=phases) as activity:
             activity.begin("writing the report")
-            report = _report(run, result)
-        print_findings(console, run)
+            report, findings = _report(run, result)
+        for line in findings:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         activity.phases.end()
         print_result(console, run, record, report=report, phases=phases)
     if record["status"] == "interrupted":
@@ -143,16 +144,29 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console, phases
     return result_of(run, record)
 
 
-def _report(run: RunFolder, result: AttemptResult) -> str:
-    """Path of the report; why there is none, if the run failed and its folder cannot be written."""
-    from raytrain.report.build import build_report
+def _report(run: RunFolder, result: AttemptResult) -> tuple[str, list[str]]:
+    """Path of the report, or why there is none, and the lines of what the records of the run show to be wrong.
 
+    A mistake in a report changes nothing of the run, which is complete and recorded.
+
+    Raises:
+        RunError: the folder of a run that is done cannot be written.
+    """
+    from raytrain.report.build import build_report
+    from raytrain.report.findings.rules import diagnose, finding_lines
+    from raytrain.report.records import read_records
+
+    findings: list[str] = []
     try:
-        return build_report(run)
+        findings = finding_lines(diagnose(read_records(run)))
+        return build_report(run), findings
     except RunError as error:
         if result.status == "done":
             raise
-        return f"not written: {error}"
+        return f"not written: {error}", findings
+    except Exception as error:  # a mistake of ours, or records that were changed by hand
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return f"not written ({why}); `raytrain report {run.path}` shows where", findings
 
 
 def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
@@ -260,15 +274,6 @@ def process_start(now: float) -> float:
         return now
     # a notebook's process may be hours old: count only the start of a command's own interpreter
     return started if now - started < 30 else now
-
-
-def print_findings(console: Console, run: RunFolder) -> None:
-    """Print what the records of a run show to be wrong, with the key to change; nothing for a healthy run."""
-    from raytrain.report.findings.rules import diagnose, finding_lines
-    from raytrain.report.records import read_records
-
-    for line in finding_lines(diagnose(read_records(run))):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_result(

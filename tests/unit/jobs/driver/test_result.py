@@ -249,6 +249,19 @@ def test_a_run_on_a_full_disk_writes_its_result_and_names_what_failed_first(
     assert "report  not written: no room for the report" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_mistake_in_the_report_changes_nothing_of_a_run_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder.create(str(tmp_path), "done")
+    run.next_attempt(this_process())
+    monkeypatch.setattr("raytrain.report.build.build_report", lambda run: {}["chart"])
+    console = Console(file=io.StringIO(), width=500)
+    result = close_run(run, AttemptResult("done", "5 steps", steps=5), console=console)
+    assert result.status == run.read_json(run.result)["status"] == "done"
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"not written (KeyError: 'chart'); `raytrain report {run.path}` shows where" in printed
+
+
 def failing_report(run: RunFolder) -> str:
     raise RunError("no room for the report")
 
