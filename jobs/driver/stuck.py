@@ -85,11 +85,13 @@ class StuckWorkers:
             progress: as shown by the driver. signs: as in `Silence.overdue`. stacks: as `DriverChannel.stacks` returns.
         """
         lines = []
-        if self._hang.due(progress):
+        silent = self._silence.overdue(signs, progress)
+        if self._hang.due(progress, silent=bool(silent)):
             self._channel.request_stacks.remote()
         else:
             lines = self._of_late_step(signs, stacks)
-        silent = self._silence.overdue(signs, progress)
+        if self._hang.asking:
+            silent = {}  # once all that respond have said where they are
         for rank in sorted({*silent, *self._hang.overdue(signs, hang_s=self._retry.hang_s)} - self._ended):
             what = f"has been in one step for more than {self._retry.hang_s or 0:.0f} s"
             if rank in silent:

@@ -283,8 +283,14 @@ class HangWatch:
         self._said = False
         self.event: dict[str, Any] | None = None
 
-    def due(self, progress: Mapping[str, Any]) -> bool:
-        """Whether the workers should be asked where they are: once for a step that exceeds its deadline."""
+    @property
+    def asking(self) -> bool:
+        """The workers were asked where they are, and the line about it has not been said."""
+        return self._asked is not None and not self._said
+
+    def due(self, progress: Mapping[str, Any], *, silent: bool = False) -> bool:
+        """Whether the workers should be asked where they are: once for a step that exceeds its deadline, or in which a
+        worker is to be ended because it is `silent`."""
         row = progress.get("row") or {}
         step = max(int(row.get("step") or 0), int(progress.get("step") or 0))
         seen = str(progress.get("phase")), step, str(progress.get("activity") or "")
@@ -293,7 +299,7 @@ class HangWatch:
             return False
         usual_s = max(float(row["step_time_s"]), float(row.get("step_ms_p95") or 0.0) / 1000)
         deadline = max(self._least_s, STEPS_LATE * usual_s) + REPORT_EVERY_S
-        if self._asked is not None or self._clock() - self._since < deadline:
+        if self._asked is not None or (self._clock() - self._since < deadline and not silent):
             return False
         self._asked = self._clock()
         return True
