@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.driver.build import build
-from jobs.job.paths import resolved
+from jobs.job.paths import path_from_here, resolved
 from jobs.job.spec import load_spec
 from jobs.report import NEWEST
 from raytrain.checkpoint.weights import CheckpointWeights
@@ -60,7 +60,7 @@ def export_verb(path: str, *, step: str | None, target: str | None) -> int:
     """
     folder, notes = _exported(path, step=step, target=target)
     loss = f", {notes['loss_kind']} loss {float(notes['loss']):.6g}" if "loss" in notes else ""
-    print(f"weights of step {notes['step']}{loss}: {folder}")
+    print(f"weights of step {notes['step']}{loss}: {path_from_here(folder)}")
     return 0
 
 

@@ -23,6 +23,7 @@ from jobs.inference.display import InferenceDisplay, print_plan, print_summary
 from jobs.inference.plan import InferencePlan, plan_inference
 from jobs.inference.result import InferResult
 from jobs.inference.target import Target, open_target
+from jobs.job.paths import path_from_here
 from raytrain.errors import RunError
 from raytrain.infer.output.folder import MANIFEST
 from raytrain.infer.output.merge import merge, remove_work
@@ -156,7 +157,9 @@ def _computed(
 def _complete(planned: InferencePlan, console: Console) -> InferResult:
     """The result of an earlier command that was not interrupted."""
     output, store = planned.output, planned.output.store
-    console.print(f"{output.path} is complete; nothing is left to compute", markup=False, soft_wrap=True)
+    console.print(
+        f"{path_from_here(output.path)} is complete; nothing is left to compute", markup=False, soft_wrap=True
+    )
     remove_work(output)
     about, summary = (json.loads(store.read_bytes(name)) for name in (MANIFEST, SUMMARY))
     return InferResult("done", output.path, about["rows"], about["failed"], summary)
@@ -167,7 +170,9 @@ def _tell_what_is_kept(planned: InferencePlan, console: Console) -> None:
     if output.identity() is None or not output.has_parts():
         output.forget()
         return
-    console.print(f"what is complete is kept: --resume {output.path} continues", markup=False, soft_wrap=True)
+    console.print(
+        f"what is complete is kept: --resume {path_from_here(output.path)} continues", markup=False, soft_wrap=True
+    )
 
 
 def _too_many(planned: InferencePlan, failed: int, error: str | None, console: Console) -> InferResult:
@@ -175,7 +180,7 @@ def _too_many(planned: InferencePlan, failed: int, error: str | None, console: C
     reason = f"; the last error: {error}" if error else ""
     console.print(
         f"failed: at least {failed:,} of {planned.rows.rows:,} rows failed, infer.max_failures allows {share:g}"
-        f"{reason}. What is complete is kept: {planned.output.path}",
+        f"{reason}. What is complete is kept: {path_from_here(planned.output.path)}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     return InferResult("failed", planned.output.path, planned.rows.rows, failed, {})

@@ -18,6 +18,7 @@ from rich.console import Console
 from cluster.wording import counted
 from jobs.driver.screen.progress import TrainingDisplay
 from jobs.driver.screen.remaining import clock_text
+from jobs.job.paths import path_from_here, text_from_here
 from raytrain.errors import InputError, RunError
 from raytrain.execution.driver_channel import RESTARTING, STARTING
 from raytrain.report.build import build_report
@@ -90,7 +91,9 @@ def report_verb(paths: list[str]) -> int:
     Args, Raises: as `report`.
     """
     for one in _reports(paths):
-        print("\n".join([one.path, *one.findings]))
+        folder = one.path.partition("/report/")[0]  # of a run, which its findings name
+        findings = [text_from_here(line, folder) for line in one.findings]
+        print("\n".join([path_from_here(one.path), *findings]))
     return 0
 
 
@@ -185,7 +188,9 @@ def follow(run: RunFolder, *, console: Console, clock: Callable[[], float] = tim
             while not view.update():
                 time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
-        console.print(f"no longer watching; the run continues in {run.path}", markup=False, soft_wrap=True)
+        console.print(
+            f"no longer watching; the run continues in {path_from_here(run.path)}", markup=False, soft_wrap=True
+        )
         return 130
     return view.close()
 
@@ -234,9 +239,10 @@ class RunView:
         records = read_records(self._run)
         state = outcome(records)
         if records.result is None:
-            raise RunError(f"{state.sentence} Resume it with: raytrain train --resume {self._run.path}")
+            again = f"raytrain train --resume {path_from_here(self._run.path)}"
+            raise RunError(f"{state.sentence} Resume it with: {again}")
         for line in finding_lines(diagnose(records)):
-            self.display.print_lines(line)
+            self.display.print_lines(text_from_here(line, self._run.path))
         self._console.print(state.sentence, markup=False, highlight=False, soft_wrap=True)
         return CODES.get(state.status, 1)
 

@@ -14,6 +14,7 @@ import click
 
 from cluster.private_ray import private_folder
 from jobs.driver.signals import Interrupted, SignalQueue
+from jobs.job.paths import path_from_here
 from jobs.submission.console import INTERRUPTED, JobConsole, follow_again, print_log, say
 from jobs.submission.environment import check_versions, runtime_environment, versions_here, versions_of
 from jobs.submission.fetch import fetch
@@ -157,7 +158,7 @@ def fetch_verb(job_id: str, *, address: str | None, target: str | None) -> int:
         except Interrupted:
             say("cancelled: nothing was copied")
             return INTERRUPTED
-    print(folder)
+    print(path_from_here(str(folder)))
     return 0
 
 

@@ -22,7 +22,7 @@ from jobs.driver.runtime import cluster_address
 from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
-from jobs.job.paths import resolved
+from jobs.job.paths import path_from_here, resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from jobs.torchrun.launch import leader
 from raytrain.errors import ClusterLost, RaytrainError, RunError
@@ -121,7 +121,11 @@ def run_train(
         refuse_later(loaded.spec, "train")
         if resume == "auto":
             resumed = open_resumed("auto", path, overrides, loaded=loaded)
-            found = f"resuming {resumed.run.path}" if resumed else "no unfinished run of this job: starting a new one"
+            found = (
+                f"resuming {path_from_here(resumed.run.path)}"
+                if resumed
+                else "no unfinished run of this job: starting a new one"
+            )
             console.print(found, markup=False, soft_wrap=True)
         return train_loaded(loaded, resumed=resumed, signals=signals, verbose=verbose, console=console, began=began)
     finally:
@@ -208,5 +212,5 @@ def _run(attempts: RunAttempts) -> None:
 
 
 def _nothing_left(run: RunFolder, console: Console) -> Result:
-    console.print(f"{run.path} is done; nothing is left to train", markup=False, soft_wrap=True)
+    console.print(f"{path_from_here(run.path)} is done; nothing is left to train", markup=False, soft_wrap=True)
     return result_of(run, run.read_json(run.result))

@@ -16,7 +16,9 @@ from cluster.devices.inventory import local_inventory
 from cluster.environment import restored_environment
 from jobs.driver.resume import resume_command
 from jobs.driver.runtime import cluster_address
+from jobs.driver.screen.commands import print_command
 from jobs.driver.signals import Interrupted, StopSignals
+from jobs.job.paths import path_from_here
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import InputError, RunError
 from raytrain.runs.folder import RunFolder
@@ -126,7 +128,11 @@ def run_tune(
         if resume is not None:
             sweep, loaded = open_sweep(resume, path, overrides, mapping=mapping)
             if sweep.exists(sweep.outcome) and not sweep.again():
-                console.print(f"{sweep.path} is done; its result is {sweep.best}", markup=False, soft_wrap=True)
+                console.print(
+                    f"{path_from_here(sweep.path)} is done; its result is {path_from_here(sweep.best)}",
+                    markup=False,
+                    soft_wrap=True,
+                )
                 return TuneResult(sweep.path, "done", sweep.best)
         else:
             sweep, loaded = None, load_spec(path, [*overrides, *["tune.fresh=true"] * fresh], mapping=mapping)
@@ -141,13 +147,13 @@ def run_tune(
             from jobs.tuning.table import counted
 
             ended = counted(len({row["trial"] for row in command.sweep.ended()}), "trial")
-            message = f"interrupted after {ended}; resume with: {resume_command('tune', command.sweep.path)}"
-            console.print(message, markup=False, soft_wrap=True)
+            again = resume_command("tune", path_from_here(command.sweep.path))
+            print_command(console, f"interrupted after {ended}; resume with: ", again)
             return TuneResult(command.sweep.path, "interrupted", None)
         except RunError as error:
             if command.sweep is None or not command.sweep.again():
                 raise
-            again = resume_command("tune", command.sweep.path)
+            again = resume_command("tune", path_from_here(command.sweep.path))
             raise RunError(f"{error}; to repeat the trials whose process died: {again}") from error
         return TuneResult(folder.path, "done", folder.best)
     finally:
@@ -221,7 +227,7 @@ def open_sweep(
         )
     alive = sweep.alive()
     if alive:
-        seen = f"{sweep.path}, which is still running with pid {alive['pid']} on {alive['host']}"
+        seen = f"{path_from_here(sweep.path)}, which is still running with pid {alive['pid']} on {alive['host']}"
         raise InputError("--resume", got=seen, expected="a search that has ended", remedy="stop it first, or wait")
     return sweep, load_spec(mapping=sweep.read_json(sweep.job_mapping))
 

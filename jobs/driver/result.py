@@ -18,8 +18,10 @@ from rich.console import Console
 from cluster.wording import counted
 from jobs.driver.remedies import record_remedies
 from jobs.driver.resume import resume_command
+from jobs.driver.screen.commands import print_command
 from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
+from jobs.job.paths import path_from_here, text_from_here
 from raytrain.config.sections import PLACEHOLDER
 from raytrain.errors import RaytrainError, RunError, first_line
 from raytrain.execution.driver_channel import AttemptResult
@@ -140,7 +142,8 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console, phases
         print_result(console, run, record, report=report, phases=phases)
     if record["status"] == "interrupted":
         when = "" if record["steps"] else " before the first step"
-        console.print(f"interrupted{when}; resume with: {resume_command('train', run.path)}", soft_wrap=True)
+        command = resume_command("train", path_from_here(run.path))
+        print_command(console, f"interrupted{when}; resume with: ", command)
     return result_of(run, record)
 
 
@@ -290,23 +293,23 @@ def print_result(
         parts.append(f"best eval loss {best:.4f}")
     console.print(", ".join(parts), markup=False)
     if record["status"] == "failed":
-        console.print(f"reason: {record['reason']}", markup=False)
+        console.print(f"reason: {text_from_here(record['reason'], run.path)}", markup=False)
     if phases is not None:
         spent = f"time    {phases.line(record['time'])}"
         console.print(spent, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     for line in sample_lines(run):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"run     {run.path}", markup=False, soft_wrap=True)
+    console.print(f"run     {path_from_here(run.path)}", markup=False, soft_wrap=True)
     if record.get("weights"):
-        console.print(f"weights {record['weights']}", markup=False, soft_wrap=True)
-    console.print(f"report  {report}", markup=False, soft_wrap=True)
+        console.print(f"weights {path_from_here(record['weights'])}", markup=False, soft_wrap=True)
+    console.print(f"report  {path_from_here(report)}", markup=False, soft_wrap=True)
     for number, command in enumerate(next_commands(run, record)):
-        console.print(f"{'' if number else 'next':<8}{command}", markup=False, highlight=False, soft_wrap=True)
+        print_command(console, f"{'' if number else 'next':<8}", command)
 
 
 def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     """The commands that a user is most likely to want now; none after an interruption, which says how to resume."""
-    where = _from_here(run.path)
+    where = path_from_here(run.path)
     if record["status"] == "interrupted":
         return []
     if run.exists(run.job) and PLACEHOLDER in run.read_text(run.job):  # only its program has the objects
@@ -332,7 +335,7 @@ def _comparison(run: RunFolder) -> list[str]:
         for _, path in sorted(earlier, reverse=True):
             other = RunFolder(path)
             if other.exists("result.json") and _trained(other) == _trained(run):
-                return [f"raytrain report {_from_here(path)} {_from_here(run.path)}"]
+                return [f"raytrain report {path_from_here(path)} {path_from_here(run.path)}"]
     return []
 
 
@@ -355,12 +358,6 @@ def _twice_as_long(run: RunFolder, record: Mapping[str, Any]) -> str:
     if epochs and loop.get("max_steps") is None:
         return f"loop.epochs={2 * epochs}"
     return f"loop.max_steps={2 * record['steps']}"
-
-
-def _from_here(path: str) -> str:
-    """A path as it is shorter to type in the current folder."""
-    relative = path if "://" in path else os.path.relpath(path)
-    return path if relative.startswith("..") else relative
 
 
 def sample_lines(run: RunFolder) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from cluster.checks.ray_job import is_submitted
 from jobs.driver.screen.plan_table import ResumedFrom
 from jobs.job.job_file import read_job
+from jobs.job.paths import path_from_here
 from jobs.job.spec import LoadedSpec, changed_keys, check_objects, load_spec, may_change_on_resume
 from raytrain.config.decode import apply_overrides, encode, load_yaml
 from raytrain.errors import CheckpointError, InputError
@@ -124,7 +125,7 @@ def open_resumed(
     if alive:
         raise InputError(
             "--resume",
-            got=f"{run.path}, which is still running with pid {alive['pid']} on {alive['host']}",
+            got=f"{path_from_here(run.path)}, which is still running with pid {alive['pid']} on {alive['host']}",
             expected="a run that has ended",
             remedy="stop it first, or wait",
         )
@@ -171,7 +172,7 @@ def check_checkpoints(resumed: Resumed) -> None:
             problems.append(str(error))
     if problems:
         raise InputError(
-            "--resume", got=f"{resumed.run.path}, whose checkpoints are all damaged ({problems[0]})",
+            "--resume", got=f"{path_from_here(resumed.run.path)}, whose checkpoints are all damaged ({problems[0]})",
             expected="a run with a valid checkpoint",
         )  # fmt: skip
 
@@ -213,7 +214,7 @@ def _refuse_fewer_steps(run: RunFolder, loaded: LoadedSpec, changed: list[str]) 
     if most <= reached:
         raise InputError(
             "loop.max_steps", got=str(most), expected=f"more than {reached}, the step of the newest checkpoint",
-            remedy=f"`raytrain export {run.path}` writes its weights without training",
+            remedy=f"`raytrain export {path_from_here(run.path)}` writes its weights without training",
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from cluster.wording import counted
 from jobs.driver.screen.progress import PLAIN_EVERY_S, QUIET_S, WIDE, Clock
 from jobs.driver.screen.remaining import times_column, times_text
 from jobs.inference.plan import InferencePlan
+from jobs.job.paths import path_from_here
 from raytrain.config.sections import InferConfig
 from raytrain.errors import RunError
 from raytrain.plan.text import size_text
@@ -40,7 +41,7 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
         *_schedule(planned),
         *planned.stages.lines(),
         *planned.hosts.lines(),
-        ("output", planned.output.path),
+        ("output", path_from_here(planned.output.path)),
     ):
         console.print(f"{name}: {value}", markup=False, soft_wrap=True)
     for warning in planned.target.warnings:
@@ -178,7 +179,8 @@ def print_summary(
             f"stages were busy {busy} of the time: they waited {stages['bubble']:.0%}, stages of equal speed wait "
             f"{stages['expected_bubble']:.0%} with {stages['passes'] / max(stages['rounds'], 1):.1f} passes a round"
         )
-    lines.append(f"predictions {join(planned.output.path, f'predictions.{infer.format}')}")
-    lines.append(f"report {join(planned.output.path, PAGE)}")
+    folder = path_from_here(planned.output.path)
+    lines.append(f"predictions {join(folder, f'predictions.{infer.format}')}")
+    lines.append(f"report {join(folder, PAGE)}")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
+from cluster.checks.ray_job import is_submitted
 from jobs.job.spec import JobSpec
 from raytrain.config.sections import DataConfig, ModelConfig
 from raytrain.data.sources.keys import path_keys
@@ -69,6 +71,23 @@ def resolve_paths(data: DataConfig) -> DataConfig:
 def absolute_path(path: str) -> str:
     """A local path made absolute on this machine; a URI is unchanged."""
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def path_from_here(path: str) -> str:
+    """A path as a user types it: relative where it is below the current folder, otherwise as it is. A submitted job
+    runs in a folder of the cluster, where nobody types anything."""
+    if "://" in path or not os.path.isabs(path) or is_submitted():
+        return path
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the current folder was deleted
+        return path
+    return path if relative.partition(os.sep)[0] == os.pardir else relative
+
+
+def text_from_here(text: str, path: str) -> str:
+    """A text with this path as in `path_from_here`, also where it begins another path."""
+    return re.sub(rf"{re.escape(path)}(?![\w-])", lambda _: path_from_here(path), text)
 
 
 def _absolute(value: Any, *, must_exist: bool) -> Any:

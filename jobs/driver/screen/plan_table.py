@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.wording import counted
+from jobs.job.paths import path_from_here
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.memory import AFTER_MODEL
 from raytrain.plan.strategies import Strategy
@@ -230,7 +231,10 @@ def _start_rows(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, str]
         "batch": batch,
         "precision": [_precision(plan, measured)],
     }
-    return [*((name, ", ".join(parts)) for name, parts in found.items()), ("run", str(plan.value("files", "")))]
+    return [
+        *((name, ", ".join(parts)) for name, parts in found.items()),
+        ("run", path_from_here(str(plan.value("files", "")))),
+    ]
 
 
 def _of(text: str, noun: str) -> str:

@@ -9,6 +9,7 @@ from cluster.devices.inventory import Inventory, inventory_from_ray
 from jobs.driver.checks import Checked, train_job
 from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import Cluster, connected
+from jobs.job.paths import path_from_here
 from jobs.tuning.batch.cache import FOLDER, Cache, Caches, cache_key, gate_key
 from jobs.tuning.batch.device_kinds import of_kind
 from jobs.tuning.batch.results import print_search, write_batch
@@ -87,8 +88,8 @@ def _open_caches(command: TuneCommand, search: BatchSearch, checked: Checked, in
         return caches
     if is_complete(search, caches):
         command.print_line(f"nothing is left to measure: {kept} measurements of earlier searches apply")
-        paths = " ".join(cache.path for cache in caches.values())
-        command.print_line(f"  {paths}; --fresh measures again; search folder {sweep.path}")
+        paths = " ".join(path_from_here(cache.path) for cache in caches.values())
+        command.print_line(f"  {paths}; --fresh measures again; search folder {path_from_here(sweep.path)}")
     elif kept:
         command.print_line(f"{kept} measurements of earlier searches apply; --fresh measures again")
     return caches

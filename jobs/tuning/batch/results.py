@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from jobs.job.paths import path_from_here
 from jobs.tuning.batch.device_kinds import of_kind
 from jobs.tuning.batch.known import KnownMeasurements, still_needed, with_noise_scale
 from jobs.tuning.batch.loaders import KEY, chosen_loaders
@@ -51,9 +52,8 @@ def print_search(command: TuneCommand, search: BatchSearch) -> None:
     named = [f"{one.devices} {one.name}, {room}" for one, room in zip(search.kinds, rooms, strict=True)]
     room = rooms[0] if len(rooms) == 1 else f"a search for each kind of device ({'; '.join(named)})"
     command.print_line(f"search: {' and '.join(space.precisions)}, micro-batches of {sizes} rows; {batch}; {room}")
-    command.print_line(
-        f"each trial in its own process, {search.devices} at a time; search folder {command.the_sweep.path}"
-    )
+    folder = path_from_here(command.the_sweep.path)
+    command.print_line(f"each trial in its own process, {search.devices} at a time; search folder {folder}")
 
 
 def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> None:

@@ -9,6 +9,7 @@ from cluster.devices.inventory import Inventory, inventory_from_ray
 from jobs.driver.checks import Checked
 from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import Cluster, connected
+from jobs.job.paths import path_from_here
 from jobs.tuning.command import TuneCommand
 from jobs.tuning.space.points import Points, find_points
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable, counted, values_text
@@ -89,7 +90,7 @@ def _print_search(command: TuneCommand, points: Points, at_a_time: int) -> None:
     pace = f", {at_a_time} at a time" if at_a_time > 1 else ", one at a time"
     early = {"none": "", "asha": "; ASHA stops trials early", "median": "; trials below the median stop early"}
     text = f"{counted(len(points.trials), 'complete run')}{pace}{early[command.spec.tune.scheduler]}"
-    command.print_line(f"{text}; search folder {command.the_sweep.path}")
+    command.print_line(f"{text}; search folder {path_from_here(command.the_sweep.path)}")
     for values, reason in points.left_out:
         command.print_line(f"left out: {values_text(values)}: {reason}")
 

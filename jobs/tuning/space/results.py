@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from jobs.driver.resume import resume_command
+from jobs.driver.screen.commands import print_command
+from jobs.job.paths import path_from_here
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.space.points import Points
 from jobs.tuning.table import SweepTable, counted, print_table, values_text
@@ -76,12 +78,12 @@ def print_files(command: TuneCommand, *, died: Sequence[int]) -> None:
         died: trials that a resumed search would repeat.
     """
     sweep = command.the_sweep
-    command.print_line(f"trials  {sweep.trials}")
-    command.print_line(f"picture {sweep.picture}")
-    command.print_line(f"report  {build_sweep_report(sweep)}")
-    command.print_line(f"train   raytrain train {sweep.best}")
+    command.print_line(f"trials  {path_from_here(sweep.trials)}")
+    command.print_line(f"picture {path_from_here(sweep.picture)}")
+    command.print_line(f"report  {path_from_here(build_sweep_report(sweep))}")
+    print_command(command.console, "train   ", f"raytrain train {path_from_here(sweep.best)}")
     if died:
-        again = resume_command("tune", sweep.path)
+        again = resume_command("tune", path_from_here(sweep.path))
         command.print_line(f"died    trial {', '.join(map(str, died))}; to repeat: {again}")
 
 

@@ -186,7 +186,8 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     ]  # fmt: skip
     assert not any("next" in line for line in lines("interrupted"))
     monkeypatch.setenv(JOB_ENVIRONMENT, "{}")
-    assert f"next    raytrain submit train --resume {where}" in lines("failed"), "where the job was submitted from"
+    again = f"next    raytrain submit train --resume {run.path}"  # its own folder is not where it was submitted from
+    assert again in lines("failed")
     monkeypatch.delenv(JOB_ENVIRONMENT)
     run.write_text(run.job, "model: {module: <object Net>}\n")
     run.write_json(run.plan, {"config": kind})
@@ -307,3 +308,37 @@ def test_a_notebook_shows_a_result_with_its_figures_and_curves(run: RunFolder) -
         depth += (sign == "{") - (sign == "}")
         outside += sign if depth == 0 and sign not in "{}" else ""
     assert set(outside.split()) <= {".raytrain", "dl", ".raytrain.raytrain", "dl.raytrain"}, outside
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_paths_below_the_current_folder_are_relative_and_a_command_to_copy_is_never_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder.create(str(tmp_path / "runs"), "default")
+    run.next_attempt(this_process())
+    where = f"runs/{Path(run.path).name}"
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    close_run(run, AttemptResult("interrupted", "a stop was requested", steps=3), console=console)
+    lines = out.getvalue().splitlines()
+    assert f"run     {where}" in lines and f"report  {where}/report/report.html" in lines
+    command = f"raytrain train --resume {where}"
+    if width == 80:
+        assert lines[-1] == f"interrupted; resume with: {command}" and len(lines[-1]) <= 80
+    else:
+        assert lines[-2:] == ["interrupted; resume with:", command]
+    assert str(tmp_path) not in out.getvalue()
+
+
+def test_a_failed_run_names_its_paths_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder.create("runs", "default")
+    run.next_attempt(this_process())
+    reason = f"its weights could not be exported: disk. `raytrain export {run.path}` writes them"
+    out = io.StringIO()
+    close_run(run, AttemptResult("failed", reason, steps=3), console=Console(file=out, width=1000))
+    where = f"runs/{Path(run.path).name}"
+    assert f"reason: {reason.replace(run.path, where)}" in out.getvalue()
+    assert f"next    raytrain train --resume {where}\n" in out.getvalue() and str(tmp_path) not in out.getvalue()
+    assert run.read_json(run.result)["reason"] == reason, "the record holds wherever it is read"
