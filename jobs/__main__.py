@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from jobs.job.arguments import split_arguments
+from jobs.driver.screen.output import OutputLost, end_without_output, flush_output, guard_output, outlive_output
+from jobs.job.arguments import complete_job, complete_key, split_arguments
 from jobs.torchrun.recipe import torchrun_options
 from raytrain.errors import InputError, RaytrainError
 
@@ -22,6 +23,13 @@ class _Verbs(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         signal.signal(signal.SIGTERM, _leave)  # until a verb installs its own handlers
+        guard_output()
+        try:
+            return self._carried_out(*args, **extra)
+        except OutputLost as lost:
+            end_without_output(lost)
+
+    def _carried_out(self, *args: Any, **extra: Any) -> Any:
         from jobs.driver.signals import request_stop
         from jobs.submission.stop_request import watch_stop_request
         from jobs.torchrun.launch import carried_out
@@ -32,7 +40,15 @@ class _Verbs(click.Group):
 
     def _main(self, *args: Any, **extra: Any) -> Any:
         try:
+            return self._ended(*args, **extra)
+        finally:
+            flush_output()
+
+    def _ended(self, *args: Any, **extra: Any) -> Any:
+        try:
             return super().main(*args, **extra)
+        except OutputLost:
+            raise
         except click.exceptions.Exit as error:
             sys.exit(error.exit_code)
         except click.exceptions.NoArgsIsHelpError as error:
@@ -106,20 +122,6 @@ def _keys_option(verb: str) -> Any:
     return VerbCommand
 
 
-def _complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """Recipes, keys and files, for the completion of a shell."""
-    from click.shell_completion import CompletionItem
-
-    from jobs.job.job_file import recipe_names
-    from jobs.job.spec import JobSpec
-    from raytrain.config.messages import key_rows
-
-    words = [f"{row.key}=" for row in key_rows(JobSpec)] + recipe_names()
-    found = [CompletionItem(word) for word in words if word.startswith(incomplete)]
-    # click's script for bash forgets what came before a file
-    return found if "=" in incomplete else [CompletionItem(incomplete, type="file"), *found]
-
-
 JOB = "[JOB.yaml | RECIPE] [section.key=value ...]"
 
 
@@ -130,7 +132,7 @@ def main() -> None:
 
 
 @main.command(cls=_keys_option("train"), short_help="Train a model from a job file or a recipe.")
-@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=_complete_job)
+@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=complete_job)
 @click.option(
     "--resume",
     metavar="RUN_DIR",
@@ -150,6 +152,7 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
         from jobs.tune import found_job
 
         path = found_job(sweep, beside=path or resume)
+    outlive_output()
     result = run_train(path, overrides, resume=resume, verbose=verbose, console=Console(highlight=False))
     code = {"done": 0, "failed": 1, "interrupted": INTERRUPTED}[result.status]
     sys.stdout.flush()
@@ -160,7 +163,7 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
 
 
 @main.command(cls=_keys_option("tune"), short_help="Search for the fastest batch size and precision, or other keys.")
-@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=_complete_job)
+@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=complete_job)
 @click.option("--resume", metavar="DIR", help="resume the search in this folder; trials whose process died run again")
 @click.option("--fresh", is_flag=True, help="ignore the measurements of earlier searches")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
@@ -172,6 +175,7 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
 
     path, overrides = split_arguments(arguments)
     console = Console(highlight=False)
+    outlive_output()
     result = run_tune(path, overrides, resume=resume, fresh=fresh, verbose=verbose, console=console)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -180,7 +184,7 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
 
 
 @main.command(cls=_keys_option("train"), short_help="Show what a run would do and why; starts nothing.")
-@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=_complete_job)
+@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=complete_job)
 @click.option("--json", "as_json", is_flag=True, help="print the plan as JSON")
 @click.option(
     "--print", "as_text", type=click.Choice(["yaml", "torchrun"]),
@@ -239,7 +243,7 @@ def export(run: str, step: str | None, target: str | None) -> None:
 @main.command(cls=_keys_option("infer"), short_help="Answer the rows of infer.input with a trained model.")
 @click.argument(
     "arguments", nargs=-1, metavar="[RUN | JOB.yaml | FOLDER | module:function] [section.key=value ...]",
-    shell_complete=_complete_job,
+    shell_complete=complete_job,
 )  # fmt: skip
 @click.option("--resume", metavar="DIR", help="continue the interrupted command that wrote this output folder")
 @click.option("--dry-run", is_flag=True, help="print the plan and start nothing")
@@ -256,6 +260,8 @@ def infer(arguments: tuple[str, ...], resume: str | None, dry_run: bool, verbose
     path, overrides = split_arguments(arguments)
     console = Console(highlight=False)
     given = None if path is None else str(path)
+    if not dry_run:
+        outlive_output()
     result = run_infer(given, overrides, resume=resume, dry_run=dry_run, verbose=verbose, console=console)
     sys.exit(0 if result is None or result.status == "done" else 1)
 
@@ -272,18 +278,8 @@ def recipes(name: str | None) -> None:
     click.echo("\n".join(recipe_lines()) if name is None else read_recipe(name).rstrip())
 
 
-def _complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from jobs.job.spec import JobSpec
-    from raytrain.config.messages import key_rows
-
-    rows = [row.key for row in key_rows(JobSpec)]
-    return [
-        name for name in dict.fromkeys([*(key.split(".")[0] for key in rows), *rows]) if name.startswith(incomplete)
-    ]
-
-
 @main.command()
-@click.argument("name", required=False, metavar="[SECTION | KEY]", shell_complete=_complete_key)
+@click.argument("name", required=False, metavar="[SECTION | KEY]", shell_complete=complete_key)
 def keys(name: str | None) -> None:
     """List the keys of a job with meaning, values and default."""
     import shutil
@@ -313,7 +309,7 @@ def schema(out: str | None) -> None:
 
 
 class _BenchCommand(click.Command):
-    """`bench --help` ends with the keys of every bench, `bench NAME --help` with those of that one."""
+    """`bench --help` ends with the names of the benches, `bench NAME --help` with the keys of that one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         named = [item for before, item in zip(["", *args], args, strict=False) if before != "--out"]
@@ -321,11 +317,15 @@ class _BenchCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from jobs.bench.harness.command import bench_sections
+        from jobs.bench.harness.command import bench_names, bench_section
 
-        for title, rows in bench_sections(ctx.meta["bench"]):
-            with formatter.section(f"Keys with their defaults, as key=value, of {title}"):
-                formatter.write_dl(rows, col_max=38)
+        name = ctx.meta["bench"]
+        title, rows = ("Benchmarks", bench_names()) if name is None else bench_section(name)
+        with formatter.section(title):
+            formatter.write_dl(rows, col_max=38)
+        if name is None:
+            formatter.write_text("")
+            formatter.write_text("`raytrain bench NAME --help` lists the keys of a benchmark.")
 
 
 @main.command(cls=_BenchCommand)
@@ -349,11 +349,12 @@ def bench(
         return
     if name is None:
         raise InputError("bench", got="no name", expected="a name listed by `raytrain bench --list`")
+    outlive_output()
     sys.exit(bench_verb(name, arguments, out=out, quick=quick, as_json=as_json))
 
 
 @main.command(cls=_keys_option("check"), short_help="Check the machines, then train two steps in each precision.")
-@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=_complete_job)
+@click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=complete_job)
 @click.option("--quick", is_flag=True, help="the machines only, without the training")
 @click.option("--json", "as_json", is_flag=True, help="print everything that was found as JSON")
 @click.option("--short", is_flag=True, help="print one line")
@@ -472,7 +473,7 @@ def logs(job_id: str, address: str | None, following: bool) -> None:
     sys.exit(logs_verb(job_id, address=address, following=following))
 
 
-@submit.command()
+@submit.command(short_help="Ask the job to save and stop; Ray stops it if it does not.")
 @click.argument("job_id", metavar="ID")
 @_address
 def stop(job_id: str, address: str | None) -> None:
@@ -482,7 +483,7 @@ def stop(job_id: str, address: str | None) -> None:
     sys.exit(stop_verb(job_id, address=address))
 
 
-@submit.command()
+@submit.command(short_help="Copy the job's run folder here, and verify each file.")
 @click.argument("job_id", metavar="ID")
 @_address
 @click.option("--to", "target", metavar="DIR", help="where to put the run folder (default: runs)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import termios
@@ -59,9 +58,6 @@ class JobConsole:
                 elif self._detaches(number):
                     say(f"{self._id} keeps running. {follow_again(self._server, self._id)}")
                     return INTERRUPTED
-        except BrokenPipeError:  # whoever reads the output has left, as `head` does
-            _discard_output()
-            return INTERRUPTED
         finally:
             self._follower.close()
         verdict = self._job.verdict
@@ -147,13 +143,6 @@ def print_log(text: str) -> None:
 def say(text: str) -> None:
     """Print a line about the job, not of it."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _discard_output() -> None:
-    """What the interpreter flushes at its end goes to /dev/null."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, sys.stdout.fileno())
-    os.close(nothing)
 
 
 def _explained(job: SubmittedJob) -> str:

@@ -79,7 +79,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 class EstimatesOptions(BenchOptions):
     """Predicted and measured step time and memory of different jobs, and of two layouts of experts."""
 
-    MEASURES: ClassVar[str] = "the plan's estimates of step time and memory against what is measured, over many jobs"
+    MEASURES: ClassVar[str] = "the plan's step time and memory against what is measured, over many jobs"
     QUICK: ClassVar[dict[str, Any]] = {"only": ["gpt, sgd", "own module"], "layouts": [], "steps": 2}
 
     only: list[str] = Field(default_factory=lambda: list(JOBS), description="the jobs to measure")

@@ -36,7 +36,7 @@ class MemoryOptions(BenchOptions):
     """Peak memory of one large batch against accumulation, activation checkpointing and bf16."""
 
     MEASURES: ClassVar[str] = (
-        "peak memory with accumulation, activation checkpointing and bf16, each against one large batch"
+        "peak memory of training: with accumulation, activation checkpointing and bf16, each against one large batch"
     )
     QUICK: ClassVar[dict[str, Any]] = {"layers": 1, "width": 64, "context": 32, "rows": 16, "blocks": 1}
 

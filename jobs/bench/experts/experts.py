@@ -51,7 +51,7 @@ class ExpertsOptions(BenchOptions):
     """A mixture-of-experts layer, forward and backward, with remote experts and with all experts in one process."""
 
     MEASURES: ClassVar[str] = (
-        "a layer with its experts on expert hosts or partitioned across workers, against one process; sorted rows "
+        "a layer with its experts on hosts or partitioned across workers, against one process; sorted rows "
         "against masks, grouped product against loop; two micro-batches in flight"
     )
     QUICK: ClassVar[dict[str, Any]] = {

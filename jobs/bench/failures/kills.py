@@ -35,7 +35,7 @@ TIMEOUT_S = 240.0
 class KillsOptions(BenchOptions):
     """Kills at any moment."""
 
-    MEASURES: ClassVar[str] = "whether a run is usable after kills of a saving process and of whole runs"
+    MEASURES: ClassVar[str] = "whether a run is usable after kills: of a saving process, and of whole runs"
     QUICK: ClassVar[dict[str, Any]] = {"kills": 5, "run_kills": 1, "values": 20_000}
 
     kills: Count = Field(100, description="kills of a process that saves in a loop")

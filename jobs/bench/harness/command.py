@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -26,21 +27,20 @@ def list_lines() -> list[str]:
     return [f"{name:<{width}}  {bench.measures}" for name, bench in benches.items()]
 
 
-def bench_sections(name: str | None) -> list[tuple[str, list[tuple[str, str]]]]:
-    """For `bench --help`: for each bench, or for the named one, a title and (`key = default`, meaning and accepted
-    values) of its keys.
+def bench_names() -> list[tuple[str, str]]:
+    """For `bench --help`: the name of each bench, and the first part of what it measures."""
+    return [(name, re.split(r"[:;,] ", bench.measures)[0]) for name, bench in find_benches().items()]
+
+
+def bench_section(name: str) -> tuple[str, list[tuple[str, str]]]:
+    """For `bench NAME --help`: a title, and (`key = default`, meaning and accepted values) of each key.
 
     Raises:
         InputError: no such bench.
     """
-    benches = find_benches() if name is None else {name: find_bench(name)}
-    return [
-        (
-            f"{title}: {bench.measures}",
-            [(f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})") for row in key_rows(bench.options)],
-        )
-        for title, bench in benches.items()
-    ]
+    bench = find_bench(name)
+    rows = [(f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})") for row in key_rows(bench.options)]
+    return f"Keys with their defaults, as key=value, of {name}: {bench.measures}", rows
 
 
 def find_bench(name: str) -> Bench:

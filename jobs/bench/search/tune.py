@@ -45,7 +45,7 @@ class TuneOptions(BenchOptions):
     """The search for batch size and precision against an exhaustive grid and against doubling."""
 
     MEASURES: ClassVar[str] = (
-        "the search for batch size and precision against an exhaustive grid and against doubling until failure"
+        "the search for batch size and precision, against an exhaustive grid and against doubling until failure"
     )
     QUICK: ClassVar[dict[str, Any]] = {
         "wide": 32, "narrow": 16, "context": 16, "rows": 16, "repeats": 2, "blocks": 2, "gate_steps": 2,

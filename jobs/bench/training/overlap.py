@@ -26,7 +26,7 @@ AFTER, DURING, UNDIVIDED = "after", "during", "undivided"
 class OverlapOptions(BenchOptions):
     """Two workers whose gradients are reduced after the last backward of a step, against during it."""
 
-    MEASURES: ClassVar[str] = "all-reduces of two workers started during the last backward of a step, against after it"
+    MEASURES: ClassVar[str] = "all-reduces started during the last backward of a step, against after it, of two workers"
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 2, "width": 32, "context": 16, "batch": 8, "micro_batch": 4, "blocks": 3, "block_steps": 2,
         "bucket_mb": 0.02,

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.__main__ import main, split_arguments
+from jobs.bench.harness.options import find_benches
 from jobs.driver.signals import Interrupted
 from jobs.job.job_file import RECIPES
 from raytrain.errors import InputError, RunError
@@ -27,13 +28,23 @@ def test_the_version_is_the_packages() -> None:
     assert done.exit_code == 0 and done.output.strip() == f"raytrain, version {version('raytrain')}"
 
 
-def test_help_of_benches_lists_each_key_with_its_default_and_meaning() -> None:
+def test_help_of_bench_lists_the_benches_in_a_line_each_and_that_of_a_bench_its_keys() -> None:
     every, one = run("bench", "--help"), run("bench", "loop", "--help")
-    for done in (every, one):
-        assert done.exit_code == 0 and "threads of one process, the same for every arm" in done.output
-        assert 'threads = "auto"' in done.output
-    assert " loop: " in one.output and " placement: " in every.output and " placement: " not in one.output
+    assert every.exit_code == one.exit_code == 0
+    lines = every.output.splitlines()
+    for name in find_benches():
+        assert [len(line) <= 80 for line in lines if line.startswith(f"  {name} ")] == [True], name
+    assert len(lines) < 50 and "threads of one process" not in every.output
+    assert "`raytrain bench NAME --help`" in every.output
+    assert "threads of one process, the same for every arm" in one.output and 'threads = "auto"' in one.output
+    assert " loop: " in one.output and " placement " not in one.output
     assert run("bench", "loops", "--help").exit_code == 2
+
+
+def test_no_summary_of_a_verb_is_cut_in_a_terminal_of_80_columns() -> None:
+    for group in ((), ("submit",)):
+        done = CliRunner().invoke(main, [*group, "--help"], env={"COLUMNS": "80"}, terminal_width=80)
+        assert done.exit_code == 0 and "..." not in done.output.partition("Commands:")[2], done.output
 
 
 def test_help_names_every_verb() -> None:

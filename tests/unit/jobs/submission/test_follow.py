@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import pty
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from jobs import submit
+from jobs.driver.screen.output import GuardedFile, OutputLost
 from jobs.driver.signals import Interrupted, SignalQueue
 from jobs.submission import console
 from jobs.submission.console import JobConsole
@@ -330,13 +332,18 @@ def test_sigterm_detaches_at_a_terminal_without_a_question(terminal: Terminal) -
     assert "[c]ontinue" not in terminal.shown
 
 
-def test_a_reader_that_leaves_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `raytrain submit logs ID --follow | head -1`."""
+def test_a_reader_that_leaves_ends_the_command_and_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `raytrain submit logs ID --follow | head -1`: the command line ends as after any lost output."""
     reading, writing = os.pipe()
     os.close(reading)
-    with os.fdopen(writing, "w") as out:
-        monkeypatch.setattr("sys.stdout", out)
-        assert follow(FakeServer(["one\n", lasts])) == 130
+    server = FakeServer(["one\n", lasts])
+    with GuardedFile(writing, "w", closefd=False) as file:
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(file)))
+        with pytest.raises(OutputLost):
+            follow(server)
+        monkeypatch.undo()
+    os.close(writing)
+    assert not server.requests
 
 
 def test_the_end_says_why_a_job_never_began(capsys: pytest.CaptureFixture[str]) -> None:
