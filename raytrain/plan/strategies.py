@@ -310,8 +310,15 @@ def _why(
     if not given and faster:  # what auto could have taken
         best = min(faster, key=lambda one: one.seconds or 0.0)
         assert best.seconds is not None
-    saved = f"{best.name} would save {1 - best.seconds / chosen.seconds:.0%} of {seconds_text(chosen.seconds)}"
+    saved = f"{best.name} would save {_saved(best.seconds / chosen.seconds)} of {seconds_text(chosen.seconds)}"
     return f"{how}; {saved}" if given else f"{how}: {saved}, but {_limit(chosen, best, inputs, workers=workers)}"
+
+
+def _saved(ratio: float) -> str:
+    """What is saved at this ratio of the times, as a percentage that is not rounded up to what `WORTH` asks for."""
+    saved = 1 - ratio
+    rounded_up = ratio >= WORTH and f"{saved:.0%}" == f"{1 - WORTH:.0%}"
+    return f"{math.floor(1000 * saved) / 10:.1f}%" if rounded_up else f"{saved:.0%}"
 
 
 def _limit(chosen: Strategy, best: Strategy, inputs: StrategyInputs, *, workers: Resolved) -> str:
@@ -319,11 +326,11 @@ def _limit(chosen: Strategy, best: Strategy, inputs: StrategyInputs, *, workers:
     if best.sharded:
         return "auto uses FSDP only when scale.strategy asks for it: it saves memory, and cannot split a micro-batch"
     assert best.seconds is not None and chosen.seconds is not None
-    if best.processes > chosen.processes and best.seconds >= WORTH * chosen.seconds:
-        return f"more processes must save at least {1 - WORTH:.0%}"
     if best.workers > chosen.workers and not inputs.machines.on_gpu:
         each = "" if best.memory is None else f" of {size_text(best.memory)}"
         return f"auto adds no workers on CPUs, where each is a further process{each}; {best.keys_text} takes it"
+    if best.processes > chosen.processes and best.seconds >= WORTH * chosen.seconds:
+        return f"more processes must save more than {1 - WORTH:.0%}"
     if best.workers < chosen.workers:
         return f"auto uses {workers.reason.partition(';')[0]}; {best.keys_text} takes it"
     return f"auto compares where experts are with {counted(chosen.workers, 'worker')}; {best.keys_text} takes it"

@@ -32,7 +32,7 @@ CPU_HOSTS = 2
 """On CPUs, `auto` considers as many hosts: more processes share the same cores."""
 
 WORTH = 0.9
-"""A layout with more processes must be predicted to take at most this fraction of the time of one with fewer."""
+"""A layout with more processes must be predicted to take less than this fraction of the time of one with fewer."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def choose_layout(
     elif uncertain:
         reason += "; measured while other processes used the cores, so that no processes are added for it"
     elif best.seconds > min(layout.seconds for layout in layouts):
-        reason += f"; more processes must save at least {1 - WORTH:.0%}"
+        reason += f"; more processes must save more than {1 - WORTH:.0%}"
     return Resolved(best.hosts, reason)
 
 

@@ -46,7 +46,7 @@ def count_workers(
         count, reason = len(machines.gpus), "one per GPU"
     else:
         count = max(1, sum(node.cpus > 0 for node in inventory.nodes))
-        reason = "on CPUs one worker with all threads is as fast as several workers"
+        reason = "on CPUs one worker uses all cores with its threads, and each further one takes more memory"
         if count > 1:
             reason = f"one per machine; {reason}"
     if count > global_batch:

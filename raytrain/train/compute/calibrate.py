@@ -46,6 +46,10 @@ CALM_S = 60.0
 WAITED = 0.9
 """A thread that computed for less than this fraction of the time has waited for other processes to use its core."""
 
+WAITED_TOGETHER = 0.8
+"""The same for the first of several threads, which also wait for each other; another process on one of two cores leaves
+it about two thirds."""
+
 ASSUMED_GAIN = 0.5
 """What each further thread adds to the rates of one where several could not be measured."""
 
@@ -169,8 +173,8 @@ def calibrate(device: torch.device, *, budget_s: float = BUDGET_S) -> MachineRat
 
     On a CPU the rates are measured with one thread and with all usable cores. Where other processes use the cores,
     several threads wait for each other, so that only one is measured and `ASSUMED_GAIN` gives the rates of all. The
-    rates are marked as `busy` if the load says so before, if the thread waited for a core, or if the rates of several
-    threads are below those of one.
+    rates are marked as `busy` if the load says so before or afterwards, if a thread waited for a core while one or
+    several were measured, or if the rates of several threads are below those of one.
     """
     deadline = time.perf_counter() + budget_s
     round_trip, wire = _loopback_or_assumed()
@@ -179,26 +183,33 @@ def calibrate(device: torch.device, *, budget_s: float = BUDGET_S) -> MachineRat
     with _restored_threads():
         if device.type == "cpu":
             torch.set_num_threads(1)
-        began, computed = time.perf_counter(), time.thread_time()
-        one = _rates(device, 1, until=(time.perf_counter() + deadline) / 2 if several and not busy else deadline)
-        spent = time.perf_counter() - began
-        busy = busy or (device.type == "cpu" and has_waited(spent, computed_s=time.thread_time() - computed))
+        until = (time.perf_counter() + deadline) / 2 if several and not busy else deadline
+        one, waited = _watched(device, 1, until=until)
+        busy = busy or waited
         rates = [one]
         if several:
             every = one.with_threads(cores, gain=1 + ASSUMED_GAIN * (cores - 1))
             if not busy:
                 torch.set_num_threads(cores)
-                found = _rates(device, cores, until=deadline)
-                busy = slower_together(one, found)
+                found, waited = _watched(device, cores, until=deadline)
+                busy = waited or slower_together(one, found) or is_busy(cores)
                 every = every if busy else found.at_least(one)
             rates.append(every)
     return MachineRates(_name(device), tuple(rates), round_trip, wire, busy=busy)
 
 
-def has_waited(spent_s: float, *, computed_s: float) -> bool:
+def _watched(device: torch.device, threads: int, *, until: float) -> tuple[RatesAtThreads, bool]:
+    """The rates, and whether a thread waited for its core meanwhile; threads that feed a GPU may wait for it."""
+    began, computed = time.perf_counter(), time.thread_time()
+    found = _rates(device, threads, until=until)
+    spent, computed_s = time.perf_counter() - began, time.thread_time() - computed
+    return found, device.type == "cpu" and has_waited(spent, computed_s=computed_s, threads=threads)
+
+
+def has_waited(spent_s: float, *, computed_s: float, threads: int = 1) -> bool:
     """Whether a thread that computes all the time did not have its core for a part of it: `computed_s` of CPU time in
-    `spent_s` by the clock."""
-    return computed_s < WAITED * spent_s
+    `spent_s` by the clock; `threads` compute together with it."""
+    return computed_s < (WAITED if threads == 1 else WAITED_TOGETHER) * spent_s
 
 
 def slower_together(one: RatesAtThreads, several: RatesAtThreads) -> bool:

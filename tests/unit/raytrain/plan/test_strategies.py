@@ -23,7 +23,7 @@ from raytrain.config.sections import (
 )
 from raytrain.plan.facts import ExpertFacts, ModelFacts, PassFacts
 from raytrain.plan.plan import Plan, make_plan
-from raytrain.plan.strategies import UNDER_LOAD, Strategy
+from raytrain.plan.strategies import UNDER_LOAD, Strategy, _saved
 
 GIB = 1 << 30
 PASSES = PassFacts(1000, 600, 500, 300, 4000.0, 300, 128)
@@ -152,6 +152,22 @@ def test_what_auto_does_not_take_is_explained() -> None:
     one = next(one for one in few.strategies if one.name == "1 process")
     assert chosen(few).workers == 4 and "would save" in chosen(few).reason, (one.seconds, chosen(few).seconds)
     assert "auto uses one per GPU; scale.workers=1 takes it" in chosen(few).reason
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.6, 1.7, 1.75, 1.8, 1.9, 3.0])
+def test_one_rule_says_why_workers_are_not_added_on_cpus_however_much_they_would_save(gain: float) -> None:
+    made = planned(DENSE, rates(gain=gain))
+    reason = chosen(made).reason
+    assert chosen(made).workers == 1 and "must save" not in reason
+    assert ("would save" in reason) == ("auto adds no workers on CPUs" in reason)
+    assert "as fast as" not in made.choices()["workers"].reason
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(0.904, "9.5%"), (0.9, "9.9%"), (0.896, "10%"), (0.91, "9%"), (0.8, "20%")]
+)
+def test_what_would_be_saved_is_not_rounded_up_to_what_it_must_exceed(ratio: float, text: str) -> None:
+    assert _saved(ratio) == text
 
 
 def test_a_strategy_that_does_not_fit_is_marked_and_is_no_reason() -> None:

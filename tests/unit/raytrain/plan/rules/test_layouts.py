@@ -87,7 +87,7 @@ def test_more_processes_must_save_a_tenth() -> None:
     switch = values.index(0)
     assert set(values[:switch]) == {2} and set(values[switch:]) == {0}
     close = chosen(wide, measured=rates(gain=gains[switch]))
-    assert close.reason.endswith("more processes must save at least 10%")
+    assert close.reason.endswith("more processes must save more than 10%")
 
 
 def test_a_layout_that_does_not_fit_is_left_out() -> None:

@@ -86,17 +86,25 @@ def test_a_cached_calibration_is_not_measured_again(tmp_path: Path, monkeypatch:
 def test_a_machine_whose_thread_waits_or_whose_threads_are_slower_than_one_is_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(measuring, "usable_cores", lambda: (2, "a test"))
     one = RatesAtThreads(1, {"fp32": ((64, 2e9), (128, 3e9))}, 1e9, 1e9, 1e-6)
 
-    def calibrated(*, two: float, narrow: float = 9e9, computed_s: float = 1.0) -> MachineRates:
-        clock, cpu = iter(range(100)), iter(computed_s * at for at in range(100))
+    def calibrated(
+        *, two: float, narrow: float = 9e9, computed_s: float = 1.0, together_s: float = 1.0, later_load: float = 0.0
+    ) -> MachineRates:
+        clock = {"wall": 0.0, "cpu": 0.0}
         several = RatesAtThreads(2, {"fp32": ((64, narrow), (128, two))}, 1e9, 1e9, 1e-6)
-        monkeypatch.setattr(measuring, "_rates", lambda _device, threads, *, until: one if threads == 1 else several)
+
+        def rates(_device: object, threads: int, *, until: float) -> RatesAtThreads:
+            clock["wall"] += 1.0
+            clock["cpu"] += computed_s if threads == 1 else together_s
+            return one if threads == 1 else several
+
+        monkeypatch.setattr(os, "getloadavg", lambda: (later_load if clock["wall"] > 1 else 0.0,) * 3)
+        monkeypatch.setattr(measuring, "_rates", rates)
         monkeypatch.setattr(measuring, "_loopback_or_assumed", lambda: (1e-4, 1e9))
-        monkeypatch.setattr(time, "thread_time", lambda: next(cpu))
-        monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock) // 2))
+        monkeypatch.setattr(time, "thread_time", lambda: clock["cpu"])
+        monkeypatch.setattr(time, "perf_counter", lambda: clock["wall"])
         return calibrate(CPU)
 
     calm = calibrated(two=5e9)
@@ -105,6 +113,10 @@ def test_a_machine_whose_thread_waits_or_whose_threads_are_slower_than_one_is_bu
     slower = calibrated(two=2.9e9)
     assert slower.busy and slower.at(2).product_flops("fp32", width=128) == 4.5e9, "assumed: half a core more"
     assert calibrated(two=5e9, computed_s=0.2).busy, "the thread waited"
+    assert not calibrated(two=5e9, together_s=0.85).busy, "threads wait for each other as well"
+    waited = calibrated(two=5e9, together_s=0.67)
+    assert waited.busy and waited.at(2).product_flops("fp32", width=128) == 4.5e9, "one of them waited"
+    assert calibrated(two=5e9, later_load=3.0).busy, "the load came meanwhile"
 
 
 @pytest.mark.parametrize(("computed_s", "waited"), [(1.0, False), (0.95, False), (0.8, True)])
