@@ -137,7 +137,7 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console, phases
             activity.begin("writing the report")
             report, findings = _report(run, result)
         for line in findings:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(text_from_here(line, run.path), markup=False, highlight=False, soft_wrap=True)
         activity.phases.end()
         print_result(console, run, record, report=report, phases=phases)
     if record["status"] == "interrupted":
