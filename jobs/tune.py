@@ -128,12 +128,7 @@ def run_tune(
         if resume is not None:
             sweep, loaded = open_sweep(resume, path, overrides, mapping=mapping)
             if sweep.exists(sweep.outcome) and not sweep.again():
-                console.print(
-                    f"{path_from_here(sweep.path)} is done; its result is {path_from_here(sweep.best)}",
-                    markup=False,
-                    soft_wrap=True,
-                )
-                return TuneResult(sweep.path, "done", sweep.best)
+                return _nothing_left(sweep, console)
         else:
             sweep, loaded = None, load_spec(path, [*overrides, *["tune.fresh=true"] * fresh], mapping=mapping)
             _refuse_objects(loaded)
@@ -160,6 +155,12 @@ def run_tune(
         signals.restore()
         if command is not None:
             command.close()
+
+
+def _nothing_left(sweep: SweepFolder, console: Console) -> TuneResult:
+    done = f"{path_from_here(sweep.path)} is done; its result is {path_from_here(sweep.best)}"
+    console.print(done, markup=False, soft_wrap=True)
+    return TuneResult(sweep.path, "done", sweep.best)
 
 
 def _run(command: TuneCommand) -> SweepFolder:

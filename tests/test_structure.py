@@ -47,7 +47,7 @@ MORE_ENTRIES = {
     "raytrain/autotune/search": (16, "one decision of the search is one module"),
     "raytrain/data/sources": (14, "a data format is one module"),
     "raytrain/execution": (
-        14,
+        15,
         "the edge to Ray: a module for each thing that workers and controller do",
     ),
     "raytrain/train": (16, "a run reads straight through its modules: session, loop, step and what they hold"),

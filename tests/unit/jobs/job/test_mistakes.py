@@ -80,7 +80,7 @@ MISTAKES = {
     f"train model.builder=no_such_module:build {OWN}": ("module no_such_module does not exist", "current directory is"),
     f"train model.builder=mistakes_code:Nett {OWN}": ("did you mean Net?",),
     f"train model.builder=mistakes_code:nothing {OWN}": ("a builder that returned None", "torch.nn.Module"),
-    f"train model.builder=mistakes_code:Net {OWN}": ("batch keys ['features'] that Net.forward needs", "rename"),
+    f"train model.builder=mistakes_code:Net {OWN}": ("Net.forward needs", "def forward(self, x, labels)"),
     "train model.builder=mistakes_code:Net data.source=mistakes_code:unequal": ("8 in 'x', 7 in 'labels'",),
     "train data.source=text data.path=missing.txt": ("data.path: got no file at", "missing.txt"),
     "train data.source=text data.path=empty.txt": ("data.path: got an empty file",),
