@@ -5,6 +5,7 @@ job -> checks on the driver -> machines -> what to try -> search folder -> Ray T
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from cluster.environment import restored_environment
 from jobs.driver.resume import resume_command
 from jobs.driver.runtime import cluster_address
 from jobs.driver.screen.commands import print_command
+from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import path_from_here
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from jobs.tuning.command import TuneCommand
 
 __all__ = ["TuneResult", "tune"]
+
+CHECKING = "checking the job: opening the data and building the model"
 
 
 @dataclass(frozen=True)
@@ -119,21 +123,27 @@ def run_tune(
         InputError: the input is wrong; nothing was started.
         RunError: no trial succeeded, or Ray gave up; the folder keeps what was measured.
     """
-    from jobs.tuning.command import TuneCommand
-
     signals = StopSignals()
     signals.install()
-    command = None
+    command, stack = None, contextlib.ExitStack()
+    activity = stack.enter_context(Activity(console))
     try:
         if resume is not None:
             sweep, loaded = open_sweep(resume, path, overrides, mapping=mapping)
             if sweep.exists(sweep.outcome) and not sweep.again():
                 return _nothing_left(sweep, console)
         else:
+            activity.begin(CHECKING)
             sweep, loaded = None, load_spec(path, [*overrides, *["tune.fresh=true"] * fresh], mapping=mapping)
             _refuse_objects(loaded)
         refuse_later(loaded.spec, "tune")
-        command = TuneCommand(loaded, sweep=sweep, signals=signals, verbose=verbose, console=console)
+        if resume is not None:
+            activity.begin(CHECKING)
+        from jobs.tuning.command import TuneCommand
+
+        command = TuneCommand(
+            loaded, sweep=sweep, signals=signals, verbose=verbose, console=console, activity=activity
+        )  # fmt: skip
         try:
             folder = _run(command)
         except KeyboardInterrupt as error:  # `Interrupted` is one
@@ -152,6 +162,7 @@ def run_tune(
             raise RunError(f"{error}; to repeat the trials whose process died: {again}") from error
         return TuneResult(folder.path, "done", folder.best)
     finally:
+        stack.close()
         signals.restore()
         if command is not None:
             command.close()

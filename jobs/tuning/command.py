@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import textwrap
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from cluster.checks.preflight import run_preflight
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
 from jobs.driver.runtime import Cluster
+from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import absolute_path, resolved
 from jobs.job.spec import LoadedSpec
@@ -27,8 +29,11 @@ class TuneCommand:
     """One `tune` command."""
 
     def __init__(
-        self, loaded: LoadedSpec, *, sweep: SweepFolder | None, signals: StopSignals, verbose: bool, console: Console
-    ) -> None:
+        self, loaded: LoadedSpec, *, sweep: SweepFolder | None, signals: StopSignals, verbose: bool, console: Console,
+        activity: Activity | None = None,
+    ) -> None:  # fmt: skip
+        """`activity` shows what happens while no trial runs; it is entered by the caller."""
+        self.activity = activity or Activity(console)
         self.loaded = loaded
         self.spec = resolved(loaded.spec)
         self.sweep = sweep
@@ -82,7 +87,20 @@ class TuneCommand:
         return os.path.join(cluster.folder, "t")
 
     def print_line(self, text: str) -> None:
-        """Print one line."""
+        """Print one line; on a terminal a longer one goes on below itself, between two words."""
+        if not self.console.is_terminal:
+            self.console.print(text, markup=False, soft_wrap=True)
+            return
+        indent = " " * (len(text) - len(text.lstrip()) + 2)
+        parts = textwrap.wrap(
+            text, self.console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
+            replace_whitespace=False, drop_whitespace=True,
+        )  # fmt: skip
+        for part in parts or [""]:
+            self.console.print(part, markup=False, soft_wrap=True)
+
+    def print_path(self, text: str) -> None:
+        """Print one line with a path or a command, which stays in one piece so that it can be copied."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def check_stopped(self) -> None:

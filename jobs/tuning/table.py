@@ -1,18 +1,21 @@
-"""Shows the trials of a running search: a live table on a terminal, otherwise one plain line for each trial."""
+"""Shows the trials of a running search: a live table on a terminal, otherwise plain lines, and what happens now."""
 
 from __future__ import annotations
 
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
 from rich.table import Column, Table
 
 from cluster.wording import counted
+from jobs.driver.screen.progress import still
 from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.loaders import LoaderRates, choose_count
 from raytrain.autotune.search.measurement import Measurement
@@ -29,33 +32,62 @@ WIDE = 120
 SHOWN = 30
 """The live table shows at most this many rows, the newest."""
 
+PLAIN_EVERY_S = 10.0
+"""Without a live table, something is printed at least this often."""
+
+CHOOSING = "choosing the next trial"
+
 
 class SweepTable:
-    """Rows by trial number; a context manager. Columns are named once, cells are text."""
+    """Rows by trial number, and a line that says what happens now; a context manager. Columns are named once, cells
+    are text.
 
-    def __init__(self, console: Console, columns: Sequence[str], *, title: str) -> None:
-        self._console, self._columns, self._title = console, tuple(columns), title
+    Args:
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(
+        self, console: Console, columns: Sequence[str], *, title: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._columns, self._title, self._clock = console, tuple(columns), title, clock
         self._rows: dict[int, tuple[str, ...]] = {}
+        self._starting: dict[int, float] = {}
         self._running: dict[int, float] = {}
         self._texts: dict[int, str] = {}
+        self._left, self._shown, self._since = "", CHOOSING, clock()
+        self._last = self._since
+        self._spinner = Spinner("dots")
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> SweepTable:
         if self._live is not None:
             self._live.start()
+            self.show()
+            self._live.refresh()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.stop()
 
-    def start(self, number: int, cells: Sequence[str]) -> None:
-        """Add a running trial; `cells` are the values known so far."""
-        self._running[number] = time.monotonic()
-        self._rows[number] = tuple(cells)
+    def propose(self, number: int, cells: Sequence[str], *, left: str) -> None:
+        """Add a trial whose process is being started.
+
+        Args:
+            cells: the values known so far.
+            left: how many trials there are or may still come, as text.
+        """
+        self._starting[number] = self._clock()
+        self._rows[number], self._left = tuple(cells), left
+
+    def start(self, number: int) -> None:
+        """The process of a trial has started."""
+        self._starting.pop(number, None)
+        self._running[number] = self._clock()
 
     def end(self, number: int, cells: Sequence[str], text: str) -> None:
         """Mark a trial as ended; `text` is its line where there is no live table."""
+        self._starting.pop(number, None)
         self._running.pop(number, None)
         self._rows[number], self._texts[number] = tuple(cells), text
 
@@ -65,11 +97,32 @@ class SweepTable:
 
     def show(self) -> None:
         """Draw what is new; call often."""
+        now, what = self._clock(), self._activity()
+        changed = what != self._shown
+        if changed:
+            self._shown, self._since = what, now
         if self._live is not None:
-            self._live.update(self.drawn(newest=SHOWN))
+            self._spinner.update(text=escape(f"{what}, {now - self._since:.0f} s"))
+            self._live.update(Group(self._spinner, self.drawn(newest=SHOWN)))
             return
         for number in sorted(self._texts):
             self.print_line(f"trial {number}  {self._texts.pop(number)}")
+            self._last = now
+        if changed and what != CHOOSING:
+            self.print_line(what)
+            self._last = now
+        elif now - self._last >= PLAIN_EVERY_S:
+            self.print_line(still(what, now - self._since, ""))
+            self._last = now
+
+    def _activity(self) -> str:
+        """What happens now, and how much may still come."""
+        parts = []
+        for word, trials in (("starting", self._starting), ("measuring", self._running)):
+            numbers = sorted(trials.copy())
+            if numbers:
+                parts.append(f"{word} trial{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}")
+        return f"{' and '.join(parts)} ({self._left})" if parts else CHOOSING
 
     def drawn(self, *, newest: int | None = None, marked: int | None = None) -> Table:
         """The table; `marked` is the best trial."""
@@ -82,11 +135,12 @@ class SweepTable:
         numbers = sorted(self._rows)
         for number in numbers[-newest:] if newest else numbers:
             cells = list(self._rows[number])
-            if number in self._running:
+            began = self._running.get(number, self._starting.get(number))
+            if began is not None:
                 cells += [""] * (len(self._columns) - 1 - len(cells))
-                since = time.monotonic() - self._running[number]
-                cells.append(f"running {since:.0f} s")
-            style = "bold green" if number == marked else "dim" if number in self._running else ""
+                word = "running" if number in self._running else "starting"
+                cells.append(f"{word} {self._clock() - began:.0f} s")
+            style = "bold green" if number == marked else "" if began is None else "dim"
             table.add_row(str(number), *cells, style=style)
         return table
 

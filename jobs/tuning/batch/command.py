@@ -40,10 +40,12 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
         gpus = search.devices if search.on_gpu else 0
         if _has_work(command, search, caches):
             show_only_picked(choose_devices(command.spec.scale, inventory, []).accelerator.value, inventory)
+            command.activity.begin("starting Ray")
             with connected(address, num_cpus=1 + max(1, gpus), num_gpus=gpus, verbose=command.verbose) as cluster:
                 command.signals.install()
                 _try(command, search, checked, cluster, caches)
     else:
+        command.activity.begin("connecting to Ray")
         with connected(address, num_cpus=0, num_gpus=0, verbose=command.verbose) as cluster:
             command.signals.install()
             inventory = inventory_from_ray()
@@ -51,6 +53,7 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
             caches = _open_caches(command, search, checked, inventory)
             if _has_work(command, search, caches):
                 _try(command, search, checked, cluster, caches)
+    command.activity.begin("writing the result")
     write_batch(command, search, caches)
     return command.the_sweep
 
@@ -103,6 +106,7 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
     from jobs.tuning.sweep import close_channel, make_tuner, run_trials
     from raytrain.execution.driver_channel import open_channel
 
+    command.activity.begin("preparing the trials")
     sweep = command.the_sweep
     print_search(command, search)
     job = train_job(search.alone_spec, search.alone_plan, sweep, attempt=1)
@@ -120,6 +124,7 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
     )
     reserved = {one.name: one.resources(on_gpu=search.on_gpu, local=cluster.local) for one in search.kinds}
     columns = ("kind", *BATCH_COLUMNS) if search.kinds[0].name else BATCH_COLUMNS
+    command.activity.begin("")  # the table says what happens from here on
     with SweepTable(command.console, columns, title="measurements") as table:
         trials = _trials(command, search, caches, table)
         tuner = make_tuner(
@@ -135,6 +140,7 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
             close_channel(channel)
 
         run_trials(tuner, sweep=sweep, signals=command.signals, show=table.show, stop=stop, grace_s=LEAVE_S)
+    command.activity.begin("stopping Ray")
 
 
 def _trials(command: TuneCommand, search: BatchSearch, caches: Caches, table: SweepTable) -> KindTrials:

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from statistics import linear_regression, median
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from jobs.job.paths import path_from_here
 from jobs.tuning.batch.device_kinds import of_kind
@@ -15,7 +16,7 @@ from jobs.tuning.batch.loaders import KEY, chosen_loaders
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.space.results import close, draw, header_of, print_files
 from jobs.tuning.table import bytes_text, number_text, print_table
-from raytrain.autotune.search.batch_size import BatchDecision, decide
+from raytrain.autotune.search.batch_size import BatchDecision, TableRow, decide
 from raytrain.autotune.search.device_kinds import KindsDecision, choose_for_all
 from raytrain.autotune.search.measurement import STEADY, Candidate
 from raytrain.autotune.search.memory_line import line_of
@@ -79,7 +80,7 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
     found = measured(answer, caches, search)
     memory = memory_used(found["peak_bytes"], next(k.budget_bytes for k in search.kinds if k.name == answer.binding))
     job = best_mapping(command.job_mapping(), values, found=found)
-    header = "; ".join(filter(None, [header_of(command), unsteady_warning(known)]))
+    header = "\n".join(filter(None, [header_of(command), unsteady_warning(known), untold_warning(decision)]))
     sweep.write_text(sweep.best, best_text(job, reasons, header=header))
     advice = advice_lines(decision, chosen, known, search, spec.loop.global_batch_size)
     table = [
@@ -183,19 +184,50 @@ def measured(answer: KindsDecision, caches: Caches, search: BatchSearch) -> dict
 def decision_table(decision: BatchDecision, *, kind: str) -> Table:
     """Every candidate that was measured on one `kind` of device, the best one marked."""
     word = f"best on {kind}" if kind else "best"
-    table = Table("precision", "rows", "passes", "rows/s (95 %)", "peak", "predicted", "", box=None, pad_edge=False,
-                  header_style="bold", title=f"on {kind}" if kind else None, title_justify="left")  # fmt: skip
+    rows = []
     for row in decision.table:
         taken = (row.precision, row.micro_batch_size) == (
             decision.candidate.precision, decision.candidate.micro_batch_size
         )  # fmt: skip
-        off = "" if row.low is None or row.rows_per_s is None else f" ± {number_text(row.rows_per_s - row.low)}"
-        table.add_row(
-            row.precision, str(row.micro_batch_size), str(row.passes or ""), number_text(row.rows_per_s) + off,
-            bytes_text(row.measured_peak), bytes_text(row.predicted_peak), row.note or (word if taken else ""),
-            style="bold green" if taken else "",
-        )  # fmt: skip
+        noise = "too noisy" if is_noisy(row) else ""
+        note = row.note or ", ".join(part for part in (word if taken else "", noise) if part)
+        rows.append((taken, (
+            row.precision, str(row.micro_batch_size), str(row.passes or ""), rate_text(row),
+            bytes_text(row.measured_peak), bytes_text(row.predicted_peak), note,
+        )))  # fmt: skip
+    names = ("precision", "rows", "passes", "rows/s [95 %]", "peak", "predicted", "")
+    filled = [at for at in range(len(names)) if any(cells[at] for _, cells in rows)]
+    columns = [Column(names[at], no_wrap=bool(names[at])) for at in filled]  # only the notes are broken, between words
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold", title=f"on {kind}" if kind else None,
+                  title_justify="left")  # fmt: skip
+    for taken, cells in rows:
+        table.add_row(*(escape(cells[at]) for at in filled), style="bold green" if taken else "")
     return table
+
+
+def is_noisy(row: TableRow) -> bool:
+    """Whether the interval of a rate is so wide that the rate says little."""
+    return row.low is not None and row.high is not None and row.high > (1 + STEADY) * row.low
+
+
+def rate_text(row: TableRow) -> str:
+    """Rows per second with their interval, in fewer digits where that is wide."""
+    if row.rows_per_s is None or row.low is None or row.high is None:
+        return ""
+    digits = 2 if is_noisy(row) else 4
+    rate, low, high = (number_text(float(f"{one:.{digits}g}")) for one in (row.rows_per_s, row.low, row.high))
+    return f"{rate} [{low}, {high}]"
+
+
+def untold_warning(decision: BatchDecision) -> str:
+    """A warning that precisions could not be told apart, or ""."""
+    if not decision.untold:
+        return ""
+    chosen, others = decision.candidate.precision, " and ".join(decision.untold)
+    return (
+        f"the times vary too much to tell {others} from {chosen} at the same number of rows: {chosen} stays, as train "
+        "chooses where it cannot tell; search again on an idle machine (--fresh)"
+    )
 
 
 def unsteady_warning(known: KnownMeasurements) -> str:
@@ -211,7 +243,7 @@ def advice_lines(
     decision: BatchDecision, chosen: Candidate, known: KnownMeasurements, search: BatchSearch, asked: Any
 ) -> list[str]:
     """Further conclusions: peak memory at half and twice the size, and the benefit of another global batch."""
-    lines = [warning] if (warning := unsteady_warning(known)) else []
+    lines = [warning for warning in (unsteady_warning(known), untold_warning(decision)) if warning]
     space, size = search.space, chosen.micro_batch_size
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
     if any(one.peak_bytes for one in own):

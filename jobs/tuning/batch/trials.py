@@ -13,7 +13,7 @@ from jobs.tuning.batch.known import IN_TURN, LOADERS, KnownMeasurements, TrialKe
 from jobs.tuning.batch.loaders import NONE, LoaderSearch
 from jobs.tuning.searcher import DONE, has_died, keep_traceback, ran_out, why
 from jobs.tuning.table import SweepTable, batch_cells, batch_text
-from raytrain.autotune.search.batch_size import next_proposals
+from raytrain.autotune.search.batch_size import next_proposals, proposals_left
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.precision import GateReport
 from raytrain.autotune.search.space import BatchSpace, Proposal
@@ -127,7 +127,23 @@ class BatchTrials:
         if self._dead.pop(_key_of(wanted), None) is not None:
             self._tried_again.add(wanted.number)
         self._running[wanted.number] = wanted
+        one = wanted.candidate
+        cells = [wanted.what, one.precision, str(one.micro_batch_size)]
+        self._table.propose(wanted.number, [wanted.kind, *cells] if wanted.kind else cells, left=self._left_text())
         return wanted.to_json()
+
+    def _left_text(self) -> str:
+        left = self.left() - len(self._running)
+        if self._most is not None:
+            left = min(left, self._most - self._numbers.last)
+        return f"about {left} more after it" if left > 0 else "probably the last one"
+
+    def left(self) -> int:
+        """About how many trials, running ones included, are to be measured yet, as far as is known now."""
+        known = self.known
+        space = with_noise_scale(self.space, known, goodput=self._goodput)
+        others = (self._noise() is not None) + (self._loaders.ask(space, known, self._goodput) is not None)
+        return proposals_left(space, known.measurements, known.gates, known.contests) + others
 
     def next(self) -> TrialRequest | None:
         """The next trial; None if nothing can be started now."""
@@ -168,9 +184,7 @@ class BatchTrials:
         """Called when the trial's process has started."""
         wanted = TrialRequest.of(config)
         self._began[wanted.number] = time.time()
-        one = wanted.candidate
-        known = [wanted.what, one.precision, str(one.micro_batch_size)]
-        self._table.start(wanted.number, [wanted.kind, *known] if wanted.kind else known)
+        self._table.start(wanted.number)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
         """Record the result of a trial; a crash is recorded as a failed measurement."""

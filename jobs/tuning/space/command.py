@@ -32,6 +32,7 @@ def run_space(command: TuneCommand, checked: Checked, *, address: str, inventory
         each = max(one.gpus or one.cores for one in points.trials)
         cpus, gpus = at_a_time * (each + 1), at_a_time * max(one.gpus for one in points.trials)
         command.open_sweep(inventory)
+    command.activity.begin("starting Ray" if address == "local" else "connecting to Ray")
     with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=command.verbose) as cluster:
         command.signals.install()
         if points is None:
@@ -58,9 +59,11 @@ def _try(command: TuneCommand, points: Points, inventory: Inventory, cluster: Cl
     from jobs.tuning.sweep import close_channel, make_tuner, run_trials
     from raytrain.execution.driver_channel import open_channel
 
+    command.activity.begin("preparing the trials")
     sweep, keys = command.the_sweep, list(points.trials[0].values)
     at_a_time = _at_a_time(command, points, inventory)
     _print_search(command, points, at_a_time)
+    command.activity.begin("")  # the table says what happens from here on
     with SweepTable(command.console, [*keys, *WHOLE_COLUMNS], title=counted(len(points.trials), "trial")) as table:
         trials = WholeTrials(points.trials, sweep=sweep, table=table, metric=command.spec.tune.metric, private=private)
         channel = open_channel()
@@ -82,6 +85,7 @@ def _try(command: TuneCommand, points: Points, inventory: Inventory, cluster: Cl
         )
         grace_s = command.spec.retry.stop_grace_s
         run_trials(tuner, sweep=sweep, signals=command.signals, show=table.show, stop=stop, grace_s=grace_s)
+    command.activity.begin("writing the result")
     write_whole(command, trials, points, table)
 
 

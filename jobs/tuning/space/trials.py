@@ -50,6 +50,8 @@ class WholeTrials:
             remove_reservations()
             self._has_stale_reservations = False
         point = self._left.pop(0)
+        cells = whole_cells({"values": point.values}, self._keys)[: len(self._keys)]
+        self._table.propose(point.number, cells, left=f"{len(self.rows)} of {len(self._points)} done")
         return {"number": point.number, "overrides": list(point.overrides)}
 
     def started(self, config: dict[str, Any]) -> None:
@@ -57,7 +59,7 @@ class WholeTrials:
         point = self._points[config["number"]]
         self._began[point.number] = time.time()
         self._running.add(point.number)
-        self._table.start(point.number, whole_cells({"values": point.values}, self._keys)[: len(self._keys)])
+        self._table.start(point.number)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
         """Record the result of a trial, except one that was asked to stop: a resumed search continues it."""

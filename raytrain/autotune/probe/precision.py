@@ -49,9 +49,8 @@ def compare_precisions(
     trials = []
     for name, time in zip(candidates, times, strict=True):
         loss, grad_norm = time.values or (0.0, 0.0)
-        trials.append(
-            PrecisionTrial(name, time.median_s, loss, grad_norm, error=time.error or None, rounds=tuple(time.round_s))
-        )
+        rounds = () if time.error else tuple(time.round_s)
+        trials.append(PrecisionTrial(name, time.median_s, loss, grad_norm, error=time.error or None, rounds=rounds))
     return trials
 
 

@@ -5,15 +5,11 @@ Measured by `raytrain.autotune.probe.arms`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from raytrain.autotune.search.precision import WORTHWHILE_GAIN
+from raytrain.autotune.search.precision import CHANCE, WORTHWHILE_GAIN, chance_of_rounds
 from raytrain.plan.choice import Resolved
-
-#: Significance level: the highest accepted probability that a result as good occurs by chance without a difference.
-CHANCE = 0.05
 
 
 def choose_inflight(seconds: Mapping[int, float], failed: Mapping[int, str] | None = None) -> Resolved:
@@ -43,7 +39,6 @@ def choose_overlap(seconds: Mapping[str, Sequence[float]]) -> Resolved:
     """
     ratios = [a / b for a, b in zip(seconds["after"], seconds["during"], strict=True)]
     rounds, won, middle = len(ratios), sum(ratio > 1 for ratio in ratios), median(ratios)
-    chance = sum(math.comb(rounds, number) for number in range(won, rounds + 1)) / 2**rounds
     reason = f"all-reduces started inside the last backward measured {middle:.2f} times as fast as after it"
-    chosen = middle >= 1 + WORTHWHILE_GAIN and chance <= CHANCE
+    chosen = middle >= 1 + WORTHWHILE_GAIN and chance_of_rounds(won, rounds) <= CHANCE
     return Resolved(chosen, f"{reason}, faster in {won} of {rounds} rounds")

@@ -12,12 +12,14 @@ A caller measures what `next_proposals` returns until it returns nothing, then c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from raytrain.autotune.search.head_to_head import ROUNDS, HeadToHead
-from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.search.measurement import STEADY, Candidate, Measurement
 from raytrain.autotune.search.memory_line import MemoryLine
 from raytrain.autotune.search.precision import GateReport
 from raytrain.autotune.search.ranking import Ranking
@@ -49,7 +51,8 @@ class TableRow:
     """One candidate, for the table that a user reads.
 
     Attributes:
-        rows_per_s: of one worker, from medians, with an interval of two standard errors; None where it was not timed.
+        rows_per_s: of one worker, from medians, with an interval of two standard errors of its logarithm; None where it
+            was not timed.
         predicted_peak, measured_peak: bytes; None if unknown.
         note: why it was ruled out, or "".
     """
@@ -78,6 +81,7 @@ class BatchDecision:
         steps: precision -> passes spent, warm-ups, memory readings and contests included.
         complete: the search had nothing left to measure.
         contest: the contenders of the last contest and the seconds of their passes; None without one.
+        untold: precisions that may be faster or slower than the reference: times vary too much to tell.
     """
 
     candidate: Candidate
@@ -92,6 +96,7 @@ class BatchDecision:
     steps: dict[str, int]
     complete: bool
     contest: dict[str, Any] | None = None
+    untold: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
@@ -117,6 +122,17 @@ def next_proposals(
     idle = space.devices - len(running)
     in_progress = {_kind(one) for one in running}
     return [wanted for wanted in search.wanted() if _kind(wanted) not in in_progress][: max(0, idle)]
+
+
+def proposals_left(
+    space: BatchSpace,
+    measurements: Iterable[Measurement],
+    gates: Iterable[GateReport] = (),
+    contests: Sequence[HeadToHead] = (),
+) -> int:
+    """About how many proposals are still to come: as many as each part of the search may make, as far as its results
+    are known. Times that vary too much add some."""
+    return _Search(space, measurements, gates, contests).left()
 
 
 def _kind(one: Proposal) -> tuple[Candidate, bool, bool, bool]:
@@ -150,6 +166,24 @@ class _Search(Ranking):
         started = [curve for curve in by_promise if not self._begin(curve) and not self._again(curve)]
         found = first + [one for curve in started for one in self._go_on(curve)]
         return found or self._gate() or self._last()
+
+    def left(self) -> int:
+        """See `proposals_left`."""
+        found = 0
+        for curve in self.curves.values():
+            begin = len(self._begin(curve))
+            found += begin + len(self._again(curve))
+            if begin or self._go_on(curve):
+                unmeasured = sum(size not in curve.seconds for size in curve.fitting())
+                found += max(0, min(MOST_SIZES - curve.sizes_tried, unmeasured) - begin)
+        compare = int(self.contest is None and (len(self.curves) > 1 or len(self.space.sizes) > 1))
+        if not found:
+            gate = len(self._gate())
+            return gate + compare if gate else len(self._last())
+        rivals = [one for one in self.curves.values() if one is not self.lead and not one.nonfinite]
+        able = [one for one in rivals if not one.measured or not self.cannot_win(one)]
+        gates = sum(one.precision not in self.gates for one in able) if self.space.gate_steps else 0
+        return found + gates + compare
 
     def _begin(self, curve: ThroughputCurve) -> list[Proposal]:
         """The first sizes of a precision that have not been measured."""
@@ -235,8 +269,8 @@ class _Search(Ranking):
         return [Proposal(Candidate(curve.precision, size), passes=0, with_memory=True)] if unread else []
 
     def _rivals(self, curve: ThroughputCurve, size: int) -> tuple[Candidate, ...]:
-        """Contenders against the chosen size, as far as steps are left: its runner-up, and the best of each other
-        precision that could be chosen."""
+        """Contenders against the chosen size, as far as steps are left: its runner-up, the best of each other precision
+        that could be chosen and, where times vary, the reference with as many rows."""
 
         def left(other: ThroughputCurve, *sizes: int) -> int:
             """Steps that remain once each of these sizes has been confirmed, in case it wins."""
@@ -252,7 +286,11 @@ class _Search(Ranking):
             for best in [chosen_size(other)]
             if other is not curve and best is not None and not self.refused(other) and left(other, best) >= ENTRY
         ]
-        return (*([Candidate(curve.precision, second)] if joins and second is not None else []), *others)
+        best = chosen_size(self.lead)
+        alike = curve is not self.lead and best not in (None, size) and size in self.lead.fitting()
+        alike = alike and self.is_noisy(curve) and left(self.lead, size, best or size) >= 2 * ENTRY
+        same = [Candidate(self.lead.precision, size)] if alike else []
+        return (*([Candidate(curve.precision, second)] if joins and second is not None else []), *others, *same)
 
     def decision(self) -> BatchDecision:
         """See `decide`."""
@@ -275,6 +313,7 @@ class _Search(Ranking):
             steps={name: one.steps for name, one in self.curves.items()},
             contest=None if self.contest is None else self.contest.record(),
             complete=not self.wanted(),
+            untold=tuple(self.untold()),
         )
 
     def _size_reasons(self, curve: ThroughputCurve, size: int) -> list[str]:
@@ -303,7 +342,7 @@ def _spent(curve: ThroughputCurve, size: int) -> bool:
 def _row(curve: ThroughputCurve, size: int) -> TableRow:
     timed = size in curve.seconds
     speed = curve.score(size) if timed else None
-    error = 2 * curve.error(size) if timed else 0.0
+    low, high = _interval(curve, size) if timed else (None, None)
     line = curve.line_without(size) or curve.line
     note = curve.nonfinite or curve.broken.get(size, "")
     if curve.too_large is not None and size >= curve.too_large:
@@ -313,12 +352,25 @@ def _row(curve: ThroughputCurve, size: int) -> TableRow:
         micro_batch_size=size,
         passes=curve.repeats(size),
         rows_per_s=speed,
-        low=None if speed is None else speed * (1 - error),
-        high=None if speed is None else speed * (1 + error),
+        low=low,
+        high=high,
         predicted_peak=None if line is None else line.predict(size),
         measured_peak=curve.peaks.get(size),
         note=note,
     )
+
+
+def _interval(curve: ThroughputCurve, size: int) -> tuple[float, float]:
+    """Two standard errors around a score; where times vary, not beyond those of the slowest and the fastest pass."""
+    speed, error = curve.score(size), 2 * curve.error(size)
+    low, high = speed * math.exp(-error), speed * math.exp(error)
+    if error > STEADY:
+        entry = curve.entry(size)
+        passes = curve.seconds[size] if entry is None else entry.pass_s
+        drift = curve.pass_s(size) / median(passes)
+        slowest, fastest = (curve.space.score(size, drift * end(passes), curve.update_s) for end in (max, min))
+        low, high = max(low, min(slowest, speed)), min(high, max(fastest, speed))
+    return low, high
 
 
 def nothing_fits(space: BatchSpace, curves: Sequence[ThroughputCurve]) -> RunError:

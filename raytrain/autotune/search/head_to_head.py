@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.search.precision import told_apart
 
 #: Timed rounds, after one round that is dropped.
 ROUNDS = 3
@@ -60,6 +61,12 @@ class HeadToHead:
         own, theirs = self.of(candidate), self.of(other)
         assert own is not None and theirs is not None, "two contenders"
         return [a / b for a, b in zip(_speeds(own, rows), _speeds(theirs, rows), strict=True)]
+
+    def told_apart(self, candidate: Candidate, other: Candidate, *, rows: int | None) -> bool:
+        """Whether the rounds are enough to say that the first is faster (`precision.told_apart`)."""
+        own, theirs = self.of(candidate), self.of(other)
+        assert own is not None and theirs is not None, "two contenders"
+        return told_apart(*([1 / speed for speed in _speeds(one, rows)] for one in (own, theirs)))
 
     def comparison(self, candidate: Candidate, other: Candidate, *, rows: int | None) -> str:
         """The median of those ratios with the least and the greatest, as text."""

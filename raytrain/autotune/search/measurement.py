@@ -66,7 +66,7 @@ class Measurement:
     @property
     def is_steady(self) -> bool:
         """Whether its timed passes took about the same time; true for a memory reading alone."""
-        return not self.pass_s or max(self.pass_s) - min(self.pass_s) <= STEADY * median(self.pass_s)
+        return are_steady(self.pass_s)
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping; `from_json` of it equals this."""
@@ -77,6 +77,11 @@ class Measurement:
         """What `to_json` wrote; lists become tuples."""
         fields = {**row, "candidate": Candidate(**row["candidate"])}
         return cls(**{**fields, "pass_s": tuple(row["pass_s"]), "update_s": tuple(row["update_s"])})
+
+
+def are_steady(seconds: Sequence[float]) -> bool:
+    """Whether passes of one kind took about the same time, so that the machine did no other work meanwhile."""
+    return not seconds or max(seconds) - min(seconds) <= STEADY * median(seconds)
 
 
 def nearly_equal(seconds: Sequence[float]) -> bool:

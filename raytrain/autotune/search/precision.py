@@ -6,23 +6,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
+from raytrain.autotune.search.measurement import are_steady
 from raytrain.plan.choice import Resolved
 
 #: A lower precision must be faster by at least this fraction, or it is not worth its rounding errors.
 WORTHWHILE_GAIN = 0.03
-#: And in this share of the rounds: on a busy machine the medians of a few rounds differ by more than that by chance.
-WON_ROUNDS = 0.75
 #: Numeric gate on one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
 LOSS_TOLERANCE = 0.02
 NORM_BAND = (0.8, 1.25)
 #: A loss scale that starts too high skips a few steps: this many more than in the reference are allowed, or this
 #: fraction.
 SKIPS, SKIP_SHARE = 2, 0.1
+
+
+#: Significance level for times that vary: the highest accepted probability that as many rounds are won by chance.
+CHANCE = 0.05
+
+
+def told_apart(seconds: Sequence[float], reference: Sequence[float]) -> bool:
+    """Whether the times of two ways to compute are enough to say that the first is faster; the rule of `train` and
+    `tune`.
+
+    Steady ones are. Where times vary, since the machine does other work, a better median alone says little: the first
+    must have been faster in each round than the reference ever was, or in so many rounds that chance explains it in at
+    most one case of twenty (a sign test).
+
+    Args:
+        seconds, reference: the same work in alternating rounds; position i of both is round i.
+    """
+    if are_steady(seconds) and are_steady(reference):
+        return True
+    if max(seconds) * (1 + WORTHWHILE_GAIN) < min(reference):
+        return True
+    won = sum(own < other for own, other in zip(seconds, reference, strict=True))
+    return chance_of_rounds(won, len(seconds)) <= CHANCE
+
+
+def chance_of_rounds(won: int, rounds: int) -> float:
+    """The probability that two equal ways to compute win at least so many of the rounds against each other."""
+    return sum(math.comb(rounds, number) for number in range(won, rounds + 1)) / 2**rounds
 
 
 @dataclass(frozen=True)
@@ -34,7 +61,7 @@ class PrecisionTrial:
         seconds: the slowest worker's median.
         loss, grad_norm: on the same batch; NaN where not finite.
         error: why it could not run, or None.
-        rounds: the slowest worker's seconds of every round, in which all precisions took turns.
+        rounds: the slowest worker's seconds of each round, in which all precisions took turns; () if unknown.
     """
 
     precision: str
@@ -137,22 +164,17 @@ def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -
         )
         if refusal:
             notes.append(f"{trial.precision} refused: {refusal}")
-        elif ratio < 1 + WORTHWHILE_GAIN or not _wins(trial, base):
-            faster = sum(own < other for own, other in zip(trial.rounds, base.rounds, strict=False))
-            noise = f", faster in {faster} of {len(trial.rounds)} rounds only" if ratio >= 1 + WORTHWHILE_GAIN else ""
-            notes.append(f"{trial.precision} measured {ratio:.2f} times as fast as {reference}{noise}")
+        elif ratio < 1 + WORTHWHILE_GAIN:
+            notes.append(f"{trial.precision} measured {ratio:.2f} times as fast as {reference}")
+        elif trial.rounds and base.rounds and not told_apart(trial.rounds, base.rounds):
+            text = f"{trial.precision} measured {ratio:.2f} times as fast as {reference}"
+            notes.append(f"{text}, but the times vary too much to tell, since the machine was busy")
         else:
             best = min(best, trial, key=lambda one: one.seconds)
             notes.append(
                 f"{trial.precision} measured {ratio:.2f} times as fast as {reference}, loss and gradient norm agree"
             )
     return Resolved(best.precision, "; ".join(notes) or f"nothing but {reference} to compare")
-
-
-def _wins(trial: PrecisionTrial, base: PrecisionTrial) -> bool:
-    """Whether a precision was faster in enough of the rounds; those of a trial without rounds count as won."""
-    pairs = list(zip(trial.rounds, base.rounds, strict=False))
-    return sum(own < other for own, other in pairs) >= WON_ROUNDS * len(pairs)
 
 
 def _without_reference(trials: list[PrecisionTrial], base: PrecisionTrial) -> Resolved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 
 from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Candidate, Measurement
@@ -46,7 +47,7 @@ class Ranking:
                 rival is curve
                 or rival.nonfinite
                 or self.refused(rival)
-                or (curve is self.lead and self.not_always_faster(rival))
+                or (curve is self.lead and (self.not_always_faster(rival) or self.too_noisy(rival)))
             ):
                 continue
             needed = rival.best
@@ -73,6 +74,51 @@ class Ranking:
             min(self.contest.gains(own, one, rows=rows)) <= 1 for one in leads if one.precision == self.lead.precision
         )
 
+    def is_noisy(self, curve: ThroughputCurve) -> bool:
+        """Whether times of a precision or of the reference vary, since the machine did other work."""
+        held = () if self.contest is None else self.contest.measurements
+        names = (curve.precision, self.lead.precision)
+        return curve.noisy or self.lead.noisy or any(not o.is_steady for o in held if o.candidate.precision in names)
+
+    def too_noisy(self, curve: ThroughputCurve) -> bool:
+        """Whether a contest has not shown that a precision is faster than the reference at the same number of rows,
+        although times vary: a difference between their own best sizes may be due to the sizes, or to noise."""
+        size = chosen_size(curve)
+        if curve is self.lead or self.contest is None or size is None or curve.entry(size) is None:
+            return False
+        if chosen_size(self.lead) is None or not self.is_noisy(curve):
+            return False
+        own, rows = Candidate(curve.precision, size), self.space.rows_per_step
+        if self.lead.entry(size) is not None:
+            return not self.contest.told_apart(own, Candidate(self.lead.precision, size), rows=rows)
+        if size in self.lead.fitting():
+            return True
+        leads = [o.candidate for o in self.contest.measurements if o.candidate.precision == self.lead.precision]
+        return not all(self.contest.told_apart(own, one, rows=rows) for one in leads)
+
+    def untold(self) -> list[str]:
+        """Precisions that may be faster or slower than the reference: times vary too much to tell."""
+        if chosen_size(self.lead) is None:
+            return []
+        others = [one for one in self.curves.values() if one is not self.lead and not self.refused(one)]
+        return [one.precision for one in others if chosen_size(one) is not None and self._is_untold(one)]
+
+    def _is_untold(self, curve: ThroughputCurve) -> bool:
+        if not self.is_noisy(curve):
+            return False
+        size, best = chosen_size(curve), chosen_size(self.lead)
+        assert size is not None and best is not None, "both are measured"
+        if self.contest is not None and curve.entry(size) is not None:
+            if self.gain(curve) > 1 + WORTHWHILE_GAIN:
+                return self.too_noisy(curve)
+            held = [
+                one.candidate for one in self.contest.measurements if one.candidate.precision == self.lead.precision
+            ]
+            own, rows = Candidate(curve.precision, size), self.space.rows_per_step
+            return not any(self.contest.told_apart(one, own, rows=rows) for one in held)
+        both = [(self.lead.seconds[at], curve.seconds[at]) for at in curve.measured if at in self.lead.measured]
+        return not any(max(lead) * (1 + WORTHWHILE_GAIN) < min(own) for lead, own in both)
+
     def gain(self, curve: ThroughputCurve) -> float:
         """Throughput of a precision at its best size relative to the reference's at its own; from the contest, if both
         took part."""
@@ -85,7 +131,8 @@ class Ranking:
         others = [curve for curve in self.curves.values() if curve is not self.lead and chosen_size(curve) is not None]
         if chosen_size(self.lead) is None:
             return sorted(others, key=lambda curve: curve.best, reverse=True)
-        faster = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.not_always_faster(one)]
+        faster = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN]
+        faster = [one for one in faster if not self.not_always_faster(one) and not self.too_noisy(one)]
         return sorted(faster, key=self.gain, reverse=True)
 
     def winner(self) -> ThroughputCurve | None:
@@ -130,10 +177,21 @@ class Ranking:
         text = self._against(curve, self.lead)
         if self.not_always_faster(curve) and self.gain(curve) > 1 + WORTHWHILE_GAIN:
             text += ", not in every round"
+        elif curve.precision in self.untold():
+            text += f"; too noisy to tell them apart{self._at_same_rows(curve, size)}"
         if self.refused(curve):
             return f"{text}, but refused: {self.refused(curve)}"
         few = " and dropped after its first two sizes" if len(curve.seconds) <= 2 and self.cannot_win(curve) else ""
         return f"{text}{few}"
+
+    def _at_same_rows(self, curve: ThroughputCurve, size: int) -> str:
+        """How a precision compared with the reference at the same number of rows, if that was measured in turn."""
+        if self.contest is None or self.lead.entry(size) is None:
+            return " at the same number of rows"
+        gains = self.contest.gains(
+            Candidate(curve.precision, size), Candidate(self.lead.precision, size), rows=self.space.rows_per_step
+        )
+        return f" at the same {size} rows ({median(gains):.2f} [{min(gains):.2f}, {max(gains):.2f}] times)"
 
     def refusals(self, chosen: ThroughputCurve) -> dict[str, str]:
         """Precision -> why it was not chosen."""

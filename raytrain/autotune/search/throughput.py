@@ -44,6 +44,7 @@ class ThroughputCurve:
         nonfinite: why the precision cannot be used here, or "".
         unsteady: sizes timed once, while the machine did other work: to be timed once more. The unsteady measurement
             is left out once there is a steady one.
+        noisy: whether even the times that count vary, since the machine did other work.
         steps: passes spent, warm-ups, memory readings and contests included; without what was left out as unsteady.
     """
 
@@ -63,6 +64,7 @@ class ThroughputCurve:
         self.too_large: int | None = None
         self.nonfinite = ""
         self.steps = 0
+        self.noisy = False
         self._timed: dict[int, list[Measurement]] = {}
         self._ended: dict[int, float] = {}
         self._updates: list[float] = []
@@ -72,6 +74,7 @@ class ThroughputCurve:
                 self._take(one)
         for size, timed in self._timed.items():
             counted = [one for one in timed if one.is_steady] or timed
+            self.noisy |= any(not one.is_steady for one in counted)
             self.steps -= sum(len(one.pass_s) + 1 for one in timed if one not in counted)
             self.seconds[size] = tuple(second for one in counted for second in one.pass_s)
             self._ended[size] = max(one.taken_at for one in counted)

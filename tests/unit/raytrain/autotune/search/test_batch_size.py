@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.autotune.search.batch_size import BatchDecision, decide, next_proposals
+from raytrain.autotune.search.batch_size import BatchDecision, decide, next_proposals, proposals_left
 from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Candidate, Measurement, nearly_equal
 from raytrain.autotune.search.precision import GateReport
@@ -606,3 +606,85 @@ def test_in_a_contest_a_step_ends_with_a_whole_pass_for_the_rows_that_are_left()
     sizes = [Candidate("fp32", size) for size in (4, 3)]
     contest = HeadToHead(tuple(Measurement(one, "ok", (1.0,) * 3, (0.0,) * 3) for one in sizes))
     assert contest.gains(*sizes, rows=8) == [1.5] * 3, "two passes against three"
+
+
+class Shaky(Machine):
+    """A machine that does other work: of three passes the second takes three times, the third half as long."""
+
+    def measure(self, wanted: Proposal, budget: int | None) -> Measurement:
+        one = super().measure(wanted, budget)
+        return replace(one, pass_s=tuple(s * f for s, f in zip(one.pass_s, (1.0, 3.0, 0.5), strict=False)))
+
+
+class ShakyInTurn(Shaky):
+    """In a contest, too: in its last round the first contender has bad luck, by so much."""
+
+    luck = (0.4, 1.0, 1.9)
+
+    def contend(self, wanted: Proposal) -> HeadToHead:
+        first, *others = super().contend(wanted).measurements
+        torn = tuple(second * part for second, part in zip(first.pass_s, self.luck, strict=True))
+        return HeadToHead((replace(first, pass_s=torn), *others))
+
+
+def noisy_space() -> BatchSpace:
+    return BatchSpace(("bf16", "fp32"), (1, 2, 4, 8, 16, 32, 64), 64, None)
+
+
+def curves(gain: float) -> dict[str, Curve]:
+    return {"fp32": lambda size: 0.02 + 0.001 * size, "bf16": lambda size: (0.02 + 0.001 * size) / gain}
+
+
+def test_under_noise_a_precision_is_compared_with_the_reference_at_the_same_number_of_rows() -> None:
+    space = noisy_space()
+    found = searched(space, Shaky(curves(3.0)))
+    pairs = [(wanted.candidate, *wanted.against) for wanted in found.asked if wanted.against]
+    assert pairs and any(
+        {one.precision for one in pair if one.micro_batch_size == pair[0].micro_batch_size} == {"fp32", "bf16"}
+        for pair in pairs
+    )
+    assert found.decision.candidate.precision == "bf16" and found.decision.untold == (), "a steady contest tells"
+
+
+def test_where_noise_hides_which_precision_is_faster_the_reference_stays_and_it_is_said() -> None:
+    found = searched(noisy_space(), ShakyInTurn(curves(1.7))).decision
+    assert found.candidate.precision == "fp32" and found.untold == ("bf16",)
+    assert "not in every round" in found.precision.reason
+
+
+def test_a_precision_that_wins_three_noisy_rounds_may_have_won_by_chance() -> None:
+    class Waves(Shaky):
+        def contend(self, wanted: Proposal) -> HeadToHead:
+            seen = super().contend(wanted).measurements
+            return HeadToHead(
+                tuple(
+                    replace(one, pass_s=tuple(s * f for s, f in zip(one.pass_s, (1.0, 3.0, 0.5), strict=True)))
+                    for one in seen
+                )
+            )
+
+    found = searched(noisy_space(), Waves(curves(1.5))).decision
+    assert found.candidate.precision == "fp32" and found.untold == ("bf16",)
+    assert "too noisy to tell them apart" in found.precision.reason
+
+
+def test_a_gain_beyond_the_noise_is_taken() -> None:
+    found = searched(noisy_space(), ShakyInTurn(curves(9.0))).decision
+    assert found.candidate.precision == "bf16" and found.untold == ()
+
+
+def test_the_interval_of_a_noisy_rate_is_possible() -> None:
+    for row in searched(noisy_space(), ShakyInTurn(curves(2.0))).decision.table:
+        assert row.rows_per_s is not None and row.low is not None and row.high is not None
+        assert 0 < row.low <= row.rows_per_s <= row.high < 10 * row.rows_per_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_number_of_trials_left_is_known_at_the_end_and_about_known_before(seed: int) -> None:
+    space, machine = drawn(seed)
+    found = searched(space, machine)
+    assert (
+        proposals_left(space, found.measurements, [machine.judge(one) for one in space.precisions], found.contests) == 0
+    )
+    first = proposals_left(space, ())
+    assert len(found.asked) <= first <= 3 * len(found.asked) + 6

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 
-from raytrain.autotune.search.precision import PrecisionTrial, choose_precision, has_winner
+from raytrain.autotune.search.precision import PrecisionTrial, choose_precision, has_winner, told_apart
 
 NAN = float("nan")
 
@@ -38,22 +40,6 @@ def test_the_choice_and_its_reason(trials: list[PrecisionTrial], chosen: str, wo
     assert made.value == chosen and words in made.reason
 
 
-@pytest.mark.parametrize(
-    ("rounds", "chosen"),
-    [
-        ((0.9, 0.9, 0.9, 1.1), "bf16"),
-        ((0.9, 0.9, 1.1, 1.1), "fp32"),
-        ((0.9, 0.9, 1.1), "fp32"),
-        ((0.9, 0.9, 0.9), "bf16"),
-    ],
-)
-def test_a_faster_median_counts_where_most_rounds_agree(rounds: tuple[float, ...], chosen: str) -> None:
-    base = PrecisionTrial("fp32", 1.0, 2.0, 1.0, rounds=(1.0,) * len(rounds))
-    made = choose_precision([base, PrecisionTrial("bf16", 0.9, 2.0, 1.0, rounds=rounds)])
-    assert made.value == chosen
-    assert ("faster in 2 of" in made.reason) is (chosen == "fp32"), made.reason
-
-
 def test_if_the_reference_cannot_run_the_fastest_runnable_precision_is_chosen() -> None:
     base = trial("fp32", float("inf"), loss=0.0, norm=0.0, error="no room")
     slow, fast, broken = trial("fp16", 0.9), trial("bf16", 0.5), trial("tf32", 0.1, loss=NAN)
@@ -81,3 +67,29 @@ def test_a_gradient_of_zero_has_no_ratio() -> None:
 )
 def test_rounds_that_do_not_overlap_have_a_winner(seconds: list[list[float]], won: bool) -> None:
     assert has_winner(seconds) is won
+
+
+STEADY_ROUNDS = ((1.0, 1.01, 1.02), (1.10, 1.11, 1.12))
+
+
+@pytest.mark.parametrize(
+    ("own", "reference", "told"),
+    [
+        (*STEADY_ROUNDS, True),
+        ((1.0, 2.0, 0.5), (1.1, 2.2, 0.6), False),  # it won each of three rounds: chance in one case of eight
+        ((1.0, 2.0, 0.5), (2.5, 5.0, 9.0), True),  # in each round faster than the reference ever was
+        ((1.0, 2.0, 0.5, 1.0, 1.0), (1.1, 2.2, 0.6, 1.2, 1.3), True),  # it won five of five
+        ((1.0, 2.0, 0.5, 1.3, 1.0), (1.1, 2.2, 0.6, 1.2, 1.3), False),
+    ],
+)
+def test_where_times_vary_a_better_median_alone_does_not_tell(
+    own: tuple[float, ...], reference: tuple[float, ...], told: bool
+) -> None:
+    assert told_apart(own, reference) is told
+    trials = [
+        PrecisionTrial("fp32", median(reference), 1.0, 1.0, rounds=reference),
+        PrecisionTrial("bf16", median(own), 1.0, 1.0, rounds=own),
+    ]
+    found = choose_precision(trials)
+    assert (found.value == "bf16") is told
+    assert ("vary too much to tell" in found.reason) is not told
