@@ -28,6 +28,7 @@ from raytrain.report.findings.rules import diagnose, finding_lines
 from raytrain.report.inference import build_inference_report, is_inference
 from raytrain.report.records import read_records
 from raytrain.report.sweep import build_sweep_report, is_sweep
+from raytrain.runs.commands import resume_command
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import rows_of
 from raytrain.runs.storage import LocalStore
@@ -239,8 +240,9 @@ class RunView:
         records = read_records(self._run)
         state = outcome(records)
         if records.result is None:
-            again = f"raytrain train --resume {path_from_here(self._run.path)}"
-            raise RunError(f"{state.sentence} Resume it with: {again}")
+            raise RunError(
+                f"{state.sentence} Resume it with: {resume_command('train', path_from_here(self._run.path))}"
+            )
         for line in finding_lines(diagnose(records)):
             self.display.print_lines(text_from_here(line, self._run.path))
         self._console.print(state.sentence, markup=False, highlight=False, soft_wrap=True)

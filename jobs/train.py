@@ -17,7 +17,7 @@ from rich.console import Console
 from cluster.environment import restored_environment
 from jobs.driver.attempts import RunAttempts, RunPlanner
 from jobs.driver.result import Result, close_run, command_start, result_of
-from jobs.driver.resume import Resumed, open_resumed
+from jobs.driver.resume import Resumed, check_checkpoints, open_resumed
 from jobs.driver.runtime import cluster_address
 from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
@@ -25,7 +25,7 @@ from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import path_from_here, resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from jobs.torchrun.launch import leader
-from raytrain.errors import ClusterLost, RaytrainError, RunError
+from raytrain.errors import ClusterLost, InputError, RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.faults import CLUSTER_LOST
 from raytrain.runs.folder import RunFolder
@@ -117,19 +117,29 @@ def run_train(
             resumed = open_resumed(resume, path, overrides, mapping=mapping)
             if resumed is not None and resumed.finished:
                 return _nothing_left(resumed.run, console)
+            if resumed is not None:
+                check_checkpoints(resumed)
         loaded = resumed.loaded if resumed else load_spec(path, overrides, mapping=mapping)
         refuse_later(loaded.spec, "train")
         if resume == "auto":
-            resumed = open_resumed("auto", path, overrides, loaded=loaded)
-            found = (
-                f"resuming {path_from_here(resumed.run.path)}"
-                if resumed
-                else "no unfinished run of this job: starting a new one"
-            )
-            console.print(found, markup=False, soft_wrap=True)
+            resumed = _unfinished(path, overrides, loaded, console)
         return train_loaded(loaded, resumed=resumed, signals=signals, verbose=verbose, console=console, began=began)
     finally:
         signals.restore()
+
+
+def _unfinished(path: Path | None, overrides: Sequence[str], loaded: LoadedSpec, console: Console) -> Resumed | None:
+    """The run that `--resume auto` continues, and a line about it; None starts a new one."""
+    resumed = open_resumed("auto", path, overrides, loaded=loaded)
+    found = "no unfinished run of this job: starting a new one"
+    if resumed is not None:
+        found = f"resuming {path_from_here(resumed.run.path)}"
+        try:
+            check_checkpoints(resumed)
+        except InputError as error:  # it stays as it is
+            resumed, found = None, f"not resumed: {error.got}; starting a new run"
+    console.print(found, markup=False, soft_wrap=True)
+    return resumed
 
 
 def train_loaded(

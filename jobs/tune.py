@@ -15,7 +15,6 @@ from rich.console import Console
 
 from cluster.devices.inventory import local_inventory
 from cluster.environment import restored_environment
-from jobs.driver.resume import resume_command
 from jobs.driver.runtime import cluster_address
 from jobs.driver.screen.commands import print_command
 from jobs.driver.screen.progress import Activity
@@ -23,6 +22,7 @@ from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import path_from_here
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import InputError, RunError
+from raytrain.runs.commands import resume_command
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.sweep import SweepFolder
 

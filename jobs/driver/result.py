@@ -15,17 +15,17 @@ from typing import Any
 
 from rich.console import Console
 
+from cluster.checks.ray_job import is_submitted
 from cluster.wording import counted
 from jobs.driver.remedies import record_remedies
-from jobs.driver.resume import resume_command
 from jobs.driver.screen.commands import print_command
 from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
 from jobs.job.paths import path_from_here, text_from_here
-from raytrain.config.sections import PLACEHOLDER
 from raytrain.errors import RaytrainError, RunError, first_line
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
+from raytrain.runs.commands import has_objects, on_cluster, resume_command
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
@@ -312,11 +312,12 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     where = path_from_here(run.path)
     if record["status"] == "interrupted":
         return []
-    if run.exists(run.job) and PLACEHOLDER in run.read_text(run.job):  # only its program has the objects
-        return [f'train(..., resume="{where}")', *_comparison(run)]
+    if has_objects(run):
+        return [resume_command("train", where), *_comparison(run)]
     if record["status"] == "failed":
         return [resume_command("train", where), f"raytrain check --bundle problem.zip --run {where}"]
-    infer = [f"raytrain infer {where} infer.input=FILE"] if record.get("weights") else []
+    output = " infer.output=FOLDER" if is_submitted() else ""  # the default is deleted with the job
+    infer = [on_cluster(f"infer {where} infer.input=FILE{output}")] if record.get("weights") else []
     return [*infer, f"{resume_command('train', where)} {_twice_as_long(run, record)}", *_comparison(run)]
 
 
@@ -335,7 +336,7 @@ def _comparison(run: RunFolder) -> list[str]:
         for _, path in sorted(earlier, reverse=True):
             other = RunFolder(path)
             if other.exists("result.json") and _trained(other) == _trained(run):
-                return [f"raytrain report {path_from_here(path)} {path_from_here(run.path)}"]
+                return [on_cluster(f"report {path_from_here(path)} {path_from_here(run.path)}")]
     return []
 
 

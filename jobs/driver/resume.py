@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.checks.ray_job import is_submitted
 from jobs.driver.screen.plan_table import ResumedFrom
 from jobs.job.job_file import read_job
 from jobs.job.paths import path_from_here
@@ -18,9 +16,13 @@ from raytrain.config.decode import apply_overrides, encode, load_yaml
 from raytrain.errors import CheckpointError, InputError
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
+from raytrain.runs.commands import start_anew
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder, find_unfinished, run_to_name
-from raytrain.runs.storage import open_store
+
+#: The driver also reads the content of checkpoints up to this size. That of larger ones, and of those in an object
+#: store, is checked by the workers only, who read it anyway: reading it twice would delay the start by minutes.
+HASHED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -147,33 +149,29 @@ def open_resumed(
     return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))
 
 
-def resume_command(verb: str, folder: str) -> str:
-    """What to type to resume a run or a search: through `submit`, if this process is the driver of a submitted job."""
-    return f"raytrain {'submit ' if is_submitted() else ''}{verb} --resume {folder}"
-
-
 def check_checkpoints(resumed: Resumed) -> None:
-    """Check that one of the checkpoints of a run can be loaded, by their manifests and the sizes of their files.
+    """Check that one of the checkpoints of a run can be loaded.
 
-    A run that was interrupted before its first checkpoint was complete begins at step 0, and is no error.
+    A run that was interrupted before its first checkpoint was complete begins at step 0, and is no error. Without this
+    check, a run with damaged checkpoints would begin there too, and its metrics and weights would be replaced.
 
     Raises:
         InputError: it has complete checkpoints, and all are damaged.
     """
-    from raytrain.checkpoint.reader import checked_files, list_checkpoints  # imports torch
+    from raytrain.checkpoint.reader import check, list_checkpoints  # imports torch
 
     problems = []
     for info in reversed([info for info in list_checkpoints(resumed.run) if info.complete]):
         try:
-            with tempfile.TemporaryDirectory(prefix="rt-") as scratch:
-                checked_files(open_store(info.path), scratch, hashes=False)
+            check(info.path, hash_up_to=HASHED_BYTES)
             return
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
         raise InputError(
-            "--resume", got=f"{path_from_here(resumed.run.path)}, whose checkpoints are all damaged ({problems[0]})",
-            expected="a run with a valid checkpoint",
+            "--resume",
+            got=f"{path_from_here(resumed.run.path)}, whose checkpoints are all damaged ({'; '.join(problems)})",
+            expected="a run with a valid checkpoint", remedy=start_anew(resumed.run),
         )  # fmt: skip
 
 

@@ -191,8 +191,34 @@ def part_tensors(
     return tensors
 
 
+def check(path: str, *, hash_up_to: int = 0) -> None:
+    """Check that a checkpoint can be loaded, without loading it: its manifest, and the sizes of its files.
+
+    Args:
+        hash_up_to: their content as well, if they are local and have at most this many bytes together.
+
+    Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
+    """
+    store = open_store(path)
+    with named_files(path):
+        manifest = _checked_listing(store)
+        if store.is_local and sum(row["bytes"] for row in manifest["files"].values()) <= hash_up_to:
+            checked_files(store, "", hashes=True)  # a local store makes no copies
+
+
 def checked_files(store: Store, scratch: str, *, hashes: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """The manifest, and file name -> local path of every file in it, all as the manifest describes them."""
+    manifest = _checked_listing(store)
+    files = {}
+    for name, wanted in manifest["files"].items():
+        files[name] = store.local_copy(name, scratch)
+        if hashes and sha256_of(_pieces(files[name])) != wanted["sha256"]:
+            raise CheckpointError(f"{join(store.uri, name)}: damaged, its SHA-256 is not that of the manifest")
+    return manifest, files
+
+
+def _checked_listing(store: Store) -> dict[str, Any]:
+    """The manifest, which names every file in the folder with its size."""
     # NFS leaves `.nfs*` names behind for deleted files that somebody still has open.
     entries = {entry.name: entry for entry in store.entries("") if not entry.name.startswith(".nfs")}
     if not entries:
@@ -207,7 +233,6 @@ def checked_files(store: Store, scratch: str, *, hashes: bool) -> tuple[dict[str
     extra = sorted(set(entries) - set(listed) - {MANIFEST, COMPLETE})
     if extra:
         raise CheckpointError(f"{join(store.uri, extra[0])}: not in the manifest")
-    files = {}
     for name, wanted in listed.items():
         if name not in entries:
             raise CheckpointError(f"{join(store.uri, name)}: missing")
@@ -215,10 +240,7 @@ def checked_files(store: Store, scratch: str, *, hashes: bool) -> tuple[dict[str
             got = f"{entries[name].size} bytes"
             sizes = mismatch(join(store.uri, name), got=got, expected=str(wanted["bytes"]))
             raise CheckpointError(f"{sizes}; the file is damaged")
-        files[name] = store.local_copy(name, scratch)
-        if hashes and sha256_of(_pieces(files[name])) != wanted["sha256"]:
-            raise CheckpointError(f"{join(store.uri, name)}: damaged, its SHA-256 is not that of the manifest")
-    return manifest, files
+    return manifest
 
 
 def _checked_manifest(store: Store, names: set[str]) -> dict[str, Any]:

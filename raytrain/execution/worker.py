@@ -202,9 +202,8 @@ class Worker:
             reporter.event("fault", failed_attempt=row.pop("attempt"), failed_at=row.pop("time"), **row)
         for reason in start.refused_checkpoints:
             reporter.event("checkpoint_refused", reason=reason)
-            print(f"not resumed from the newest checkpoint: {reason}")
-        if start.refused_checkpoints and self.attempt == self.job.first_attempt:  # the driver named the newest
-            print(f"resuming from step {start.from_step}")
+        if start.damage and start.decision.action != "stop":
+            print(start.damage)
         if self.attempt > self.job.first_attempt:
             made = start.decision
             reporter.event("decision", what="recovery", value=made.action, precision=made.precision, reason=made.reason)

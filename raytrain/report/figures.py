@@ -122,7 +122,7 @@ def outcome(records: RunRecords) -> RunOutcome:
         return RunOutcome(status, f"Failed after step {step:,}: {reason or 'no cause was recorded'}")
     if status == "interrupted":
         why = f" ({reason})" if reason else ""
-        return RunOutcome(status, f"Interrupted after step {step:,}{why}; --resume continues it.")
+        return RunOutcome(status, f"Interrupted after step {step:,}{why}; it can be resumed.")
     if status == "done":
         why = "" if reason in ("", f"{step} steps", counted(step, "step")) else f" ({reason})"
         return RunOutcome(status, f"Done: {counted(step, 'step')} in {wall}{why}.")

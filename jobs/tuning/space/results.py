@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from jobs.driver.resume import resume_command
 from jobs.driver.screen.commands import print_command
 from jobs.job.paths import path_from_here
 from jobs.tuning.best import best_mapping, best_text
@@ -16,6 +15,7 @@ from jobs.tuning.table import SweepTable, counted, print_table, values_text
 from raytrain.errors import RunError
 from raytrain.report.sweep import build_sweep_report
 from raytrain.report.tune_figures import whole_spec
+from raytrain.runs.commands import resume_command
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 

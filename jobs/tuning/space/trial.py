@@ -19,7 +19,7 @@ from rich.console import Console
 
 from cluster.devices.amd import VISIBLE
 from jobs.driver.result import Result, result_of
-from jobs.driver.resume import Resumed, open_resumed
+from jobs.driver.resume import Resumed, check_checkpoints, open_resumed
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
 from jobs.train import train_loaded
@@ -171,7 +171,7 @@ class _Trial:
         path, ends = self.sweep.run_of(self.name), time.monotonic() + OLD_OWNER_S
         while path is not None:
             try:
-                return open_resumed(path, None, [])
+                resumed = open_resumed(path, None, [])
             except InputError:
                 run = RunFolder(path)
                 if not run.exists(run.job_mapping):  # it was killed before it started
@@ -179,6 +179,13 @@ class _Trial:
                 if not run.alive() or time.monotonic() > ends:
                     raise
                 time.sleep(LOOK_EVERY_S)
+                continue
+            try:
+                if resumed is not None and not resumed.finished:
+                    check_checkpoints(resumed)
+            except InputError:  # all are damaged: measured again from its first step, in a folder of its own
+                return None
+            return resumed
         return None
 
 

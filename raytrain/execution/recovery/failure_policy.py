@@ -103,9 +103,8 @@ def failed_attempt(fault: Fault) -> str:
 
 def restarted_from(step: int) -> str:
     """Where an attempt starts, as words."""
-    return (
-        f"restarted from the checkpoint of step {step}" if step else "restarted from step 0: there is no checkpoint yet"
-    )
+    start = f"the checkpoint of step {step}" if step else "step 0: there is no valid checkpoint yet"
+    return f"restarted from {start}"
 
 
 def origins(faults: list[Fault], rows: Iterable[Mapping[str, Any]], *, step: int) -> list[int]:

@@ -23,12 +23,13 @@ from raytrain.report.records import (
     first_text,
     number,
 )
+from raytrain.runs.commands import resume_command
 from raytrain.runs.faults import CAUSES, NOT_EXPORTED, RAY_NOT_STARTED
 
 
 def failure(records: RunRecords) -> list[Finding]:
     """The reason of a failed run, with a remedy for known kinds of failure."""
-    state, resume = outcome(records), f"raytrain train --resume {records.path}"
+    state, resume = outcome(records), resume_command("train", records.path)
     if state.status == "lost":
         remedy = f"`{resume}` resumes from the latest valid checkpoint."
         return [Finding("warning", "The run has no result", state.sentence, remedy)]

@@ -59,7 +59,8 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
         for one in findings
         if one.severity in told
         for line in (
-            f"finding: {one.title}: {one.evidence}" + (f". {one.remedy}" if one.remedy else ""),
+            f"finding: {one.title}: "
+            + (f"{one.evidence.removesuffix('.')}. {one.remedy}" if one.remedy else one.evidence),
             *(f"  {number}. {option}" for number, option in enumerate(one.options, 1)),
         )
     ]

@@ -186,8 +186,10 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     ]  # fmt: skip
     assert not any("next" in line for line in lines("interrupted"))
     monkeypatch.setenv(JOB_ENVIRONMENT, "{}")
-    again = f"next    raytrain submit train --resume {run.path}"  # its own folder is not where it was submitted from
-    assert again in lines("failed")
+    assert f"next    raytrain submit train --resume {where}" in lines("failed"), "where the job was submitted from"
+    on_cluster = lines("done", weights="w")[-2:]
+    assert on_cluster[0] == f"next    raytrain submit infer {where} infer.input=FILE infer.output=FOLDER"
+    assert on_cluster[1].startswith(f"        raytrain submit train --resume {where} ")
     monkeypatch.delenv(JOB_ENVIRONMENT)
     run.write_text(run.job, "model: {module: <object Net>}\n")
     run.write_json(run.plan, {"config": kind})
@@ -195,6 +197,18 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
         f'next    train(..., resume="{where}")',
         comparison,
     ]
+
+
+def test_an_interrupted_run_says_how_it_is_resumed_from_where_it_was_started(run: RunFolder) -> None:
+    def last_line() -> str:
+        out = io.StringIO()
+        run.next_attempt(this_process())
+        close_run(run, AttemptResult("interrupted", "a stop was asked for", steps=3), console=Console(file=out))
+        return out.getvalue().splitlines()[-1]
+
+    assert last_line() == f"interrupted; resume with: raytrain train --resume {run.path}"
+    run.write_text(run.job, "model: {module: <object Net>}\n")
+    assert last_line() == f'interrupted; resume with: train(..., resume="{run.path}")'
 
 
 def test_steps_are_those_of_the_newest_checkpoint_where_a_command_ended_before_its_first_step(run: RunFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -10,10 +11,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from rich.console import Console
 
-from jobs.driver.resume import Resumed, changed_values, open_resumed
+from jobs.driver.resume import Resumed, changed_values, check_checkpoints, open_resumed
 from jobs.driver.screen.plan_table import ResumedFrom
 from jobs.job.spec import load_spec
+from jobs.train import run_train
+from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
@@ -287,3 +292,62 @@ def test_a_run_with_python_objects_resumes_with_the_same_objects(tmp_path: Path)
         open_resumed(run.path, None, [])
     with pytest.raises(InputError, match=r"optim\.lr: .*cannot change on resume"):
         open_resumed(run.path, None, [], mapping={**job, "optim": {"lr": 0.5}})
+
+
+def saved_run(folder: Path, *steps: int) -> RunFolder:
+    """A run that was killed, with real checkpoints of these steps."""
+    run = run_in(folder)
+    run.write_text(run.job, "name: mine\n")
+    with CheckpointWriter(run, keep=3, asynchronous=False) as writer:
+        for step in steps:
+            writer.save({"model": {"w": torch.full((64,), float(step))}}, {"step": step}, step=step)
+    return run
+
+
+def damage(run: RunFolder, step: int) -> None:
+    """Change a byte of the weights: size and manifest remain."""
+    file = Path(run.checkpoint_dir(step), "model.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("hashed", [1 << 20, 0])
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: int
+) -> None:
+    """It would begin at step 0 again and lose its metrics. One valid checkpoint is enough, and so is none at all."""
+    monkeypatch.setattr("jobs.driver.resume.HASHED_BYTES", hashed)
+    run = saved_run(tmp_path, 4, 8)
+    resumed = open_resumed(run.path, None, [])
+    assert resumed is not None
+    check_checkpoints(resumed)
+    damage(run, 8)
+    check_checkpoints(resumed)
+    damage(run, 4)
+    if not hashed:  # larger than what the driver reads: the workers find out
+        check_checkpoints(resumed)
+        return
+    with pytest.raises(InputError, match=r"step_00000008.*SHA-256.*step_00000004.*SHA-256") as refused:
+        check_checkpoints(resumed)
+    assert refused.value.remedy == f"`raytrain train {run.path}/job.yaml` starts a new run of the same job"
+    check_checkpoints(Resumed(run_in(tmp_path), resumed.loaded, []))
+
+
+def test_a_named_run_with_damaged_checkpoints_is_an_error_and_auto_starts_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = saved_run(tmp_path, 4)
+    damage(run, 4)
+    run.write_text(run.metrics, '{"kind": "train", "step": 4, "loss": 1.0}\n')
+    text = io.StringIO()
+    printed = Console(file=text, width=400)
+    with pytest.raises(InputError, match="are all damaged"):
+        run_train(None, resume=run.path, console=printed)
+    assert run.current_attempt() == 1 and run.read_rows(run.metrics), "nothing was touched"
+
+    started: list[Any] = []
+    monkeypatch.setattr("jobs.train.train_loaded", lambda loaded, **named: started.append(named["resumed"]))
+    run_train(None, mapping={**JOB, "save": {"dir": str(tmp_path)}}, resume="auto", console=printed)
+    assert started == [None]
+    line = text.getvalue()
+    assert line.startswith(f"not resumed: {run.path}, whose checkpoints are all damaged (") and line.count("\n") == 1

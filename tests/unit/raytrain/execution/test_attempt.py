@@ -128,3 +128,46 @@ def test_a_lost_node_explains_the_collective_that_failed_because_of_it(run: RunF
     assert (fault.error, fault.rank, fault.message) == ("WorkerDied", 1, "its node 10.0.0.2 was lost")
     own = run.read_json(f"faults/{attempt:04d}-rank00000.json")
     assert own["error"] == "CollectiveFailed", "what a worker recorded itself stays"
+
+
+def damage(run: RunFolder, step: int) -> None:
+    """Change a byte of the weights of a checkpoint."""
+    file = Path(run.checkpoint_dir(step), "model.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_a_resume_without_a_valid_checkpoint_stops_and_a_restart_begins_at_step_0(run: RunFolder) -> None:
+    damage(run, 5)
+    stopped = started_attempt(run)
+    assert (stopped.decision.action, stopped.from_step, len(stopped.damaged)) == ("stop", 0, 1)
+    assert "step_00000005" in stopped.decision.reason and "SHA-256" in stopped.decision.reason
+    assert f"`raytrain train {run.path}/job.yaml` starts a new run" in stopped.decision.reason
+    write_fault(run, fault_of(ValueError("x"), attempt=1, rank=0, step=9, precision="", from_step=5))
+    again = started_attempt(run)
+    assert (again.attempt, again.decision.action, again.from_step) == (2, "go_on", 0)
+    assert again.damage.startswith("damaged and not used: the checkpoint of step 5 (")
+    assert again.damage.endswith("; training starts from step 0: there is no valid one")
+
+
+def test_an_older_valid_checkpoint_in_place_of_a_damaged_one_is_named(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A save that was interrupted is no damage: it is only recorded."""
+    assert started_attempt(run).damage == ""
+    with CheckpointWriter(run, keep=3, asynchronous=False) as writer:
+        writer.save({"model": {"w": torch.ones(3)}}, {"step": 9}, step=9)
+        writer.save({"model": {"w": torch.ones(3)}}, {"step": 12}, step=12)
+    Path(run.checkpoint_dir(12), "COMPLETE").unlink()
+    job, _ = make_job(MLP, {"train": class_rows(64)}, run=run)
+    worker = Worker(job, workers=Workers(), local_rank=0, channel=None)
+    worker.attempt = 1
+    assert started_attempt(run).damage == "" and len(started_attempt(run).refused_checkpoints) == 1
+    damage(run, 9)
+    started = started_attempt(run)
+    assert (started.from_step, [step for step, _ in started.damaged]) == (5, [9])
+    capsys.readouterr()
+    worker._open_reporter(started).close()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("damaged and not used: the checkpoint of step 9 (") and "SHA-256" in line
+    assert line.endswith("; training starts from that of step 5")

@@ -33,7 +33,7 @@ def test_an_epoch_without_a_logged_step_keeps_its_row():
 @pytest.mark.parametrize(
     ("result", "sentence"),
     [
-        ({"status": "interrupted", "steps": 7}, "Interrupted after step 7; --resume continues it."),
+        ({"status": "interrupted", "steps": 7}, "Interrupted after step 7; it can be resumed."),
         ({"status": "done", "steps": 7, "wall_s": 61, "reason": "7 steps"}, "Done: 7 steps in 1 min 01 s."),
         (
             {"status": "done", "steps": 7, "wall_s": 61, "reason": "no gain in 3 evaluations"},

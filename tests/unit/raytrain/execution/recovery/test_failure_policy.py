@@ -83,7 +83,7 @@ def test_an_error_of_the_users_code_is_compared_by_its_place_whatever_called_it(
 def test_without_a_checkpoint_a_run_restarts_and_reports_no_unknown_step() -> None:
     reason = decided(died(step=None), starts=[0, 0]).reason
     assert reason.startswith("attempt 1 failed: exit by SIGKILL; ")
-    assert reason.endswith("restarted from step 0: there is no checkpoint yet")
+    assert reason.endswith("restarted from step 0: there is no valid checkpoint yet")
 
 
 def test_a_restart_names_the_attempt_that_failed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from raytrain.report.figures import outcome
 from raytrain.report.findings.rules import diagnose, finding_lines
 from raytrain.report.records import ConfigRow, PlanRow, RunRecords
+from raytrain.runs.folder import RunFolder
 
 
 def rows(losses: list[Any], **columns: Any) -> list[dict[str, Any]]:
@@ -442,6 +445,17 @@ def test_a_run_that_lost_its_cluster_says_so_and_how_it_continues(reason: str):
     assert (found.severity, found.title, found.evidence) == ("error", "Ray itself was lost", reason)
     assert "`raytrain train --resume run`" in found.remedy
     assert outcome(run).sentence == f"Failed after step 40, as Ray itself was lost: {reason}"
+
+
+def test_a_run_without_a_result_is_resumed_from_where_its_objects_are(tmp_path: Path) -> None:
+    """Its line has one full stop between its sentences."""
+    run = RunFolder(str(tmp_path))
+    lost = replace(records(result=None), path=run.path)
+    (line,) = [line for line in finding_lines(diagnose(lost)) if "no result" in line]
+    assert f"step is 0. `raytrain train --resume {run.path}` resumes from the latest" in line
+    run.write_text(run.job, "model: {module: <object Net>}\n")
+    (line,) = [line for line in finding_lines(diagnose(lost)) if "no result" in line]
+    assert f'step is 0. `train(..., resume="{run.path}")` resumes' in line
 
 
 def test_a_failure_without_a_reason_in_the_result_uses_the_reason_of_the_fault():
