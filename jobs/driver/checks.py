@@ -23,6 +23,7 @@ from jobs.driver.first_batch import (
     check_first_batch,
     data_key,
 )
+from jobs.driver.sendable import check_sendable
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
 from raytrain.checkpoint.reader import list_checkpoints, read_manifest
@@ -92,6 +93,7 @@ def check_on_driver(
     check_shadowing()
     load_observers(spec.telemetry.observers, resolve)
     check_label(spec.data, builder=spec.model.builder)
+    check_sendable(spec)
     sent = read_on_driver(spec.data)
     with users_errors(partial(data_key, spec), "while the data was opened"):
         source = source_from_driver(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)

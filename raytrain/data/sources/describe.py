@@ -110,7 +110,8 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
     if data.source == "idx":
         shape = read_shape(as_paths(keys["images"])[0], key="data.images", **IMAGES)[1:]
         image = (1, *shape) if len(shape) == 2 else shape
-        classes = count_idx_classes(*idx_files(keys)[1::2])
+        _, labels, _, eval_labels = idx_files(keys)
+        classes = count_idx_classes(labels, eval_labels)
         return {"image_shape": image, "num_features": image[0] * image[1] * image[2], "num_classes": classes}
     if data.source == "parquet":
         sizes = sizes_of(parquet_files(keys["path"], key="data.path"), keys, key="data.path")
