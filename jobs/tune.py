@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cluster.devices.inventory import local_inventory
 from cluster.environment import restored_environment
+from cluster.wording import counted
 from jobs.driver.runtime import cluster_address
 from jobs.driver.screen.commands import print_command
 from jobs.driver.screen.progress import Activity
@@ -149,12 +150,7 @@ def run_tune(
         except KeyboardInterrupt as error:  # `Interrupted` is one
             if command.sweep is None:
                 raise Interrupted("before the search folder was created") from error
-            from jobs.tuning.table import counted
-
-            ended = counted(len({row["trial"] for row in command.sweep.ended()}), "trial")
-            again = resume_command("tune", path_from_here(command.sweep.path))
-            print_command(console, f"interrupted after {ended}; resume with: ", again)
-            return TuneResult(command.sweep.path, "interrupted", None)
+            return _interrupted(command.sweep, console)
         except RunError as error:
             if command.sweep is None or not command.sweep.again():
                 raise
@@ -172,6 +168,15 @@ def _nothing_left(sweep: SweepFolder, console: Console) -> TuneResult:
     done = f"{path_from_here(sweep.path)} is done; its result is {path_from_here(sweep.best)}"
     console.print(done, markup=False, soft_wrap=True)
     return TuneResult(sweep.path, "done", sweep.best)
+
+
+def _interrupted(sweep: SweepFolder, console: Console) -> TuneResult:
+    """Say what ended, and how to resume the search."""
+    ended = counted(len({row["trial"] for row in sweep.ended()}), "trial")
+    print_command(
+        console, f"interrupted after {ended}; resume with: ", resume_command("tune", path_from_here(sweep.path))
+    )
+    return TuneResult(sweep.path, "interrupted", None)
 
 
 def _run(command: TuneCommand) -> SweepFolder:

@@ -24,9 +24,9 @@ from ray.train.backend import Backend, BackendConfig
 from cluster.devices.limits import oom_kills
 from cluster.network import join_network
 from raytrain.errors import RunError
-from raytrain.execution.death import words_of_death
 from raytrain.execution.driver_channel import ANSWER_S, RESTARTING, SETTING_UP
 from raytrain.execution.ray_private import DEATH_ERRORS, end_workers, worker_stderr
+from raytrain.execution.recovery.death import words_of_death
 from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
 

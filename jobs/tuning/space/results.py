@@ -78,13 +78,13 @@ def print_files(command: TuneCommand, *, died: Sequence[int]) -> None:
         died: trials that a resumed search would repeat.
     """
     sweep = command.the_sweep
-    command.print_line(f"trials  {path_from_here(sweep.trials)}")
-    command.print_line(f"picture {path_from_here(sweep.picture)}")
-    command.print_line(f"report  {path_from_here(build_sweep_report(sweep))}")
+    command.print_path(f"trials  {path_from_here(sweep.trials)}")
+    command.print_path(f"picture {path_from_here(sweep.picture)}")
+    command.print_path(f"report  {path_from_here(build_sweep_report(sweep))}")
     print_command(command.console, "train   ", f"raytrain train {path_from_here(sweep.best)}")
     if died:
         again = resume_command("tune", path_from_here(sweep.path))
-        command.print_line(f"died    trial {', '.join(map(str, died))}; to repeat: {again}")
+        command.print_path(f"died    trial {', '.join(map(str, died))}; to repeat: {again}")
 
 
 def curves_of(rows: list[dict[str, Any]]) -> dict[int, list[tuple[int, float]]]:

@@ -186,7 +186,8 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     ]  # fmt: skip
     assert not any("next" in line for line in lines("interrupted"))
     monkeypatch.setenv(JOB_ENVIRONMENT, "{}")
-    assert f"next    raytrain submit train --resume {where}" in lines("failed"), "where the job was submitted from"
+    where = run.path  # its own folder is not where it was submitted from
+    assert f"next    raytrain submit train --resume {where}" in lines("failed")
     on_cluster = lines("done", weights="w")[-2:]
     assert on_cluster[0] == f"next    raytrain submit infer {where} infer.input=FILE infer.output=FOLDER"
     assert on_cluster[1].startswith(f"        raytrain submit train --resume {where} ")

@@ -175,8 +175,11 @@ def test_a_log_names_the_step_of_a_new_attempt_only(printed: Printed) -> None:
     display.show({"phase": "training", "row": ROW, "step": 300, "max_steps": 400})
     display.show({"phase": RESTARTING, "step": 300, "row": ROW})
     display.show({"phase": "training", "step": 286, "max_steps": 400})
+    printed.now += 10.0
+    display.show({"phase": "training", "step": 296, "max_steps": 400, "row": {"kind": "train", "step": 290, "loss": 2}})
     assert printed.lines == [
-        "training  step 300/400  loss 1.4606  12,345 tokens/s  1,024 MiB", RESTARTING, "training  step 286/400"
+        "training  step 300/400  loss 1.4606  12,345 tokens/s  1,024 MiB", RESTARTING, "training  step 286/400",
+        "training  step 290/400  loss 2.0000"
     ]  # fmt: skip
 
 

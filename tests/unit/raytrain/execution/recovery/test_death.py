@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raytrain.execution.death import words_of_death
 from raytrain.execution.ray_private import worker_stderr
+from raytrain.execution.recovery.death import words_of_death
 
 DIED = """A worker health check failed.
 \tclass_name: RayTrainWorker
