@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ from typing import Any
 TOKEN_FILE = "token"
 #: First letters of the names of private folders; short, since socket paths end at 107 bytes.
 PREFIX = "rt-"
+#: Where a private cluster is when the temporary directory has a longer path than `LONGEST_BASE`.
+SHORT_BASE = "/tmp"
+#: Bytes of a path, of the 107 that a socket may have: Ray's sockets are up to 82 bytes below, such as
+#: /rt-xxxxxxxx/r2/session_2026-01-31_12-00-00_123456_1234567/sockets/plasma_store.1
+LONGEST_BASE = 25
 #: A file in each private folder that its process holds locked: the kernel unlocks it when the process ends in any way.
 OWNER_FILE = "owner"
 
@@ -74,20 +80,41 @@ def private_ray(*, workers: int = 0) -> Iterator[PrivateRay]:
     Args:
         workers: processes that will compute with torch.
     """
-    with private_folder() as folder:
+    with contextlib.ExitStack() as stack:
+        base = socket_base()
+        folder = stack.enter_context(private_folder(base))
         _write_token(folder)
         options = {"include_dashboard": False, "_temp_dir": os.path.join(folder, "r"), "_node_ip_address": "127.0.0.1"}
+        if base != tempfile.gettempdir():  # what Ray moves out of memory may be large: it stays where TMPDIR says
+            options["object_spilling_directory"] = stack.enter_context(private_folder())
         yield PrivateRay(folder, options, workers)
 
 
+def socket_base() -> str:
+    """The temporary directory, or `SHORT_BASE` if sockets below it would have too long a path and this one is usable:
+    others must not be able to rename what a user has there, which the sticky bit ensures."""
+    base = tempfile.gettempdir()
+    if len(os.fsencode(base)) <= LONGEST_BASE or len(os.fsencode(SHORT_BASE)) >= len(os.fsencode(base)):
+        return base
+    try:
+        found = os.stat(SHORT_BASE)
+    except OSError:
+        return base
+    safe = found.st_mode & stat.S_ISVTX or (found.st_uid == os.geteuid() and not found.st_mode & 0o022)
+    return SHORT_BASE if safe and os.access(SHORT_BASE, os.W_OK | os.X_OK) else base
+
+
 @contextlib.contextmanager
-def private_folder() -> Iterator[str]:
+def private_folder(base: str | None = None) -> Iterator[str]:
     """Create a temporary folder that only this user can read (mode 0700); it is removed at the end.
+
+    Args:
+        base: where; None is the temporary directory.
 
     A process that is killed cannot remove its own: the next one of this user removes it (`remove_left_folders`).
     """
     remove_left_folders()
-    folder = tempfile.mkdtemp(prefix=PREFIX)
+    folder = tempfile.mkdtemp(prefix=PREFIX, dir=base)
     try:
         # under another name until it is locked: nobody may take the folder for one that was left
         unlocked, path = os.path.join(folder, "new"), os.path.join(folder, OWNER_FILE)
@@ -106,7 +133,8 @@ def remove_left_folders() -> list[str]:
     whose it is.
     """
     removed = []
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    bases = dict.fromkeys((tempfile.gettempdir(), socket_base()))
+    for folder in (folder for base in bases for folder in Path(base).glob(f"{PREFIX}*")):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
                 continue

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from cluster.checks.head import head_problem
 from cluster.checks.ray_job import is_submitted
 from cluster.environment import LOOPBACK, ray_environment, restored_environment
 from cluster.network import answers, loopback_only
-from cluster.private_ray import end_daemons, private_folder, private_ray
+from cluster.private_ray import LONGEST_BASE, SHORT_BASE, end_daemons, private_folder, private_ray
 from jobs.driver.signals import restored_handlers
 from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError, first_line
 from raytrain.plan.choice import Resolved
@@ -242,6 +243,11 @@ def _start_private(folder: str, options: dict[str, Any]) -> None:
         _init("local", options | {"_temp_dir": os.path.join(folder, "r2")})
     except Exception as error:
         _abandon(folder)
+        if len(os.fsencode(tempfile.gettempdir())) > LONGEST_BASE and "AF_UNIX" in str(error):
+            raise RunError(
+                f"{RAY_NOT_STARTED}: got TMPDIR={tempfile.gettempdir()}, expected a path of at most {LONGEST_BASE} "
+                f"bytes for Ray's sockets, as {SHORT_BASE} cannot be used instead"
+            ) from error
         raise RunError(
             f"{RAY_NOT_STARTED} in two attempts (1: {first_line(first)} 2: {first_line(error)}): the "
             "machine may be overloaded, or out of memory, processes or disk space. Free some, then start the command "

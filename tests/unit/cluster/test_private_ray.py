@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import private_ray as module
 from cluster.environment import restored_environment
 from cluster.private_ray import (
     OWNER_FILE,
@@ -22,6 +24,7 @@ from cluster.private_ray import (
     end_daemons,
     private_ray,
     remove_left_folders,
+    socket_base,
 )
 from raytrain.execution import preload
 
@@ -49,9 +52,12 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_one_and_that_of_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "SHORT_BASE", str(tmp_path))
     code = """
 import os, sys
+from cluster import private_ray as module
 from cluster.private_ray import private_ray
+module.SHORT_BASE = os.environ["TMPDIR"]
 with private_ray() as private:
     os.makedirs(private.options["_temp_dir"] + "/session")
     print(private.folder, flush=True)
@@ -82,8 +88,42 @@ with private_ray() as private:
         assert not used.exists()
 
 
+def test_sockets_below_a_long_temporary_directory_are_elsewhere_and_large_files_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path of a socket has at most 107 bytes. What was left in either place is removed."""
+    long, short = tmp_path / ("x" * 60), Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(module, "SHORT_BASE", str(short))
+    try:
+        with private_ray() as private:
+            assert Path(private.folder).parent == short and stat.S_IMODE(os.stat(private.folder).st_mode) == 0o700
+            session = "session_2026-11-25_13-16-57_123456_1234567/sockets/plasma_store.1"
+            assert len(os.path.join(str(private.options["_temp_dir"]) + "2", session)) <= 107
+            assert Path(str(private.options["object_spilling_directory"])).parent == long
+        assert not list(long.iterdir()) and not list(short.iterdir())
+        for base in (long, short):
+            (base / "rt-left").mkdir()
+            (base / "rt-left" / OWNER_FILE).touch()
+        assert remove_left_folders() == [str(long / "rt-left"), str(short / "rt-left")]
+        short.chmod(0o777)  # others could rename it
+        assert socket_base() == str(long)
+        short.chmod(0o1777)
+        assert socket_base() == str(short)
+        monkeypatch.setattr(tempfile, "tempdir", str(short))
+        assert socket_base() == str(short)
+        with private_ray() as private:
+            assert "object_spilling_directory" not in private.options
+    finally:
+        shutil.rmtree(short)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert socket_base() == str(long), "there is no short one"
+
+
 def test_folders_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "SHORT_BASE", str(tmp_path))
     folder = tmp_path / "rt-theirs"
     folder.mkdir()
     (folder / OWNER_FILE).touch()
