@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
+from jobs.completion import complete_bench, complete_job, complete_key, complete_recipe
 from jobs.driver.screen.output import OutputLost, end_without_output, flush_output, guard_output, outlive_output
-from jobs.job.arguments import complete_job, complete_key, split_arguments
+from jobs.job.arguments import split_arguments
 from jobs.torchrun.recipe import torchrun_options
 from raytrain.errors import InputError, RaytrainError
 
@@ -267,7 +268,7 @@ def infer(arguments: tuple[str, ...], resume: str | None, dry_run: bool, verbose
 
 
 @main.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_recipe)
 def recipes(name: str | None) -> None:
     """List the packaged recipes, or print the recipe NAME.
 
@@ -329,7 +330,7 @@ class _BenchCommand(click.Command):
 
 
 @main.command(cls=_BenchCommand)
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_bench)
 @click.argument("arguments", nargs=-1, metavar="[key=value ...]")
 @click.option("--list", "as_list", is_flag=True, help="list the benchmarks and what they measure")
 @click.option("--out", metavar="FILE.json", help="file for the raw values (default: runs/bench/NAME-TIME.json)")
@@ -429,7 +430,9 @@ def _submitted(verb: str) -> click.Command:
         name=verb, help=f"{command.get_short_help_str(100)} As a job on the cluster, from the working directory.",
         short_help=command.get_short_help_str(100), context_settings={"ignore_unknown_options": True},
     )  # fmt: skip
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar=f"[ARGUMENTS OF {verb} ...]")
+    @click.argument(
+        "arguments", nargs=-1, type=click.UNPROCESSED, metavar=f"[ARGUMENTS OF {verb} ...]", shell_complete=complete_job
+    )
     @_address
     @click.option("--id", "job_id", metavar="ID", help="ID of the job (default: NAME-TIME)")
     @click.option("--install", is_flag=True, help="install the versions of the packages used here for this job")

@@ -56,9 +56,15 @@ def train(
         verbose: show Ray's own messages.
         quiet: print nothing.
 
+    Returns:
+        How the run ended. A KeyboardInterrupt, as from Ctrl-C or the Stop button of a notebook, makes the workers save,
+        and `status` is "interrupted": the program goes on, so a loop of trainings needs
+        ``if result.status == "interrupted": break``. A second one does not wait for the save.
+
     Raises:
         InputError: the input is wrong; nothing was started.
         RunError: the run failed; its folder holds the report.
+        KeyboardInterrupt: an interrupt before the run folder was made.
 
     Example:
         >>> import torch

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain.config.messages import abbreviated
+from raytrain.config.messages import abbreviated, suggestion
 from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.tables import ColumnChoice, column_kind
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
-from raytrain.infer.input.rows import check_columns
+from raytrain.infer.input.rows import KEY
 from raytrain.infer.predictor import Codec, Generate, Predictor, RowPredictor, TextClassifier, TextPredictor, takes_mask
 from raytrain.infer.quantize import quantize
 from raytrain.infer.row_values import check_list_sizes
@@ -228,8 +228,16 @@ class InferenceModel:
 
 
 def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
-    """Raise InputError for the first column that the model reads and the input lacks."""
-    check_columns(schema, {f"a column that the model reads, {name}": name for name in names})
+    """Raise InputError if the input lacks a column that the model reads."""
+    given = list(schema.names)
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise InputError(
+            KEY, got=f"the columns {abbreviated(given, 8)}",
+            expected=f"{abbreviated(names, 8)}, which the model reads: {abbreviated(missing, 8)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing",
+            remedy=suggestion(missing[0], [name for name in given if name not in names]),
+        )  # fmt: skip
 
 
 def _fits(module: nn.Module, device: torch.device) -> bool:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from jobs.__main__ import main
+from jobs.completion import words_of
 from jobs.job.job_file import read_recipe, recipe_names
 from jobs.job.keys import IMPORTANT, job_schema
 from jobs.job.spec import JobSpec
@@ -133,9 +135,32 @@ def test_bash_completes_verbs_recipes_and_keys(tmp_path: Path) -> None:
     complete_line raytrain train moe
     complete_line raytrain train loop.max
     complete_line raytrain keys optim.l
+    complete_line raytrain recipes cn
+    complete_line raytrain train moe_hosts optim.name = ad
+    complete_line raytrain train loop.deterministic =
+    complete_line raytrain train data.path = inp
+    complete_line raytrain submit train optim.na
     """
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stdout.splitlines() == ["train", "moe_hosts", "loop.max_steps=", "optim.lr"], done.stderr
+    assert done.stdout.splitlines() == [
+        "train", "moe_hosts", "loop.max_steps=", "optim.lr", "cnn_idx", "adamw", "true false", "", "optim.name=",
+    ], done.stderr  # fmt: skip
+
+
+def test_a_value_is_completed_from_the_words_that_its_key_accepts() -> None:
+    """In zsh and fish, for which KEY=VALUE is one word."""
+    complete = ShellComplete(main, {}, "raytrain", "_RAYTRAIN_COMPLETE").get_completions
+
+    def completed(*words: str) -> list[str]:
+        return [item.value for item in complete(list(words[:-1]), words[-1])]
+
+    assert completed("train", "optim.name=ad") == ["optim.name=adamw"]
+    assert completed("train", "job.yaml", "data.storage=") == [
+        f"data.storage={word}" for word in ("auto", "resident", "pinned", "stream")
+    ]
+    assert completed("train", "model.builder=x") == completed("train", "no.such=") == []
+    assert words_of("precision.dtype")[0] == "auto" and words_of("loop") == words_of("loop.max_steps") == []
+    assert "nccl" not in completed("bench", "") and completed("bench", "noth") == []

@@ -100,7 +100,7 @@ MISTAKES = {
     "plan loop.global_batch_size=10 loop.micro_batch_size=4": ("divides loop.global_batch_size, 10",),
     "infer nowhere infer.input=x.txt": ("infer: got nowhere", "a run folder"),
     f"infer {MLP}": ("infer.input: got no value", "type infer.input=FILE"),
-    f"infer {MLP} infer.input=twice.csv": ("model reads, x: got 'x', which is not in infer.input",),
+    f"infer {MLP} infer.input=twice.csv": ("infer.input: got the columns", "expected x, which the model reads"),
     "report nowhere": ("got nowhere",),
     "keys lop": ("did you mean loop?",),
     "submit trane": ("did you mean train?",),

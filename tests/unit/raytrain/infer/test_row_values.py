@@ -145,7 +145,7 @@ def test_a_file_whose_header_shows_another_number_of_values_is_refused_before_th
     made.check_header(InferConfig(), fixed(4))
     with pytest.raises(InputError, match="got the column x with 3 values in each row, expected 4, as the model takes"):
         made.check_header(InferConfig(), fixed(3))
-    with pytest.raises(InputError, match=r"'x', which is not in infer\.input, expected one of its columns y, z"):
+    with pytest.raises(InputError, match=r"infer\.input: got the columns y, z, expected x, which"):
         made.check_header(InferConfig(), pa.schema([("y", pa.float32()), ("z", pa.float32())]))
 
 
@@ -153,8 +153,11 @@ def test_the_columns_of_the_training_data_and_of_prompts_are_looked_for_in_the_h
     own, config = ModelConfig(builder="my:net"), InferConfig()
     trained = InferenceModel(own, facts={"num_features": 2}, reads={"stacked": ["a", "b"]})
     trained.check_header(config, pa.schema([("b", pa.int64()), ("a", pa.int64())]))
-    with pytest.raises(InputError, match=r"the model reads, b: .*Got 'b'|the model reads, b: got 'b'"):
-        trained.check_header(config, pa.schema([("a", pa.int64())]))
+    with pytest.raises(InputError) as caught:
+        trained.check_header(config, pa.schema([("a", pa.int64()), ("c", pa.int64())]))
+    assert str(caught.value) == (
+        "infer.input: got the columns a, c, expected a, b, which the model reads: b is missing"
+    )
     text = InferenceModel(ModelConfig(builder="raytrain.models.gpt:gpt"), facts={"vocab_size": 256})
     text.check_header(config, pa.schema([("prompt", pa.string())]))
     with pytest.raises(InputError, match=r"infer\.prompt_field"):

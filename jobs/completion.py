@@ -1,0 +1,93 @@
+"""Completion in a shell: recipes, keys and their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+
+def complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Recipes, keys, values of keys that have a fixed set of words, and files."""
+    from jobs.job.job_file import recipe_names
+    from jobs.job.spec import JobSpec
+    from raytrain.config.messages import key_rows
+
+    before, after_equals = _key_before(ctx.params.get(param.name or "") or (), incomplete)
+    key, equals, start = incomplete.partition("=")
+    if after_equals:  # bash takes KEY, = and VALUE for three words
+        return _items(words_of(before), incomplete) or [CompletionItem(incomplete, type="file")]
+    if equals:
+        return _items([f"{key}={word}" for word in words_of(key)], f"{key}={start}")
+    found = _items([f"{row.key}=" for row in key_rows(JobSpec)] + recipe_names(), incomplete)
+    # click's script for bash forgets what came before a file
+    return [CompletionItem(incomplete, type="file"), *found]
+
+
+def complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Sections and keys."""
+    from jobs.job.spec import JobSpec
+    from raytrain.config.messages import key_rows
+
+    rows = [row.key for row in key_rows(JobSpec)]
+    return _items(list(dict.fromkeys([*(key.split(".")[0] for key in rows), *rows])), incomplete)
+
+
+def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The names of recipes."""
+    from jobs.job.job_file import recipe_names
+
+    return _items(recipe_names(), incomplete)
+
+
+def complete_bench(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The names of benchmarks."""
+    from jobs.bench.harness.command import find_benches
+
+    return _items(list(find_benches()), incomplete)
+
+
+def words_of(key: str) -> list[str]:
+    """The words that a key accepts, among them `true` and `false` of a switch; none if it accepts anything else only.
+
+    Example:
+        >>> from jobs.completion import words_of
+        >>> words_of("scale.strategy")
+        ['auto', 'data_parallel', 'fsdp']
+    """
+    from jobs.job.spec import JobSpec
+
+    schema = JobSpec.model_json_schema()
+    node: Any = schema
+    for part in key.split("."):
+        node = _resolved(node, schema).get("properties", {}).get(part)
+        if node is None:
+            return []
+    return list(dict.fromkeys(_words(node, schema)))
+
+
+def _words(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
+    node = _resolved(node, schema)
+    given = [*node.get("enum", ()), *([node["const"]] if "const" in node else ())]
+    found = [value for value in given if isinstance(value, str)]
+    found += ["true", "false"] if node.get("type") == "boolean" else []
+    return found + [word for choice in node.get("anyOf", ()) for word in _words(choice, schema)]
+
+
+def _resolved(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = node.get("$ref", "").rpartition("/")[2]
+    return schema["$defs"][name] if name else node
+
+
+def _key_before(given: Sequence[str], incomplete: str) -> tuple[str, bool]:
+    """The key whose value is being typed, if bash has made it a word of its own."""
+    last = given[-1] if given else ""
+    if len(given) > 1 and last == "=":
+        return given[-2], True
+    return last, incomplete == "" and bool(words_of(last))  # click replaces the word "=" by nothing
+
+
+def _items(words: Sequence[str], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
