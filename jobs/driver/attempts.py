@@ -197,7 +197,8 @@ class RunAttempts:
                     self.closed = close_run(
                         self.opened.run, self.result, console=self._console, phases=self._planner.phases
                     )
-                activity.begin("stopping Ray")
+                if self._address != "connected":  # Ray is the caller's, and goes on
+                    activity.begin("stopping Ray" if cluster.local else "disconnecting from Ray")
 
     def _show_dashboard(self, opened: OpenRun) -> None:
         """Where the cluster itself is watched, beside the report of the run."""

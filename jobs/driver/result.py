@@ -296,7 +296,7 @@ def print_result(
         console.print(f"reason: {text_from_here(record['reason'], run.path)}", markup=False)
     if phases is not None:
         spent = f"time    {phases.line(record['time'])}"
-        console.print(spent, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+        console.print(spent, markup=False, highlight=False, soft_wrap=not (console.is_terminal or console.is_jupyter))
     for line in sample_lines(run):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"run     {path_from_here(run.path)}", markup=False, soft_wrap=True)
@@ -335,15 +335,27 @@ def _comparison(run: RunFolder) -> list[str]:
                 earlier.append((its_stamp, join(folder, entry.name)))
         for _, path in sorted(earlier, reverse=True):
             other = RunFolder(path)
-            if other.exists("result.json") and _trained(other) == _trained(run):
+            if _has_steps(other) and _trained(other) == _trained(run):
                 return [on_cluster(f"report {path_from_here(path)} {path_from_here(run.path)}")]
     return []
 
 
-def _trained(run: RunFolder) -> tuple[Any, Any]:
-    """The builder and the source of a run's job."""
+def _has_steps(run: RunFolder) -> bool:
+    """Whether a run has ended with steps to compare."""
+    if not run.exists(run.result):
+        return False
+    try:
+        record = run.read_json(run.result)
+    except RunError:
+        return False
+    return record.get("status") != "failed" and record.get("steps", 1) > 0
+
+
+def _trained(run: RunFolder) -> tuple[Any, ...]:
+    """The builder and the source of a run's job, or the classes of its objects."""
     job = run.read_json(run.plan).get("config", {}) if run.exists(run.plan) else {}
-    return job.get("model", {}).get("builder"), job.get("data", {}).get("source")
+    model, data = job.get("model", {}), job.get("data", {})
+    return model.get("builder"), model.get("module"), data.get("source"), data.get("train")
 
 
 def _name_and_stamp(folder: str) -> tuple[str, tuple[str, int] | None]:

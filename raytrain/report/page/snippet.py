@@ -36,8 +36,17 @@ def _written(value: Any) -> str:
     return plain_number(value) if isinstance(value, int | float) else str(value)
 
 
+#: A notebook has a theme of its own, whatever the browser prefers: its colour for text, nothing behind it, and curves
+#: that can be seen on white and on black. Notebooks also lay lists out in columns that are too narrow for the names.
+_THEMELESS = (
+    "--bg:transparent;--card:transparent;--ink:currentColor;--soft:currentColor;--line:#8886;--grid:#8884;"
+    "--c1:#4287f5;--c2:#e07a1f;--tip:#18212c;--tipink:#fff;padding-bottom:4px;"
+    "& dl.pairs{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:6px 22px;margin-bottom:10px}"
+    "& dl.pairs dt{float:none;clear:none;width:auto;margin:0;font-weight:600;white-space:nowrap;opacity:.75}"
+    "& dl.pairs dd{float:none;width:auto;margin:0;padding:0}"
+)
+
+
 def _scoped() -> str:
     """The style sheet of the pages, nested so that it leaves the notebook alone."""
-    return (
-        f".raytrain{{padding-bottom:4px}}.raytrain dl{{margin-bottom:10px}}.raytrain{{{STYLE.replace(':root{', '&{')}}}"
-    )
+    return f".raytrain{{{STYLE.replace(':root{', '&{')}}}.raytrain{{{_THEMELESS}}}"

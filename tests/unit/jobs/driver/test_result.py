@@ -164,7 +164,7 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     base = Path(run.path).parent
     for name in ("test-29991231T000000Z", "other-20250102T000000Z", "test-20250101T000000Z", "other-20250101T000000Z"):
         (base / name).mkdir()
-        (base / name / "result.json").touch()
+        (base / name / "result.json").write_text('{"status": "done", "steps": 3}')
     (base / "test-20250103T000000Z").mkdir()  # without a result
     comparison = f"        raytrain report {os.path.relpath(base / 'test-20250101T000000Z')} {where}"
     assert lines("done", weights="w")[-3:] == [*commands, comparison], "of the same name, and earlier"
@@ -176,6 +176,17 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
         other.write_json("result.json", {})
         other.write_json(other.plan, {"config": {"model": {"builder": model}, "data": {"source": data}}})
     assert lines("done", weights="w")[-3:] == [*commands, comparison], "the newest that trained the same on the same"
+    newest = RunFolder(str(base / "test-20250101T000000Z"))
+    for useless in ({"status": "failed", "steps": 3}, {"status": "interrupted", "steps": 0}):
+        newest.write_json("result.json", useless)
+        assert lines("done", weights="w")[-2:] == commands, "it has nothing to compare"
+    newest.write_json("result.json", {"status": "done", "steps": 3})
+    objects = {"model": {"module": "<object Net>"}, "data": {"train": "<object Rows>"}}
+    run.write_json(run.plan, {"config": objects})
+    newest.write_json(newest.plan, {"config": {**objects, "model": {"module": "<object Other>"}}})
+    assert lines("done", weights="w")[-2:] == commands, "another class"
+    newest.write_json(newest.plan, {"config": kind})
+    run.write_json(run.plan, {"config": kind})
     for limits, key in (
         ({"epochs": 3, "max_steps": None}, "loop.epochs=6"), ({"epochs": 3, "max_steps": 99}, "loop.max_steps=24")
     ):  # fmt: skip
@@ -323,6 +334,9 @@ def test_a_notebook_shows_a_result_with_its_figures_and_curves(run: RunFolder) -
         depth += (sign == "{") - (sign == "}")
         outside += sign if depth == 0 and sign not in "{}" else ""
     assert set(outside.split()) <= {".raytrain", "dl", ".raytrain.raytrain", "dl.raytrain"}, outside
+    last = style.rpartition(".raytrain{")[2]
+    assert "--card:transparent" in last and "--ink:currentColor" in last, "the theme is the notebook's"
+    assert "prefers-color-scheme" not in last and "max-content" in last
 
 
 @pytest.mark.parametrize("width", [80, 60])
