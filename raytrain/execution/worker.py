@@ -295,7 +295,7 @@ class Worker:
             self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None,
             settings=settings,
         )  # fmt: skip
-        session.say = reporter.event
+        session.say = partial(self._say_event, reporter)
         calibration = Calibration(session, self.run_folder, reporter, self._report_progress)
         resolve_choices(calibration, forced=decision.precision, loaded=loaded)
         if loaded is not None:
@@ -440,6 +440,13 @@ class Worker:
             node=self._node,
         )
         write_fault(self.run_folder, fault)
+
+    def _say_event(self, reporter: RankReporter, kind: str, **fields: Any) -> None:
+        """Record an event of the session; the driver also shows how much of the data has been read."""
+        reporter.event(kind, **fields)
+        if kind == "preparation":
+            reading = fields["phase"] == "progress" and fields["done"] < fields["of"]
+            self._report_progress({"detail": f"reading {fields['reason']}" if reading else ""})
 
     def _report_progress(self, progress: dict[str, Any]) -> None:
         if self.workers.rank == 0:

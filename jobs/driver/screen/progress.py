@@ -128,9 +128,10 @@ def still(what: str, seconds: float, missing: str) -> str:
 class TrainingDisplay:
     """Shows the progress that rank 0 reports; a context manager.
 
-    The progress is {"phase", "max_steps", "step", "row", "activity"}: `activity` is what rank 0 does inside the phase,
-    such as an evaluation. Without "max_steps", as before the first step of an attempt, the phase is shown alone. With
-    "left_s" the remaining time is this, else it follows from the steps that were seen.
+    The progress is {"phase", "max_steps", "step", "row", "activity", "detail"}: `activity` is what rank 0 does inside
+    the phase, such as an evaluation, and `detail` how far it is with something that takes long. Without "max_steps", as
+    before the first step of an attempt, the phase is shown alone. With "left_s" the remaining time is this, else it
+    follows from the steps that were seen.
 
     Args:
         phases: as for `Activity`.
@@ -197,6 +198,7 @@ class TrainingDisplay:
         total = int(progress.get("max_steps") or 1)
         newest, now = max(step, int(progress.get("step") or 0)), self._clock()
         doing = str((phase == TRAINING and progress.get("activity")) or phase)
+        detail = "" if phase == TRAINING else str(progress.get("detail") or "")
         self._phases.begin(phase)
         if (doing, newest) != self._seen:
             self._seen, self._since = (doing, newest), now
@@ -205,7 +207,7 @@ class TrainingDisplay:
         if self._live:
             parts = [f"{newest}/{total}", figures(row, brief=self._narrow)] if known else []
             self._bar.update(
-                self._task, description=doing, total=total if known else None, completed=newest,
+                self._task, description=detail or doing, total=total if known else None, completed=newest,
                 figures=" ".join(part for part in parts if part),
             )  # fmt: skip
             return
@@ -218,7 +220,7 @@ class TrainingDisplay:
             self._console.print(f"{phase}  {where}".rstrip(), markup=False, highlight=False)
         elif now - self._last >= QUIET_S:
             self._last = now
-            self.print_lines(_quiet_line(doing, newest, total, now - self._since, missing()))
+            self.print_lines(_quiet_line(doing, newest, total, now - self._since, missing() or detail))
 
     def _times(self) -> str:
         return times_text(self._clock() - self.began, self.left_s)

@@ -16,14 +16,14 @@ from raytrain.plan.choice import Resolved
 
 #: A lower precision must be faster by at least this fraction, or it is not worth its rounding errors.
 WORTHWHILE_GAIN = 0.03
+#: And in this share of the rounds: on a busy machine the medians of a few rounds differ by more than that by chance.
+WON_ROUNDS = 0.75
 #: Numeric gate on one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
 LOSS_TOLERANCE = 0.02
 NORM_BAND = (0.8, 1.25)
 #: A loss scale that starts too high skips a few steps: this many more than in the reference are allowed, or this
 #: fraction.
 SKIPS, SKIP_SHARE = 2, 0.1
-
-
 #: Significance level for times that vary: the highest accepted probability that as many rounds are won by chance.
 CHANCE = 0.05
 
@@ -32,19 +32,25 @@ def told_apart(seconds: Sequence[float], reference: Sequence[float]) -> bool:
     """Whether the times of two ways to compute are enough to say that the first is faster; the rule of `train` and
     `tune`.
 
-    Steady ones are. Where times vary, since the machine does other work, a better median alone says little: the first
-    must have been faster in each round than the reference ever was, or in so many rounds that chance explains it in at
-    most one case of twenty (a sign test).
+    It must win `WON_ROUNDS` of the rounds. Where times vary, since the machine does other work, that says little: it
+    must also have been faster in each round than the reference ever was, or in so many rounds that chance explains it
+    in at most one case of twenty (a sign test).
 
     Args:
-        seconds, reference: the same work in alternating rounds; position i of both is round i.
+        seconds, reference: the same work in alternating rounds; position i of both is round i. Without rounds the
+            answer is yes.
     """
-    if are_steady(seconds) and are_steady(reference):
+    won, rounds = rounds_won(seconds, reference), min(len(seconds), len(reference))
+    if won < WON_ROUNDS * rounds:
+        return False
+    if not rounds or (are_steady(seconds) and are_steady(reference)):
         return True
-    if max(seconds) * (1 + WORTHWHILE_GAIN) < min(reference):
-        return True
-    won = sum(own < other for own, other in zip(seconds, reference, strict=True))
-    return chance_of_rounds(won, len(seconds)) <= CHANCE
+    return max(seconds) * (1 + WORTHWHILE_GAIN) < min(reference) or chance_of_rounds(won, rounds) <= CHANCE
+
+
+def rounds_won(seconds: Sequence[float], reference: Sequence[float]) -> int:
+    """In how many rounds the first was faster."""
+    return sum(own < other for own, other in zip(seconds, reference, strict=False))
 
 
 def chance_of_rounds(won: int, rounds: int) -> float:
@@ -164,17 +170,23 @@ def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -
         )
         if refusal:
             notes.append(f"{trial.precision} refused: {refusal}")
-        elif ratio < 1 + WORTHWHILE_GAIN:
-            notes.append(f"{trial.precision} measured {ratio:.2f} times as fast as {reference}")
-        elif trial.rounds and base.rounds and not told_apart(trial.rounds, base.rounds):
-            text = f"{trial.precision} measured {ratio:.2f} times as fast as {reference}"
-            notes.append(f"{text}, but the times vary too much to tell, since the machine was busy")
+        elif ratio < 1 + WORTHWHILE_GAIN or not told_apart(trial.rounds, base.rounds):
+            noise = _noise(trial, base) if ratio >= 1 + WORTHWHILE_GAIN else ""
+            notes.append(f"{trial.precision} measured {ratio:.2f} times as fast as {reference}{noise}")
         else:
             best = min(best, trial, key=lambda one: one.seconds)
             notes.append(
                 f"{trial.precision} measured {ratio:.2f} times as fast as {reference}, loss and gradient norm agree"
             )
     return Resolved(best.precision, "; ".join(notes) or f"nothing but {reference} to compare")
+
+
+def _noise(trial: PrecisionTrial, base: PrecisionTrial) -> str:
+    """Why a better median does not count."""
+    won, rounds = rounds_won(trial.rounds, base.rounds), len(trial.rounds)
+    if won < WON_ROUNDS * rounds:
+        return f", faster in {won} of {rounds} rounds only"
+    return f", but the times of {rounds} rounds vary too much to tell"
 
 
 def _without_reference(trials: list[PrecisionTrial], base: PrecisionTrial) -> Resolved:

@@ -61,13 +61,18 @@ def count_workers(
 def _count_elastic(
     bounds: tuple[int, int], scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int
 ) -> Resolved:
-    """As many workers of `scale.workers: [min, max]` as there are GPUs, on CPUs cores, for them."""
+    """As many workers of `scale.workers: [min, max]` as there are GPUs for them, on CPUs cores, of which each takes
+    `scale.threads` of one node."""
     least, most = bounds
     _check_requested(least, scale, machines, inventory, global_batch=global_batch)
     single = "single_gpu" in (machines.mode.value, scale.mode)
-    there = 1 if single else len(machines.gpus) if machines.on_gpu else inventory.cpus
-    what = "GPU" if machines.on_gpu else "CPU core"
-    reason = f"scale.workers [{least}, {most}], and the machines have {there} {what}{'' if there == 1 else 's'}"
+    each = scale.threads if isinstance(scale.threads, int) and not machines.on_gpu else 1
+    cores = sum(node.cpus // each for node in inventory.nodes)
+    there = 1 if single else len(machines.gpus) if machines.on_gpu else cores
+    have = counted(there, "GPU" if machines.on_gpu else "CPU core")
+    if each > 1:
+        have = f"{counted(inventory.cpus, 'CPU core')}, room for {counted(there, 'worker')} of {each} threads"
+    reason = f"scale.workers [{least}, {most}], and the machines have {have}"
     return Resolved(max(least, min(most, there, global_batch)), reason)
 
 

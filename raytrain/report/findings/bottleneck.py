@@ -105,15 +105,23 @@ def _transfer_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Fi
     return Finding("warning", "Transfer-bound: steps wait for copies to the GPU", evidence, remedy)
 
 
+def reads_less(records: RunRecords) -> bool:
+    """Whether a run of less than an epoch reads fewer rows than there are, so that reading all of them takes longer."""
+    steps, epoch = number(records.planned("max_steps")), number(records.planned("steps_per_epoch"))
+    return steps is not None and epoch is not None and steps < epoch
+
+
 def _input_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Finding:
     step = percentile([_of(row, "step_time_s") for row in rows], 0.5) or 0.0
     cpu = percentile([_of(row, "data_cpu_share") for row in rows], 0.5) or 0.0
     inside = records.configured("data.loader_workers") in (0, "auto") and cpu > part / 2
     evidence = f"{part:.0%} of a step of {seconds(step)} is spent waiting for data"
     evidence += f", of which the training process itself computes {cpu / part:.0%}" if cpu > 0.01 else ""
-    resident = records.planned("storage") == "resident"
     remedy = advice(
-        ("set data.storage: resident if the split fits", resident),
+        (
+            "set data.storage: resident if the split fits",
+            records.planned("storage") == "resident" or reads_less(records),
+        ),
         ("raise data.loader_workers" if inside else "raise data.loader_workers and data.prefetch", False),
         ("make samples cheaper to read", False),
     )

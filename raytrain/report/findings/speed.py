@@ -7,6 +7,7 @@ from collections.abc import Callable
 from raytrain.config.messages import advice
 from raytrain.report.compilation import compile_gain
 from raytrain.report.figures import outcome, seconds, step_ms, time_account
+from raytrain.report.findings.bottleneck import reads_less
 from raytrain.report.findings.compile import OTHER_MODES
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import RunRecords, listed, mapping, number
@@ -14,6 +15,8 @@ from raytrain.report.records import RunRecords, listed, mapping, number
 SAVE_BUDGET = 0.03
 #: Of phases that every run has once: a third of the time is worth a word.
 LONG_PHASE = 1 / 3
+#: Reading that takes less is no finding, whatever its share.
+LEAST_READ_S = 10.0
 #: The predicted time of a step is meant to be right within this factor.
 PLANNED_WITHIN = 2.0
 #: Differences of this size are those of the operating system, which gives a core to another process for so long.
@@ -56,6 +59,23 @@ _LIMITS: tuple[tuple[str, float, str, Callable[[RunRecords], str]], ...] = (
     ),
     ("lost", 0.1, "Work was lost between a checkpoint and a fault", lambda _: "Save more often: save.every: N."),
 )
+
+
+def data_at_start(records: RunRecords) -> list[Finding]:
+    """Data whose rows were all read before the first step, where that took much of the time."""
+    wall = sum(spent for _, spent in time_account(records))
+    read = sum(number(row.get("seconds")) or 0.0 for row in records.of_kind("preparation"))
+    if wall <= 0 or read <= LONG_PHASE * wall or read < LEAST_READ_S:
+        return []
+    seen = f"{read / wall:.0%} of {seconds(wall)} ({seconds(read)}), before the first step"
+    fewer = reads_less(records) and records.planned("storage") == "resident"
+    remedy = "Make samples cheaper to read; a longer run spreads it over more steps."
+    if fewer:
+        remedy = (
+            "Set data.storage: stream and data.loader_workers: this run is shorter than an epoch, and then reads only "
+            "the rows of its steps."
+        )
+    return [Finding("warning", "Reading the data takes much of the time", seen, remedy)]
 
 
 def limiting_part(records: RunRecords) -> list[Finding]:

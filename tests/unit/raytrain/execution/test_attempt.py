@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,3 +172,19 @@ def test_an_older_valid_checkpoint_in_place_of_a_damaged_one_is_named(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("damaged and not used: the checkpoint of step 9 (") and "SHA-256" in line
     assert line.endswith("; training starts from that of step 5")
+
+
+def test_the_driver_is_told_how_much_of_the_data_has_been_read(run: RunFolder) -> None:
+    job, _ = make_job(MLP, {"train": class_rows(64)}, run=run)
+    told: list[dict[str, Any]] = []
+    channel = SimpleNamespace(report_progress=SimpleNamespace(remote=told.append))
+    worker = Worker(job, workers=Workers(), local_rank=0, channel=channel)
+    events: list[str] = []
+    reporter: Any = SimpleNamespace(event=lambda kind, **_: events.append(kind))
+    worker._say_event(reporter, "preparation", phase="start", reason="preparing")
+    for done in (30, 60):
+        reason = f"train: {done}/60 rows"
+        worker._say_event(reporter, "preparation", phase="progress", done=done, of=60, reason=reason)
+    worker._say_event(reporter, "decision", what="precision")
+    assert told == [{"detail": ""}, {"detail": "reading train: 30/60 rows"}, {"detail": ""}]
+    assert events == ["preparation"] * 3 + ["decision"]

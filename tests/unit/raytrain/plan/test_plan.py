@@ -272,6 +272,15 @@ def test_elastic_workers_are_as_many_of_the_range_as_there_are_devices(
     assert value(plan(inventory, scale={"workers": bounds}), "workers") == workers
 
 
+def test_elastic_workers_have_the_threads_that_were_asked_for_on_one_node() -> None:
+    nodes = machines(node(cpus=2), node("b", cpus=3))
+    for threads, workers in ((1, 4), (2, 2), (3, 1), (4, 1), ("auto", 4)):
+        made = plan(nodes, scale={"workers": [1, 4], "threads": threads})
+        assert value(made, "workers") == workers, threads
+        assert threads in (3, 4) or not any("scale.threads" in warning for warning in made.warnings), made.warnings
+    assert value(plan(FOUR_GPUS, scale={"workers": [1, 4], "threads": 8}), "workers") == 4
+
+
 @pytest.mark.parametrize(("inventory", "bounds"), [(ONE_GPU, [2, 4]), (FOUR_GPUS, [5, 6]), (CPU, [33, 64])])
 def test_a_range_above_the_devices_is_refused_as_it_was_given(inventory: Inventory, bounds: list[int]) -> None:
     assert f"got {bounds}" in refused("scale.workers", inventory=inventory, scale={"workers": bounds})

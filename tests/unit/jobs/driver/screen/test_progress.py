@@ -75,6 +75,16 @@ def test_no_phase_is_silent(printed: Printed, progress: dict[str, Any], words: s
     assert "for 120 s" in found[-1][1], "since when it is awaited, not since the last line"
 
 
+def test_how_much_of_the_data_has_been_read_is_shown_until_training_begins(printed: Printed) -> None:
+    def progress(time: float) -> dict[str, Any]:
+        read = {"detail": f"reading train: {9 * int(time)}/900 rows"}
+        return {"phase": "setting up the workers", **read} if time < 70 else {"phase": "training", "step": 1, **read}
+
+    lines = [line for _, line in shown(printed, progress, seconds=125)]
+    assert lines[1] == "still setting up the workers, for 30 s: reading train: 270/900 rows", lines
+    assert not any("reading" in line for line in lines[3:])
+
+
 def test_steps_without_a_row_are_shown(printed: Printed) -> None:
     """Ten steps of eight seconds each to a logged row."""
     row = {"kind": "train", "step": 10, "loss": 2.0}

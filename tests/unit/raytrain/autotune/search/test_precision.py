@@ -40,6 +40,22 @@ def test_the_choice_and_its_reason(trials: list[PrecisionTrial], chosen: str, wo
     assert made.value == chosen and words in made.reason
 
 
+@pytest.mark.parametrize(
+    ("rounds", "chosen"),
+    [
+        ((0.9, 0.9, 0.9, 1.1), "bf16"),
+        ((0.9, 0.9, 1.1, 1.1), "fp32"),
+        ((0.9, 0.9, 1.1), "fp32"),
+        ((0.9, 0.9, 0.9), "bf16"),
+    ],
+)
+def test_a_faster_median_counts_where_most_rounds_agree(rounds: tuple[float, ...], chosen: str) -> None:
+    base = PrecisionTrial("fp32", 1.0, 2.0, 1.0, rounds=(1.0,) * len(rounds))
+    made = choose_precision([base, PrecisionTrial("bf16", 0.9, 2.0, 1.0, rounds=rounds)])
+    assert made.value == chosen
+    assert ("faster in 2 of" in made.reason) is (chosen == "fp32"), made.reason
+
+
 def test_if_the_reference_cannot_run_the_fastest_runnable_precision_is_chosen() -> None:
     base = trial("fp32", float("inf"), loss=0.0, norm=0.0, error="no room")
     slow, fast, broken = trial("fp16", 0.9), trial("bf16", 0.5), trial("tf32", 0.1, loss=NAN)

@@ -545,6 +545,29 @@ def test_nothing_is_advised_that_is_in_force_already(
     assert advice in remedy(otherwise) and advice not in remedy(in_force) and remedy(in_force).endswith(".")
 
 
+def test_data_that_was_read_before_the_first_step_is_named_where_that_took_much_of_the_time() -> None:
+    """A run of less than an epoch reads fewer rows where they are streamed, and is not told to read all of them."""
+    title = "Reading the data takes much of the time"
+    short, long = {"max_steps": 30, "steps_per_epoch": 57}, {"max_steps": 300, "steps_per_epoch": 57}
+
+    def run(read: float, **choices: Any) -> RunRecords:
+        events = [{"kind": "preparation", "phase": "start"},
+                  {"kind": "preparation", "phase": "finished", "seconds": read}]  # fmt: skip
+        result = account(data=read, compute=40.0)
+        return records(train=rows(FALLING), events=events, result=result, plan=plan(**choices))
+
+    assert titles(run(50.0, storage="resident"))[title] == "warning"
+    assert title not in titles(run(10.0)) | titles(records(result=account(data=5.0, compute=1.0)))
+    assert "56% of 1 min 30 s (50.0 s)" in {one.title: one for one in diagnose(run(50.0))}[title].evidence
+    assert remedy_of(run(50.0, storage="resident", **short), title).startswith("Set data.storage: stream")
+    for other in (run(50.0, storage="resident", **long), run(50.0, storage="stream", **short)):
+        assert remedy_of(other, title).startswith("Make samples cheaper")
+    waits = rows(FALLING, step_time_s=1.0, data_time_s=0.5)
+    advised = [remedy_of(records(train=waits, plan=plan(storage="stream", **steps)), "Input-bound")
+               for steps in (short, long)]  # fmt: skip
+    assert ["data.storage: resident" in one for one in advised] == [False, True]
+
+
 def test_a_ray_that_did_not_start_is_no_matter_of_the_micro_batch() -> None:
     reason = "Ray did not start on this machine in two attempts (1: a 2: b): it may be overloaded, or out of memory"
     (found,) = diagnose(records(result={"status": "failed", "reason": reason}, plan=plan(micro_batch_size=8)))
