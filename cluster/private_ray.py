@@ -81,7 +81,7 @@ def private_ray(*, workers: int = 0) -> Iterator[PrivateRay]:
         workers: processes that will compute with torch.
     """
     with contextlib.ExitStack() as stack:
-        base = socket_base()
+        base = _socket_folder()
         folder = stack.enter_context(private_folder(base))
         _write_token(folder)
         options = {"include_dashboard": False, "_temp_dir": os.path.join(folder, "r"), "_node_ip_address": "127.0.0.1"}
@@ -90,7 +90,7 @@ def private_ray(*, workers: int = 0) -> Iterator[PrivateRay]:
         yield PrivateRay(folder, options, workers)
 
 
-def socket_base() -> str:
+def _socket_folder() -> str:
     """The temporary directory, or `SHORT_BASE` if sockets below it would have too long a path and this one is usable:
     others must not be able to rename what a user has there, which the sticky bit ensures."""
     base = tempfile.gettempdir()
@@ -133,7 +133,7 @@ def remove_left_folders() -> list[str]:
     whose it is.
     """
     removed = []
-    bases = dict.fromkeys((tempfile.gettempdir(), socket_base()))
+    bases = dict.fromkeys((tempfile.gettempdir(), _socket_folder()))
     for folder in (folder for base in bases for folder in Path(base).glob(f"{PREFIX}*")):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():

@@ -13,6 +13,7 @@ import click
 from jobs.completion import complete_bench, complete_job, complete_key, complete_recipe
 from jobs.driver.screen.output import OutputLost, end_without_output, flush_output, guard_output, outlive_output
 from jobs.job.arguments import split_arguments
+from jobs.submission.request import VERBS
 from jobs.torchrun.recipe import torchrun_options
 from raytrain.errors import InputError, RaytrainError
 
@@ -396,13 +397,9 @@ class _SubmitVerbs(click.Group):
     """The verbs that can be submitted, and `status`, `logs`, `stop` and `fetch`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        from jobs.submission.request import VERBS
-
         return [*VERBS, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        from jobs.submission.request import VERBS
-
         return _submitted(cmd_name) if cmd_name in VERBS else super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
@@ -411,8 +408,9 @@ class _SubmitVerbs(click.Group):
             local = main.get_command(ctx, args[0]) is not None
             from raytrain.config.messages import suggestion
 
-            near = suggestion(args[0], self.list_commands(ctx))
-            remedy = f"{args[0]} needs no cluster: run it here" if local else near
+            remedy = (
+                f"{args[0]} needs no cluster: run it here" if local else suggestion(args[0], self.list_commands(ctx))
+            )
             raise InputError("submit", got=args[0], expected=f"one of {offered}", remedy=remedy)
         return super().resolve_command(ctx, args)
 

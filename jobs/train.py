@@ -53,18 +53,15 @@ def train(
         workers: short for `scale.workers`.
         overrides: `section.key=value` strings, as on the command line.
         resume: the run folder to resume, or "auto".
-        verbose: show Ray's own messages.
-        quiet: print nothing.
+        verbose, quiet: show Ray's own messages; print nothing.
 
     Returns:
-        How the run ended. A KeyboardInterrupt, as from Ctrl-C or the Stop button of a notebook, makes the workers save,
-        and `status` is "interrupted": the program goes on, so a loop of trainings needs
-        ``if result.status == "interrupted": break``. A second one does not wait for the save.
+        How the run ended. After a KeyboardInterrupt (Ctrl-C, the Stop button of a notebook) the workers save, `status`
+        is "interrupted", and the program goes on: end a loop of trainings there. A second one does not wait.
 
     Raises:
         InputError: the input is wrong; nothing was started.
         RunError: the run failed; its folder holds the report.
-        KeyboardInterrupt: an interrupt before the run folder was made.
 
     Example:
         >>> import torch
@@ -75,8 +72,7 @@ def train(
         ...     "model": {"builder": "raytrain.models.mlp:mlp", "hidden": [16]},
         ...     "data": {"train": {name: values[:160] for name, values in rows.items()},
         ...              "eval": {name: values[160:] for name, values in rows.items()}},
-        ...     "optim": {"lr": 0.01},
-        ...     "loop": {"max_steps": 20},
+        ...     "optim": {"lr": 0.01}, "loop": {"max_steps": 20},
         ... }
         >>> result = train(job, workers=1, quiet=True)
         >>> result.status, result.steps

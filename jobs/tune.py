@@ -114,8 +114,7 @@ def run_tune(
     """Everything between the command line and the exit code.
 
     Args:
-        path: the JOB.yaml, None for the built-in recipe.
-        overrides: `section.key=value` of the command line.
+        path, overrides: the JOB.yaml, None for the built-in recipe, and the `section.key=value` of the command line.
         mapping: the job from Python, instead of `path`.
         resume: the search folder to resume; nothing else may be given with it.
         fresh: ignore what earlier searches measured.

@@ -41,7 +41,7 @@ UPWARD_LEFT: set[tuple[str, str]] = set()
 
 MAX_ENTRIES = 13
 MORE_ENTRIES = {
-    "jobs": (19, "a verb is one module, and its parts are one folder"),
+    "jobs": (20, "a verb is one module, and its parts are one folder"),
     "jobs/driver": (16, "one command on the driver, a module for each of its parts"),
     "jobs/bench/training": (15, "a bench is one module, with one for its processes"),
     "raytrain/autotune/search": (16, "one decision of the search is one module"),

@@ -170,8 +170,6 @@ class Worker:
             if self.session is not None:
                 self.session.close()
 
-    # -- the start of an attempt ------------------------------------------------------------------
-
     def _start(self) -> AttemptStart:
         """Rank 0 takes the attempt number before it reads checkpoints, so a failure to read is this attempt's fault."""
         faults: list[Fault] = []

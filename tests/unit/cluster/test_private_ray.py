@@ -20,11 +20,11 @@ from cluster.private_ray import (
     PRELOAD_MODULE,
     STARTS,
     TOKEN_FILE,
+    _socket_folder,
     _write_token,
     end_daemons,
     private_ray,
     remove_left_folders,
-    socket_base,
 )
 from raytrain.execution import preload
 
@@ -108,17 +108,17 @@ def test_sockets_below_a_long_temporary_directory_are_elsewhere_and_large_files_
             (base / "rt-left" / OWNER_FILE).touch()
         assert remove_left_folders() == [str(long / "rt-left"), str(short / "rt-left")]
         short.chmod(0o777)  # others could rename it
-        assert socket_base() == str(long)
+        assert _socket_folder() == str(long)
         short.chmod(0o1777)
-        assert socket_base() == str(short)
+        assert _socket_folder() == str(short)
         monkeypatch.setattr(tempfile, "tempdir", str(short))
-        assert socket_base() == str(short)
+        assert _socket_folder() == str(short)
         with private_ray() as private:
             assert "object_spilling_directory" not in private.options
     finally:
         shutil.rmtree(short)
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    assert socket_base() == str(long), "there is no short one"
+    assert _socket_folder() == str(long), "there is no short one"
 
 
 def test_folders_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

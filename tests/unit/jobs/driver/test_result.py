@@ -206,7 +206,7 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     run.write_text(run.job, "model: {module: <object Net>}\n")
     run.write_json(run.plan, {"config": kind})
     assert lines("done", weights="w")[-2:] == [
-        f'next    train(..., resume="{where}")',
+        f'next    train(..., resume="{os.path.relpath(run.path)}")',
         comparison,
     ]
 
