@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.checks.preflight import CheckResult, on_each_node
+from cluster.checks.preflight import CheckResult, local_folder, on_each_node
 from cluster.checks.wanted import DeviceSize, check_wanted
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
 from cluster.wording import counted
@@ -150,7 +150,7 @@ def check(
     report, console = CheckReport(), console or Console(quiet=True)
     address = cluster_address(spec.cluster.address)
     here = local_inventory()
-    with Activity(console) as activity, _timed(report, "all"):
+    with Activity(console) as activity, _timed(report, "all"), _new_folders_removed(absolute_path(spec.save.dir)):
         activity.begin("connecting to Ray" if address != "local" else "starting Ray")
         console.print(f"checking {here.describe()}", markup=False, highlight=False, soft_wrap=True)
         slots = here.cpus + CPU_WORKERS
@@ -177,6 +177,20 @@ def check(
                 skipped = CheckResult("training", "na", "left out: a check failed", "the other checks are ok")
                 _add(report, console, [skipped])
     return report
+
+
+@contextlib.contextmanager
+def _new_folders_removed(save_dir: str) -> Iterator[None]:
+    """Context manager that removes the folders of `save_dir` that did not exist before, unless something is in them."""
+    folder = local_folder(save_dir)
+    above = [] if folder is None else [folder, *folder.parents]
+    missing = [one for one in above if not one.exists()]
+    try:
+        yield
+    finally:
+        for one in missing:  # the deepest first
+            with contextlib.suppress(OSError):  # not empty, or not there
+                one.rmdir()
 
 
 def _check_machines(

@@ -34,6 +34,7 @@ def main(cpus: int, gpus: int, port: int) -> None:
             os.environ.pop(name, None)
         os.environ["RAY_TMPDIR"] = private.folder  # `Cluster` writes the address there that a plain `ray.init()` reads
         os.makedirs(os.path.join(private.folder, "ray"))
+        os.environ["TMPDIR"] = private.folder  # processes of Ray's dashboard that are killed leave temporary folders
         nodes = _start([{"num_cpus": cpus, "num_gpus": gpus}] * 2, port=port, folder=private.folder)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())

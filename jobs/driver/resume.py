@@ -11,8 +11,9 @@ from typing import Any
 from jobs.driver.screen.plan_table import ResumedFrom
 from jobs.job.job_file import read_job
 from jobs.job.paths import path_from_here
-from jobs.job.spec import LoadedSpec, changed_keys, check_objects, load_spec, may_change_on_resume
+from jobs.job.spec import LoadedSpec, changed_keys, check_objects, load_spec, may_change_on_resume, values_of
 from raytrain.config.decode import apply_overrides, encode, load_yaml
+from raytrain.config.messages import describe
 from raytrain.errors import CheckpointError, InputError
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
@@ -137,10 +138,11 @@ def open_resumed(
     changed = changed_keys(original, merged)
     refused = [key for key in changed if not may_change_on_resume(key)]
     if refused:
+        before, after = values_of(original).get(refused[0]), values_of(merged).get(refused[0])
         raise InputError(
             refused[0],
-            got="a changed value",
-            expected="the value that the run started with",
+            got=f"the changed value {describe(after)}",
+            expected=f"{describe(before)}, with which the run started",
             remedy="this key cannot change on resume; start a new run without --resume to change it",
         )
     loaded = _from_run(load_spec(mapping=merged), changed)

@@ -295,9 +295,14 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
     Python objects are compared by class, since a job on disk records only the class.
     """
-    before, after = (_values(encode(load_spec(mapping=job).spec)) for job in (old, new))
+    before, after = values_of(old), values_of(new)
     names = [*before, *(key for key in after if key not in before)]
     return [key for key in names if _text(before, key) != _text(after, key)]
+
+
+def values_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """{dotted key: value} of a job with its defaults filled in; of a Python object, its class."""
+    return _values(encode(load_spec(mapping=job).spec))
 
 
 def _text(values: Mapping[str, Any], key: str) -> str | None:

@@ -239,7 +239,7 @@ def test_wrong_input_is_one_message_exit_2_and_nothing_started(
     before = sorted(place.folder.rglob("*"))
     resumed = {
         ("--resume", alive.path): f"which is still running with pid {os.getpid()} on {this_process()['host']}",
-        ("--resume", ended.path, "job.yaml", "model.width=3"): "model.width: got a changed value",
+        ("--resume", ended.path, "job.yaml", "model.width=3"): "model.width: got the changed value 3",
     }
     commands = [["train", *arguments] for arguments in (wrong | resumed)]
     (place.folder / "commands.json").write_text(json.dumps([*commands, ["train", "--resume", ended.path]]))

@@ -76,6 +76,9 @@ def test_keys_that_decide_the_results_may_not_change(tmp_path: Path, override: s
     with pytest.raises(InputError, match="cannot change on resume") as refused:
         open_resumed(run.path, None, [override])
     assert refused.value.key == key
+    assert key != "optim.lr" or "got the changed value 0.5 (a number), expected 0.001 (a number), with which" in str(
+        refused.value
+    )
 
 
 @pytest.mark.parametrize(

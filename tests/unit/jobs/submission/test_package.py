@@ -157,7 +157,7 @@ def test_a_resume_is_checked_before_the_upload_where_the_run_can_be_seen(
     for where, expected in ((empty, "an empty folder"), (other, "which has no job.json")):
         with pytest.raises(InputError, match=f"--resume: got {where}, {expected}"):
             request_of("train", train, ["--resume", str(where)])
-    with pytest.raises(InputError, match=r"model\.width: got a changed value"):
+    with pytest.raises(InputError, match=r"model\.width: got the changed value"):
         request_of("train", train, ["--resume", str(run), "model.width=16"])
     with pytest.raises(InputError, match=r"--resume: got \S+, which is not a search folder"):
         request_of("tune", main.commands["tune"], ["--resume", str(other)])
