@@ -177,10 +177,11 @@ def _tell_what_is_kept(planned: InferencePlan, console: Console) -> None:
 
 def _too_many(planned: InferencePlan, failed: int, error: str | None, console: Console) -> InferResult:
     share = planned.target.spec.infer.max_failures
-    reason = f"; the last error: {error}" if error else ""
+    reason = f"; the last error, of {error}" if error else ""
     console.print(
         f"failed: at least {failed:,} of {planned.rows.rows:,} rows failed, infer.max_failures allows {share:g}"
-        f"{reason}. What is complete is kept: {path_from_here(planned.output.path)}",
+        f"{reason}. A higher infer.max_failures records such rows as failed and goes on. What is complete is kept: "
+        f"{path_from_here(planned.output.path)}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     return InferResult("failed", planned.output.path, planned.rows.rows, failed, {})

@@ -149,6 +149,7 @@ def run_tune(
         except KeyboardInterrupt as error:  # `Interrupted` is one
             if command.sweep is None:
                 raise Interrupted("before the search folder was created") from error
+            activity.begin("")
             return _interrupted(command.sweep, console)
         except RunError as error:
             if command.sweep is None or not command.sweep.again():

@@ -17,7 +17,7 @@ from cluster.wording import counted
 from jobs.driver.plan import plan_job, show_only_picked
 from jobs.driver.result import Result, close_run
 from jobs.driver.resume import Resumed
-from jobs.driver.run_folder import OpenRun, open_run, replan
+from jobs.driver.run_folder import OpenRun, open_run, record_inference, replan
 from jobs.driver.runtime import cluster_size, connected, dashboard_url
 from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
@@ -69,10 +69,12 @@ class RunPlanner:
         """
         hosts = None if self.resumed is None else self.resumed.hosts()
         plan = self._plan(inventory, hosts_of_run=hosts)
-        return open_run(
+        opened = open_run(
             self.loaded, self.spec, plan, inventory, resumed=self.resumed, began=self.began, console=self.console,
             verbose=self.verbose,
         )  # fmt: skip
+        record_inference(opened.run, self.checked.unanswered)
+        return opened
 
     def change_workers(self, opened: OpenRun, inventory: Inventory, workers: Resolved) -> OpenRun:
         """The same run, with the plan for another number of workers.

@@ -61,6 +61,7 @@ class Checked:
         model_facts, data_facts: exact sizes.
         shapes: facts of the data that a builder may take (`source_facts`).
         skipped: why no micro-batch was run (`jobs.driver.first_batch`); None if one was.
+        unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
     """
 
     source: Source
@@ -69,6 +70,7 @@ class Checked:
     data_facts: DataFacts
     shapes: dict[str, Any]
     skipped: str | None = None
+    unanswered: str | None = None
 
     @property
     def note(self) -> str | None:
@@ -132,7 +134,9 @@ def check_on_driver(
     if model_facts is None:
         sized = counted(spec, trainable, where)
         model_facts = with_trace(sized, found.traced, recomputed=bool(spec.loop.activation_checkpointing))
-    return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes, found.skipped)
+    return Checked(
+        source, sent or source.worker_data, model_facts, source.facts, shapes, found.skipped, found.unanswered
+    )
 
 
 def check_fits(module: nn.Module, run: RunFolder) -> None:

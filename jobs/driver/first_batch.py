@@ -32,11 +32,12 @@ from cluster.devices.limits import memory_bytes
 from cluster.forks import keep_parents_objects
 from jobs.driver.runtime import cluster_address
 from jobs.job.spec import JobSpec
-from raytrain.config.user_code import users_error
+from raytrain.config.user_code import OUR_PACKAGES, users_error
 from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.map_style import gathered
 from raytrain.data.rows.users_collate import UsersCollate
 from raytrain.errors import InputError, RaytrainError, first_line
+from raytrain.infer.predictor import outputs_of
 from raytrain.plan.facts import PassFacts
 from raytrain.train.build import build_trainable
 from raytrain.train.compute.trace import TracedModel, trace_model
@@ -45,10 +46,13 @@ from raytrain.train.loader import cast_floating
 from raytrain.train.memory.device import is_out_of_memory, process_sizes
 from raytrain.train.precision.policy import PrecisionPolicy, policy_for
 from raytrain.trainable import Trainable, in_eval, labels_weight
+from raytrain.trainable import rows as rows_of
 
 TIME_LIMIT_S = 20.0
 TRACE_LIMIT_S = 20.0
 """Seconds that a trace may take after it, with what it imports."""
+INFER_LIMIT_S = 5.0
+"""Seconds that a pass without labels may take, after the one with labels has taken its time."""
 FEW_ROWS = 2
 """Rows where `loop.micro_batch_size` is auto; normalisation over a batch needs two."""
 CHEAP_FLOPS = 1e9
@@ -73,10 +77,12 @@ class FirstPass:
     Attributes:
         skipped: why no micro-batch was run; None if one was.
         traced: what a pass costs; None if that is unknown.
+        unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
     """
 
     skipped: str | None = None
     traced: TracedModel | None = None
+    unanswered: str | None = None
 
 
 class Skipped(Exception):
@@ -102,6 +108,7 @@ class FirstBatch:
     phase: tuple[str, str] = ("data", "")
     _batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
     model_key: str = field(init=False)
+    _tried: tuple[Trainable, PrecisionPolicy] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.model_key = "model.builder" if self.spec.model.module is None else "model.module"
@@ -154,6 +161,7 @@ class FirstBatch:
         if any(parameter.device.type not in ("cpu", "meta") for parameter in self.trainable.module.parameters()):
             raise Skipped("the module is on a GPU")
         trainable, policy = self._built()
+        self._tried = trainable, policy
         try:
             self._passes(trainable, policy, few)
         except InputError:
@@ -257,6 +265,30 @@ class FirstBatch:
             return {"error": [found.key, found.got, found.expected, found.remedy]}
         return {}
 
+    def unanswered(self) -> str | None:
+        """Why the user's own model returns no answers for a batch without labels, as `infer` gives it; "" if it does,
+        None if that is unknown."""
+        own = self.spec.model.module is not None or not is_ours(str(self.spec.model.builder))
+        if self._tried is None or not own:
+            return None
+        trainable, policy = self._tried
+        few, many = self.rows()
+        batch = next((self._batches[key] for rows in (few, many) if (key := ("train", rows)) in self._batches), {})
+        given = {name: value for name, value in batch.items() if name != "labels"}
+        if not given or "input_ids" in given:  # texts are generated from its logits
+            return None
+        if policy.master_dtype is torch.float64:
+            given = cast_floating(given, torch.float64)
+        try:
+            with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
+                outputs = outputs_of(trainable.module, given)
+            count = rows_of(given)
+        except BaseException as error:  # whatever the user's code raises without labels, SystemExit included
+            return None if self._is_memory(error) else f"{type(error).__name__}: {first_line(error)}"
+        if outputs.shape[:1] != (count,):
+            return f"the model returned outputs of shape {tuple(outputs.shape)} for {count} rows"
+        return ""
+
     def trace(self) -> dict[str, Any] | None:
         """What a pass of the model costs, as plain values; None if it cannot be traced, or its rows cannot be read."""
         train, again = self.source.train, bool(self.spec.loop.activation_checkpointing)
@@ -271,6 +303,11 @@ class FirstBatch:
         part, doing = self.phase
         key = self.model_key if part == "model" else data_key(self.spec, error)
         return users_error(error, key=key, doing=doing)
+
+
+def is_ours(builder: str) -> bool:
+    """Whether a builder is one of the built-in ones, which `infer` can use."""
+    return builder.partition(":")[0].partition(".")[0] in OUR_PACKAGES
 
 
 def data_key(spec: JobSpec, error: BaseException) -> str:
@@ -320,10 +357,13 @@ def check_first_batch(
     os.close(write)
     with _ended(child), os.fdopen(read, "rb") as pipe:
         skipped = _skipped(_line(pipe.fileno(), limit_s), limit_s) if run else None
-        if not trace or (skipped or "").startswith((NEEDS_GPU, NO_ANSWER, TOO_LONG)):
-            return FirstPass(skipped)
+        told = _line(pipe.fileno(), INFER_LIMIT_S) if run and skipped is None else b"null"
+        unanswered = json.loads(told or b"null")
+        if not trace or not told or (skipped or "").startswith((NEEDS_GPU, NO_ANSWER, TOO_LONG)):
+            return FirstPass(skipped, unanswered=unanswered)
         found = json.loads(_line(pipe.fileno(), TRACE_LIMIT_S) or b"null")
-    return FirstPass(skipped, found and TracedModel(PassFacts(**found["passes"]), found["flops_per_sample"]))
+    traced = found and TracedModel(PassFacts(**found["passes"]), found["flops_per_sample"])
+    return FirstPass(skipped, traced, unanswered)
 
 
 def _skipped(answer: bytes | None, limit_s: float) -> str | None:
@@ -378,7 +418,10 @@ def _in_child(check: FirstBatch, write: int, *, run: bool, trace: bool, limit_s:
         torch.set_num_threads(1)  # the threads of this process were not forked
         _open_group()
         if run:
-            os.write(write, json.dumps(check.outcome()).encode() + b"\n")
+            outcome = check.outcome()
+            os.write(write, json.dumps(outcome).encode() + b"\n")
+            if not outcome:
+                os.write(write, json.dumps(check.unanswered()).encode() + b"\n")
         if trace:
             os.write(write, json.dumps(check.trace()).encode() + b"\n")
     finally:

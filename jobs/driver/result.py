@@ -317,8 +317,16 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     if record["status"] == "failed":
         return [resume_command("train", where), f"raytrain check --bundle problem.zip --run {where}"]
     output = " infer.output=FOLDER" if is_submitted() else ""  # the default is deleted with the job
-    infer = [on_cluster(f"infer {where} infer.input=FILE{output}")] if record.get("weights") else []
+    infer = (
+        [on_cluster(f"infer {where} infer.input=FILE{output}")] if record.get("weights") and answers_rows(run) else []
+    )
     return [*infer, f"{resume_command('train', where)} {_twice_as_long(run, record)}", *_comparison(run)]
+
+
+def answers_rows(run: RunFolder) -> bool:
+    """Whether `infer` can use the model of a run, as far as the check before the start has found."""
+    found = [row for row in run.read_rows(run.events) if row.get("kind") == "decision" and row.get("what") == "infer"]
+    return not found or bool(found[-1].get("value"))
 
 
 def _comparison(run: RunFolder) -> list[str]:

@@ -12,7 +12,7 @@ from cluster.checks.preflight import CheckResult, check_seen_by_all, run_preflig
 from cluster.checks.ray_job import check_ray_job, submission_id
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
-from jobs.driver.result import last_sign_of_life
+from jobs.driver.result import answers_rows, last_sign_of_life
 from jobs.driver.resume import Resumed, changed_values
 from jobs.driver.screen.plan_table import print_plan, print_start
 from jobs.job.paths import absolute_path, local_paths
@@ -94,6 +94,19 @@ def open_run(
     if resumed is not None and run.exists(run.result):
         run.store.delete("result.json")
     return OpenRun(run, plan, attempt, claimed=attempt)
+
+
+def record_inference(run: RunFolder, unanswered: str | None) -> None:
+    """Record that `infer` cannot use the model of a run, or can again with its present code; it is not offered then
+    (`jobs.driver.result`).
+
+    Args:
+        unanswered: why it cannot; "" if it can, None if that is unknown.
+    """
+    if unanswered is None or (not unanswered and answers_rows(run)):
+        return
+    reason = f"without labels, {unanswered}" if unanswered else "the model answers rows without labels"
+    run.append_event(event("decision", what="infer", value=not unanswered, reason=reason))
 
 
 def replan(opened: OpenRun, spec: JobSpec, plan: Plan, inventory: Inventory) -> OpenRun:

@@ -33,11 +33,12 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
     where = "this process" if here else counted(planned.workers, "worker")
     count = planned.stages.stages
     stages = f", {count} stages each" if count > 1 else ""
+    each = "" if here and count == 1 else " each"
     for name, value in (
         ("model", f"{planned.target.name}, {model.dtype} on {model.device.split(':')[0]}"),
         ("input", f"{counted(planned.rows.rows, 'row')} in {counted(len(planned.units), 'unit')} of {size:,}"),
         ("batch", _batch(planned)),
-        ("workers", f"{where}{stages} with {counted(planned.threads, 'thread')} each"),
+        ("workers", f"{where}{stages} with {counted(planned.threads, 'thread')}{each}"),
         *_schedule(planned),
         *planned.stages.lines(),
         *planned.hosts.lines(),
@@ -165,6 +166,9 @@ def print_summary(
     quality = summary["quality"]
     if quality and quality.get("accuracy") is not None:
         lines.append(f"accuracy {quality['accuracy']:.4f}, F1 {quality['f1']:.4f} (mean over classes)")
+    elif quality and quality.get("rmse") is not None:
+        mean, root = quality["mean_absolute_error"], quality["rmse"]
+        lines.append(f"mean absolute error {mean:.4g}, root mean square error {root:.4g}")
     quantized = summary["quantized"]
     if quantized:
         compared = f"{quantized['same']} of {quantized['rows']} answers are those of the weights before"

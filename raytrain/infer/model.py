@@ -18,7 +18,17 @@ from raytrain.data.sources.tables import ColumnChoice, column_kind
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
 from raytrain.infer.input.rows import KEY
-from raytrain.infer.predictor import Codec, Generate, Predictor, RowPredictor, TextClassifier, TextPredictor, takes_mask
+from raytrain.infer.predictor import (
+    MODEL_KEY,
+    Codec,
+    Generate,
+    Predictor,
+    RowPredictor,
+    TextClassifier,
+    TextPredictor,
+    takes_any,
+    takes_mask,
+)
 from raytrain.infer.quantize import quantize
 from raytrain.infer.row_values import check_list_sizes
 from raytrain.infer.text.generate import Sampling
@@ -151,19 +161,41 @@ class InferenceModel:
             named = tuple(name for name in schema.names if column_kind(schema.field(name).type) != "other")
             takes = _named_parameters(module)
             named = tuple(name for name in named if name in takes)
+        named += self._demanded(module, schema, (*named, *(["x"] if stacked else [])))
         if not stacked and not named:
             raise InputError(
                 "infer.input", got=f"the columns {abbreviated(list(schema.names), 8)}",
                 expected=f"columns with the names of forward's parameters: {', '.join(_named_parameters(module))}",
             )  # fmt: skip
         _check_trained_on(schema, (*stacked, *named))
-        names = self.facts.get("class_names")
+        names, image = self.facts.get("class_names"), self.facts.get("image_shape")
         takes = {} if takes_mask(module) else self._takes(named)
         check_list_sizes(schema, takes)
         return RowPredictor(
             module, ColumnChoice(stacked, named, None), classes=None if names is None else tuple(names),
             regression=self.facts.get("num_classes") is None and bool(self.reads), autocast=autocast, takes=takes,
+            num_classes=self.facts.get("num_classes"), image_shape=None if image is None else tuple(image),
         )  # fmt: skip
+
+    def _demanded(self, module: nn.Module, schema: Any, given: Sequence[str]) -> tuple[str, ...]:
+        """Columns of the input for the parameters of forward that have no default, beside those `given`: a forward that
+        also trains may demand the labels.
+
+        Raises:
+            InputError: the input has no such column.
+        """
+        missing = [name for name in required_parameters(module) if name not in given]
+        if given and not takes_any(module, given):
+            missing = missing[1:]  # its first parameter gets the first column, whatever its name
+        wanting = [name for name in missing if name not in schema.names]
+        if wanting and given:
+            names = ", ".join(wanting)
+            raise InputError(
+                MODEL_KEY, got=f"a forward that demands {names}, which the input has no column for",
+                expected=f"a forward that answers rows without {names}",
+                remedy=f"write {', '.join(f'{name}=None' for name in wanting)} and return no loss without it",
+            )  # fmt: skip
+        return tuple(name for name in missing if name in schema.names)
 
     def _takes(self, named: Sequence[str]) -> dict[str, int]:
         """Values of a row in the column `x`, as the keys of a built-in model or the training data say; empty if neither
@@ -251,6 +283,15 @@ def _named_parameters(module: nn.Module) -> list[str]:
 
     skipped = ("labels", "num_items_in_batch")
     return [name for name in inspect.signature(module.forward).parameters if name not in skipped]
+
+
+def required_parameters(module: nn.Module) -> list[str]:
+    """Parameters of a module's forward that have no default."""
+    import inspect
+
+    parameters = inspect.signature(module.forward).parameters.values()
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
 
 
 def _class_names(config: Any) -> Sequence[str] | None:

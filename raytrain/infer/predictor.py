@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cluster.wording import counted
 from raytrain.data.sources.tables import ColumnChoice, convert
 from raytrain.errors import InputError, RunError
 from raytrain.infer.input.files import KEY
@@ -19,7 +21,19 @@ from raytrain.infer.row_values import layer_mismatch, list_lengths, mismatch, ro
 from raytrain.infer.text.generate import Sampling, cut_at_stop, generate
 from raytrain.trainable import MASK, in_eval, rows
 
+LOGITS = "logits"
+MODEL_KEY = "model.builder"
+ANSWERS = (
+    "a tensor with one row for each row of the batch, alone, as `logits`, or as the only such tensor of a dict (see "
+    "jobs/README.md, Your own model and data)"
+)
+"""What a forward may return for a batch without labels."""
+
 Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+class ModelOutputError(RunError):
+    """What a model returned holds no answers: an error of its code, which no row can be the cause of."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,8 @@ class RowPredictor(_OneOutput):
         choice: the columns, as in training.
         classes: names of the classes, None where they are numbers.
         regression: whether outputs are values instead of classes.
+        num_classes: of the training data; None if it has none, or that is unknown.
+        image_shape: of `x`, where the training data were images: a row of a file holds their values in one list.
         takes: column of lists -> its values in a row, as far as that is known.
     """
 
@@ -123,6 +139,8 @@ class RowPredictor(_OneOutput):
     choice: ColumnChoice
     classes: tuple[str, ...] | None = None
     regression: bool = False
+    num_classes: int | None = None
+    image_shape: tuple[int, ...] | None = None
     autocast: Autocast = nullcontext
     takes: Mapping[str, int] = field(default_factory=dict)
     generates: bool = field(default=False, init=False)
@@ -157,17 +175,18 @@ class RowPredictor(_OneOutput):
             RunError: a row has another number of values than the model takes.
         """
         batch, wrong = self._batch(table), ""
-        outputs: Tensor | None = None
+        named: tuple[str, Tensor] | None = None
         try:
             with in_eval(self.module), self.autocast():
-                outputs = outputs_of(self.module, batch)
+                named = named_outputs(self.module, batch)
         except RuntimeError as error:
             wrong = self._wrong_values(error, batch)
             if not wrong:
                 raise
-        if outputs is None:  # no longer inside the handler: its frames hold the batch
+        if named is None:  # no longer inside the handler: its frames hold the batch
             raise RunError(wrong)
-        return self._values(outputs.float().cpu(), rows(batch))
+        name, outputs = named
+        return self._values(outputs.cpu(), rows(batch), scores=name == LOGITS)
 
     def _wrong_values(self, error: RuntimeError, batch: Mapping[str, Any]) -> str:
         """Why a batch failed, if it has another number of values than a layer takes; else ""."""
@@ -184,47 +203,88 @@ class RowPredictor(_OneOutput):
 
         split = table_split(convert(table, self.choice, classes=None, key=KEY))
         device = next(self.module.parameters()).device
-        batch = split.gather(np.arange(table.num_rows))
+        batch = dict(split.gather(np.arange(table.num_rows)))
+        shape, x = self.image_shape, batch.get("x")
+        if shape is not None and isinstance(x, Tensor) and x.shape[1:] == (math.prod(shape),):
+            batch["x"] = x.reshape(-1, *shape)
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
-    def _values(self, outputs: Tensor, count: int) -> list[Any]:
+    def _values(self, outputs: Tensor, count: int, *, scores: bool) -> list[Any]:
+        """One number in a row is a value, or a class if it is a whole number; several are the scores of classes, or the
+        values of a vector.
+
+        Args:
+            scores: they are logits, or what a module returned alone.
+        """
         if outputs.shape[:1] != (count,):
-            raise RunError(f"the model returned outputs of shape {tuple(outputs.shape)} for {count} rows")
-        if not torch.isfinite(outputs).all():
+            raise ModelOutputError(
+                f"the model returned outputs of shape {tuple(outputs.shape)} for {counted(count, 'row')}"
+            )
+        flat = outputs.reshape(count, -1)
+        single = flat.shape[1] == 1
+        if not (outputs.is_floating_point() or outputs.is_complex()):
+            whole = (flat[:, 0] if single else flat).to(torch.int64).tolist()
+            return self._names(whole) if single and not self.regression else whole
+        flat = flat.float()
+        if not torch.isfinite(flat).all():
             raise RunError("the model returned outputs that are not finite")
-        if self.regression or outputs.ndim == 1:
-            flat = outputs.reshape(count, -1)
-            return flat[:, 0].tolist() if flat.shape[1] == 1 else flat.tolist()
+        if single:
+            return flat[:, 0].tolist()
+        if self.regression or not (scores or flat.shape[1] == self.num_classes):
+            return flat.tolist()
         if outputs.ndim != 2:
-            raise RunError(f"the model returned outputs of shape {tuple(outputs.shape)}, not one for each row")
-        found = outputs.argmax(1).tolist()
-        return found if self.classes is None else [self.classes[number] for number in found]
+            raise ModelOutputError(
+                f"the model returned scores of shape {tuple(outputs.shape)}, not one vector for each row"
+            )
+        return self._names(flat.argmax(1).tolist())
+
+    def _names(self, numbers: list[int]) -> list[Any]:
+        """Classes by their names, where they have some."""
+        return numbers if self.classes is None else [self.classes[number] for number in numbers]
 
 
 def outputs_of(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """What a module returns for a batch without labels: a tensor, the first of a tuple, or its logits.
+    """The tensor of `named_outputs`."""
+    return named_outputs(module, batch)[1]
+
+
+def named_outputs(module: nn.Module, batch: Mapping[str, Any]) -> tuple[str, Tensor]:
+    """What a module returns for a batch without labels, and its name: a tensor, the first of a tuple, the logits, or
+    the only tensor of a dict that has a row for each row of the batch. A tensor without a name counts as logits.
 
     Raises:
-        RunError: it returns none of these.
+        ModelOutputError: it returns none of these.
     """
     named = _forward_names(module)
     given = {name: value for name, value in batch.items() if named is None or name in named}
     result = module(**given) if given else module(next(iter(batch.values())))
-    if isinstance(result, tuple):
+    if isinstance(result, tuple) and result:
         result = result[0]
-    if isinstance(result, Mapping):
-        result = result.get("logits")
-    elif not isinstance(result, Tensor):
-        result = getattr(result, "logits", None)
-    if not isinstance(result, Tensor):
-        raise RunError(f"{type(module).__name__} returned no tensor and no logits for a batch without labels")
-    return result
+    if isinstance(result, Tensor):
+        return LOGITS, result
+    held = result if isinstance(result, Mapping) else {LOGITS: getattr(result, LOGITS, None)}
+    tensors = {str(name): one for name, one in held.items() if isinstance(one, Tensor)}
+    if LOGITS in tensors:
+        return LOGITS, tensors[LOGITS]
+    count = rows(dict(batch))
+    able = [(name, one) for name, one in tensors.items() if one.shape[:1] == (count,)]
+    if len(able) == 1:
+        return able[0]
+    shapes = ", ".join(f"{name} {tuple(one.shape)}" for name, one in tensors.items())
+    what = f"a {type(result).__name__}" if not isinstance(result, Mapping) else f"a dict with {shapes or 'no tensor'}"
+    raise ModelOutputError(f"{type(module).__name__} returned {what} for {counted(count, 'row')} without labels")
 
 
 def takes_mask(module: nn.Module) -> bool:
     """Whether rows may be padded: the module is given an `attention_mask` that says where."""
     named = _forward_names(module)
     return named is None or MASK in named
+
+
+def takes_any(module: nn.Module, names: Sequence[str]) -> bool:
+    """Whether a module's forward has a parameter of one of these names."""
+    taken = _forward_names(module)
+    return taken is None or not taken.isdisjoint(names)
 
 
 def _forward_names(module: nn.Module) -> frozenset[str] | None:

@@ -1,4 +1,7 @@
-"""Computes a unit: its batches, smaller ones where memory runs out, and single rows where one of them fails."""
+"""Computes a unit: its batches, smaller ones where memory runs out, and single rows where one of them fails.
+
+Before the first unit the model is tried on a few rows, which tells an error of its code from one of a row.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from typing import Any
 
 import torch
 
-from raytrain.errors import OutOfMemory, RaytrainError, RunError, StateLost, first_line
+from raytrain.config.user_code import users_error
+from raytrain.errors import InputError, OutOfMemory, RaytrainError, RunError, StateLost, first_line
 from raytrain.infer.input.rows import InputRows
-from raytrain.infer.predictor import Answers, Predictor
+from raytrain.infer.predictor import ANSWERS, MODEL_KEY, Answers, ModelOutputError, Predictor
 from raytrain.infer.stages.links import StageLost
 from raytrain.infer.units import Unit, batches_of
 from raytrain.train.memory.device import is_out_of_memory
@@ -23,10 +27,12 @@ from raytrain.trainable import LocalState, RemoteState
 OK, FAILED = "ok", "failed"
 #: Errors of a process that holds a part of the model: no row is the cause, and the model is loaded again.
 LOST = (StageLost, StateLost)
+#: Rows of the first attempt, and rows at equal distances over the whole input of the second one.
+FIRST_ROWS = 8
 
 
 class TooManyFailures(RunError):
-    """More rows failed than `infer.max_failures` allows; the message is the last row's error."""
+    """More rows failed than `infer.max_failures` allows; the message is the last row's number and error."""
 
 
 @dataclass
@@ -83,7 +89,7 @@ class UnitRunner:
         """The input rows of a unit as an Arrow table, and their results, both in input order."""
         table = self.rows.read(unit.start, unit.rows, columns)
         results = [RowResult() for _ in range(unit.rows)]
-        left = self._rows_to_answer(table, results)
+        left = self._rows_to_answer(table, unit.start, results)
         lengths = self.predictor.lengths(table)
         batches = [[left[at] for at in batch] for batch in batches_of([lengths[row] for row in left], self.batch_size)]
         answer = partial(self._answer, table, unit.start, results=results, again=False)
@@ -95,13 +101,14 @@ class UnitRunner:
                 self.on_rows(unit, done)
         return table, results
 
-    def _rows_to_answer(self, table: Any, results: list[RowResult]) -> list[int]:
+    def _rows_to_answer(self, table: Any, start: int, results: list[RowResult]) -> list[int]:
         """Record the rows that cannot be answered as failed; returns the others."""
         refused = self.predictor.refused(table)
         for row, why in refused.items():
             results[row] = RowResult(error=why)
         if len(refused) > self.most_failed:
-            raise TooManyFailures(next(iter(refused.values())))
+            row, why = next(iter(refused.items()))
+            raise TooManyFailures(f"row {start + row:,}: {why}")
         return [row for row in range(table.num_rows) if row not in refused]
 
     def _answer(self, table: Any, start: int, batch: list[int], *, results: list[RowResult], again: bool) -> None:
@@ -110,7 +117,7 @@ class UnitRunner:
         failed: Exception | None = None
         answers = Answers([])
         try:
-            answers = self._predict(table.take(batch), [start + row for row in batch])
+            answers = self.predict(self.predictor, table.take(batch), [start + row for row in batch])
         except Exception as error:  # of the user's model or of a row: it belongs into the row's result
             failed = error
         seconds = time.perf_counter() - began
@@ -125,20 +132,20 @@ class UnitRunner:
             message = named + first_line(failed)
             results[batch[0]] = RowResult(error=message, seconds=seconds, batch_rows=1, again=again)
             if sum(result.error is not None for result in results) > self.most_failed:
-                raise TooManyFailures(message)
+                raise TooManyFailures(f"row {start + batch[0]:,}: {message}")
             return
         middle = len(batch) // 2
         for half in (batch[:middle], batch[middle:]):
             self._answer(table, start, half, results=results, again=True)
 
-    def _predict(self, table: Any, numbers: Sequence[int]) -> Answers:
+    def predict(self, predictor: Predictor, table: Any, numbers: Sequence[int]) -> Answers:
         """The answers of a batch; at an error also the other processes of the model are ready for the next one.
 
         Raises:
             OutOfMemory: one of them ran out of memory, so that its answers are none.
         """
         try:
-            answers = self.predictor.predict(table, numbers)
+            answers = predictor.predict(table, numbers)
         except LOST:
             raise
         except Exception:
@@ -179,3 +186,55 @@ def _record(answers: Answers, batch: list[int], results: list[RowResult], second
     for place, row in enumerate(batch):
         tokens = 0 if answers.tokens is None else answers.tokens[place]
         results[row] = RowResult(answers.values[place], None, seconds, len(batch), tokens, again)
+
+
+# ---------------------------------------------------------------- before the first unit
+
+
+def check_first_rows(runner: UnitRunner) -> None:
+    """Answer the first rows; where that fails, each of them alone, and then rows from everywhere in the input.
+
+    Raises:
+        InputError: every one of them failed at the same place of the model's code, so that no row is the cause.
+    """
+    predictor, total = runner.predictor.shortened(1), runner.rows.rows
+    few = min(FIRST_ROWS, total)
+    table = runner.rows.read(0, few, list(predictor.columns))
+    if _model_error(runner, predictor, table, range(few)) is None:
+        return
+    tried: dict[int, Any] = {row: table.slice(row, 1) for row in range(few)}
+    found = [_model_error(runner, predictor, one, [row]) for row, one in tried.items()]
+    if not _are_one(found):
+        return
+    spread = sorted({at * total // few for at in range(few)} - tried.keys())
+    found += [
+        _model_error(runner, predictor, runner.rows.read(row, 1, list(predictor.columns)), [row]) for row in spread
+    ]
+    first = found[0]
+    if first is not None and _are_one(found):
+        raise first
+
+
+def _are_one(errors: Sequence[InputError | None]) -> bool:
+    """Whether every row failed, and at the same place."""
+    return all(one is not None and errors[0] is not None and one.remedy == errors[0].remedy for one in errors)
+
+
+def _model_error(runner: UnitRunner, predictor: Predictor, table: Any, rows: Sequence[int]) -> InputError | None:
+    """The error of the model's code for these rows; None if they can be answered, or fail for a reason of their own."""
+    refused = predictor.refused(table)
+    left = [place for place in range(table.num_rows) if place not in refused]
+    if not left:
+        return None
+    try:
+        runner.predict(predictor, table.take(left), [rows[place] for place in left])
+    except LOST:
+        return None  # the first unit meets it again, and knows what to do
+    except ModelOutputError as error:
+        return InputError(MODEL_KEY, got=str(error), expected=ANSWERS)
+    except RaytrainError:
+        return None
+    except Exception as error:  # whatever the user's code raises
+        told = users_error(error, key=MODEL_KEY, doing="for every row that was tried")
+        return None if let_go_of_batch(error, runner.device, rows) else told
+    return None

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from raytrain.data.sources.idx import IMAGES, read_idx
 from raytrain.errors import InputError, first_line
 from raytrain.infer.input.files import KEY, InputFiles, fingerprint
 from raytrain.infer.input.rows import fitted, joined
@@ -55,6 +58,8 @@ def _convert(path: str, kind: str, target: str, rows_at_once: int) -> None:
     try:
         if kind == "csv":
             _write_csv(path, target, rows_at_once)
+        elif kind == "idx":
+            write_tables(_idx_tables(path, rows_at_once), target, origin=path, rows_at_once=rows_at_once)
         else:
             write_joined(
                 partial(_json_or_text, path, kind, rows_at_once), target, origin=path, rows_at_once=rows_at_once
@@ -175,7 +180,7 @@ def _json_or_text(path: str, kind: str, rows_at_once: int) -> Iterator[Any]:
                 line = _decoded(raw.rstrip(b"\r\n"), path, number)
                 if kind == "jsonl" and line.strip():
                     lines.append(_json_object(line, path, number))
-                elif kind == "text":
+                elif kind == "text" and line.strip():
                     lines.append({TEXT_COLUMN: line})
                 if len(lines) == rows_at_once:
                     yield _table(lines, path)
@@ -184,6 +189,17 @@ def _json_or_text(path: str, kind: str, rows_at_once: int) -> Iterator[Any]:
                 yield _table(lines, path)
     except OSError as error:
         raise unreadable(path, error, key=KEY) from error
+
+
+def _idx_tables(path: str, rows_at_once: int) -> Iterator[Any]:
+    """The images of an IDX file as training reads them: values from 0 to 1 in the column `x`, a list for each image."""
+    import pyarrow as pa
+
+    images = read_idx(path, key=KEY, **IMAGES)
+    images = images.reshape(len(images), -1)
+    for start in range(0, len(images), rows_at_once):
+        values = images[start : start + rows_at_once].astype(np.float32) / np.float32(255.0)
+        yield pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), images.shape[1])})
 
 
 def _table(rows: list[dict[str, Any]], path: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,11 @@ KEY = "infer.input"
 FORMATS = {
     ".parquet": "parquet", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text",
 }  # fmt: skip
-EXPECTED = f"files that end in {', '.join(FORMATS)}, or a folder of files of one of these kinds"
+EXPECTED = (
+    f"files that end in {', '.join(FORMATS)}, a folder of files of one of these kinds, or IDX images "
+    "(images-idx3-ubyte, also .gz)"
+)
+IDX = re.compile(r"idx\d[-.]ubyte(\.gz)?$|\.idx(\d-ubyte)?(\.gz)?$")
 #: Kinds whose rows name their columns, so that a row may lack some.
 NAMED_BY_ROW = ("jsonl", "json")
 
@@ -60,7 +65,7 @@ def _suffix(path: str) -> str:
 
 
 def _kind(path: str) -> str:
-    kind = FORMATS.get(_suffix(path))
+    kind = FORMATS.get(_suffix(path)) or ("idx" if IDX.search(split(path)[1].lower()) else None)
     if kind is None:
         raise InputError(KEY, got=path, expected=EXPECTED)
     return kind

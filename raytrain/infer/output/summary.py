@@ -221,7 +221,7 @@ class ValueQuality:
         """One row; a row without a label is left out."""
         if label is None:
             return
-        if prediction is None:
+        if prediction is None or isinstance(prediction, list):  # a vector has no error against one value
             self.failed += 1
             return
         error = float(prediction) - float(label)

@@ -73,6 +73,23 @@ def build(fault=""):
 def frozen(fault=""):
     return Net().requires_grad_(False)
 
+class Answering(nn.Module):
+    def __init__(self, answer):
+        super().__init__()
+        self.layer, self.answer = nn.Linear(4, 3), answer
+
+    def forward(self, x, labels=None):
+        logits = self.layer(x)
+        if labels is not None:
+            return {"loss": F.cross_entropy(logits, labels)}
+        if self.answer == "leaves":
+            sys.exit(3)
+        if self.answer == "dies":
+            import os
+            os.abort()
+        return {"logits": {"logits": logits}, "value": {"y": logits[:, 0]}, "two": {"a": logits, "b": logits},
+                "few": logits[:1], "none": None}[self.answer]
+
 class Silent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -180,7 +197,8 @@ def test_errors_of_the_users_code_are_wrong_input_with_its_own_frames_only(fault
     assert frames and all(line.startswith(f"  {guest}.py:") for line in frames)
     assert "Traceback" not in output and not Path("runs").exists()
     assert run("plan", file, "--build") == (2, without_phases(output))
-    assert run("tune", file) == (2, output)
+    code, told = run("tune", file)
+    assert (code, without_phases(told)) == (2, without_phases(output))
 
 
 @pytest.mark.parametrize(
@@ -249,6 +267,31 @@ def test_a_model_for_a_certain_number_of_rows_passes_and_a_large_one_is_left_out
     assert "GFLOP on a CPU" in run("train", file)[1]
     monkeypatch.setattr(first_batch, "MEMORY_SHARE", 1e-12)
     assert "the model and its gradients take 0 MiB" in run("train", file)[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ("builder: GUEST:Answering, answer: logits", ""),
+        ("builder: GUEST:Answering, answer: value", ""),
+        ("builder: GUEST:Answering, answer: two", "ModelOutputError: Answering returned a dict with a (32, 3), b"),
+        ("builder: GUEST:Answering, answer: few", "the model returned outputs of shape (1, 3) for 32 rows"),
+        ("builder: GUEST:Answering, answer: none", "ModelOutputError: Answering returned a NoneType"),
+        ("builder: GUEST:Answering, answer: leaves", "SystemExit"),
+        ("builder: GUEST:Answering, answer: dies", None),
+        ("builder: GUEST:build", "missing 1 required positional argument: 'labels'"),
+        ('builder: "raytrain.models.mlp:mlp", num_features: 4, num_classes: 3', None),
+    ],
+)
+def test_whether_the_model_answers_rows_without_labels_is_found_before_the_start(
+    model: str, found: str | None, guest: str
+) -> None:
+    checked = check_on_driver(load_spec(Path(job(guest, model=model))).spec)
+    assert checked.skipped is None, "it has no effect on the check of the training"
+    if found:
+        assert checked.unanswered is not None and found in checked.unanswered
+    else:
+        assert checked.unanswered == found
 
 
 def test_nothing_of_this_process_changes(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from jobs.inference.display import InferenceDisplay
+from jobs.inference.display import InferenceDisplay, print_plan, print_summary
 from raytrain.infer.output.progress import WorkerProgress, rows_in_progress
 from raytrain.infer.units import Unit
 
@@ -87,3 +89,38 @@ def test_the_bar_has_a_remaining_time_once_a_row_is_done(tmp_path: Path, width: 
     assert (text := bar()).endswith("0.0 rows/s 0:00:10") and "left" not in text
     shown.display.complete(0, 400)
     assert (text := bar()).endswith("500/1,000 rows  40.0 rows/s 0:00:10  0:00:12 left") and len(text) <= width
+
+
+def planned(*, workers: int = 1, stages: int = 1) -> Any:
+    """As much of a plan as is printed."""
+    return SimpleNamespace(
+        units=[SimpleNamespace(rows=2)], rows=SimpleNamespace(rows=4), workers=workers, threads=2, measures_batch=False,
+        target=SimpleNamespace(
+            model=SimpleNamespace(dtype="fp32", device="cpu"), address="local", name="run", warnings=()
+        ),
+        hosts=SimpleNamespace(hosts=0, lines=list), stages=SimpleNamespace(stages=stages, lines=list),
+        batch_size=2, batch_reason="infer.batch_size", output=SimpleNamespace(path="out"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({}, "workers: this process with 2 threads\n"),
+        ({"stages": 2}, "workers: this process, 2 stages each with 2 threads each\n"),
+        ({"workers": 3}, "workers: 3 workers with 2 threads each\n"),
+    ],
+)
+def test_threads_are_of_each_only_where_there_are_several(how: dict[str, int], says: str) -> None:
+    out = io.StringIO()
+    print_plan(planned(**how), Console(file=out, width=200, highlight=False))
+    assert says in out.getvalue()
+
+
+def test_the_last_lines_have_the_quality_of_values() -> None:
+    quality = {"rows": 2, "failed": 0, "mean_absolute_error": 0.49862, "rmse": 0.62}
+    summary = {"rows_per_s": 5.0, "tokens_per_s": None, "quality": quality, "quantized": None, "stages": None}
+    out = io.StringIO()
+    infer = SimpleNamespace(format="parquet")
+    print_summary(planned(), infer, {"rows": 2, "failed": 0}, summary, Console(file=out, width=200))  # pyright: ignore[reportArgumentType]
+    assert "mean absolute error 0.4986, root mean square error 0.62" in out.getvalue()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -59,10 +61,26 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert rows.read(55, 10).to_pylist() == ROWS[55:65] and rows.rows == 103
 
 
-def test_text_has_one_row_for_each_line(tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("one\n\nthree")
+def test_text_has_one_row_for_each_line_that_is_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("one\n\n \nthree\n\n")
     rows = opened(tmp_path / "in.txt", tmp_path)
-    assert rows.read(0, 3).to_pylist() == [{"text": "one"}, {"text": ""}, {"text": "three"}]
+    assert rows.rows == 2 and rows.read(0, 2).to_pylist() == [{"text": "one"}, {"text": "three"}]
+
+
+@pytest.mark.parametrize("name", ["t10k-images-idx3-ubyte.gz", "train-images.idx3-ubyte", "images.idx"])
+def test_idx_images_are_rows_of_the_values_that_training_reads(name: str, tmp_path: Path) -> None:
+    pixels = np.arange(3 * 2 * 4, dtype=np.uint8).reshape(3, 2, 4)
+    data = b"\0\0\x08\x03" + np.array(pixels.shape, ">u4").tobytes() + pixels.tobytes()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    rows = opened(tmp_path / name, tmp_path)
+    expected = pixels.reshape(3, 8).astype(np.float32) / np.float32(255.0)
+    assert rows.rows == 3 and np.array_equal(np.array(rows.read(0, 3)["x"].to_pylist(), np.float32), expected)
+
+
+def test_an_idx_file_of_labels_is_no_input(tmp_path: Path) -> None:
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x02ab")
+    with pytest.raises(InputError, match="images of 3 or 4 dimensions"):
+        opened(tmp_path / "t10k-labels-idx1-ubyte", tmp_path)
 
 
 def test_the_limit_takes_the_first_rows(tmp_path: Path) -> None:

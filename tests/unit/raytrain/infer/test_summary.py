@@ -30,6 +30,11 @@ def test_classes_are_scored_and_answers_that_are_no_class_are_unknown() -> None:
     }  # fmt: skip
 
 
+def test_a_vector_has_no_error_against_one_value() -> None:
+    found = quality_of([(1.0, 1.5), (1.0, [1.0, 2.0])], values=True)
+    assert (found["rows"], found["failed"], found["rmse"]) == (1, 1, 0.5)
+
+
 def test_numbers_are_compared_as_classes_or_as_values() -> None:
     assert quality_of([(1, 1), (2, 1)], values=False)["accuracy"] == 0.5
     found = quality_of([(1.0, 1.5), (2.0, 0.0), (3.0, None), (None, 1.0)], values=True)

@@ -1,0 +1,221 @@
+"""A user's own model: what its forward may return without labels, and errors of its code told from those of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+from torch import Tensor, nn
+
+from raytrain.config.sections import InferConfig, ModelConfig
+from raytrain.data.sources.tables import ColumnChoice
+from raytrain.errors import InputError
+from raytrain.infer.input.rows import InputRows
+from raytrain.infer.model import InferenceModel
+from raytrain.infer.predictor import ModelOutputError, RowPredictor
+from raytrain.infer.runner import UnitRunner, check_first_rows
+
+Forward = Callable[[Tensor], Any]
+
+
+class Own(nn.Module):
+    """A module whose forward is given."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.weight, self._answer = nn.Parameter(torch.ones(())), forward
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is None
+        return self._answer(x)
+
+
+class Output:
+    """An object with logits, as transformers' models return."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits, self.loss = logits, None
+
+
+X = [[1.0, 0.0], [0.0, 2.0], [3.0, 0.5]]
+SUMS, CLASSES = [1.0, 2.0, 3.5], [0, 1, 0]
+
+
+def table() -> Any:
+    return pa.table({"x": pa.array(X, pa.list_(pa.float32(), 2))})
+
+
+def predicted(forward: Forward, **facts: Any) -> list[Any]:
+    predictor = RowPredictor(Own(forward), ColumnChoice((), ("x",), None), **facts)
+    return predictor.predict(table(), range(3)).values
+
+
+NAMED = {"classes": ("a", "b"), "num_classes": 2}
+
+
+@pytest.mark.parametrize(
+    ("forward", "facts", "expected"),
+    [
+        pytest.param(lambda x: {"prediction": x.sum(1)}, {}, SUMS, id="the only tensor of a dict, one value a row"),
+        pytest.param(lambda x: {"prediction": x.sum(1), "loss": x.sum()}, {}, SUMS, id="beside a loss"),
+        pytest.param(lambda x: {"y": x.sum(1, keepdim=True)}, {}, SUMS, id="(B, 1)"),
+        pytest.param(lambda x: x.sum(1), {}, SUMS, id="a tensor"),
+        pytest.param(lambda x: x.sum(1, keepdim=True), {}, SUMS, id="a tensor (B, 1)"),
+        pytest.param(lambda x: (x.sum(1), x), {}, SUMS, id="the first of a tuple"),
+        pytest.param(lambda x: x, {}, CLASSES, id="scores alone"),
+        pytest.param(lambda x: {"logits": x, "hidden": x * 2}, {}, CLASSES, id="logits beside others"),
+        pytest.param(lambda x: Output(x), {}, CLASSES, id="an object with logits"),
+        pytest.param(lambda x: {"logits": x}, NAMED, ["a", "b", "a"], id="logits of named classes"),
+        pytest.param(lambda x: {"logits": x}, {"regression": True}, X, id="logits where labels were values"),
+        pytest.param(lambda x: {"prediction": x}, {}, X, id="a vector"),
+        pytest.param(lambda x: {"scores": x}, NAMED, ["a", "b", "a"], id="as many as there are classes"),
+        pytest.param(lambda x: {"prediction": x.argmax(1)}, {}, CLASSES, id="classes"),
+        pytest.param(lambda x: {"prediction": x.argmax(1)}, NAMED, ["a", "b", "a"], id="classes with names"),
+        pytest.param(lambda x: {"prediction": x[:, 0] > 0}, {}, [1, 0, 1], id="yes or no"),
+        pytest.param(lambda x: {"prediction": x.bfloat16().sum(1)}, {}, SUMS, id="half precision"),
+    ],
+)
+def test_what_is_predicted_follows_from_shape_dtype_and_name(
+    forward: Forward, facts: dict[str, Any], expected: list[Any]
+) -> None:
+    found = predicted(forward, **facts)
+    assert found == expected and [type(one) for one in found] == [type(one) for one in expected]
+
+
+@pytest.mark.parametrize(
+    ("forward", "says"),
+    [
+        (lambda x: {"a": x, "b": x[:, 0]}, r"Own returned a dict with a \(3, 2\), b \(3,\) for 3 rows"),
+        (lambda x: {"loss": x.sum()}, r"a dict with loss \(\) for 3 rows without labels"),
+        (lambda x: {}, "a dict with no tensor"),
+        (lambda x: None, "returned a NoneType"),
+        (lambda x: x.sum(), r"outputs of shape \(\) for 3 rows"),
+        (lambda x: {"logits": x[:, :, None].expand(3, 2, 4)}, r"scores of shape \(3, 2, 4\)"),
+    ],
+)
+def test_a_result_without_answers_is_an_error_of_the_model(forward: Forward, says: str) -> None:
+    with pytest.raises(ModelOutputError, match=says):
+        predicted(forward)
+
+
+def test_rows_of_images_have_the_shape_of_training() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(tuple(x.shape))
+        return x.flatten(1)
+
+    predicted(forward, image_shape=(1, 2, 1))
+    predicted(forward, image_shape=(1, 3, 1))
+    assert seen == [(3, 1, 2, 1), (3, 2)], "only where the number of values fits"
+
+
+# ---------------------------------------------------------------- before the first unit
+
+
+def runner(forward: Forward, folder: Path, *, count: int = 100) -> UnitRunner:
+    values = pa.array([[float(row), 0.0] for row in range(count)], pa.list_(pa.float32(), 2))
+    parquet.write_table(pa.table({"x": values}), folder / "in.parquet")
+    predictor = RowPredictor(Own(forward), ColumnChoice((), ("x",), None))
+    return UnitRunner(predictor, InputRows.at([str(folder / "in.parquet")]), 32, most_failed=1)
+
+
+def failing(bad: Callable[[float], bool]) -> Forward:
+    """A forward that raises if one of its rows is bad."""
+
+    def forward(x: Tensor) -> Tensor:
+        if any(bad(row) for row in x[:, 0].tolist()):
+            raise KeyError("weights")
+        return x.sum(1)
+
+    return forward
+
+
+def test_an_error_of_every_row_is_one_of_the_model_with_its_own_frames(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        check_first_rows(runner(failing(lambda row: True), tmp_path))
+    assert caught.value.key == "model.builder" and "KeyError" in caught.value.got
+    assert "every row that was tried" in caught.value.got
+    assert "test_own_models.py" in caught.value.remedy and 'raise KeyError("weights")' in caught.value.remedy
+    assert "predictor.py" not in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [lambda row: False, lambda row: row == 3, lambda row: row < 20, lambda row: row > 0],
+    ids=["none", "one", "the first twenty", "all but the first"],
+)
+def test_an_error_of_some_rows_is_left_to_the_units(bad: Callable[[float], bool], tmp_path: Path) -> None:
+    check_first_rows(runner(failing(bad), tmp_path))
+
+
+def test_a_result_without_answers_is_told_with_what_forward_may_return(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model\.builder: got Own returned a dict with loss .*alone, as `logits`"):
+        check_first_rows(runner(lambda x: {"loss": x.sum()}, tmp_path))
+
+
+def test_errors_that_name_what_is_wrong_with_a_row_are_none_of_the_model(tmp_path: Path) -> None:
+    check_first_rows(runner(lambda x: x.sum(1) * float("nan"), tmp_path))
+
+
+def test_a_few_rows_are_tried_together_once(tmp_path: Path) -> None:
+    shapes: list[int] = []
+
+    def forward(x: Tensor) -> Tensor:
+        shapes.append(len(x))
+        return x.sum(1)
+
+    check_first_rows(runner(forward, tmp_path))
+    assert shapes == [8]
+
+
+# ---------------------------------------------------------------- a forward that demands its labels
+
+
+class Demanding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Positional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layer(features)
+
+
+ROWS = {"x": pa.list_(pa.float32(), 2), "labels": pa.int64()}
+
+
+def loaded(module: nn.Module, columns: list[str], **more: Any) -> Any:
+    model = InferenceModel(ModelConfig(builder="my_model:build"), **more)
+    schema = pa.schema([(name, ROWS[name]) for name in columns])
+    return model.load(InferConfig(), schema, module)
+
+
+def test_a_forward_that_demands_its_labels_gets_the_column(tmp_path: Path) -> None:
+    predictor = loaded(Demanding(), ["x", "labels"], reads={"named": ["x"]}, facts={"num_classes": 3})
+    rows = pa.table({"x": pa.array(X, ROWS["x"]), "labels": [0, 1, 2]})
+    answers = predictor.predict(rows.select(list(predictor.columns)), range(3)).values
+    assert predictor.columns == ("x", "labels") and all(0 <= one < 3 for one in answers)
+
+
+def test_without_the_column_the_parameter_is_named_before_any_row() -> None:
+    with pytest.raises(InputError, match=r"model\.builder: got a forward that demands labels.*write labels=None"):
+        loaded(Demanding(), ["x"], reads={"named": ["x"]})
+
+
+def test_the_first_parameter_may_have_any_name() -> None:
+    assert loaded(Positional(), ["x"], reads={"named": ["x"]}).columns == ("x",)
