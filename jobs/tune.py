@@ -149,8 +149,7 @@ def run_tune(
         except KeyboardInterrupt as error:  # `Interrupted` is one
             if command.sweep is None:
                 raise Interrupted("before the search folder was created") from error
-            activity.begin("")
-            return _interrupted(command.sweep, console)
+            return _interrupted(command.sweep, command.activity, console)
         except RunError as error:
             if command.sweep is None or not command.sweep.again():
                 raise
@@ -170,8 +169,9 @@ def _nothing_left(sweep: SweepFolder, console: Console) -> TuneResult:
     return TuneResult(sweep.path, "done", sweep.best)
 
 
-def _interrupted(sweep: SweepFolder, console: Console) -> TuneResult:
+def _interrupted(sweep: SweepFolder, activity: Activity, console: Console) -> TuneResult:
     """Say what ended, and how to resume the search."""
+    activity.begin("")
     ended = counted(len({row["trial"] for row in sweep.ended()}), "trial")
     print_command(
         console, f"interrupted after {ended}; resume with: ", resume_command("tune", path_from_here(sweep.path))
