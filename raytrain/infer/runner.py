@@ -1,6 +1,6 @@
 """Computes a unit: its batches, smaller ones where memory runs out, and single rows where one of them fails.
 
-Before the first unit the model is tried on a few rows, which tells an error of its code from one of a row.
+Where the first batch fails, a few rows of the whole input tell an error of the model's code from one of a row.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from raytrain.trainable import LocalState, RemoteState
 OK, FAILED = "ok", "failed"
 #: Errors of a process that holds a part of the model: no row is the cause, and the model is loaded again.
 LOST = (StageLost, StateLost)
-#: Rows of the first attempt, and rows at equal distances over the whole input of the second one.
-FIRST_ROWS = 8
+#: Rows that tell an error of the model's code from one of a row.
+TRIED_ROWS = 8
 
 
 class TooManyFailures(RunError):
@@ -84,6 +84,7 @@ class UnitRunner:
     batches_at_once: int = 1
     remote: RemoteState = field(default_factory=LocalState)
     out_of_memory: int = field(default=0, init=False)
+    _tried: bool = field(default=False, init=False, repr=False)
 
     def run(self, unit: Unit, columns: Sequence[str] | None = None) -> tuple[Any, list[RowResult]]:
         """The input rows of a unit as an Arrow table, and their results, both in input order."""
@@ -122,11 +123,15 @@ class UnitRunner:
             failed = error
         seconds = time.perf_counter() - began
         if failed is None:
+            self._tried = True  # a model that has answered is no wrong one
             _record(answers, batch, results, seconds, again)
             return
         if isinstance(failed, LOST):
             raise failed
         self.out_of_memory += let_go_of_batch(failed, self.device, [start + row for row in batch])
+        if self._may_be_the_model(failed):
+            self._tried = True
+            check_model(self)
         if len(batch) == 1:
             named = "" if isinstance(failed, RaytrainError) else f"{type(failed).__name__}: "
             message = named + first_line(failed)
@@ -137,6 +142,13 @@ class UnitRunner:
         middle = len(batch) // 2
         for half in (batch[:middle], batch[middle:]):
             self._answer(table, start, half, results=results, again=True)
+
+    def _may_be_the_model(self, failed: Exception) -> bool:
+        """Whether to find out if an error is one of the model's code: no batch was answered yet, and not all rows may
+        fail. Of several batches at once each would find out for itself."""
+        told = isinstance(failed, RaytrainError) and not isinstance(failed, ModelOutputError)
+        unknown = not self._tried and self.batches_at_once == 1 and not told
+        return unknown and self.most_failed < self.rows.rows and not is_out_of_memory(failed, device=self.device)
 
     def predict(self, predictor: Predictor, table: Any, numbers: Sequence[int]) -> Answers:
         """The answers of a batch; at an error also the other processes of the model are ready for the next one.
@@ -188,46 +200,33 @@ def _record(answers: Answers, batch: list[int], results: list[RowResult], second
         results[row] = RowResult(answers.values[place], None, seconds, len(batch), tokens, again)
 
 
-# ---------------------------------------------------------------- before the first unit
+# ---------------------------------------------------------------- errors of the model's code
 
 
-def check_first_rows(runner: UnitRunner) -> None:
-    """Answer the first rows; where that fails, each of them alone, and then rows from everywhere in the input.
+def check_model(runner: UnitRunner) -> None:
+    """Answer rows at equal distances over the whole input, each alone, until one of them shows that the model works.
 
     Raises:
         InputError: every one of them failed at the same place of the model's code, so that no row is the cause.
     """
     predictor, total = runner.predictor.shortened(1), runner.rows.rows
-    few = min(FIRST_ROWS, total)
-    table = runner.rows.read(0, few, list(predictor.columns))
-    if _model_error(runner, predictor, table, range(few)) is None:
-        return
-    tried: dict[int, Any] = {row: table.slice(row, 1) for row in range(few)}
-    found = [_model_error(runner, predictor, one, [row]) for row, one in tried.items()]
-    if not _are_one(found):
-        return
-    spread = sorted({at * total // few for at in range(few)} - tried.keys())
-    found += [
-        _model_error(runner, predictor, runner.rows.read(row, 1, list(predictor.columns)), [row]) for row in spread
-    ]
-    first = found[0]
-    if first is not None and _are_one(found):
+    first: InputError | None = None
+    for row in sorted({at * total // TRIED_ROWS for at in range(TRIED_ROWS)}):
+        found = _model_error(runner, predictor, row)
+        if found is None or (first is not None and found.remedy != first.remedy):
+            return
+        first = first or found
+    if first is not None:
         raise first
 
 
-def _are_one(errors: Sequence[InputError | None]) -> bool:
-    """Whether every row failed, and at the same place."""
-    return all(one is not None and errors[0] is not None and one.remedy == errors[0].remedy for one in errors)
-
-
-def _model_error(runner: UnitRunner, predictor: Predictor, table: Any, rows: Sequence[int]) -> InputError | None:
-    """The error of the model's code for these rows; None if they can be answered, or fail for a reason of their own."""
-    refused = predictor.refused(table)
-    left = [place for place in range(table.num_rows) if place not in refused]
-    if not left:
+def _model_error(runner: UnitRunner, predictor: Predictor, row: int) -> InputError | None:
+    """The error of the model's code for a row; None if it can be answered, or fails for a reason of its own."""
+    table = runner.rows.read(row, 1, list(predictor.columns))
+    if predictor.refused(table):
         return None
     try:
-        runner.predict(predictor, table.take(left), [rows[place] for place in left])
+        runner.predict(predictor, table, [row])
     except LOST:
         return None  # the first unit meets it again, and knows what to do
     except ModelOutputError as error:
@@ -236,5 +235,5 @@ def _model_error(runner: UnitRunner, predictor: Predictor, table: Any, rows: Seq
         return None
     except Exception as error:  # whatever the user's code raises
         told = users_error(error, key=MODEL_KEY, doing="for every row that was tried")
-        return None if let_go_of_batch(error, runner.device, rows) else told
+        return None if let_go_of_batch(error, runner.device, [row]) else told
     return None

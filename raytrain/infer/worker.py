@@ -19,7 +19,7 @@ from raytrain.infer.model import InferenceModel
 from raytrain.infer.output.folder import write_part, written_report
 from raytrain.infer.predictor import Predictor
 from raytrain.infer.quantize import COMPARED_ROWS, quantization_of, quantize_compared
-from raytrain.infer.runner import TooManyFailures, UnitRunner, check_first_rows
+from raytrain.infer.runner import TooManyFailures, UnitRunner
 from raytrain.infer.stages.pipeline import StagePipeline
 from raytrain.infer.stages.split import SplitModule, StageSplit, local_pipeline, skeleton_of
 from raytrain.infer.units import Unit, UnitReport
@@ -107,8 +107,6 @@ class InferenceWorker:
             self._runner = UnitRunner(
                 predictor, work.rows, work.batch_size, work.most_failed, device, self.on_rows, at_once, remote
             )
-            if work.split is None and not work.hosts and work.infer.max_failures < 1:
-                check_first_rows(self._runner)
             self.load_s = time.perf_counter() - began
         return self._runner
 

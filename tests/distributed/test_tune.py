@@ -268,7 +268,7 @@ def test_runs_of_a_space_are_stopped_early_interrupted_and_resumed(
     ended = stopped.finish(timeout=90)
     (sweep,) = sweeps(place)
     assert ended.code == 130, ended.text
-    assert f"raytrain tune --resume {sweep}" in ended.out and "Traceback" not in ended.text
+    assert f"raytrain tune --resume {sweep.relative_to(place.folder)}" in ended.out and "Traceback" not in ended.text
     before = rows_of(sweep)
     assert 1 <= len(before) < 4
     resumed = run_cli("tune", "--resume", str(sweep), cwd=place.folder, env=place.env, timeout=LIMIT_S)

@@ -18,7 +18,8 @@ from raytrain.errors import InputError
 from raytrain.infer.input.rows import InputRows
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.predictor import ModelOutputError, RowPredictor
-from raytrain.infer.runner import UnitRunner, check_first_rows
+from raytrain.infer.runner import UnitRunner, check_model
+from raytrain.infer.units import Unit
 
 Forward = Callable[[Tensor], Any]
 
@@ -138,7 +139,7 @@ def failing(bad: Callable[[float], bool]) -> Forward:
 
 def test_an_error_of_every_row_is_one_of_the_model_with_its_own_frames(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
-        check_first_rows(runner(failing(lambda row: True), tmp_path))
+        check_model(runner(failing(lambda row: True), tmp_path))
     assert caught.value.key == "model.builder" and "KeyError" in caught.value.got
     assert "every row that was tried" in caught.value.got
     assert "test_own_models.py" in caught.value.remedy and 'raise KeyError("weights")' in caught.value.remedy
@@ -151,27 +152,48 @@ def test_an_error_of_every_row_is_one_of_the_model_with_its_own_frames(tmp_path:
     ids=["none", "one", "the first twenty", "all but the first"],
 )
 def test_an_error_of_some_rows_is_left_to_the_units(bad: Callable[[float], bool], tmp_path: Path) -> None:
-    check_first_rows(runner(failing(bad), tmp_path))
+    check_model(runner(failing(bad), tmp_path))
 
 
 def test_a_result_without_answers_is_told_with_what_forward_may_return(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"model\.builder: got Own returned a dict with loss .*alone, as `logits`"):
-        check_first_rows(runner(lambda x: {"loss": x.sum()}, tmp_path))
+        check_model(runner(lambda x: {"loss": x.sum()}, tmp_path))
 
 
 def test_errors_that_name_what_is_wrong_with_a_row_are_none_of_the_model(tmp_path: Path) -> None:
-    check_first_rows(runner(lambda x: x.sum(1) * float("nan"), tmp_path))
+    check_model(runner(lambda x: x.sum(1) * float("nan"), tmp_path))
 
 
-def test_a_few_rows_are_tried_together_once(tmp_path: Path) -> None:
-    shapes: list[int] = []
-
-    def forward(x: Tensor) -> Tensor:
+def counting(shapes: list[int], forward: Forward) -> Forward:
+    def counted(x: Tensor) -> Any:
         shapes.append(len(x))
-        return x.sum(1)
+        return forward(x)
 
-    check_first_rows(runner(forward, tmp_path))
-    assert shapes == [8]
+    return counted
+
+
+def test_a_model_that_answers_costs_no_further_pass(tmp_path: Path) -> None:
+    shapes: list[int] = []
+    runner(counting(shapes, lambda x: x.sum(1)), tmp_path).run(Unit(0, 0, 64), ["x"])
+    assert shapes == [32, 32]
+
+
+def test_the_first_batch_that_fails_shows_an_error_of_the_model_after_a_few_rows(tmp_path: Path) -> None:
+    shapes: list[int] = []
+    with pytest.raises(InputError, match=r"model\.builder: got KeyError"):
+        runner(counting(shapes, failing(lambda row: True)), tmp_path).run(Unit(0, 0, 64), ["x"])
+    assert shapes == [32, *[1] * 8]
+
+
+def test_a_bad_row_costs_one_further_pass(tmp_path: Path) -> None:
+    shapes: list[int] = []
+    results = runner(counting(shapes, failing(lambda row: row == 40)), tmp_path).run(Unit(0, 0, 64), ["x"])[1]
+    assert [row for row, one in enumerate(results) if one.error] == [40] and shapes.count(1) == 2, (
+        "halving ends with one"
+    )
+    shapes.clear()
+    results = runner(counting(shapes, failing(lambda row: row == 3)), tmp_path).run(Unit(0, 0, 64), ["x"])[1]
+    assert [row for row, one in enumerate(results) if one.error] == [3] and shapes.count(1) == 3
 
 
 # ---------------------------------------------------------------- a forward that demands its labels

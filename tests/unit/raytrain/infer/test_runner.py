@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from raytrain.errors import RunError, StateLost
+from raytrain.errors import InputError, RunError, StateLost
 from raytrain.infer.input.rows import InputRows
 from raytrain.infer.predictor import Answers
 from raytrain.infer.runner import TooManyFailures, UnitRunner
@@ -27,6 +27,9 @@ class Doubler:
 
     def __init__(self, fails: Callable[[list[int]], None] = lambda rows: None) -> None:
         self.fails, self.batches = fails, list[list[int]]()
+
+    def shortened(self, tokens: int) -> Doubler:
+        return self
 
     def lengths(self, table: Any) -> list[int]:
         return [1] * table.num_rows
@@ -69,7 +72,9 @@ def test_bad_rows_fail_alone_and_keep_their_own_error(rows: InputRows) -> None:
     assert results[3].error == "ValueError: row 3 is bad" and results[11].error == "ValueError: row 11 is bad"
     assert results[3].prediction is None and results[2].prediction == 204
     assert all(result.again for result in results)
-    assert len(model.batches) <= 2 * 7, "each bad row is found by halving its batch"
+    assert len(model.batches) <= 2 * 7 + 1, (
+        "each bad row is found by halving its batch; one row more shows that others work"
+    )
 
 
 def test_memory_shortages_split_a_batch_and_are_counted(rows: InputRows) -> None:
@@ -125,14 +130,32 @@ def test_a_row_that_fails_leaves_no_exchange_with_hosts_open_and_a_lost_host_is_
     assert hosts.calls == ["end_passes True", "discard"] and model.batches[-1] == [5]
 
 
-def test_a_model_that_fails_for_every_row_is_given_up_early(rows: InputRows) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised", "says"),
+    [
+        (RuntimeError("broken"), InputError, "model.builder: got RuntimeError: broken, raised for every row"),
+        (RunError("no prompt"), TooManyFailures, "row 2: no prompt"),
+    ],
+    ids=["by the model's code", "by the rows"],
+)
+def test_a_model_that_fails_for_every_row_is_given_up_early(
+    error: Exception, raised: type[Exception], says: str, rows: InputRows
+) -> None:
+    def fails(numbers: list[int]) -> None:
+        raise type(error)(*error.args)
+
+    model = Doubler(fails)
+    with pytest.raises(raised, match=says):
+        UnitRunner(model, rows, 64, most_failed=2).run(Unit(0, 0, 200))
+    assert len(model.batches) < 15
+
+
+def test_where_all_rows_may_fail_an_error_of_the_model_is_theirs(rows: InputRows) -> None:
     def fails(numbers: list[int]) -> None:
         raise RuntimeError("broken")
 
-    model = Doubler(fails)
-    with pytest.raises(TooManyFailures, match="RuntimeError: broken"):
-        UnitRunner(model, rows, 64, most_failed=2).run(Unit(0, 0, 200))
-    assert len(model.batches) < 15
+    _, results = UnitRunner(Doubler(fails), rows, 64, most_failed=200).run(Unit(0, 0, 200))
+    assert {result.error for result in results} == {"RuntimeError: broken"}
 
 
 def test_an_error_that_ends_the_gpus_context_ends_the_job_at_once(rows: InputRows) -> None:
