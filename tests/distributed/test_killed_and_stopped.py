@@ -139,4 +139,4 @@ def test_a_signal_during_start_up_ends_the_command_at_once(
     run = place.run
     assert run.result["status"] == "interrupted" and run.result["steps"] == 0
     assert run.losses() == [] and run.checkpoints() == [] and not (run.path / "weights").exists()
-    assert f"raytrain train --resume {run.path}" in ended.out.replace("\n", "")
+    assert f"raytrain train --resume {run.path.relative_to(place.folder)}" in ended.out.replace("\n", "")
