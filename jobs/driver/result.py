@@ -325,7 +325,7 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
 
 def answers_rows(run: RunFolder) -> bool:
     """Whether `infer` can use the model of a run, as far as the check before the start has found."""
-    found = [row for row in run.read_rows(run.events) if row.get("kind") == "decision" and row.get("what") == "infer"]
+    found = [row for row in run.read_rows(run.events) if row.get("kind") == "inference"]
     return not found or bool(found[-1].get("value"))
 
 

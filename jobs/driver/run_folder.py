@@ -106,7 +106,7 @@ def record_inference(run: RunFolder, unanswered: str | None) -> None:
     if unanswered is None or (not unanswered and answers_rows(run)):
         return
     reason = f"without labels, {unanswered}" if unanswered else "the model answers rows without labels"
-    run.append_event(event("decision", what="infer", value=not unanswered, reason=reason))
+    run.append_event(event("inference", value=not unanswered, reason=reason))
 
 
 def replan(opened: OpenRun, spec: JobSpec, plan: Plan, inventory: Inventory) -> OpenRun:

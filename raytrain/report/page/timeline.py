@@ -226,7 +226,7 @@ _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
     "checkpoint": _checkpoint, "compile": _compile, "eager_step": _eager_step, "exported": _exported,
     "expert_hosts": _expert_hosts, "placement": _placement, "decision": _decision, "nonfinite": _nonfinite,
     "fault": _fault,
-    "preparation": _message,
+    "preparation": _message, "inference": _message,
     "speed_remedies": _message, "memory_remedies": _message, "dashboard": _message,
 }  # fmt: skip
 """Kind of event -> (a sentence, details)."""

@@ -237,7 +237,7 @@ def test_inference_is_offered_unless_the_check_found_that_the_model_needs_labels
     record_inference(run, "TypeError: forward() missing labels")
     assert not offered()
     found = run.read_rows(run.events)[-1]
-    assert (found["what"], found["value"]) == ("infer", False) and "missing labels" in found["reason"]
+    assert (found["kind"], found["value"]) == ("inference", False) and "missing labels" in found["reason"]
     record_inference(run, None)
     assert not offered(), "a resume that does not know changes nothing"
     record_inference(run, "")
