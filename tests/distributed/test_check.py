@@ -88,7 +88,7 @@ def test_every_format_of_this_machine_trains_in_one_fit(checked: tuple[Path, Any
     assert [row["losses"] for row in trained[: len(formats)]] == [row["losses"] for row in trained[len(formats) :]]
     moved = [row for row in report["training"] if row["what"] == "collectives"]
     assert all(row["all_reduce"] > 0 < row["all_to_all"] and row["world_size"] == 2 for row in moved)
-    assert not list((tmp_path / "runs").iterdir()), "nothing is left where it wrote"
+    assert not (tmp_path / "runs").exists(), "nothing is left where it wrote"
     record = next(iter(report["nodes"].values()))
     assert record["environment"]["versions"]["torch"] and record["devices"][0]["kind"] in ("cpu", "cuda", "rocm")
 
