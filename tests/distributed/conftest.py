@@ -184,12 +184,13 @@ class Place:
 
     def processes(self) -> list[int]:
         """Running processes of the commands that were started here."""
-        mark = f"TMPDIR={self.temp}\0".encode()
+        marks = [f"\0TMPDIR={self.temp}{end}".encode() for end in ("\0", "/")]  # a folder of its own may be in it
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 try:
-                    if mark in (entry / "environ").read_bytes() + b"\0":
+                    told = b"\0" + (entry / "environ").read_bytes() + b"\0"
+                    if any(mark in told for mark in marks):
                         found.append(int(entry.name))
                 except OSError:  # it has exited, or belongs to another user
                     continue

@@ -259,7 +259,9 @@ def test_a_stopped_rank_and_a_stuck_one_are_named_with_all_stacks_and_the_worker
     assert hangs[1]["ranks"] == [1] and hangs[1]["silent"] == [] and "is in forward (planted.py:" in hangs[1]["reason"]
     assert "planted.py" in other.read_text() and not stuck_by.exists()
     first, second = place.run.events("hang_ended")
-    assert first["rank"] == second["rank"] == 1 and "has not responded for 12 s" in first["reason"]
+    assert first["rank"] == second["rank"] == 1
+    silent = re.search(r"has not responded for (\d+) s", first["reason"])
+    assert silent is not None and 12 <= int(silent[1]) < 40, "the limit, and what loaded cores add to it"
     assert "has been in one step for more than 20 s" in second["reason"]
     assert [row["attempt"] for row in place.run.events("attempt")] == [1, 2, 3] and place.run.result["steps"] == 300
 

@@ -27,8 +27,12 @@ def job_in(folder: Path, address: str) -> dict[str, Any]:
 
 class FaultyStory(Story):
     def tell(self) -> None:
-        """Add a third node while the second one seems to work."""
+        """Add a third node while the second one, the only choice of the second attempt, seems to work."""
         self.wait_for('"step": 20,', "metrics.jsonl")
+        self.go(24)
+        self.wait_for("restarting the workers")
+        self.go(22)  # the second attempt waits before the step in which its node fails again
+        self.wait_for('"attempt": 2,', "events.jsonl")
         self.node(3)
         self.finish()
         self.answer["places"] = {path.name: path.read_text() for path in self.folder.glob("rank?-*")}

@@ -32,7 +32,7 @@ NO_METHOD = frame(1, 5, CONTENT_TYPE + b"@\x0bgrpc-status\x0212")
 def serve() -> Iterator[Callable[..., str]]:
     """`serve(*pieces)`: the address of a server that sends these to each client, and keeps the connection open, unless
     the last piece is None."""
-    listeners, held = list[socket.socket](), list[socket.socket]()
+    listeners, held, threads = list[socket.socket](), list[socket.socket](), list[threading.Thread]()
 
     def start(*pieces: bytes | None) -> str:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -51,10 +51,15 @@ def serve() -> Iterator[Callable[..., str]]:
                     else:
                         client.sendall(piece)
 
-        threading.Thread(target=run, daemon=True).start()
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
     yield start
+    for listener in listeners:
+        listener.shutdown(socket.SHUT_RDWR)  # a thread that still waits for a client ends
+    for thread in threads:
+        thread.join(timeout=10)
     for each in (*listeners, *held):
         each.close()
 
