@@ -20,11 +20,11 @@ from cluster.network import answers
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
+from jobs.driver.hangs.stuck import StuckWorkers
 from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster
 from jobs.driver.screen.progress import Activity, Clock, TrainingDisplay
 from jobs.driver.signals import Interrupted, StopSignals
-from jobs.driver.stuck import StuckWorkers
 from jobs.job.spec import JobSpec
 from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution import driver_channel, trainer

@@ -8,54 +8,19 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 
 from cluster.placement import on_node
 from cluster.telemetry.stacks import outside_stacks
-from jobs.driver.screen.progress import HangWatch, SilentRanks
+from jobs.driver.hangs.hang_watch import HangWatch
+from jobs.driver.hangs.silence import Silence, SilentRanks
 from raytrain.config.sections import RetryConfig
 from raytrain.execution.driver_channel import STARTING, stacks_file
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
-
-#: Phases in which a process that does not respond is stopped or stuck. Before them the user's code may hold Python's
-#: lock for long in one call, as while it unpickles large data: they allow `SETUP_TIMES` the silence.
-STEADY = ("training", "exporting")
-SETUP_TIMES = 5
-
-
-class Silence:
-    """Measures how long each worker has not responded.
-
-    It counts from when this process first saw the newest sign of life, on a clock that stands still while the machine
-    is suspended: after that, all workers have been silent for as long as the driver.
-
-    Args:
-        limit_s: `retry.host_silence_s`.
-        clock: seconds; replaced in tests.
-    """
-
-    def __init__(self, *, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit_s, self._clock = limit_s, clock
-        self._since: dict[int, tuple[tuple[float, str], float]] = {}
-
-    def overdue(self, signs: Mapping[int, tuple[float, str]], progress: Mapping[str, Any]) -> dict[int, float]:
-        """Rank -> seconds, of the workers whose processes are to be ended; call it often.
-
-        Args:
-            signs: rank -> (unix time of its last sign of life, where it runs), of the workers that have not returned.
-            progress: as shown by the driver: {"phase", ...}.
-        """
-        now = self._clock()
-        self._since = {
-            rank: known if (known := self._since.get(rank)) is not None and known[0] == sign else (sign, now)
-            for rank, sign in signs.items()
-        }
-        limit = self._limit_s * (1 if progress.get("phase") in STEADY else SETUP_TIMES)
-        return {rank: now - since for rank, (_, since) in sorted(self._since.items()) if now - since >= limit}
 
 
 class StuckWorkers:
