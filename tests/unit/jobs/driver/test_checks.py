@@ -133,12 +133,13 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_start_and_one_of_th
     run = RunFolder.create(str(tmp_path), "a")
     check_fits(Tied(), run)  # nothing is saved yet
     with CheckpointWriter(run, keep=3, asynchronous=False) as writer:
+        writer.save({"model": dict(Tied(width=6).state_dict())}, {"step": 3}, step=3)
         writer.save({"model": dict(Tied().state_dict())}, {"step": 5}, step=5)
     check_fits(Tied(), run)
     for other, words in ((Tied(more=True), "extra.weight is missing"), (Tied(width=6), r"has shape \(8, 4\)")):
         with pytest.raises(InputError, match=rf"the checkpoint of step 5 of another model: .*{words}") as refused:
             check_fits(other, run)
         assert refused.value.remedy == f"restore its code, or start a new run with model.init_from={run.path}"
-    (folder,) = (Path(run.path) / "checkpoints").glob("step_*")
+    folder = Path(run.path, "checkpoints", "step_00000005")
     (folder / "model.safetensors").write_bytes(b"damaged")
     check_fits(Tied(more=True), run)  # that is for those who read it

@@ -137,14 +137,15 @@ def test_each_evaluation_prints_a_line_that_says_whether_it_is_the_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, reporter = opened(tmp_path)
-    for step, loss in ((0, 5.0), (10, 2.0), (20, 2.5), (30, 1.0)):
+    for step, loss in ((0, 5.0), (10, 2.0), (20, 2.5), (30, 2.2), (40, 1.0)):
         reporter.metrics({"kind": "train", "step": step, "loss": 0.1})
         reporter.metrics({"kind": "eval", "step": step, "loss": loss})
     assert capsys.readouterr().out.splitlines() == [
         "step 0: eval loss 5.0000",
         "step 10: eval loss 2.0000, the best so far",
         "step 20: eval loss 2.5000, best 2.0000",
-        "step 30: eval loss 1.0000, the best so far",
+        "step 30: eval loss 2.2000, best 2.0000",
+        "step 40: eval loss 1.0000, the best so far",
     ]
 
 
