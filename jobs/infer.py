@@ -197,15 +197,15 @@ def _merged(
     wall = max((report.end for report in reports), default=0) - min((report.begin for report in reports), default=0)
     summary = summarise(figures.figures(), reports, wall_s=wall, split=split)
     output.store.write_bytes(SUMMARY, json.dumps(summary, indent=1).encode())
-    told = {**about, "batch": output.measured_batch(), "stages": _told_stages(split), "job": planned.identity}
-    output.store.write_bytes(MANIFEST, json.dumps(told, indent=1).encode())
+    manifest = {**about, "batch": output.measured_batch(), "stages": _stages_record(split), "job": planned.identity}
+    output.store.write_bytes(MANIFEST, json.dumps(manifest, indent=1).encode())
     build_inference_report(output.path)
     remove_work(output)
     print_summary(planned, infer, about, summary, console)
     return InferResult("done", output.path, about["rows"], about["failed"], summary)
 
 
-def _told_stages(split: StageSplit | None) -> dict[str, Any] | None:
+def _stages_record(split: StageSplit | None) -> dict[str, Any] | None:
     """What the manifest says of a divided model: what each stage holds, and by what they are balanced."""
     if split is None:
         return None

@@ -67,7 +67,7 @@ def machine_memory(*, root: Path = ROOT) -> int | None:
 
 def oom_kills(*, root: Path = ROOT) -> int | None:
     """How many processes the kernel has killed for their memory in this process's cgroup, or on the whole machine where
-    its cgroup does not count them; None: not told."""
+    its cgroup does not count them; None: unknown."""
     files = [folder / name for folder in _cgroup_folders(root, controller="memory") for name in _OOM_FILES]
     for path in [*files, root / "proc/vmstat"]:
         for line in _text(path).splitlines():

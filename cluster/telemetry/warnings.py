@@ -65,7 +65,7 @@ class MemoryWatch:
         return found
 
     def _steps(self, row: Mapping[str, Any]) -> int:
-        """Steps of this attempt so far; a new attempt begins anew."""
+        """Steps of this attempt so far; a new attempt counts from zero."""
         if self._began is None or self._began[0] != row["attempt"]:
             self._began = row["attempt"], row["step"]
             self._trends.clear()

@@ -42,7 +42,7 @@ class Shape:
 
 _VERDICTS: dict[Shape, str] = {}
 """What was found in this process: why a shape is computed in a loop; "" if the grouped product is right."""
-_UNTOLD: list[str] = []
+_UNREPORTED: list[str] = []
 
 
 def use_grouped(device: torch.device, dtype: torch.dtype, *, width: int, hidden: int) -> bool:
@@ -56,15 +56,15 @@ def use_grouped(device: torch.device, dtype: torch.dtype, *, width: int, hidden:
         if shape not in _VERDICTS:
             _VERDICTS[shape] = problem = why_not(shape)
             if problem:
-                _UNTOLD.append(f"experts compute in a loop instead of as a grouped product ({shape}): {problem}")
+                _UNREPORTED.append(f"experts compute in a loop instead of as a grouped product ({shape}): {problem}")
         found = found or _VERDICTS[shape]
     return not found
 
 
 def take_fallbacks() -> list[str]:
     """What fell back to the loop in this process since the last call, one sentence each."""
-    told, _UNTOLD[:] = list(_UNTOLD), []
-    return told
+    fresh, _UNREPORTED[:] = list(_UNREPORTED), []
+    return fresh
 
 
 def why_not(shape: Shape) -> str:

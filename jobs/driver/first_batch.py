@@ -357,9 +357,9 @@ def check_first_batch(
     os.close(write)
     with _ended(child), os.fdopen(read, "rb") as pipe:
         skipped = _skipped(_line(pipe.fileno(), limit_s), limit_s) if run else None
-        told = _line(pipe.fileno(), INFER_LIMIT_S) if run and skipped is None else b"null"
-        unanswered = json.loads(told or b"null")
-        if not trace or not told or (skipped or "").startswith((NEEDS_GPU, NO_ANSWER, TOO_LONG)):
+        answer = _line(pipe.fileno(), INFER_LIMIT_S) if run and skipped is None else b"null"
+        unanswered = json.loads(answer or b"null")
+        if not trace or not answer or (skipped or "").startswith((NEEDS_GPU, NO_ANSWER, TOO_LONG)):
             return FirstPass(skipped, unanswered=unanswered)
         found = json.loads(_line(pipe.fileno(), TRACE_LIMIT_S) or b"null")
     traced = found and TracedModel(PassFacts(**found["passes"]), found["flops_per_sample"])

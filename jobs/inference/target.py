@@ -38,7 +38,7 @@ _BUILDER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Target:
-    """What `infer` was told to run.
+    """What `infer` was asked to run.
 
     Attributes:
         model: to load on each worker.

@@ -51,7 +51,7 @@ class FaultWriter(UserCallback):
     Args:
         run_path: the run folder.
         owner: the driver; once another driver owns the newest attempt, nothing is written and Ray gives up.
-        channel: the `DriverChannel` actor, which is told that the workers restart.
+        channel: the `DriverChannel` actor, which records that the workers restart.
     """
 
     def __init__(self, run_path: str, owner: dict[str, Any], channel: Any) -> None:

@@ -50,7 +50,7 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in) in floating point, computed anew."""
+        """(out, in) in floating point, computed again for each call."""
         return (self.values * self.scale.unsqueeze(1)).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -146,8 +146,8 @@ class UnitRunner:
     def _may_be_the_model(self, failed: Exception) -> bool:
         """Whether to find out if an error is one of the model's code: no batch was answered yet, and not all rows may
         fail. Of several batches at once each would find out for itself."""
-        told = isinstance(failed, RaytrainError) and not isinstance(failed, ModelOutputError)
-        unknown = not self._tried and self.batches_at_once == 1 and not told
+        explained = isinstance(failed, RaytrainError) and not isinstance(failed, ModelOutputError)
+        unknown = not self._tried and self.batches_at_once == 1 and not explained
         return unknown and self.most_failed < self.rows.rows and not is_out_of_memory(failed, device=self.device)
 
     def predict(self, predictor: Predictor, table: Any, numbers: Sequence[int]) -> Answers:
@@ -176,7 +176,7 @@ def let_go_of_batch(error: Exception, device: torch.device, rows: Sequence[int])
 
     Raises:
         RunError: the error ended the GPU's context. Every later call of this process would fail as well, so that no row
-            can be told apart.
+            can be distinguished.
     """
     out_of_memory, lost = is_out_of_memory(error, device=device), None
     if not out_of_memory and isinstance(error, torch.AcceleratorError):
@@ -228,12 +228,12 @@ def _model_error(runner: UnitRunner, predictor: Predictor, row: int) -> InputErr
     try:
         runner.predict(predictor, table, [row])
     except LOST:
-        return None  # the first unit meets it again, and knows what to do
+        return None  # the first unit gets it again, and handles it
     except ModelOutputError as error:
         return InputError(MODEL_KEY, got=str(error), expected=ANSWERS)
     except RaytrainError:
         return None
     except Exception as error:  # whatever the user's code raises
-        told = users_error(error, key=MODEL_KEY, doing="for every row that was tried")
-        return None if let_go_of_batch(error, runner.device, [row]) else told
+        raised = users_error(error, key=MODEL_KEY, doing="for every row that was tried")
+        return None if let_go_of_batch(error, runner.device, [row]) else raised
     return None

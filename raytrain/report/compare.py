@@ -128,17 +128,17 @@ def not_comparable(runs: Sequence[RunRecords], names: Sequence[str]) -> list[tup
     found = []
     vocabularies = [records.vocab_size for records in runs]
     if len(set(vocabularies)) > 1:
-        told = ", ".join(f"{name} {size or 'unknown'}" for name, size in zip(names, vocabularies, strict=True))
+        listed = ", ".join(f"{name} {size or 'unknown'}" for name, size in zip(names, vocabularies, strict=True))
         why = "A loss per token depends on what a token is; compare the loss per byte of text instead."
-        found.append(("Different vocabularies: their losses are not comparable", f"{told}. {why}"))
+        found.append(("Different vocabularies: their losses are not comparable", f"{listed}. {why}"))
     split = [key for key in differing_keys(runs) if key.startswith("data.") or key == "loop.eval_batches"]
     split = [key for key in split if key not in ("data.storage", "data.loader_workers", "data.prefetch")]
     rows = [records.eval_rows for records in runs]
     if split or len(set(rows)) > 1:
         counts = ["unknown" if count is None else f"{count:,}" for count in rows]
-        told = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
+        listed = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
         keys = f" They differ in {', '.join(split)}." if split else ""
-        found.append(("Different evaluation data: eval losses are not comparable", f"Rows held out: {told}.{keys}"))
+        found.append(("Different evaluation data: eval losses are not comparable", f"Rows held out: {listed}.{keys}"))
     return found
 
 

@@ -68,9 +68,9 @@ def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
     """
     machines, rows = plan.inventory, _rows(plan)
     console.print(f"{machines['source']}: {machines['summary']}", markup=False, soft_wrap=True)
-    told = " ".join(reason for _, _, reason in rows.values())
+    stated = " ".join(reason for _, _, reason in rows.values())
     for note in machines["notes"]:
-        if note not in told:
+        if note not in stated:
             console.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
     for group, names in GROUPS.items():
         _print_rows(console, group, [rows[name] for name in names if name in rows])

@@ -49,7 +49,7 @@ class NodeChoice:
         run_path: the run folder, with the faults.
         each: resources of one worker.
         least: workers with which the run can continue.
-        channel: the `DriverChannel` actor, which is told of each node that is left out.
+        channel: the `DriverChannel` actor, which receives each node that is left out.
     """
 
     run_path: str

@@ -47,8 +47,8 @@ def failure(records: RunRecords) -> list[Finding]:
         return [short]
     recorded = next((first_text(row, "remedy") for row in rows), "")
     place = next((first_text(row, "place") for row in rows), "")
-    mend = f"Correct the code at {place}; then `{resume}` continues." if place else ""
-    return [Finding("error", "The run failed", evidence, recorded or known or mend)]
+    fix = f"Correct the code at {place}; then `{resume}` continues." if place else ""
+    return [Finding("error", "The run failed", evidence, recorded or known or fix)]
 
 
 def _of_memory(records: RunRecords) -> str:

@@ -54,11 +54,11 @@ def diagnose(records: RunRecords) -> list[Finding]:
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
     """The findings that ask for something, a line each and one for each option, for a terminal; where there are errors,
     these alone: the others of a failed run are on its page."""
-    told = ("error",) if any(one.severity == "error" for one in findings) else ("warning",)
+    shown = ("error",) if any(one.severity == "error" for one in findings) else ("warning",)
     return [
         line
         for one in findings
-        if one.severity in told
+        if one.severity in shown
         for line in (
             f"finding: {one.title}: "
             + (f"{one.evidence.removesuffix('.')}. {one.remedy}" if one.remedy else one.evidence),

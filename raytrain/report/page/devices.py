@@ -21,7 +21,7 @@ MOST_CURVES = 8
 POINTS = 400
 """Most points of a curve; of more, every nth is drawn."""
 STEADY = 0.005
-"""Figures that differ by less than this from each other are told in a line below the charts."""
+"""Figures that differ by less than this from each other are listed in a line below the charts."""
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ def _layer(panel: Mapping[str, Any], edges: Sequence[float], *, late: float, tit
         for index, share in enumerate(shares):
             start, end = (1000 * (edges[index + step] - left) / (right - left) for step in (0, 1))
             colour = ' class="none"' if not share else f' style="--share:{min(1.0, share / FULL):.2f}"'
-            told = f"expert {expert}, steps {short(edges[index])} to {short(edges[index + 1])}: {share:.2f} x even"
+            title = f"expert {expert}, steps {short(edges[index])} to {short(edges[index + 1])}: {share:.2f} x even"
             place = f'x="{start:.1f}" y="{expert * height:.1f}" width="{end - start:.1f}" height="{height:.1f}"'
-            rects.append(f"<rect {place}{colour}>{f'<title>{esc(told)}</title>' if titled else ''}</rect>")
+            rects.append(f"<rect {place}{colour}>{f'<title>{esc(title)}</title>' if titled else ''}</rect>")
     step = -(-len(rows) // NAMED)
     names = []
     for expert in range(0, len(rows), step):

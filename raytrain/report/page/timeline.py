@@ -185,8 +185,8 @@ def _decision(row: Row) -> tuple[str, str]:
     if row.get("what") == "recovery":
         return _recovery(row)
     value = row.get("value")
-    told = _brief(value) if not isinstance(value, Mapping | list) else ""
-    return f"{str(row.get('what', '')).replace('_', ' ')}{f': {told}' if told else ''} ({cause_of(row)})", ""
+    detail = _brief(value) if not isinstance(value, Mapping | list) else ""
+    return f"{str(row.get('what', '')).replace('_', ' ')}{f': {detail}' if detail else ''} ({cause_of(row)})", ""
 
 
 def _recovery(row: Row) -> tuple[str, str]:
