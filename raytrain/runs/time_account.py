@@ -2,7 +2,8 @@
 
 A run consists of commands (each from `driver_start` to `driver_end`, or to its last sign of life), and a command
 consists of attempts. The work of an attempt after its last `account` or `checkpoint` event is `lost`; the time between
-the end of one attempt and the start of the next within one command is `restart`.
+the failure of one attempt and the first step of the next within one command is `restart`, also where attempts fail
+before their first step. The `attempt` event stands between the preparation of an attempt and that step.
 """
 
 from __future__ import annotations
@@ -62,12 +63,7 @@ def _commands(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: float, ended: float) -> None:
     starts = [index for index, row in enumerate(rows) if row["kind"] == "attempt"]
-    if not starts:
-        total["startup"] += ended - begin
-        return
-    prepared = sum(row["seconds"] for row in rows[: starts[0]] if row.get("phase") == "finished")
-    total["data"] += prepared  # reading and converting data is part of the start, but is counted as data
-    total["startup"] += rows[starts[0]]["time"] - begin - prepared
+    _add_start(total, rows[: starts[0] + 1] if starts else rows, begin=begin, ended=ended, trained=bool(starts))
     total["export"] += sum(row["seconds"] for row in rows if row["kind"] == "exported")
     for position, start in enumerate(starts):
         last = position + 1 == len(starts)
@@ -79,15 +75,34 @@ def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: 
         if closed is not None and last:
             continue
         safe = accounts[-1]["time"] if accounts else mine[0]["time"]
-        if last:
-            total["lost"] += max(0.0, ended - safe) if closed is None else 0.0
-            continue
-        following = rows[starts[position + 1]]
-        faults = [
-            row["failed_at"]
-            for row in rows
-            if row["kind"] == "fault" and row.get("failed_attempt") == mine[0]["attempt"]
-        ]
-        failed = min(max(faults[0], safe), following["time"]) if faults else safe
-        total["lost"] += failed - safe
-        total["restart"] += following["time"] - failed
+        faults = [row for row in rows if row["kind"] == "fault" and row.get("failed_attempt") == mine[0]["attempt"]]
+        again = ended if closed is None else safe
+        if not last:
+            again = rows[starts[position + 1]]["time"]
+        elif faults:  # the attempts after it failed before their first step
+            again = _last_fault(rows)
+        failed = min(max(faults[0]["failed_at"], safe), again) if faults else again if last else safe
+        total["lost"] += max(0.0, failed - safe)
+        total["restart"] += max(0.0, again - failed)
+
+
+def _add_start(
+    total: dict[str, float], rows: list[dict[str, Any]], *, begin: float, ended: float, trained: bool
+) -> None:
+    """Add the time before the first step of a command: its start until an attempt failed, and what followed.
+
+    Args:
+        rows: until the first `attempt` event, if there is one (`trained`), else all rows of the command.
+    """
+    failures = [row["failed_at"] for row in rows if row["kind"] == "fault"]
+    until = rows[-1]["time"] if trained else _last_fault(rows) if failures else ended
+    failed = min(max(begin, min(failures)), until) if failures else until
+    prepared = sum(row["seconds"] for row in rows if row.get("phase") == "finished" and row["time"] <= failed)
+    total["data"] += prepared  # reading and converting data is part of the start, but is counted as data
+    total["startup"] += failed - begin - prepared
+    total["restart"] += until - failed
+
+
+def _last_fault(rows: list[dict[str, Any]]) -> float:
+    """When the last failed attempt was known to have failed: the next one, or the decision to stop, records it."""
+    return max(row["time"] for row in rows if row["kind"] == "fault")

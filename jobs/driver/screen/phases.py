@@ -15,6 +15,8 @@ TOGETHER = {
     "confirming what the search found": "measuring",
     "writing the report": "report",
 }
+#: Phases of an attempt before its first step. After a failure they belong to the restart, as in `result.json`.
+BEFORE_TRAINING = ("starting workers", "waiting for room", "measuring")
 MEASURING = "measuring "
 #: Parts of the training that rank 0 accounts for: the purpose in result.json, and its name here.
 WITHIN_TRAINING = {"eval": "evaluating", "save": "saving", "compile": "compiling", "restart": "restarting"}
@@ -45,7 +47,7 @@ class Phases:
         """The command now does this, such as "starting Ray"; what comes after a colon is left out."""
         name = what.partition(":")[0]
         name = "measuring" if name.startswith(MEASURING) else TOGETHER.get(name, name)
-        if name == self._name:
+        if name == self._name or (self._name == RESTARTING and name in BEFORE_TRAINING):
             return
         if self._name:
             self._add()

@@ -65,6 +65,22 @@ def test_a_restart_within_a_command_loses_unsaved_steps() -> None:
     check(events, wall=31, startup=5, compute=12, lost=3, restart=7, other=4)
 
 
+def prepared(at: float, seconds: float) -> dict[str, Any]:
+    return {"kind": "preparation", "phase": "finished", "time": at, "seconds": seconds}
+
+
+def test_attempts_that_fail_before_their_first_step_are_restarts() -> None:
+    failing = [start(0), prepared(4, 1.0), fault(1, 5), prepared(9, 1.0), fault(2, 10), fault(3, 15)]
+    check([*failing, end(20)], wall=20, startup=4, data=1, restart=13, other=2)
+    went_on = [*failing, attempt(4, 21), *done(30, compute=8)]
+    check([*went_on, end(31)], wall=31, startup=4, data=1, restart=16, compute=8, other=2)
+
+
+def test_attempts_that_fail_before_their_first_step_after_one_that_trained_are_restarts() -> None:
+    events = [start(0), attempt(1, 5), checkpoint(10, compute=5), fault(1, 12), fault(2, 20)]
+    check([*events, end(25)], wall=25, startup=5, compute=5, lost=2, restart=11, other=2)
+
+
 def test_a_restart_without_a_record_of_the_time_of_failure() -> None:
     events = [start(0), attempt(1, 5), checkpoint(10, compute=4), attempt(2, 20), *done(30, compute=8), end(30)]
     check(events, wall=30, startup=5, compute=12, restart=10, other=3)

@@ -35,3 +35,18 @@ def test_seconds_are_added_up_by_phase_in_the_order_of_the_first_time() -> None:
         "54 s: checking the job 12.5, starting Ray 4.0, starting workers 3.5, measuring 1.8, "
         "training 30.0 (evaluating 2.5), report 2.0"
     )
+
+
+def test_a_restart_lasts_until_the_workers_train_again() -> None:
+    now = 0.0
+    phases = Phases(clock=lambda: now, began=0.0)
+    done = [
+        ("starting workers", 2.0), ("setting up the workers", 1.0), ("restarting the workers", 3.0),
+        ("starting workers", 4.0), ("setting up the workers", 5.0), ("measuring memory", 6.0),
+        ("restarting the workers", 7.0), ("setting up the workers", 1.0), ("training", 10.0),
+    ]  # fmt: skip
+    for what, seconds in done:
+        phases.begin(what)
+        now += seconds
+    phases.end()
+    assert phases.seconds == {"starting workers": 3.0, "restarting the workers": 26.0, "training": 10.0}
