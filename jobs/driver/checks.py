@@ -31,6 +31,7 @@ from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.token_budget import check_budget
+from raytrain.data.rows.variation import observed_facts
 from raytrain.data.sources.describe import check_label
 from raytrain.data.sources.open import read_on_driver, source_from_driver
 from raytrain.errors import CheckpointError, InputError
@@ -134,9 +135,8 @@ def check_on_driver(
     if model_facts is None:
         sized = counted(spec, trainable, where)
         model_facts = with_trace(sized, found.traced, recomputed=bool(spec.loop.activation_checkpointing))
-    return Checked(
-        source, sent or source.worker_data, model_facts, source.facts, shapes, found.skipped, found.unanswered
-    )
+    data_facts = observed_facts(source.facts, source.train)
+    return Checked(source, sent or source.worker_data, model_facts, data_facts, shapes, found.skipped, found.unanswered)
 
 
 def check_fits(module: nn.Module, run: RunFolder) -> None:

@@ -126,7 +126,8 @@ class DataConfig(OpenSection):
         default=None, examples=["text"], description="a built-in source, or your own module:function"
     )
     storage: Literal["auto", "resident", "pinned", "stream"] = Field(
-        default="auto", description="resident: the full split on the device; pinned, stream: batches sent to it"
+        default="auto",
+        description="resident: the full split on the device, read once; pinned, stream: rows read in every epoch",
     )
     loader_workers: NonNegativeInt | Auto = Field(
         default="auto", description="processes that read a streamed dataset; 0: the training process itself"

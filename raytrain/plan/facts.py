@@ -132,6 +132,9 @@ class DataFacts:
 
     `kind` says how its rows are read: "memory" (all are in host memory), "items" (one by one from a map-style dataset)
     or "groups" (from files, one row group at a time).
+
+    `varies`: items differ from one reading to the next, as with random transforms. `item_s`: seconds to read an item;
+    None if that was not measured.
     """
 
     train_rows: int
@@ -142,6 +145,8 @@ class DataFacts:
     vocab_size: int | None
     reason: str
     kind: str = "memory"
+    varies: bool = False
+    item_s: float | None = None
 
     @classmethod
     def of_rows(

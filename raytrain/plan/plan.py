@@ -32,6 +32,7 @@ from raytrain.plan.rules.batch import (
     choose_saving,
     choose_warmup,
     defer_micro_batch,
+    rows_read,
 )
 from raytrain.plan.rules.devices import (
     DevicePool,
@@ -214,7 +215,7 @@ def make_plan(
     check_limit(cluster.memory_limit, model_facts, optim, **limited)
     kept, estimates = _data_choices(
         data, data_facts, model_facts, allowed, estimate, (spread(workers.value, left, inventory), cores_of(inventory)),
-        warnings, on_gpu=machines.on_gpu,
+        warnings, on_gpu=machines.on_gpu, reads=rows_read(loop),
     )  # fmt: skip
     doubt = reason_to_measure(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     fixed = sharded or "sync_batchnorm" in choices
@@ -309,7 +310,7 @@ def _machine_choices(
 def _data_choices(
     data: DataConfig, facts: DataFacts | None, model_facts: ModelFacts | None, allowed: int | None,
     estimate: Callable[..., dict[str, Choice]], spread_out: tuple[Mapping[str, int], Mapping[str, int]],
-    warnings: list[str], *, on_gpu: bool,
+    warnings: list[str], *, on_gpu: bool, reads: int | None,
 ) -> tuple[dict[str, Choice], dict[str, Choice]]:  # fmt: skip
     """(storage, loader_workers, and resident_rows where a part of the rows is kept; the estimates including that data).
     `estimate` takes the bytes of resident data; `spread_out` is (workers, cores) of each node."""
@@ -319,7 +320,7 @@ def _data_choices(
     room = DataRoom(allowed, model_bytes=known, whole=whole, on_gpu=on_gpu)
     counts, cores = spread_out
     loaders = choose_loaders(data, facts=facts, counts=counts, cores=cores, warnings=warnings)
-    kept = choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings)
+    kept = choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings, reads=reads)
     if kept["storage"].value_or(None) == "resident" and loaders.value_or(None) != 0:
         loaders = Resolved(0, "rows are kept in memory")
     return {**kept, "loader_workers": loaders}, estimate(resident=resident_bytes(facts, kept))

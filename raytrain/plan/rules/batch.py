@@ -54,6 +54,13 @@ def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
     return loop.global_batch_size
 
 
+def rows_read(loop: LoopConfig) -> int | None:
+    """The rows that a run trains on at most, each counted as often as it is used; None if it runs for epochs."""
+    if loop.max_steps is None or loop.global_batch_size == "auto":
+        return None
+    return loop.max_steps * loop.global_batch_size
+
+
 def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], splits: int = 1) -> dict[str, Resolved]:
     """micro_batch_size, accumulation (micro-batches of the busiest worker) and effective_batch.
 

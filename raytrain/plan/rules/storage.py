@@ -26,6 +26,12 @@ SPARE = 0.9
 LEAST_PART = 0.05
 """A smaller fraction of the rows is not worth keeping on the device."""
 
+VARIES = "items differ from one reading to the next, as with random transforms"
+KEEPS_RANDOM = "data.storage=stream reads them in every epoch"
+
+SLOW_S = 2.0
+"""Reading all items before the first step is avoided where it takes longer than this, and the run needs only some."""
+
 MOST_LOADERS = 4
 """The most loader processes per worker that `auto` chooses."""
 
@@ -68,28 +74,32 @@ class DataRoom:
 
 
 def choose_storage(
-    data: DataConfig, *, facts: DataFacts | None, room: DataRoom, loaders: Choice, warnings: list[str]
-) -> dict[str, Choice]:
+    data: DataConfig, *, facts: DataFacts | None, room: DataRoom, loaders: Choice, warnings: list[str],
+    reads: int | None = None,
+) -> dict[str, Choice]:  # fmt: skip
     """`storage`: resident (the full split on the device), partial (its first `resident_rows`), pinned (batches copied
     ahead of time through pinned memory) or stream (each batch moved on demand).
 
     Args:
         loaders: processes that would read streamed rows.
+        reads: rows that the run trains on, each counted as often as it is used; None: at least all of them once.
     Raises:
         InputError: `resident` is configured, and the rows cannot fit.
     """
     requested = data.storage
     if requested == "pinned" and not room.on_gpu:
-        chosen = _by_bytes(facts, room, loaders=loaders)
+        chosen = _by_bytes(facts, room, loaders=loaders, reads=reads)
         why = "data.storage pinned needs a GPU, and there is none"
         value = chosen["storage"].value_or("the result of auto")
         warnings.append(f"{why}: {value} instead")
         return {**chosen, "storage": _because(chosen["storage"], why)}
     if requested == "resident" and facts is not None:
         _check_fits(facts, room)
+        if facts.varies:
+            warnings.append(f"data.storage resident keeps the first reading of each item, and {VARIES}: {KEEPS_RANDOM}")
     if requested != "auto":
         return {"storage": Resolved(requested, "data.storage")}
-    return _by_bytes(facts, room, loaders=loaders)
+    return _by_bytes(facts, room, loaders=loaders, reads=reads)
 
 
 def _because(choice: Choice, why: str) -> Choice:
@@ -98,10 +108,12 @@ def _because(choice: Choice, why: str) -> Choice:
     return Deferred(choice.how, choice.bounds, why)
 
 
-def _by_bytes(facts: DataFacts | None, room: DataRoom, *, loaders: Choice) -> dict[str, Choice]:
+def _by_bytes(facts: DataFacts | None, room: DataRoom, *, loaders: Choice, reads: int | None) -> dict[str, Choice]:
     streamed = "pinned" if room.on_gpu else "stream"
     if facts is None:
         return {"storage": Deferred(AFTER_DATA, ("resident", streamed))}
+    if why := _reason_to_stream(facts, reads):
+        return {"storage": Resolved(streamed, why)}
     need = int(facts.total_bytes * OVERHEAD)
     if room.allowed is None:
         reason = f"{size_text(need)} of data; the device's free memory is unknown"
@@ -119,6 +131,16 @@ def _by_bytes(facts: DataFacts | None, room: DataRoom, *, loaders: Choice) -> di
         "storage": Resolved("partial", numbers),
         "resident_rows": Resolved(rows, f"{share:.0%} of {facts.train_rows:,} rows fit; the others are streamed"),
     }
+
+
+def _reason_to_stream(facts: DataFacts, reads: int | None) -> str:
+    """Why items are read when a step needs them although all would fit; "" if they may be kept."""
+    if facts.varies:
+        return VARIES
+    whole_s = (facts.item_s or 0.0) * (facts.train_rows + facts.eval_rows)
+    if reads is not None and reads < facts.train_rows and whole_s > SLOW_S:
+        return f"the run trains on {reads:,} of {facts.train_rows:,} rows, and to read all takes about {whole_s:.0f} s"
+    return ""
 
 
 def _check_fits(facts: DataFacts, room: DataRoom) -> None:

@@ -512,6 +512,27 @@ def test_storage_by_bytes_of_device_and_data() -> None:
     assert value(plan(ONE_GPU, data_facts=facts(11 * GIB), model_facts=large), "storage") == "partial"
 
 
+def test_items_that_vary_are_read_in_every_epoch_and_slow_ones_only_as_far_as_the_run_needs_them() -> None:
+    items = DataFacts(1000, 100, 4, None, 4400, None, "a test", kind="items", item_s=0.01)
+    kept = plan(CPU, data_facts=items, loop={"epochs": 1})
+    assert value(kept, "storage") == "resident" and value(kept, "loader_workers") == 0
+    random = replace(items, varies=True)
+    made = plan(CPU, data_facts=random, loop={"epochs": 1})
+    assert value(made, "storage") == "stream" and value(made, "loader_workers") == 4
+    assert reason(made, "storage") == "items differ from one reading to the next, as with random transforms"
+    assert value(plan(ONE_GPU, data_facts=random), "storage") == "pinned"
+    asked = plan(CPU, data_facts=random, data={"storage": "resident"})
+    (warning,) = [one for one in asked.warnings if "differ" in one]
+    assert "keeps the first reading of each item" in warning and "data.storage=stream" in warning
+    short = {"max_steps": 31, "global_batch_size": 32}
+    assert reason(plan(CPU, data_facts=items, loop=short), "storage") == (
+        "the run trains on 992 of 1,000 rows, and to read all takes about 11 s"
+    )
+    assert value(plan(CPU, data_facts=items, loop={**short, "max_steps": 32}), "storage") == "resident"
+    assert value(plan(CPU, data_facts=replace(items, item_s=0.001), loop=short), "storage") == "resident"
+    assert value(plan(CPU, data_facts=replace(items, item_s=None), loop=short), "storage") == "resident"
+
+
 @pytest.mark.covers("DATA-07")
 def test_data_too_large_for_a_gpu_is_partly_resident_and_the_rest_streamed() -> None:
     facts = DataFacts(1000, 0, GIB // 10, None, 100 * GIB, None, "a test")
