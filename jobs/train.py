@@ -120,7 +120,7 @@ def run_train(
             if resumed is not None and resumed.finished:
                 return _nothing_left(resumed.run, console)
             if resumed is not None:
-                check_checkpoints(resumed)
+                resumed = check_checkpoints(resumed)
         loaded = resumed.loaded if resumed else load_spec(path, overrides, mapping=mapping)
         refuse_later(loaded.spec, "train")
         if resume == "auto":
@@ -137,7 +137,7 @@ def _unfinished(path: Path | None, overrides: Sequence[str], loaded: LoadedSpec,
     if resumed is not None:
         found = f"resuming {path_from_here(resumed.run.path)}"
         try:
-            check_checkpoints(resumed)
+            resumed = check_checkpoints(resumed)
         except InputError as error:  # it stays as it is
             resumed, found = None, f"not resumed: {error.got}; starting a new run"
     console.print(found, markup=False, soft_wrap=True)
@@ -161,11 +161,11 @@ def train_loaded(
     began = command_start(began)
     phases = Phases(began=began)
     activity = Activity(console, phases=phases)
-    activity.begin("checking the job: opening the data and building the model")
-    from jobs.driver.checks import check_on_driver  # imports torch, which takes seconds
-
-    spec = resolved(loaded.spec)
     with activity:
+        activity.begin("checking the job: opening the data and building the model")
+        from jobs.driver.checks import check_on_driver  # imports torch, which takes seconds
+
+        spec = resolved(loaded.spec)
         loads = resumed.run if resumed is not None and resumed.has_checkpoint() else None
         checked = check_on_driver(spec, resumed=loads)
     if checked.note is not None:

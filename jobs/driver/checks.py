@@ -163,7 +163,7 @@ def check_fits(module: nn.Module, run: RunFolder) -> None:
         raise InputError(
             "--resume", got=f"the checkpoint of step {saved[-1].step} of another model: {abbreviated(wrong, 5)}",
             expected="the model that the run has trained",
-            remedy=f"restore its code, or start a new run with model.init_from={run.path}",
+            remedy="restore its code, or start a new run",
         )  # fmt: skip
 
 

@@ -30,12 +30,15 @@ import torch.distributed as dist
 from cluster.devices.inventory import local_inventory
 from cluster.devices.limits import memory_bytes
 from cluster.forks import keep_parents_objects
+from cluster.wording import counted
 from jobs.driver.runtime import cluster_address
 from jobs.job.spec import JobSpec
+from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import OUR_PACKAGES, users_error
 from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.map_style import gathered
 from raytrain.data.rows.users_collate import UsersCollate
+from raytrain.data.transfer import tensors_of
 from raytrain.errors import InputError, RaytrainError, first_line
 from raytrain.infer.predictor import outputs_of
 from raytrain.plan.facts import PassFacts
@@ -226,7 +229,25 @@ class FirstBatch:
                 output = trainable.loss(trainable.module, batch, **counted)
             self.phase = ("model", f"in the backward pass of {rows} rows")
             total = output.loss if output.aux is None else output.loss + output.aux
+            self._check_finite(total, batch, rows)
             self._backward(total)
+
+    def _check_finite(self, total: torch.Tensor, batch: Batch, rows: int) -> None:
+        """In fp16 a loss may overflow, for which training has a loss scale; elsewhere no step would be made."""
+        if self.spec.precision.dtype == "fp16" or bool(torch.isfinite(total.detach()).all()):
+            return
+        wrong = [
+            name.lstrip(".") for name, value in tensors_of(batch, "")
+            if value.is_floating_point() and not torch.isfinite(value).all()
+        ]  # fmt: skip
+        data = "data.train" if self.spec.data.train is not None else "data.source"
+        seen = f"a loss of {total.detach().float().mean().item():g} for the first {counted(rows, 'row')}"
+        raise InputError(
+            data if wrong else self.model_key,
+            got=seen + (f", with values that are not finite in {abbreviated(wrong, 3)}" if wrong else ""),
+            expected="a finite loss with the first weights",
+            remedy="" if wrong else "does it divide by zero, or take the logarithm or the root of 0 or less?",
+        )  # fmt: skip
 
     def _backward(self, total: torch.Tensor) -> None:
         if not total.requires_grad:

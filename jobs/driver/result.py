@@ -18,7 +18,7 @@ from rich.console import Console
 from cluster.checks.ray_job import is_submitted
 from cluster.wording import counted
 from jobs.driver.remedies import record_remedies
-from jobs.driver.screen.commands import print_command
+from jobs.driver.screen.commands import print_command, print_row
 from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import Activity
 from jobs.job.paths import path_from_here, text_from_here
@@ -286,7 +286,9 @@ def print_result(
     be done next."""
     loss = record["final_loss"]
     best = record["best_eval_loss"]
-    parts = [f"{record['status']} after {counted(record['steps'], 'step')} in {record['wall_s']:.0f} s"]
+    commands = sum(row["kind"] == "driver_start" for row in run.read_rows(run.events))
+    over = f" over {commands} commands" if commands > 1 else ""
+    parts = [f"{record['status']} after {counted(record['steps'], 'step')} in {record['wall_s']:.0f} s{over}"]
     if isinstance(loss, float):
         parts.append(f"loss {loss:.4f}")
     if isinstance(best, float):
@@ -295,8 +297,7 @@ def print_result(
     if record["status"] == "failed":
         console.print(f"reason: {text_from_here(record['reason'], run.path)}", markup=False)
     if phases is not None:
-        spent = f"time    {phases.line(record['time'])}"
-        console.print(spent, markup=False, highlight=False, soft_wrap=not (console.is_terminal or console.is_jupyter))
+        print_row(console, f"{'time':<8}", phases.line(record["time"]))
     for line in sample_lines(run):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"run     {path_from_here(run.path)}", markup=False, soft_wrap=True)

@@ -28,12 +28,18 @@ HASHED_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run to resume. `changed` lists the dotted keys that differ from the run's own job."""
+    """A run to resume.
+
+    Attributes:
+        changed: the dotted keys that differ from the run's own job.
+        step: of the newest checkpoint found to be valid (`check_checkpoints`); None: there is none, or nobody looked.
+    """
 
     run: RunFolder
     loaded: LoadedSpec
     changed: list[str]
     finished: bool = False
+    step: int | None = None
 
     def has_checkpoint(self) -> bool:
         """Whether the run has a complete checkpoint."""
@@ -56,7 +62,8 @@ class Resumed:
         from raytrain.checkpoint.reader import list_checkpoints  # imports torch, as the command has by now
 
         run, measured = self.run, dict[str, Any]()
-        step = max((info.step for info in list_checkpoints(run) if info.complete), default=None)
+        newest = max((info.step for info in list_checkpoints(run) if info.complete), default=None)
+        step = newest if self.step is None else self.step
         known = run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
         rows = [row for row in run.read_rows(run.events) if row["kind"] == "attempt" and row.get("precision")]
         if isinstance(plan.precision, Deferred):
@@ -151,8 +158,8 @@ def open_resumed(
     return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))
 
 
-def check_checkpoints(resumed: Resumed) -> None:
-    """Check that one of the checkpoints of a run can be loaded.
+def check_checkpoints(resumed: Resumed) -> Resumed:
+    """Check that one of the checkpoints of a run can be loaded, and return the run with the step of that one.
 
     A run that was interrupted before its first checkpoint was complete begins at step 0, and is no error. Without this
     check, a run with damaged checkpoints would begin there too, and its metrics and weights would be replaced.
@@ -166,7 +173,7 @@ def check_checkpoints(resumed: Resumed) -> None:
     for info in reversed([info for info in list_checkpoints(resumed.run) if info.complete]):
         try:
             check(info.path, hash_up_to=HASHED_BYTES)
-            return
+            return replace(resumed, step=info.step)
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -175,6 +182,7 @@ def check_checkpoints(resumed: Resumed) -> None:
             got=f"{path_from_here(resumed.run.path)}, whose checkpoints are all damaged ({'; '.join(problems)})",
             expected="a run with a valid checkpoint", remedy=start_anew(resumed.run),
         )  # fmt: skip
+    return resumed
 
 
 def changed_values(resumed: Resumed | None) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from raytrain.config.user_code import make_importable, raised_at, resolve, users
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import source_from_driver
 from raytrain.data.transfer import TRANSFERS, TransferCounts
-from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, RunError, StateLost, first_line
+from raytrain.errors import CollectiveFailed, InputError, OutOfMemory, RaytrainError, RunError, StateLost, first_line
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.driver_channel import AttemptResult, kept, on_stop_request, signs_of_life, stacks_file
@@ -410,12 +410,15 @@ class Worker:
 
     def _print_error(self, error: Exception) -> None:
         """An error, to this rank's log; rank 0's also reaches the terminal. Of the user's code only its own frames, and
-        those once: the records of the fault have the others."""
-        place = users_place(error)
+        those once, and of our own errors none: the records of the fault have the others."""
+        place, what = users_place(error), f"rank {self.workers.rank} failed at step {self._step()}"
+        if isinstance(error, InputError):
+            print(f"{what}: {error}", file=sys.stderr)
+            return
         if not place or not self.attempt:
             traceback.print_exc()
             return
-        what = f"rank {self.workers.rank} failed at step {self._step()}: {type(error).__name__}: {first_line(error)}"
+        what += f": {type(error).__name__}: {first_line(error)}"
         if place in self._known_places:
             print(f"{what}\nagain at {place}", file=sys.stderr)
             return
@@ -427,16 +430,11 @@ class Worker:
             return  # no attempt number reached this worker: the controller records the fault
         session = self.session
         fault = fault_of(
-            error,
-            attempt=self.attempt,
-            rank=self.workers.rank,
-            step=self._step(),
-            precision=(session.precision or "") if session else "",
-            from_step=self.from_step,
+            error, attempt=self.attempt, rank=self.workers.rank, step=self._step(), from_step=self.from_step,
+            precision=(session.precision or "") if session else "", node=self._node,
             micro_batch=session.loader.micro_batch if session and session.precision else None,
             device=session.device if session and session.device.type == "cuda" else None,
-            node=self._node,
-        )
+        )  # fmt: skip
         write_fault(self.run_folder, fault)
 
     def _say_event(self, reporter: RankReporter, kind: str, **fields: Any) -> None:

@@ -360,8 +360,8 @@ def unknown_key(section: str, name: str, function: str, accepted: Iterable[str])
     return InputError(
         f"{section}.{name}",
         got=f"a key that {function} does not accept",
-        expected=f"one of {', '.join(accepted) or 'no other key'}",
-        remedy=suggestion(name, accepted, form=f"did you mean {section}.{{}}?"),
+        expected=f"one of {', '.join(accepted)}" if accepted else "no keys for it",
+        remedy=suggestion(name, accepted, form=f"did you mean {section}.{{}}?") or f"remove {section}.{name}",
     )
 
 

@@ -158,14 +158,16 @@ def _differences(runs: Sequence[RunRecords], heads: Sequence[str]) -> str:
 
 
 def _charts(runs: Sequence[RunRecords], heads: Sequence[str]) -> str:
-    train, evals = [], []
+    train, evals, are_smoothed = [], [], False
     for index, (name, records) in enumerate(zip(heads, runs, strict=True)):
         colour, points = f"c{index % 8 + 1}", series(records.train, "loss")
-        train.append(Curve(name, smoothed(points) if len(points) > 30 else points, colour))
+        are_smoothed |= (long := len(points) > 30)
+        train.append(Curve(name, smoothed(points) if long else points, colour))
         evals.append(Curve(name, series(records.evals, "loss"), colour, "dots"))
+    first = f"Training loss{' (smoothed)' if are_smoothed else ''}"
     return "".join(
         chart(title, curves, wide=True, write=loss_text, note=note)
-        for title, (curves, note) in (("Training loss", _apart(train)), ("Eval loss", _apart(evals)))
+        for title, (curves, note) in ((first, _apart(train)), ("Eval loss", _apart(evals)))
     )
 
 

@@ -95,7 +95,7 @@ class TrainingLoop:
                 if failed >= (limit := self.limits.nonfinite_steps):
                     why = f"{failed} steps in a row were not finite"
                     if failed > limit:  # a step does not wait for what the device finds in it
-                        why += f", of which {limit} are the limit and {failed - limit} ran before that was known"
+                        why += f" (the limit is {limit}; {failed - limit} more ran before it was noticed)"
                     return LoopOutcome("rollback", f"{why} ({self._culprit})" if self._culprit else why, failed)
             every = self.limits.eval_every
             if self.evaluate is not None and (last or (every and state.step % every == 0)):

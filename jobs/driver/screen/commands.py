@@ -1,8 +1,24 @@
-"""Commands that a user copies from the terminal."""
+"""Lines of the terminal that are more than prose: labelled rows, and commands to copy."""
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Console
+
+
+def print_row(console: Console, lead: str, text: str) -> None:
+    """Print a text after a label; what a terminal breaks off stands below the text, and not below the label."""
+    if console.is_terminal or console.is_jupyter:
+        console.print(
+            textwrap.fill(
+                text, console.width, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False,
+                break_on_hyphens=False,
+            ),
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    else:
+        console.print(lead + text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_command(console: Console, lead: str, command: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.wording import counted
+from jobs.driver.screen.commands import print_row
 from jobs.job.paths import path_from_here
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.memory import AFTER_MODEL
@@ -122,7 +123,7 @@ def print_start(
         resumed: what it takes over; None: a new run.
     """
     for name, text in _start_rows(plan, {} if resumed is None else resumed.measured):
-        console.print(f"{name:<10}{text}", markup=False, highlight=False, soft_wrap=not console.is_terminal)
+        print_row(console, f"{name:<10}", text)
     if resumed is not None:
         console.print(f"{'resuming':<10}{resumed.text}", markup=False, highlight=False, soft_wrap=True)
     shown = len(warnings) if every or len(warnings) <= WARNINGS else WARNINGS - 1

@@ -203,7 +203,9 @@ class TrainingDisplay:
         due = now - self._last >= PLAIN_EVERY_S and step != self._shown_step
         if phase != self._phase or due:
             self._last, self._phase, self._shown_step = now, phase, step
-            where = f"step {step}/{total}  {figures(row)}".rstrip() if step and known else ""
+            older = not due and newest > step  # an evaluation since then has its line already
+            of_row = f"step {newest}/{total}" if older else f"step {step}/{total}  {figures(row)}".rstrip()
+            where = of_row if newest and known else ""
             left_s = None if progress.get("left_s") is None else self.left_s
             where += "" if left_s is None else f"  {clock_text(left_s)} left"
             self._console.print(f"{phase}  {where}".rstrip(), markup=False, highlight=False)

@@ -20,6 +20,7 @@ from raytrain.data.rows.contract import Source, Split
 from raytrain.data.rows.map_style import DatasetSplit, PartialDataset, generators_kept, seed_item, users_rows
 from raytrain.data.rows.residency import Storage, StreamSplit, place_split
 from raytrain.data.transfer import TRANSFERS
+from raytrain.plan.text import size_text
 
 ReportEvent = Callable[..., None]
 """(kind, **fields): events of a run."""
@@ -66,15 +67,15 @@ def prepare_source(
     placed = _place_all(splits, plan, device=device, report=report)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # once, so that every row has arrived
-    seconds, megabytes = time.perf_counter() - begin, _kept_bytes(placed, plan) / MB
+    seconds, kept = time.perf_counter() - begin, _kept_bytes(placed, plan)
     report(
         "preparation",
         phase="finished",
         rows=rows,
-        megabytes=megabytes,
+        megabytes=kept / MB,
         copies=TRANSFERS.since(copied).tensors,
         seconds=seconds,
-        reason=f"{described} prepared in {seconds:.2f} s; {megabytes:,.1f} MB stay on {where['device']}",
+        reason=f"{described} prepared in {seconds:.2f} s; {size_text(kept)} stay on {where['device']}",
         **where,
     )
     return replace(source, train=placed["train"], eval=placed.get("eval"), placed=True)

@@ -153,7 +153,7 @@ def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str)
             raise InputError(
                 f"data.{name}",
                 got=f"an unknown key of the source {owner}",
-                expected=f"one of {', '.join(known)}" if known else "no other key",
+                expected=f"one of {', '.join(known)}" if known else "no keys for it",
                 remedy=suggestion(name, known) or (f"did you mean {key}?" if (key := meant(name, keys[name])) else ""),
             )
     values = {name: keys.get(name, key.default) for name, key in known.items()}

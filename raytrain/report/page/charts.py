@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from statistics import linear_regression
 from typing import Literal
 
 from raytrain.report.figures import measured
@@ -47,13 +48,19 @@ class Mark:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """A centred mean over about a thirtieth of the curve; its window shrinks at the ends, so nothing lags."""
+    """A centred mean over about a thirtieth of the curve. At the ends, where the window loses one half, it is the
+    straight line through what is left of it: a mean would lag there, and a narrower window would be noise."""
     reach = max(1, len(points) // 60)
     sums = list(accumulate((y for _, y in points), initial=0.0))
     out = []
     for index, (x, _) in enumerate(points):
-        wing = min(reach, index, len(points) - 1 - index)
-        out.append((x, (sums[index + wing + 1] - sums[index - wing]) / (2 * wing + 1)))
+        first, last = max(0, index - reach), min(len(points), index + reach + 1)
+        value = (sums[last] - sums[first]) / (last - first)
+        if last - first < 2 * reach + 1:
+            places = range(first, last)
+            fitted = linear_regression(places, [y for _, y in points[first:last]]) if len(places) > 1 else (0.0, value)
+            value = fitted[0] * index + fitted[1]
+        out.append((x, value))
     return out
 
 

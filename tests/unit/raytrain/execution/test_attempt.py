@@ -16,7 +16,7 @@ from raytrain.checkpoint.reader import list_checkpoints
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.transfer import TransferCounts
-from raytrain.errors import CollectiveFailed
+from raytrain.errors import CollectiveFailed, InputError
 from raytrain.execution.attempt import agree_on_start, take_attempt_number
 from raytrain.execution.worker import Worker, fault_of, transfers_row
 from raytrain.runs import storage
@@ -116,6 +116,12 @@ def test_an_error_of_the_users_code_is_told_with_its_own_frames_and_again_in_one
     assert "checkpoint.py" in fault.traceback, "the record has all frames"
     worker._known_places = {fault.place}
     assert told(forward)[1:] == ["again at wrong_net.py:6 in part"]
+    wrong = InputError("data.source", got="keys that forward does not accept", expected="x")
+
+    def refuse(_: Any) -> None:
+        raise wrong
+
+    assert told(refuse) == [f"rank 0 failed at step 0: {wrong}"], "what is wrong with the input needs no frames"
     monkeypatch.setattr("raytrain.config.user_code.is_users_file", lambda path: False)
     assert told(forward)[0].startswith("Traceback"), "without a frame of the user all are shown"
 

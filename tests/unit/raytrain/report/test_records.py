@@ -125,6 +125,14 @@ def test_the_time_breakdown_states_the_unaccounted_time():
 def test_a_smoothed_curve_does_not_lag():
     line = [(float(n), 2.0 * n) for n in range(200)]
     assert [y for _, y in smoothed(line)] == pytest.approx([y for _, y in line])
+    assert smoothed(line[:1]) == line[:1] and smoothed([]) == []
+
+
+def test_a_noisy_last_point_is_no_spike_of_the_smoothed_curve():
+    noisy = [(float(n), 1.0 if n < 299 else 3.0) for n in range(300)]
+    ends = smoothed(noisy)[-1][1], smoothed(noisy[::-1])[0][1]
+    assert all(1.0 < end < 2.3 for end in ends), ends
+    assert smoothed(noisy)[100:102] == [(100.0, 1.0), (101.0, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_failed_steps_are_noticed_two_steps_later_without_rows(log_every: int, b
     rows, outcome = train(session)
     failed = 5 if 18 in bad else 3
     assert (outcome.kind, outcome.bad_steps, session.state.step) == ("rollback", failed, 18)
-    more = ", of which 3 are the limit and 2 ran before that was known (the loss was nan)" if 18 in bad else ""
+    more = " (the limit is 3; 2 more ran before it was noticed) (the loss was nan)" if 18 in bad else ""
     assert outcome.reason == f"{failed} steps in a row were not finite" + more
     assert rows.of("train", "step") == [1, 18], "the row that shows it"
 

@@ -54,7 +54,10 @@ def test_start_progress_and_end_are_reported_in_order_with_counts_and_megabytes(
     assert [row["done"] for row in told.rows[1:11]] == list(range(100, 1001, 100)) and told.rows[1]["of"] == 1000
     last = told.rows[-1]
     assert last["megabytes"] == pytest.approx(1020 * (16 + 8) / 1e6) and last["device"] == "cpu" and last["seconds"] > 0
-    assert "1,000 rows (train) and 20 rows (eval) prepared in" in last["reason"] and "MB stay on cpu" in last["reason"]
+    assert (
+        "1,000 rows (train) and 20 rows (eval) prepared in" in last["reason"]
+        and "; 23.9 KiB stay on cpu" in last["reason"]
+    )
     assert prepare_source(placed, DataPlan("resident"), device=CPU, report=told) is placed
     assert len(told.rows) == len(phases), "once"
 

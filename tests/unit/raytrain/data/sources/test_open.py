@@ -408,7 +408,7 @@ def test_wrong_functions_of_the_users_are_named(own: str, function: str, keys: d
         ({}, "data.source", "module:function"),
         ({"source": "text", "path": "x", "train": {"x": torch.ones(2)}}, "data.source", "together with data.train"),
         ({"eval": {"x": torch.ones(2)}}, "data.eval", "without data.train"),
-        ({"train": {"x": torch.ones(2)}, "vocabulary": "chars"}, "data.vocabulary", "no other key"),
+        ({"train": {"x": torch.ones(2)}, "vocabulary": "chars"}, "data.vocabulary", "no keys for it"),
     ],
 )
 def test_wrong_keys_of_a_source_are_named(section: dict[str, Any], key: str, words: str) -> None:
