@@ -171,14 +171,6 @@ def job(guest: str, *, model: str = "builder: GUEST:build", data: str = "source:
 
 #: Parts of a job that fail in the user's own code: the key and what else is in the message.
 FAULTS = {
-    "a root": (
-        {"model": "builder: GUEST:build, fault: root"},
-        ["model.builder: got a loss of nan for the first", "expected a finite loss", "the root of 0 or less"],
-    ),
-    "values": (
-        {"data": "source: GUEST:rows, fault: nan"},
-        ["data.source: got a loss of nan for the first", "with values that are not finite in x, expected"],
-    ),
     "a shape": (
         {"model": "builder: GUEST:build, fault: shape"},
         [
@@ -306,6 +298,29 @@ def test_whether_the_model_answers_rows_without_labels_is_found_before_the_start
         assert checked.unanswered is not None and found in checked.unanswered
     else:
         assert checked.unanswered == found
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"model": "builder: GUEST:build, fault: root"},
+            "model.builder: got a loss of nan for the first {rows}, expected a finite loss with the first weights; "
+            "does it divide by zero, or take the logarithm or the root of 0 or less?",
+        ),
+        (
+            {"data": "source: GUEST:rows, fault: nan"},
+            "data.source: got a loss of nan for the first {rows}, with values that are not finite in x, "
+            "expected a finite loss with the first weights",
+        ),
+    ],
+)
+def test_a_first_loss_that_is_not_finite_is_wrong_input(guest: str, parts: dict[str, str], message: str) -> None:
+    code, output = run("train", job(guest, **parts))
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    rows = line.partition("the first ")[2].partition(" rows")[0]
+    assert code == 2 and line == f"error: {message}".format(rows=f"{rows} rows"), output
+    assert run("train", job(guest, **parts, more="precision: {dtype: fp16}"))[0] == 0, "its loss scale may help"
 
 
 def test_nothing_of_this_process_changes(
