@@ -30,7 +30,7 @@ from raytrain.infer.predictor import (
     takes_mask,
 )
 from raytrain.infer.quantize import quantize
-from raytrain.infer.row_values import check_list_sizes
+from raytrain.infer.row_values import check_list_sizes, check_numbers
 from raytrain.infer.text.generate import Sampling
 from raytrain.infer.text.prompts import Prompt, prompt_of
 from raytrain.models.attention import Attention
@@ -85,6 +85,7 @@ class InferenceModel:
             stacked, named = tuple(self.reads.get("stacked", ())), tuple(self.reads.get("named", ()))
             named = named if stacked or named else ("x",)
             _check_trained_on(schema, (*stacked, *named))
+            check_numbers(schema, ColumnChoice(stacked, named, None))
             if builder in ROW_BUILDERS:
                 check_list_sizes(schema, self._takes(named))
 
@@ -171,8 +172,10 @@ class InferenceModel:
         names, image = self.facts.get("class_names"), self.facts.get("image_shape")
         takes = {} if takes_mask(module) else self._takes(named)
         check_list_sizes(schema, takes)
+        choice = ColumnChoice(stacked, named, None)
+        check_numbers(schema, choice)
         return RowPredictor(
-            module, ColumnChoice(stacked, named, None), classes=None if names is None else tuple(names),
+            module, choice, classes=None if names is None else tuple(names),
             regression=self.facts.get("num_classes") is None and bool(self.reads), autocast=autocast, takes=takes,
             num_classes=self.facts.get("num_classes"), image_shape=None if image is None else tuple(image),
         )  # fmt: skip

@@ -17,7 +17,15 @@ from cluster.wording import counted
 from raytrain.data.sources.tables import ColumnChoice, convert
 from raytrain.errors import InputError, RunError
 from raytrain.infer.input.files import KEY
-from raytrain.infer.row_values import layer_mismatch, list_lengths, mismatch, rows_of_equal_lengths, wrong_rows
+from raytrain.infer.row_values import (
+    layer_mismatch,
+    list_lengths,
+    mismatch,
+    rows_of_equal_lengths,
+    with_numbers,
+    wrong_rows,
+    wrong_values,
+)
 from raytrain.infer.text.generate import Sampling, cut_at_stop, generate
 from raytrain.trainable import MASK, in_eval, rows
 
@@ -150,8 +158,8 @@ class RowPredictor(_OneOutput):
         return (*self.choice.stacked, *self.choice.named)
 
     def refused(self, table: Any) -> dict[int, str]:
-        """Rows with another number of values than the model takes."""
-        return wrong_rows(table, self.takes)
+        """Rows with another number of values than the model takes, or with a value that is no finite number."""
+        return wrong_values(table, self.choice) | wrong_rows(table, self.takes)
 
     def lengths(self, table: Any) -> list[int]:
         """The longest list of each row; 1 where all columns are numbers."""
@@ -201,7 +209,7 @@ class RowPredictor(_OneOutput):
     def _batch(self, table: Any) -> dict[str, Any]:
         from raytrain.data.sources.in_memory import table_split
 
-        split = table_split(convert(table, self.choice, classes=None, key=KEY))
+        split = table_split(convert(with_numbers(table, self.choice), self.choice, classes=None, key=KEY))
         device = next(self.module.parameters()).device
         batch = dict(split.gather(np.arange(table.num_rows)))
         shape, x = self.image_shape, batch.get("x")

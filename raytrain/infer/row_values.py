@@ -6,6 +6,7 @@ values like all others, so that the answer would be that of another row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from cluster.wording import counted
+from raytrain.data.sources.tables import ColumnChoice, column_kind, is_list, is_nested, is_text, number_in
 from raytrain.errors import InputError
 from raytrain.infer.input.files import KEY
 
@@ -46,10 +48,65 @@ def wrong_rows(table: Any, takes: Mapping[str, int]) -> dict[int, str]:
 
     found = dict[int, str]()
     for name, wanted in takes.items():
-        if list_lengths(table, [name]).size:
+        if list_lengths(table, [name]).size and not is_nested(table.schema.field(name).type):
             lengths = compute.call_function("list_value_length", [table[name]]).fill_null(wanted).to_numpy()
             found |= {int(row): mismatch(name, int(lengths[row]), wanted) for row in np.flatnonzero(lengths != wanted)}
     return dict(sorted(found.items()))
+
+
+def wrong_values(table: Any, choice: ColumnChoice) -> dict[int, str]:
+    """Row -> why it cannot be answered, of rows in which a number is missing, not finite, or no number."""
+    found = dict[int, str]()
+    for name in (*choice.stacked, *choice.named):
+        column = table[name]
+        for row in np.flatnonzero(column.is_null().to_numpy()).tolist():
+            found.setdefault(row, f"column '{name}' has no value")
+        if column_kind(column.type) == "number" or is_text(column.type):
+            wrong = np.flatnonzero(~np.isfinite(numbers_of(column)))
+            rows, cells = wrong, [column[int(row)].as_py() for row in wrong]
+        elif is_list(column.type) and not is_nested(column.type):
+            rows, cells = _wrong_in_lists(column)
+        else:
+            continue
+        for row, cell in zip(rows.tolist(), cells, strict=True):
+            found.setdefault(row, f"column '{name}' has {cell!r}, expected finite numbers")
+    return dict(sorted(found.items()))
+
+
+def _wrong_in_lists(column: Any) -> tuple[np.ndarray, list[Any]]:
+    """(rows, values) of what is missing or not finite in lists of numbers."""
+    from pyarrow import compute
+
+    flat = compute.call_function("list_flatten", [column])
+    lengths = compute.call_function("list_value_length", [column]).fill_null(0).to_numpy()
+    wrong = np.flatnonzero(~np.isfinite(numbers_of(flat)))
+    return np.repeat(np.arange(len(column)), lengths)[wrong], [flat[int(at)].as_py() for at in wrong]
+
+
+def numbers_of(column: Any) -> np.ndarray:
+    """A column of numbers, or of texts that are numbers, as float64; NaN for what is none."""
+    if is_text(column.type):
+        cells = (number_in(cell) for cell in column.to_pylist())
+        return np.array([math.nan if cell is None else cell for cell in cells], dtype=np.float64)
+    return column.cast("float64").to_numpy()
+
+
+def with_numbers(table: Any, choice: ColumnChoice) -> Any:
+    """The table with the texts of stacked columns as numbers: one value of a CSV file that is no number makes its whole
+    column text."""
+    for name in choice.stacked:
+        if is_text(table.schema.field(name).type):
+            index = table.schema.get_field_index(name)
+            table = table.set_column(index, name, [numbers_of(table[name])])
+    return table
+
+
+def check_numbers(schema: Any, choice: ColumnChoice) -> None:
+    """Raise InputError for a column that holds no numbers, by its type."""
+    for name in (*choice.stacked, *choice.named):
+        kind = schema.field(name).type
+        if column_kind(kind) == "other" and not (name in choice.stacked and is_text(kind)):
+            raise InputError(KEY, got=f"column '{name}' of type {kind}", expected="numbers or lists of numbers")
 
 
 def mismatch(name: str, given: int, wanted: int) -> str:
@@ -66,7 +123,7 @@ def check_list_sizes(schema: Any, takes: Mapping[str, int]) -> None:
         size = kind.list_size if kind is not None and types.is_fixed_size_list(kind) else None
         if kind is not None and (types.is_integer(kind) or types.is_floating(kind)):
             size = 1
-        if size not in (None, wanted):
+        if size not in (None, wanted) and not is_nested(kind):
             seen = f"the column {name} with {counted(size, 'value')} in each row"
             raise InputError(KEY, got=seen, expected=f"{wanted}, as the model takes")
 

@@ -89,7 +89,7 @@ def _table_size(kind: str, keys: Mapping[str, Any], *, key: str) -> tuple[int, i
         sizes = sizes_of(parquet_files(paths, key=name), keys, key=name)
         return sizes.rows, sizes.row_bytes, sizes.by_groups
     table = read_tables(paths, kind=kind, key=name)
-    choice = choose_columns(table.schema, features=keys["features"], label=keys["label"], key=name)
+    choice = choose_columns(table.schema, features=keys["features"], label=keys["label"], key=name, table=table)
     columns = convert(table, choice, classes=class_names([table], keys["label"]), key=name)
     arrays = [*columns.dense.values(), *(values for values, _ in columns.ragged.values())]
     return table.num_rows, -(-sum(array.nbytes for array in arrays) // table.num_rows), False

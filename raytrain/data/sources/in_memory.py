@@ -43,7 +43,7 @@ def table_pair(
     Raises:
         InputError: columns that are missing, not numeric, have missing values, or differ between the tables.
     """
-    choice = choose_columns(train.schema, features=features, label=label, key=keys[0])
+    choice = choose_columns(train.schema, features=features, label=label, key=keys[0], table=train)
     tables = [train] if evaluation is None else [train, evaluation]
     names = class_names(tables, label)
     converted = [convert(train, choice, classes=names, key=keys[0])]

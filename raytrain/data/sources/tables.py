@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -124,11 +125,15 @@ def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str
     return schema, rows, {name: size / rows for name, size in sizes.items()}
 
 
-def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | None, key: str) -> ColumnChoice:
+def choose_columns(
+    schema: Any, *, features: Sequence[str] | None, label: str | None, key: str, table: Any = None
+) -> ColumnChoice:
     """Choose the columns of `schema` to use.
 
     List columns keep their names. Numeric columns are stacked into x, unless neither features nor a label is given.
 
+    Args:
+        table: the rows, if they were read: a message names the value that makes a column text.
     Raises:
         InputError: a column that does not exist, or one that is not numeric.
     """
@@ -155,12 +160,14 @@ def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | 
     kinds = {name: column_kind(schema.field(name).type) for name in used}
     for name, kind in kinds.items():
         if kind == "other":
+            found = None if table is None else first_text(table[name])
             raise InputError(
                 "data.features",
-                got=f"column '{name}' of type {schema.field(name).type}",
+                got=f"column '{name}' of type {schema.field(name).type}" + ("" if found is None else f", with {found}"),
                 expected="numbers or lists of numbers",
-                remedy="list the columns to use in data.features",
-            )
+                remedy="list the columns to use in data.features" if found is None else "rows are numbered from 0; "
+                "correct that value, or list the columns to use in data.features",
+            )  # fmt: skip
     if not used:
         raise InputError("data.features", got="no column", expected=f"some of {abbreviated(names, NAMED_AT_MOST)}")
     own = features is None and label is None
@@ -169,13 +176,41 @@ def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | 
 
 
 def column_kind(kind: Any) -> str:
-    """Classify a pyarrow type: "number", "list" (of numbers) or "other"."""
+    """Classify a pyarrow type: "number", "list" (of numbers, or of such lists) or "other"."""
     from pyarrow import types
 
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind):
         return "number"
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return "list" if is_list and column_kind(kind.value_type) == "number" else "other"
+    return "list" if is_list(kind) and column_kind(kind.value_type) != "other" else "other"
+
+
+def is_list(kind: Any) -> bool:
+    """Whether a pyarrow type holds lists, of any or of one length."""
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def is_nested(kind: Any) -> bool:
+    """Whether a pyarrow type holds lists of lists, such as images."""
+    return is_list(kind) and is_list(kind.value_type)
+
+
+def number_in(text: Any) -> float | None:
+    """The number that a text is; None if it is none, or missing."""
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None
+
+
+def first_text(column: Any) -> str | None:
+    """The first value that is no number in a column of strings most of which are: "'x' in row 3". None elsewhere."""
+    if not is_text(column.type):
+        return None
+    values = column.to_pylist()
+    wrong = [row for row, value in enumerate(values) if value is not None and number_in(value) is None]
+    return f"'{values[wrong[0]]}' in row {wrong[0]}" if 0 < len(wrong) < len(values) / 2 else None
 
 
 def no_label(name: str, kind: Any) -> InputError:
@@ -297,10 +332,14 @@ def _check_finite(values: np.ndarray, name: str, *, key: str, offsets: np.ndarra
 
 
 def _lists(table: Any, name: str, columns: TableColumns, *, key: str) -> None:
-    """Add a list column to `columns`: dense (rows, L) if the type fixes the length, otherwise ragged."""
+    """Add a list column to `columns`: dense (rows, L) if the type fixes the length, otherwise ragged. Lists of
+    lists are dense, (rows, ...)."""
     from pyarrow import compute, types
 
     column = table[name]
+    if is_nested(column.type):
+        columns.dense[name] = _nested(column, name, key=key)
+        return
     check_present(column, name, key=key)
     flat = compute.call_function("list_flatten", [column])  # by name: pyarrow generates its functions at import
     lengths = compute.call_function("list_value_length", [column]).to_numpy()
@@ -312,6 +351,28 @@ def _lists(table: Any, name: str, columns: TableColumns, *, key: str) -> None:
         columns.dense[name] = values.reshape(table.num_rows, -1)
     else:
         columns.ragged[name] = (values, offsets)
+
+
+def _nested(column: Any, name: str, *, key: str) -> np.ndarray:
+    """Lists of lists of equal lengths as one array."""
+    from pyarrow import compute
+
+    rows, shape, flat = len(column), list[int](), column
+    while is_list(flat.type):
+        each = math.prod(shape)
+        check_present(flat, name, key=key, offsets=np.arange(rows + 1) * each)
+        lengths = compute.call_function("list_value_length", [flat]).to_numpy()
+        if (lengths != lengths[0]).any():
+            row = int(np.argmax(lengths != lengths[0])) // each
+            seen = f"lists of other lengths in column '{name}' row {row} than in row 0"
+            raise InputError(key, got=seen, expected="nested lists of the same shape in every row")
+        shape.append(int(lengths[0]))
+        flat = compute.call_function("list_flatten", [flat])
+    offsets = np.arange(rows + 1) * math.prod(shape)
+    check_present(flat, name, key=key, offsets=offsets)
+    values = _values(flat)
+    _check_finite(values, name, key=key, offsets=offsets)
+    return values.reshape(rows, *shape)
 
 
 def _labels(table: Any, name: str, *, classes: tuple[str, ...] | None, key: str) -> np.ndarray:

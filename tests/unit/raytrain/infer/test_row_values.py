@@ -90,6 +90,59 @@ def test_a_row_of_another_length_fails_alone_with_one_sentence_in_any_batch(
         assert not any(result.again for result in results), "known before: no batch of other rows is computed again"
 
 
+class Sum(nn.Module):
+    """The sum of all values of a row, whatever its shape; `seen` are the shapes that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.seen: list[tuple[int, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(tuple(x.shape))
+        return x.flatten(1).sum(1) * self.weight
+
+
+def answers_to(table: pa.Table, choice: ColumnChoice, folder: Path, *, batch: int) -> tuple[Sum, list[RowResult]]:
+    parquet.write_table(table, folder / "in.parquet")
+    predictor = RowPredictor(Sum(), choice, regression=True)
+    runner = UnitRunner(predictor, InputRows.at([str(folder / "in.parquet")]), batch, most_failed=table.num_rows)
+    return predictor.module, runner.run(Unit(0, 0, table.num_rows), list(predictor.columns))[1]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 10])
+def test_a_value_that_is_no_number_fails_its_row_alone_and_is_named_without_another_row_number(
+    batch: int, tmp_path: Path
+) -> None:
+    """A CSV file with one such value has a column of strings."""
+    a = ["1", "2.5", "x", " 4", None, "6", "nan", "1e1"]
+    table = pa.table({"a": a, "b": pa.array([10.0, None, 30.0, 40.0, 50.0, float("inf"), 70.0, 80.0])})
+    _, results = answers_to(table, ColumnChoice(("a", "b"), (), None), tmp_path, batch=batch)
+    assert [result.prediction for result in results] == [11.0, None, None, 44.0, None, None, None, 90.0]
+    assert [result.error for result in results] == [
+        None, "column 'b' has no value", "column 'a' has 'x', expected finite numbers", None, "column 'a' has no value",
+        "column 'b' has inf, expected finite numbers", "column 'a' has 'nan', expected finite numbers", None,
+    ]  # fmt: skip
+    assert not any(result.again for result in results), "no batch of other rows is computed again"
+
+
+def test_a_value_in_a_list_that_is_no_number_fails_its_row_alone(tmp_path: Path) -> None:
+    lists = pa.array([[1.0, 2.0], [3.0, float("nan")], None, [None, 4.0], [5.0, 6.0]], pa.list_(pa.float32()))
+    _, results = answers_to(pa.table({"x": lists}), ColumnChoice((), ("x",), None), tmp_path, batch=5)
+    assert [result.prediction for result in results] == [3.0, None, None, None, 11.0]
+    assert [result.error for result in results][1:4] == [
+        "column 'x' has nan, expected finite numbers", "column 'x' has no value",
+        "column 'x' has None, expected finite numbers",
+    ]  # fmt: skip
+
+
+def test_lists_of_lists_reach_the_model_in_their_shape(tmp_path: Path) -> None:
+    images = torch.arange(24.0).reshape(4, 1, 2, 3)
+    module, results = answers_to(pa.table({"x": images.tolist()}), ColumnChoice((), ("x",), None), tmp_path, batch=4)
+    assert module.seen == [(4, 1, 2, 3)]
+    assert [result.prediction for result in results] == images.flatten(1).sum(1).tolist()
+
+
 def test_rows_of_another_length_count_as_failures(tmp_path: Path) -> None:
     from raytrain.infer.runner import TooManyFailures
 

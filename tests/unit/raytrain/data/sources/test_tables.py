@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,25 @@ def test_lists_are_ragged_columns(tmp_path: Path, kind: str) -> None:
     assert batch["score"].tolist() == [0.5] * 3 and source.train.weights(np.array([1, 0, 2])) == 4
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_lists_of_lists_are_dense_columns_of_one_shape(tmp_path: Path, kind: str) -> None:
+    images = np.arange(120, dtype=np.float32).reshape(10, 2, 3, 2)
+    data = pa.table({"image": images.tolist(), "labels": list(range(10))})
+    source = opened(source=kind, path=write(data, tmp_path / f"t.{kind}"), eval_fraction=0.0)
+    batch = source.train.gather(np.array([3, 1]))
+    assert batch["image"].dtype == torch.float32 and batch["image"].tolist() == images[[3, 1]].tolist()
+    assert "attention_mask" not in batch and batch["labels"].tolist() == [3, 1]
+    for wrong, words in (
+        ([[[1.0], [2.0]], [[1.0], [2.0]], [[3.0]]], "lists of other lengths in column 'v' row 2 than in row 0"),
+        ([[[1.0, 2.0]], [[1.0]]], "lists of other lengths in column 'v' row 1 than in row 0"),
+        ([[[1.0]], [[float("nan")]]], "NaN in column 'v' row 1"),
+        ([[[1.0, 2.0]], [[1.0, None]]], "a missing value in column 'v' row 1"),
+        ([[[1.0]], [None]], "a missing value in column 'v' row 1"),
+    ):
+        with pytest.raises(InputError, match=words):
+            opened(train=pa.table({"v": wrong}))
+
+
 def test_without_features_and_label_every_column_keeps_its_name(tmp_path: Path) -> None:
     source = opened(source="parquet", path=write(table(), tmp_path / "t.parquet"))
     batch = source.train.gather(np.array([0]))
@@ -243,6 +263,12 @@ def test_non_numeric_columns_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data.features: got column 'city' of type string"):
         opened(source="csv", path=path, label="y")
     assert opened(source="csv", path=path, label="y", features=["a", "b"]).train.columns["x"].shape[1] == 2
+    typed = write(bad(city=[*map(str, range(30)), "abc", *map(str, range(9))]), tmp_path / "typed.csv")
+    for attempt in (opened, partial(describe_source, context=None)):
+        with pytest.raises(InputError, match=r"got column 'city' of type string, with 'abc' in row 30") as caught:
+            data = {"source": "csv", "path": typed, "label": "y"}
+            attempt(DataConfig(**data)) if isinstance(attempt, partial) else attempt(**data)
+        assert "rows are numbered from 0; correct that value" in str(caught.value)
     dated = pa.table({"a": [1.0], "when": pa.array([0], type=pa.timestamp("s"))})
     with pytest.raises(InputError, match=r"data.label: got column 'when' of type timestamp"):
         opened(train=dated, label="when")
