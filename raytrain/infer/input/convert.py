@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from raytrain.data.sources.idx import IMAGES, read_idx
+from raytrain.data.sources.tables import MISSING
 from raytrain.errors import InputError, first_line
 from raytrain.infer.input.files import KEY, InputFiles, fingerprint
 from raytrain.infer.input.rows import fitted, joined
@@ -152,7 +153,7 @@ def _csv_tables(path: str, types: dict[str, Any]) -> Iterator[Any]:
     import pyarrow as pa
     from pyarrow import csv
 
-    convert = csv.ConvertOptions(column_types=types)
+    convert = csv.ConvertOptions(column_types=types, null_values=MISSING)
     with _stream(path) as stream:
         reader = csv.open_csv(stream, read_options=csv.ReadOptions(block_size=BLOCK_BYTES), convert_options=convert)
         yield from (pa.Table.from_batches([batch]) for batch in reader if batch.num_rows)
