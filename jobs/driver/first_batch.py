@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -86,6 +87,10 @@ class FirstPass:
     skipped: str | None = None
     traced: TracedModel | None = None
     unanswered: str | None = None
+
+
+#: What torch says of a class number that the model has no output for.
+_LABEL_TOO_HIGH = re.compile(r"Target -?\d+ is out of bounds")
 
 
 class Skipped(Exception):
@@ -323,7 +328,11 @@ class FirstBatch:
     def _error(self, error: BaseException) -> InputError:
         part, doing = self.phase
         key = self.model_key if part == "model" else data_key(self.spec, error)
-        return users_error(error, key=key, doing=doing)
+        found = users_error(error, key=key, doing=doing)
+        if not _LABEL_TOO_HIGH.search(str(error)):
+            return found
+        return InputError(key, got=found.got, expected="labels from 0 to the number of outputs less one",
+                          remedy=found.remedy)  # fmt: skip
 
 
 def is_ours(builder: str) -> bool:

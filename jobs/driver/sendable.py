@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from jobs.job.spec import JobSpec
+from raytrain.data.sources.in_memory import check_kind
 from raytrain.errors import InputError, first_line
 
 _PICKLER = "raytrain_ray_cloudpickle"
@@ -36,6 +37,8 @@ def check_sendable(spec: JobSpec) -> None:
         error = _refusal(value)
         if error is None:
             continue
+        if key in ("data.train", "data.eval"):
+            check_kind(value, key=key)
         path, part = _culprit(value)
         seen = f"a {type(value).__name__} whose attribute {path} (a {_kind(part)}) cannot be sent to the workers"
         if not path:

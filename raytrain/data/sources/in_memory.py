@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -116,15 +116,29 @@ def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) ->
     kind = type(data).__module__.split(".")[0]
     if kind == "ray":
         raise InputError(key, got="a Ray Dataset", expected=KINDS, remedy="pass its rows as a pyarrow Table")
-    if isinstance(data, (torch.utils.data.DataLoader, torch.utils.data.IterableDataset, torch.Tensor, np.ndarray)):
-        raise InputError(key, got=f"a {type(data).__name__}", expected=KINDS)
-    if isinstance(data, (str, tuple)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise InputError(key, got=f"a {type(data).__name__}", expected=KINDS)
+    check_kind(data, key=key)
     if not len(data):
         raise InputError(key, got=f"0 rows in the {type(data).__name__}", expected="at least one row")
     split = DatasetSplit(data, key=key, collate=collate)
     split.read(np.zeros(1, np.int64))  # raises InputError for an item that is no row
     return split
+
+
+def check_kind(data: Any, *, key: str) -> None:
+    """Check that an object, which is no table and no dict of columns, has rows by number.
+
+    Raises:
+        InputError: it has not; the message says what to pass instead, where that is known.
+    """
+    seen = f"a {type(data).__name__}"
+    if isinstance(data, torch.utils.data.DataLoader):
+        raise InputError(key, got=seen, expected=KINDS, remedy="pass loader.dataset; batches are made here")
+    if isinstance(data, (torch.utils.data.IterableDataset, Iterator)):
+        raise InputError(key, got=seen, expected=KINDS, remedy="pass a list of what it yields: list(...)")
+    if isinstance(data, (torch.Tensor, np.ndarray, str, tuple)):
+        raise InputError(key, got=seen, expected=KINDS)
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise InputError(key, got=seen, expected=KINDS)
 
 
 def as_table(data: Any, *, key: str) -> Any:

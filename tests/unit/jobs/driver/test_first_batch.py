@@ -117,6 +117,8 @@ class Items:
         CALLS.append(index)
         if self.fault == "row" and index == self.bad:
             return {"x": torch.zeros(4), "labels": int("a label")}
+        if self.fault == "one":
+            return {"x": torch.zeros(4), "labels": index % 3 + 1}
         if self.fault == "nan":
             return {"x": torch.full((4,), float("nan")), "labels": 0}
         return {"x": torch.zeros(4), "labels": index % 3}
@@ -171,6 +173,14 @@ def job(guest: str, *, model: str = "builder: GUEST:build", data: str = "source:
 
 #: Parts of a job that fail in the user's own code: the key and what else is in the message.
 FAULTS = {
+    "labels from one": (
+        {"data": "source: GUEST:rows, fault: one"},
+        [
+            "IndexError: Target 3 is out of bounds",
+            "expected labels from 0 to the number of outputs less one",
+            "in hidden",
+        ],
+    ),
     "a shape": (
         {"model": "builder: GUEST:build, fault: shape"},
         [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from jobs.driver.checks import check_on_driver
 from jobs.job.spec import load_spec
@@ -91,6 +92,19 @@ def test_datasets_and_collate_functions_are_checked_as_well() -> None:
     assert refusal(Net(), eval=Rows()).startswith("data.eval: got a Rows whose attribute lines")
     text = refusal(Net(), Opened(), collate=collate)
     assert text.startswith("data.collate: got a function whose attribute lock (a _thread.lock)")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((item for item in [1, 2]), r"got a generator, expected .*map-style dataset.*; pass a list of what it yields"),
+        (DataLoader([1, 2]), r"got a DataLoader, expected .*map-style dataset.*; pass loader.dataset"),  # type: ignore
+    ],
+    ids=["generator", "loader"],
+)
+def test_what_is_no_dataset_is_refused_with_what_to_pass_instead(data: Any, words: str) -> None:
+    with pytest.raises(InputError, match=f"^data.train: {words}"):
+        check_on_driver(load_spec(mapping={"model": {"module": Net()}, "data": {"train": data}}).spec)
 
 
 def test_what_can_be_pickled_passes_without_copies_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
