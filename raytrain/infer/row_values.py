@@ -69,7 +69,7 @@ def wrong_values(table: Any, choice: ColumnChoice) -> dict[int, str]:
         else:
             continue
         for row, cell in zip(rows.tolist(), cells, strict=True):
-            found.setdefault(row, f"column '{name}' has {cell!r}, expected finite numbers")
+            found.setdefault(row, f"column '{name}' has no finite number: {cell!r}")
     return dict(sorted(found.items()))
 
 

@@ -31,7 +31,7 @@ def test_a_job_leaves_its_report_and_the_verb_report_writes_it_again(
     page = path.read_text()
     assert (
         "39 of 40 rows have a prediction" in page
-        and "has nan, expected finite numbers" in page
+        and "no finite number" in page
         and "done, with failed rows" in page
     )
     for section in ("speed", "workers", "slowest", "failures", "quality", "files", "config"):

@@ -120,8 +120,8 @@ def test_a_value_that_is_no_number_fails_its_row_alone_and_is_named_without_anot
     _, results = answers_to(table, ColumnChoice(("a", "b"), (), None), tmp_path, batch=batch)
     assert [result.prediction for result in results] == [11.0, None, None, 44.0, None, None, None, 90.0]
     assert [result.error for result in results] == [
-        None, "column 'b' has no value", "column 'a' has 'x', expected finite numbers", None, "column 'a' has no value",
-        "column 'b' has inf, expected finite numbers", "column 'a' has 'nan', expected finite numbers", None,
+        None, "column 'b' has no value", "column 'a' has no finite number: 'x'", None, "column 'a' has no value",
+        "column 'b' has no finite number: inf", "column 'a' has no finite number: 'nan'", None,
     ]  # fmt: skip
     assert not any(result.again for result in results), "no batch of other rows is computed again"
 
@@ -131,8 +131,8 @@ def test_a_value_in_a_list_that_is_no_number_fails_its_row_alone(tmp_path: Path)
     _, results = answers_to(pa.table({"x": lists}), ColumnChoice((), ("x",), None), tmp_path, batch=5)
     assert [result.prediction for result in results] == [3.0, None, None, None, 11.0]
     assert [result.error for result in results][1:4] == [
-        "column 'x' has nan, expected finite numbers", "column 'x' has no value",
-        "column 'x' has None, expected finite numbers",
+        "column 'x' has no finite number: nan", "column 'x' has no value",
+        "column 'x' has no finite number: None",
     ]  # fmt: skip
 
 
