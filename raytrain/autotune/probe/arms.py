@@ -16,6 +16,9 @@ from raytrain.trainable import Trainable
 
 #: Rounds continue until this much time has passed, within the bounds that a caller gives.
 BUDGET_S = 2.0
+#: Until the rounds have taken so long, a clear result is no reason to stop: a few of milliseconds may all fall into one
+#: burst of other work, and every look at the times is one more chance to be misled.
+CHEAP_S = 0.25
 
 
 def _nothing() -> None:
@@ -89,8 +92,8 @@ def timed_arms(
         attempt: runs an arm, and returns why that failed on any worker, or "". A failed arm is not run again.
         stop_on_failure: with one failed arm the others are of no interest.
         decided: whether this worker's seconds by arm need no `min_rounds`.
-        clear: whether, after `min_rounds`, this worker's seconds by arm need no more of the budget. The rounds end once
-            they need none on any worker.
+        clear: whether, after `min_rounds` and `CHEAP_S`, this worker's seconds by arm need no more of the budget. The
+            rounds end once they need none on any worker.
     """
     seconds: list[list[float]] = [[] for _ in arms]
     values: list[Sequence[float]] = [() for _ in arms]
@@ -113,7 +116,8 @@ def timed_arms(
                     seconds[index].append(one.seconds)
             enough = round_number >= min_rounds or decided(seconds)
             enough = enough and time.perf_counter() - begin > budget_s
-            settled = round_number >= min_rounds and clear(seconds)
+            cheap = sum(map(sum, seconds)) < CHEAP_S
+            settled = round_number >= min_rounds and not cheap and clear(seconds)
             some, all_of = workers.all_reduce_ints([int(enough), int(settled)])
             if (stop_on_failure and errors) or some or all_of == workers.world_size:
                 break
