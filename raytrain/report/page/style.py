@@ -120,7 +120,7 @@ svg path{
 .devices .faint{stroke-width:1.5;opacity:.5}
 .dot{stroke-width:7}
 .interval{stroke-width:5;opacity:.28}
-.dashed{stroke-dasharray:5 5;opacity:.8}
+.dashed{stroke-dasharray:7 7}
 svg .grid{color:var(--grid);stroke-width:1}
 svg .axis{color:var(--soft);stroke-width:1;opacity:.6}
 svg .restart{stroke-dasharray:3 4;stroke-width:1.5}
