@@ -88,7 +88,7 @@ def numbers_of(column: Any) -> np.ndarray:
     if is_text(column.type):
         cells = (number_in(cell) for cell in column.to_pylist())
         return np.array([math.nan if cell is None else cell for cell in cells], dtype=np.float64)
-    return column.cast("float64").to_numpy()
+    return column.cast("float64", safe=False).to_numpy()  # whole numbers above 2**53 are rounded
 
 
 def with_numbers(table: Any, choice: ColumnChoice) -> Any:

@@ -358,7 +358,7 @@ def _nested(column: Any, name: str, *, key: str) -> np.ndarray:
     from pyarrow import compute
 
     rows, shape, flat = len(column), list[int](), column
-    while is_list(flat.type):
+    while is_list(flat.type) and len(flat):
         each = math.prod(shape)
         check_present(flat, name, key=key, offsets=np.arange(rows + 1) * each)
         lengths = compute.call_function("list_value_length", [flat]).to_numpy()
@@ -368,6 +368,8 @@ def _nested(column: Any, name: str, *, key: str) -> np.ndarray:
             raise InputError(key, got=seen, expected="nested lists of the same shape in every row")
         shape.append(int(lengths[0]))
         flat = compute.call_function("list_flatten", [flat])
+    if not len(flat):
+        raise InputError(key, got=f"empty lists in column '{name}'", expected="values in every row")
     offsets = np.arange(rows + 1) * math.prod(shape)
     check_present(flat, name, key=key, offsets=offsets)
     values = _values(flat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,12 @@ def test_a_value_that_is_no_number_fails_its_row_alone_and_is_named_without_anot
         "column 'b' has no finite number: inf", "column 'a' has no finite number: 'nan'", None,
     ]  # fmt: skip
     assert not any(result.again for result in results), "no batch of other rows is computed again"
+
+
+def test_whole_numbers_of_any_size_flags_and_decimals_are_numbers(tmp_path: Path) -> None:
+    columns = {"id": [2**60 + 1, 5], "flag": [True, False], "price": [Decimal("1.25"), Decimal("2.50")]}
+    _, results = answers_to(pa.table(columns), ColumnChoice(tuple(columns), (), None), tmp_path, batch=2)
+    assert [result.prediction for result in results] == [pytest.approx(2.0**60), 7.5]
 
 
 def test_a_value_in_a_list_that_is_no_number_fails_its_row_alone(tmp_path: Path) -> None:

@@ -168,9 +168,11 @@ def test_lists_of_lists_are_dense_columns_of_one_shape(tmp_path: Path, kind: str
         ([[[1.0]], [[float("nan")]]], "NaN in column 'v' row 1"),
         ([[[1.0, 2.0]], [[1.0, None]]], "a missing value in column 'v' row 1"),
         ([[[1.0]], [None]], "a missing value in column 'v' row 1"),
+        ([[[]], [[]]], "empty lists in column 'v'"),
+        ([[], []], "empty lists in column 'v'"),
     ):
         with pytest.raises(InputError, match=words):
-            opened(train=pa.table({"v": wrong}))
+            opened(train=pa.table({"v": pa.array(wrong, pa.list_(pa.list_(pa.float32())))}))
 
 
 def test_without_features_and_label_every_column_keeps_its_name(tmp_path: Path) -> None:
