@@ -143,11 +143,15 @@ def frame_text(rows: Sequence[Row], *, width: int) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
+#: Columns of words: where a terminal is narrow these are broken, and figures stay whole.
+WORDS = ("node", "device", "worker", "slowed by")
+
+
 def _table(several: bool, *titles: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in (*(("node",) if several else ()), *titles):
         numeric = title in ("util", "cpu", "memory", "Ray's", "temp", "power", "pid")
-        table.add_column(title, justify="right" if numeric else "left", no_wrap=title != "slowed by")
+        table.add_column(title, justify="right" if numeric else "left", no_wrap=title not in WORDS)
     return table
 
 

@@ -112,7 +112,7 @@ class RankZeroReporter:
         self.fence()
         row = event(kind, attempt=self.attempt, **fields)
         self.run.append_event(row)
-        if kind in PRINTED:
+        if kind in PRINTED or fields.get("what") == "rollback":
             print(row["reason"])
         self._observers.event(row)
         if kind == "out_of_memory":

@@ -161,7 +161,7 @@ class Worker:
             print(f"rank {self.workers.rank} lost the other workers at step {self._step()}", file=sys.stderr)
             self._record_fault(error)
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a library that the user's code calls may exit
             self._print_error(error)
             self._record_fault(error)
             raise
@@ -408,7 +408,7 @@ class Worker:
         """The step that was running; 0 before the first."""
         return self.session.state.step + 1 if self.session else 0
 
-    def _print_error(self, error: Exception) -> None:
+    def _print_error(self, error: BaseException) -> None:
         """An error, to this rank's log; rank 0's also reaches the terminal. Of the user's code only its own frames, and
         those once, and of our own errors none: the records of the fault have the others."""
         place, what = users_place(error), f"rank {self.workers.rank} failed at step {self._step()}"
@@ -425,7 +425,7 @@ class Worker:
         record = f"{self.run_folder.path}/{record_of(self.attempt, self.workers.rank)}"
         print(f"{what}\n{raised_at(error)}\nall frames: {record}", file=sys.stderr)
 
-    def _record_fault(self, error: Exception) -> None:
+    def _record_fault(self, error: BaseException) -> None:
         if not self.attempt:
             return  # no attempt number reached this worker: the controller records the fault
         session = self.session
@@ -461,7 +461,7 @@ def transfers_row(copies: list[TransferCounts], *, device: str) -> dict[str, Any
 
 
 def fault_of(
-    error: Exception,
+    error: BaseException,
     *,
     attempt: int,
     rank: int,

@@ -110,7 +110,9 @@ def record_of(attempt: int, rank: int | None) -> str:
     return f"faults/{attempt:04d}-{'cluster' if rank is None else f'rank{rank:05d}'}.json"
 
 
-def record_lost_ranks(run: RunFolder, ranks: Sequence[int], *, message: str) -> None:
+def record_lost_ranks(
+    run: RunFolder, ranks: Sequence[int], *, message: str, step: int | None = None, node: str | None = None
+) -> None:
     """Record that workers of the newest attempt died, unless they recorded a fault of their own.
 
     The others may notice only that a collective failed, and end the attempt before Ray reports the loss of a node.
@@ -118,13 +120,13 @@ def record_lost_ranks(run: RunFolder, ranks: Sequence[int], *, message: str) -> 
     attempt = run.current_attempt()
     for rank in ranks:
         if not run.exists(record_of(attempt, rank)):
-            write_fault(run, died_worker(attempt, rank, message))
+            write_fault(run, died_worker(attempt, rank, message, step=step, node=node))
 
 
-def died_worker(attempt: int, rank: int, message: str, *, node: str | None = None) -> Fault:
+def died_worker(attempt: int, rank: int, message: str, *, step: int | None = None, node: str | None = None) -> Fault:
     """The fault of a worker whose process ended without a record of its own."""
     return Fault(
-        attempt=attempt, rank=rank, step=None, error="WorkerDied", message=message, traceback="", precision="",
+        attempt=attempt, rank=rank, step=step, error="WorkerDied", message=message, traceback="", precision="",
         reduced=False, final=False, from_step=0, time=time.time(), node=node,
     )  # fmt: skip
 

@@ -76,12 +76,14 @@ def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: 
             continue
         safe = accounts[-1]["time"] if accounts else mine[0]["time"]
         faults = [row for row in rows if row["kind"] == "fault" and row.get("failed_attempt") == mine[0]["attempt"]]
+        stuck = [row["time"] - row["seconds"] for row in mine if row["kind"] == "hang_ended" and "seconds" in row]
         again = ended if closed is None else safe
         if not last:
             again = rows[starts[position + 1]]["time"]
         elif faults:  # the attempts after it failed before their first step
             again = _last_fault(rows)
-        failed = min(max(faults[0]["failed_at"], safe), again) if faults else again if last else safe
+        noticed = min([faults[0]["failed_at"], *stuck]) if faults else 0.0  # nothing was computed while it was stuck
+        failed = min(max(noticed, safe), again) if faults else again if last else safe
         total["lost"] += max(0.0, failed - safe)
         total["restart"] += max(0.0, again - failed)
 

@@ -63,7 +63,7 @@ def test_steps_that_are_not_finite_end_between_rows_and_nothing_but_a_row_reads_
     (decision,) = run.events("decision")
     assert (decision["what"], decision["value"], decision["precision"]) == ("rollback", 55, "fp32")
     assert decision["skipped"] == 5 and decision["reason"].startswith(
-        "5 steps in a row were not finite, of which 3 are"
+        "5 steps in a row were not finite (the limit is 3; 2 more ran"
     )
     assert "(the loss was inf) before step 64" in decision["reason"]
     assert [line["step"] for line in after] == list(range(56, 81)) and lines == before + after

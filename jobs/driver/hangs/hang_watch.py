@@ -44,6 +44,11 @@ class HangWatch:
         """The workers were asked where they are, and the line about it has not been said."""
         return self._asked is not None and not self._said
 
+    @property
+    def late_s(self) -> float:
+        """Seconds since the step, the phase or the activity last changed."""
+        return self._clock() - self._since
+
     def due(self, progress: Mapping[str, Any], *, silent: bool = False) -> bool:
         """Whether the workers should be asked where they are: once for a step that exceeds its deadline, or in which a
         worker is to be ended because it is `silent`."""

@@ -19,6 +19,7 @@ from jobs.driver.hangs.hang_watch import HangWatch
 from jobs.driver.hangs.silence import Silence, SilentRanks
 from raytrain.config.sections import RetryConfig
 from raytrain.execution.driver_channel import STARTING, stacks_file
+from raytrain.runs.faults import record_lost_ranks
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 
@@ -58,12 +59,13 @@ class StuckWorkers:
         if self._hang.asking:
             silent = {}  # once all that respond have said where they are
         for rank in sorted({*silent, *self._hang.overdue(signs, hang_s=self._retry.hang_s)} - self._ended):
-            what = f"has been in one step for more than {self._retry.hang_s or 0:.0f} s"
+            seconds, what = self._hang.late_s, f"has been in one step for more than {self._retry.hang_s or 0:.0f} s"
             if rank in silent:
+                seconds = silent[rank]
                 doing = progress.get("activity") or progress.get("phase") or STARTING
                 what = f"has not responded for {silent[rank]:.0f} s (the run: {doing})"
                 self._write_stacks(rank, signs)
-            lines.append(self._end(rank, what, signs, node=progress.get("nodes", {}).get(rank)))
+            lines.append(self._end(rank, what, signs, seconds=seconds, progress=progress))
         self._ended &= set(signs)
         others = {rank: sign for rank, sign in signs.items() if rank not in self._ended}
         return lines + self._named.lines(others, now=time.time(), limit_s=self._retry.host_silence_s)
@@ -83,11 +85,23 @@ class StuckWorkers:
         if self._local:
             self._run.write_text(stacks_file(rank), outside_stacks(pid_of(signs[rank][1])))
 
-    def _end(self, rank: int, what: str, signs: Mapping[int, tuple[float, str]], *, node: str | None) -> str:
+    def _end(
+        self, rank: int, what: str, signs: Mapping[int, tuple[float, str]], *, seconds: float,
+        progress: Mapping[str, Any],
+    ) -> str:  # fmt: skip
+        """End the process of a rank, with a record of why: Ray would say only that it died.
+
+        Args:
+            seconds: how long nothing has come of it.
+        """
         self._ended.add(rank)
-        pid = pid_of(signs[rank][1])
+        pid, node = pid_of(signs[rank][1]), progress.get("nodes", {}).get(rank)
         reason = f"rank {rank} {what}: its process is ended, all restart"
-        self._run.append_event(event("hang_ended", rank=rank, pid=pid, reason=reason))
+        self._run.append_event(event("hang_ended", rank=rank, pid=pid, seconds=seconds, reason=reason))
+        step = None if progress.get("max_steps") is None else int(progress.get("step") or 0) + 1
+        record_lost_ranks(
+            self._run, [rank], message=f"rank {rank} {what}, and its process was ended", step=step, node=node
+        )
         end_process(pid, node=None if self._local else node)
         return reason
 

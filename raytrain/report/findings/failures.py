@@ -53,7 +53,8 @@ def failure(records: RunRecords) -> list[Finding]:
 
 def _of_memory(records: RunRecords) -> str:
     """Where the run left no predictions: `findings.memory` has those."""
-    if records.planned("micro_batch_size") == 1:
+    tried = [row.get("micro_batch") for row in records.of_kind("fault") if row.get("out_of_memory")]
+    if 1 in (records.planned("micro_batch_size"), *tried):
         return advice(
             ("set loop.activation_checkpointing: true", bool(records.configured("loop.activation_checkpointing"))),
             ("set precision.dtype: bf16", records.planned("precision") in ("bf16", "fp16")),
@@ -113,6 +114,18 @@ def restarts(records: RunRecords) -> list[Finding]:
     origin = f"step {starts[0]}" if len(starts) == 1 else f"steps {', '.join(starts[:-1])} and {starts[-1]}"
     failed = f"; {len(decisive)} of the earlier attempts failed" if 0 < len(decisive) < len(attempts) - 1 else ""
     return [Finding("info", f"{len(attempts)} attempts", f"resumed from {origin}{failed}: {reasons}")]
+
+
+def hangs(records: RunRecords) -> list[Finding]:
+    """Workers whose processes were ended as nothing came of them, and steps that were late and ended by themselves."""
+    ended, late = records.of_kind("hang_ended"), records.of_kind("hang")
+    remedy = "logs/rank_*.stacks shows where each rank was; retry.hang_s and retry.host_silence_s limit the wait."
+    if ended:
+        title = f"{counted(len(ended), 'worker')} hung"
+        return [Finding("warning", title, "; ".join(cause_of(row) for row in ended[:3]), remedy)]
+    if late:
+        return [Finding("warning", "A step took far longer than the others", cause_of(late[-1]), remedy)]
+    return []
 
 
 def fall_backs(records: RunRecords) -> list[Finding]:

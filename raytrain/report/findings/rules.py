@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from raytrain.report.findings.bottleneck import memory_warnings, step_limits, throttling, utilisation
 from raytrain.report.findings.compile import compilation_pays, graph_breaks, recompiles
 from raytrain.report.findings.experts import experts
-from raytrain.report.findings.failures import failure, fall_backs, idle_devices, restarts, unusable_devices
+from raytrain.report.findings.failures import failure, fall_backs, hangs, idle_devices, restarts, unusable_devices
 from raytrain.report.findings.finding import SEVERITIES, Finding
 from raytrain.report.findings.memory import shortages
 from raytrain.report.findings.speed import data_at_start, limiting_part, planned_time, step_times
@@ -25,6 +25,7 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     overfitting,
     non_finite,
     restarts,
+    hangs,
     fall_backs,
     unusable_devices,
     idle_devices,

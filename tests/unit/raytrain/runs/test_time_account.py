@@ -81,6 +81,12 @@ def test_attempts_that_fail_before_their_first_step_after_one_that_trained_are_r
     check([*events, end(25)], wall=25, startup=5, compute=5, lost=2, restart=11, other=2)
 
 
+def test_the_time_in_which_a_worker_was_stuck_is_no_lost_work() -> None:
+    stuck = {"kind": "hang_ended", "time": 39.0, "seconds": 25.0}
+    events = [start(0), attempt(1, 5), checkpoint(12, compute=5), stuck, fault(1, 40), attempt(2, 45)]
+    check([*events, *done(55, compute=9), end(55)], wall=55, startup=5, compute=14, lost=2, restart=31, other=3)
+
+
 def test_a_restart_without_a_record_of_the_time_of_failure() -> None:
     events = [start(0), attempt(1, 5), checkpoint(10, compute=4), attempt(2, 20), *done(30, compute=8), end(30)]
     check(events, wall=30, startup=5, compute=12, restart=10, other=3)

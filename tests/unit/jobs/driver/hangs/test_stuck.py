@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 from jobs.driver.hangs.stuck import StuckWorkers
 from raytrain.config.sections import RetryConfig
+from raytrain.runs.faults import read_faults
 from raytrain.runs.folder import RunFolder
 
 TRAINING = {"phase": "training", "step": 3}
@@ -23,7 +24,7 @@ def test_the_process_of_a_silent_worker_is_ended_once_with_its_stacks_in_the_run
     assert process.stdout is not None and process.stdout.readline(), "it runs Python code"
     stuck = StuckWorkers(run, None, RetryConfig(host_silence_s=0.001), local=True, compiles=False)
     signs = {0: (1.0, "on a (pid 1)"), 1: (1.0, f"on a (pid {process.pid})")}
-    evaluating = {**TRAINING, "activity": "evaluating"}
+    evaluating = {**TRAINING, "activity": "evaluating", "max_steps": 9, "nodes": {1: "n2"}}
     lines: list[str] = []
     for turn in range(2, 1000):  # rank 0 responds in each
         signs = {**signs, 0: (float(turn), "on a (pid 1)")}
@@ -35,7 +36,10 @@ def test_the_process_of_a_silent_worker_is_ended_once_with_its_stacks_in_the_run
     ended = [line for line in lines if "its process is ended" in line]
     assert len(ended) == 1 and ended[0].startswith("rank 1 has not responded for 0 s (the run: evaluating)")
     (row,) = [json.loads(line) for line in (Path(run.path) / "events.jsonl").read_text().splitlines()]
-    assert (row["kind"], row["rank"], row["pid"]) == ("hang_ended", 1, process.pid)
+    assert (row["kind"], row["rank"], row["pid"]) == ("hang_ended", 1, process.pid) and row["seconds"] > 0
+    (fault,) = read_faults(run, since=0)
+    assert (fault.rank, fault.step, fault.error, fault.node) == (1, 4, "WorkerDied", "n2")
+    assert fault.message.startswith("rank 1 has not responded for 0 s (the run: evaluating), and its process was ended")
     assert "pause" in (Path(run.path) / "logs" / "rank_00001.stacks").read_text()
 
 

@@ -183,6 +183,17 @@ def test_the_causes_of_restarts_are_joined_without_the_stops_of_their_sentences(
     )
 
 
+def test_hung_workers_are_named_and_a_late_step_only_where_none_was_ended():
+    late = {"kind": "hang", "step": 20, "reason": "step 20 has not ended for 31 s: rank 1 is in forward (net.py:3)"}
+    ended = {"kind": "hang_ended", "rank": 1, "reason": "rank 1 has been in one step for more than 60 s"}
+    (found,) = diagnose(records(events=[late]))
+    assert (found.severity, found.title) == ("warning", "A step took far longer than the others")
+    assert found.evidence == late["reason"] and "logs/rank_*.stacks" in found.remedy
+    (found,) = diagnose(records(events=[late, ended, late, {**ended, "rank": 0, "reason": "rank 0 has not responded"}]))
+    assert found.title == "2 workers hung" and found.evidence == f"{ended['reason']}; rank 0 has not responded"
+    assert "retry.hang_s" in found.remedy
+
+
 def test_fall_backs_of_the_run_and_warnings_of_the_plan():
     decision = {"kind": "decision", "what": "recovery", "value": "raise_precision", "reason": "bf16 failed"}
     seen = diagnose(records(events=[decision, {**decision, "value": "go_on"}], warnings=["one worker only"]))
