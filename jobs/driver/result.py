@@ -293,9 +293,9 @@ def print_result(
         parts.append(f"loss {loss:.4f}")
     if isinstance(best, float):
         parts.append(f"best eval loss {best:.4f}")
-    console.print(", ".join(parts), markup=False)
+    print_row(console, "", ", ".join(parts))
     if record["status"] == "failed":
-        console.print(f"reason: {text_from_here(record['reason'], run.path)}", markup=False)
+        print_row(console, "reason: ", text_from_here(record["reason"], run.path))
     if phases is not None:
         print_row(console, f"{'time':<8}", phases.line(record["time"]))
     for line in sample_lines(run):

@@ -46,6 +46,14 @@ def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: C
 
 
 @pytest.mark.timeout(240)
+def test_code_that_exits_is_an_error_with_its_step_and_its_place(fit: Fit, guest_job: Callable[..., Any]) -> None:
+    run = fit(guest_job(model={"fault": "exits", "at": 5}, save={"every": 2}))
+    assert run.result["status"] == "failed" and len(run.events("attempt")) == 2
+    assert re.search(r"twice at step 5: SystemExit: 3 at \S*guest_code\.py:\d+ in exits$", run.result["reason"])
+    assert [(row["error"], row["step"]) for row in run.events("fault")] == [("SystemExit", 5), ("SystemExit", 5)]
+
+
+@pytest.mark.timeout(240)
 def test_unreadable_checkpoints_end_the_run_and_are_kept(fit: Fit, guest_job: Callable[..., Any], place: Any) -> None:
     model = {"fault": "shuts_the_store", "at": 5, "note": str(place.folder)}
     run = fit(guest_job(model=model, save={"every": 4}, retry={"restarts_without_progress": 2}))
