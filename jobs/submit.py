@@ -85,7 +85,9 @@ def _uploaded(
         check_versions(here, there, install=install)
         say(package.text)
         env = runtime_environment(here, there, working_dir=package.path, install=install)
-        carried = "carried along: another version" if "py_modules" in env else "the same as here"
+        carried = (
+            "carried along: a job there finds another version, or none" if "py_modules" in env else "the same as here"
+        )
         say(f"cluster: python {there['python']}, torch {there['torch']}, ray {there['ray']}, raytrain {carried}")
         return server, server.upload(env)
 

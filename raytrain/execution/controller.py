@@ -142,9 +142,19 @@ def lost_nodes(nodes: list[dict[str, Any]], ranks: dict[int, str]) -> dict[int, 
     return {rank: dead[node] for rank, node in ranks.items() if node in dead}
 
 
+def on_loopback(nodes: list[dict[str, Any]], ranks: dict[int, str]) -> bool:
+    """Whether the nodes of all ranks have loopback addresses, as in a cluster of several nodes on one machine.
+
+    Args:
+        nodes, ranks: as for `lost_nodes`.
+    """
+    addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in nodes}
+    return all(addresses.get(node, "").startswith("127.") for node in ranks.values())
+
+
 @dataclass
 class Collectives(BackendConfig):
-    """Configuration of the process group, in place of Ray's `TorchConfig`: on a local cluster, loopback only.
+    """Configuration of the process group, in place of Ray's `TorchConfig`: on one machine, loopback only.
 
     torch's `env://` store and `TCPStore(host)` listen on every interface, whichever host they are given; a store on a
     socket that is already bound to loopback does not. One worker needs no process group.
@@ -213,7 +223,7 @@ class LoopbackBackend(Backend):
         _OOM_KILLS[:] = [killed] if (killed := oom_kills()) is not None else []
         backend_config.channel.report_group.remote(SETTING_UP, nodes=dict(_WORKER_NODES))
         world_size = len(worker_group)
-        if world_size > 1 and not backend_config.loopback:
+        if world_size > 1 and not (backend_config.loopback or on_loopback(ray.nodes(), _WORKER_NODES)):
             _torch_config().backend_cls().on_start(worker_group, backend_config)
             return
         worker_group.execute(_set_environment)

@@ -64,7 +64,10 @@ def test_the_development_cluster_has_two_nodes_on_loopback(
     shown: list[str] = []
     reader = threading.Thread(target=lambda: shown.extend(top.process.stdout))  # a pipe holds a few seconds
     reader.start()
-    done = start_python(*given, cwd=place.folder, env=place.env | told).finish(timeout=LIMIT_S)
+    submitted = start_python(*given, cwd=place.folder, env=place.env | told)
+    place.wait_for(lambda: (place.folder / "runs" / "latest").exists() and place.run.events("attempt"), limit=LIMIT_S)
+    training = place.listening()  # with the store of the workers' process group
+    done = submitted.finish(timeout=LIMIT_S)
     assert done.code == 0, done.text
     top.process.send_signal(signal.SIGINT)
     assert top.process.wait(timeout=30) == 0
@@ -75,8 +78,8 @@ def test_the_development_cluster_has_two_nodes_on_loopback(
     assert_on_both_nodes(run, cores=2)
     environment = json.loads((run.path / "environment.json").read_text())
     assert environment["host"]
-    listening = place.listening()
-    assert listening and listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
+    for listening in (training, place.listening()):
+        assert listening and listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
     assert without_secret(run.path, token.read_text())
     command.process.send_signal(signal.SIGTERM)
     assert command.process.wait(timeout=60) == 0

@@ -14,7 +14,7 @@ import torch
 
 from raytrain.errors import RunError
 from raytrain.execution import controller
-from raytrain.execution.controller import START_FAILURES, FaultWriter
+from raytrain.execution.controller import START_FAILURES, FaultWriter, on_loopback
 from raytrain.execution.driver_channel import RESTARTING
 from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
@@ -78,6 +78,15 @@ def test_a_worker_on_a_lost_node_is_the_cause_and_names_the_node(run: RunFolder)
     assert fault.traceback == "", "deaths are not compared"
     assert told == [(RESTARTING, {})]
     assert run.read_json("faults/0001-rank00000.json")["message"] == "gloo: closed", "the worker's own record stays"
+
+
+def test_workers_on_loopback_addresses_need_a_store_on_loopback_only() -> None:
+    nodes = [
+        {"NodeID": name, "NodeManagerAddress": address}
+        for name, address in (("a", "127.0.0.1"), ("b", "127.0.0.2"), ("c", "10.0.0.3"))
+    ]
+    assert on_loopback(nodes, {0: "a", 1: "b"}) and not on_loopback(nodes, {0: "a", 1: "c"})
+    assert not on_loopback(nodes, {0: "a", 1: "unknown"})
 
 
 def test_a_dead_process_on_a_live_node_is_a_death_with_its_pid_and_the_step_that_it_was_in(run: RunFolder) -> None:
