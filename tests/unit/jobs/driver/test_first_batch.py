@@ -178,7 +178,7 @@ FAULTS = {
         [
             "IndexError: Target 3 is out of bounds",
             "expected labels from 0 to the number of outputs less one",
-            "in hidden",
+            "in forward:",
         ],
     ),
     "a shape": (
