@@ -24,6 +24,12 @@ def own_stacks() -> str:
     return "\n".join(texts)
 
 
+def thread_named(prefix: str) -> int | None:
+    """A thread of this process whose name begins with this."""
+    found = (thread.ident for thread in threading.enumerate() if thread.name.startswith(prefix))
+    return next(found, None)
+
+
 def stack_of(thread: int) -> list[traceback.FrameSummary]:
     """The stack of one thread of this process, the innermost frame last; [] if it has ended."""
     frame = sys._current_frames().get(thread)

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cluster.telemetry.work import WORK
 from experts.member.shard import ExpertShard
 from experts.shapes import Key
 from raytrain.checkpoint.reader import read_manifest
@@ -202,5 +203,6 @@ def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> d
         if missing and reason is not None:
             raise RunError(f"the checkpoint in {folder} was given up: {reason}")
         if missing:
+            WORK.add()  # the wait has limits of its own: a host that does not respond, and `WRITE_S`
             time.sleep(POLL_S)
     return {"files": files, "experts": keys}

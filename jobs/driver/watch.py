@@ -39,6 +39,8 @@ from raytrain.runs.storage import join
 
 POLL_EVERY_S = 0.25
 ANSWER_TIMEOUT_S = 5
+#: Begins the reason of a run whose workers were left.
+LEFT = "exited without waiting for the workers"
 #: With reserved expert hosts, the workers may wait this long for room; then the run gives its hosts back.
 GIVE_BACK_S = 120.0
 #: Without its controller, `fit` ends at once; with a cluster that does not answer, when Ray gives it up.
@@ -108,7 +110,9 @@ def _watched(fitting: _Fit, spec: JobSpec, opened: OpenRun, *, signals: StopSign
             late = stop_at is not None and time.monotonic() > stop_at
             cluster_ended = stop_at is not None and unanswered > 1  # the same signal may have ended it
             if signals.times > 1 or late or cluster_ended:
-                return AttemptResult("interrupted", "exited without waiting for the workers", workers_running=True)
+                left = LEFT + (f": they did not save within {spec.retry.stop_grace_s:g} s" if late else "")
+                display.print_lines(f"{left} (retry.stop_grace_s)" if late else left)
+                return AttemptResult("interrupted", left, workers_running=True)
             if stop_at is None:
                 fitting.check_cluster(display)
             if change is None and fitting.change is not None:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cluster.telemetry.work import WORK
 from raytrain.errors import CheckpointError
 
 CHUNK_BYTES = 16 * 2**20
@@ -58,6 +59,7 @@ class HashingStream:
             piece = view[start : start + CHUNK_BYTES]
             self._hash.update(piece)
             self._bytes += len(piece)
+            WORK.add()
             while piece:
                 taken = self._file.write(piece)
                 piece = piece[len(piece) if taken is None else taken :]

@@ -302,7 +302,7 @@ class RetryConfig(Section):
     )
     hang_s: Positive | None = Field(
         default=300.0,
-        description="seconds after which the workers restart if they respond but their step does not end; null: never",
+        description="seconds without progress until the workers restart, although they respond; null: never",
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cluster.placement import on_this_node
+from cluster.telemetry.work import WORK
 
 #: Phases of a run in which no worker can report: before the workers are connected, and after one failed.
 STARTING, SETTING_UP, RESTARTING = "starting workers", "setting up the workers", "restarting the workers"
@@ -64,6 +65,7 @@ class DriverChannel:
         self._progress: dict[str, Any] = {}
         self._ended = False  # a worker failed, and the group that replaces its own has not started
         self._seen: dict[int, tuple[float, str]] = {}
+        self._work: dict[int, int] = {}
         self._lines: dict[str, dict[int, str]] = {}
         self._next: dict[str, int] = {}
         self._warnings: dict[str, dict[str, Any]] = {}
@@ -116,6 +118,7 @@ class DriverChannel:
         self._progress.update(fields, phase=phase)
         self._ended = phase == RESTARTING
         self._seen.clear()  # other processes follow
+        self._work.clear()
 
     async def report_progress(self, progress: dict[str, Any]) -> None:
         """Rank 0: update the progress shown by the driver: {"phase", "step", "row", ...}."""
@@ -134,13 +137,13 @@ class DriverChannel:
         self._samplers[node] = (host, now)
         return {"step": self._progress.get("step", 0)}
 
-    async def sign_of_life(self, rank: int, where: str) -> int:
-        """A worker, every few seconds: it responds, with its node and process id in words.
+    async def sign_of_life(self, rank: int, where: str, work: int = 0) -> int:
+        """A worker, every few seconds: it responds, with its node and process id in words, and its `WorkCount.done`.
 
         Returns the number of the newest request for its stacks; 0: none was made.
         """
         if not self._ended:
-            self._seen[rank] = (time.time(), where)
+            self._seen[rank], self._work[rank] = (time.time(), where), work
         return self._stack_request
 
     async def request_stacks(self) -> None:
@@ -179,8 +182,8 @@ class DriverChannel:
         return list(self._warnings.values())
 
     async def progress(self) -> dict[str, Any]:
-        """Driver: the newest value of every progress field."""
-        return self._progress
+        """Driver: the newest value of every progress field, and as "work" the sum of the workers' `WorkCount.done`."""
+        return {**self._progress, "work": sum(self._work.values())}
 
     async def print_lines(self, attempt_id: str, number: int, text: str) -> None:
         """Rank 0: send lines that its code printed to the driver's terminal.
@@ -229,7 +232,7 @@ def signs_of_life(
     def tell() -> None:
         answered: int | None = None  # a request that was made before this process started is not for it
         while True:
-            answer = channel.sign_of_life.remote(rank, where)
+            answer = channel.sign_of_life.remote(rank, where, WORK.done)
             if write_stacks is not None:
                 request = _answer(answer)
                 if request is not None and answered is not None and request > answered:

@@ -25,7 +25,6 @@ from ray import cloudpickle
 from torch import nn
 
 from cluster.forks import keep_parents_objects
-from cluster.telemetry.stacks import own_stacks, stack_of
 from cluster.telemetry.warnings import HIGH
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.resolve import resolve_choices
@@ -37,12 +36,13 @@ from raytrain.data.transfer import TRANSFERS, TransferCounts
 from raytrain.errors import CollectiveFailed, InputError, OutOfMemory, RaytrainError, RunError, StateLost, first_line
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.driver_channel import AttemptResult, kept, on_stop_request, signs_of_life, stacks_file
+from raytrain.execution.driver_channel import AttemptResult, kept, on_stop_request, signs_of_life
 from raytrain.execution.export import export
 from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
 from raytrain.execution.recovery.rollback import RewindPolicy, RollbackPolicy
 from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, StepReports, Superseded
+from raytrain.execution.stacks import write_stacks
 from raytrain.execution.telemetry import node_telemetry
 from raytrain.runs.faults import NOT_EXPORTED, Fault, read_faults, record_of, write_fault
 from raytrain.runs.folder import RunFolder
@@ -56,9 +56,6 @@ from raytrain.train.memory.soft_limit import SoftLimit, SoftLimitWarning, larges
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 from raytrain.train.state import LoopOutcome
-
-#: The end of the path of the modules in which a worker waits for others.
-COLLECTIVES = ("train/parallel/collectives.py", "train/parallel/buckets.py", "experts/transport/process_group.py")
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
@@ -89,20 +86,6 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
         sampled = node_telemetry(job.run_path, every=every, limit=limit, channel=channel, tags=worker.position)
         with sampled, watched_memory(worker.soft_limit(), every=job.telemetry_every, warn=worker.warn_of_memory):
             return worker.run(data)
-
-
-def write_stacks(run: RunFolder, rank: int, thread: int) -> dict[str, Any]:
-    """Write the stacks of this process to logs/rank_00000.stacks; returns what `DriverChannel.report_stacks` takes.
-
-    Args:
-        thread: the training thread.
-    """
-    stack = stack_of(thread)
-    run.write_text(stacks_file(rank), own_stacks())
-    collective = [frame for frame in stack if frame.filename.endswith(COLLECTIVES)]
-    place = (collective or stack or [None])[-1]
-    where = "" if place is None else f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
-    return {"waits": bool(collective), "place": where}
 
 
 def place_of(device: torch.device) -> dict[str, Any]:

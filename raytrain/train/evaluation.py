@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.telemetry.work import WORK
 from raytrain.train.memory.allocator import release_cached
 from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.parallel.collectives import Workers
@@ -70,6 +71,7 @@ def _scored(
                     value.detach().double() * share
                 )
             weight += micro.weight
+            WORK.add()
         for _ in range(passes if step.collective_passes else 0):
             step.idle()
     return total, weight

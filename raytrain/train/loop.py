@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.telemetry.work import EVALUATING, SAVING
 from cluster.wording import counted
 from raytrain.config.messages import abbreviated
 from raytrain.errors import RunError
@@ -196,7 +197,7 @@ class TrainingLoop:
         return bool(stop), bool(save)
 
     def _save(self, state: LoopState, *, final: bool, only_best: bool) -> None:
-        begin, self.activity = time.perf_counter(), "saving a checkpoint"
+        begin, self.activity = time.perf_counter(), SAVING
         self._report_sent(self._buffers.synchronize(), step=state.step)
         state.skipped_steps = self._skipped_before + int(self._nonfinite.total)
         self.saver.save(state, final=final, only_best=only_best)
@@ -273,7 +274,7 @@ class TrainingLoop:
         evaluate = self.evaluate
         if evaluate is None or (state.last_eval and state.last_eval["step"] == state.step):
             return
-        begin, self.activity = time.perf_counter(), "evaluating"
+        begin, self.activity = time.perf_counter(), EVALUATING
         self._report_sent(self._buffers.synchronize(), step=state.step)
         values = self._retry.run(lambda: evaluate(state.step), step=state.step, evaluation=True)
         loss = values.pop("loss")

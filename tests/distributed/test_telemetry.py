@@ -256,14 +256,59 @@ def test_a_stopped_rank_and_a_stuck_one_are_named_with_all_stacks_and_the_worker
     assert hang["ranks"] == hang["silent"] == [1] and 5 <= hang["seconds"] < 40
     assert f"rank 1 on 127.0.0.1 (pid {rank_1}) does not respond" in hang["reason"]
     assert "rank 0 waits in" in hang["reason"] and hang == hangs[0] and len(hangs) == 2
-    assert hangs[1]["ranks"] == [1] and hangs[1]["silent"] == [] and "is in forward (planted.py:" in hangs[1]["reason"]
+    assert hangs[1]["ranks"] == [1] and hangs[1]["silent"] == [] and "is in hang_by (planted.py:" in hangs[1]["reason"]
     assert "planted.py" in other.read_text() and not stuck_by.exists()
     first, second = place.run.events("hang_ended")
     assert first["rank"] == second["rank"] == 1
     silent = re.search(r"has not responded for (\d+) s", first["reason"])
     assert silent is not None and 12 <= int(silent[1]) < 40, "the limit, and what loaded cores add to it"
-    assert "has been in one step for more than 20 s" in second["reason"]
+    assert re.search(r"rank 1 is stuck \(step \d+ has not ended for (2|3)\d s\): its process", second["reason"])
     assert [row["attempt"] for row in place.run.events("attempt")] == [1, 2, 3] and place.run.result["steps"] == 300
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.covers("NODE-09")
+def test_ranks_that_hang_in_an_evaluation_and_in_a_save_are_named_and_ended_and_not_awaited_by_a_stop(
+    place: Any, start_python: Callable[..., Any]
+) -> None:
+    """Their processes respond, and no step is late."""
+    stuck_by = place.folder / "stuck"
+    in_eval, in_save = stuck_by.with_suffix(".eval"), stuck_by.with_suffix(".save")
+    job = planted_job(
+        place,
+        model={"slow_rank": 1, "delay_s": 0.02, "stuck_by": str(stuck_by)},
+        data={"source": "planted:rows", "eval_fraction": 0.1},
+        loop={"max_steps": 600, "global_batch_size": 16, "log_every": 5, "eval_every": 100},
+        save={"every": 10},
+        scale={"workers": 2, "threads": 1},
+        retry={"hang_s": 8.0, "stop_grace_s": 3.0},
+    )
+    in_eval.touch()
+    command = start_python("-m", "jobs", "train", str(place.write(job)), cwd=place.folder, env=place.env)
+    place.wait_for(lambda: place.run.events("hang_ended"), limit=150, command=command)
+    place.wait_for(lambda: place.run.losses()[-1][0] > 100, limit=60, command=command)
+    in_save.touch()
+    place.wait_for(lambda: len(place.run.events("hang_ended")) == 2, limit=60, command=command)
+    in_eval.touch()
+    place.wait_for(lambda: not in_eval.exists(), limit=90, command=command)
+    command.process.send_signal(signal.SIGTERM)
+    ended = command.finish(timeout=60)
+    assert ended.code == 130, ended.text
+    left = "exited without waiting for the workers: they did not save within 3 s"
+    assert f"\n{left} (retry.stop_grace_s)\n" in ended.out and place.run.result["reason"] == left
+    of_eval, of_save = place.run.events("hang")
+    assert of_eval["reason"] in ended.out and of_save["reason"] in ended.out
+    assert of_eval["reason"].startswith("the evaluation after step 100 has not advanced for ")
+    assert "rank 1 on" in of_eval["reason"] and "is in hang_by (planted.py:" in of_eval["reason"]
+    assert "rank 0 waits in" in of_eval["reason"] and (of_eval["ranks"], of_eval["step"]) == ([1], 100)
+    assert re.match(r"saving the checkpoint of step \d+0 has not advanced for \d+ s: rank 0 on", of_save["reason"])
+    assert "is in hang_by (planted.py:" in of_save["reason"] and of_save["ranks"] == [0]
+    assert [row["rank"] for row in place.run.events("hang_ended")] == [1, 0]
+    assert "rank 1 is stuck (the evaluation after step 100 has not advanced for" in ended.out
+    first, second, third = [row["from_step"] for row in place.run.events("attempt")]
+    assert (first, second) == (0, 90) and third > 90
+    steps = [step for step, _ in place.run.losses()]
+    assert steps == [1, *range(5, steps[-1] + 1, 5)] and steps[-1] % 100 == 0
 
 
 def open_files(pid: int) -> list[Path]:

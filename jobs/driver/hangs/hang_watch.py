@@ -1,4 +1,5 @@
-"""Steps that do not end: after how long, which rank is absent, and where the others wait."""
+"""Steps that do not end, and evaluations, saves and exports that do not advance: after how long, which rank is absent,
+and where the others wait."""
 
 from __future__ import annotations
 
@@ -6,24 +7,35 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cluster.telemetry.work import EVALUATING, SAVING
 from raytrain.config.messages import abbreviated
-from raytrain.execution.driver_channel import SIGN_EVERY_S
+from raytrain.execution.driver_channel import RESTARTING, SIGN_EVERY_S, STARTING
 
 #: A step is late after this many times its usual duration, and after this long; with torch.compile, which may compile
-#: again inside a step, after `COMPILE_S`.
+#: again inside a step, after `COMPILE_S`, as a phase before the first step.
 STEPS_LATE, LEAST_STEP_S, COMPILE_S = 10.0, 5.0, 300.0
+#: The first step, an evaluation, a save or the export, whose duration is not known, is late after this long without
+#: work, or after `retry.hang_s` if that is less.
+LEAST_ACTIVITY_S = 60.0
+#: Before the end of the first step and in the export, the user's code may read all data or convert the model in one
+#: call: they are ended only after this many times `retry.hang_s`, unless every rank waits for another.
+UNKNOWN_TIMES = 5
 #: Rank 0 reports its step this often (`raytrain.execution.reporter`), so that its last step may be this old.
 REPORT_EVERY_S = 5.0
 #: The driver waits this long for the workers' answers to the question where they are.
 ANSWER_LIMIT_S = 10.0
 
+TRAINING, EXPORTING = "training", "exporting"
+
 
 class HangWatch:
     """Learns how long a step takes, and says when one takes far longer, who is absent, and where the others wait.
 
-    Evaluations, checkpoints and other activities of rank 0 do not count. Rank 0's step is known to `REPORT_EVERY_S`.
+    So too for the set-up, evaluations, saves and the export: they are late when no worker finishes any work in them
+    (`WorkCount`), however long they take. Rank 0's step and activity are known to `REPORT_EVERY_S`.
 
     Args:
+        hang_s: `retry.hang_s`.
         compiles: the run compiles: a step may contain a compilation.
         clock: seconds; replaced in tests.
 
@@ -31,9 +43,10 @@ class HangWatch:
         event: the fields of the hang that was said last; None before.
     """
 
-    def __init__(self, *, compiles: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._least_s, self._clock = (COMPILE_S if compiles else LEAST_STEP_S), clock
-        self._seen: tuple[str, int, str] = ("", -1, "")
+    def __init__(self, *, hang_s: float | None, compiles: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._hang_s, self._compiles, self._clock = hang_s, compiles, clock
+        self._seen: tuple[int, str, Any] = (-1, "", None)
+        self._known = False
         self._since = clock()
         self._asked: float | None = None
         self._said = False
@@ -46,24 +59,46 @@ class HangWatch:
 
     @property
     def late_s(self) -> float:
-        """Seconds since the step, the phase or the activity last changed."""
+        """Seconds since the step, the phase or the activity last changed, or since the last work in it."""
         return self._clock() - self._since
 
+    @property
+    def step(self) -> int:
+        """The step in which the run is: inside an activity, the last one that was done."""
+        return self._seen[0] + (not self._seen[1])
+
     def due(self, progress: Mapping[str, Any], *, silent: bool = False) -> bool:
-        """Whether the workers should be asked where they are: once for a step that exceeds its deadline, or in which a
-        worker is to be ended because it is `silent`."""
-        row = progress.get("row") or {}
+        """Whether the workers should be asked where they are: once for a step or an activity that exceeds its deadline,
+        or in which a worker is to be ended because it is `silent`."""
+        row, phase = progress.get("row") or {}, str(progress.get("phase") or STARTING)
         step = max(int(row.get("step") or 0), int(progress.get("step") or 0))
-        seen = str(progress.get("phase")), step, str(progress.get("activity") or "")
-        if seen != self._seen or seen[0] != "training" or seen[2] or not row.get("step_time_s"):
+        activity = str(progress.get("activity") or "") if phase == TRAINING else phase
+        seen = step, activity, (progress.get("work"), progress.get("detail")) if activity else None
+        if seen != self._seen or phase in (STARTING, RESTARTING):
             self._seen, self._since, self._asked, self._said = seen, self._clock(), None, False
             return False
-        usual_s = max(float(row["step_time_s"]), float(row.get("step_ms_p95") or 0.0) / 1000)
-        deadline = max(self._least_s, STEPS_LATE * usual_s) + REPORT_EVERY_S
+        usual_s = max(float(row.get("step_time_s") or 0.0), float(row.get("step_ms_p95") or 0.0) / 1000)
+        self._known = usual_s > 0 and phase == TRAINING
+        least = LEAST_STEP_S if usual_s and not activity else min(LEAST_ACTIVITY_S, self._hang_s or LEAST_ACTIVITY_S)
+        if self._compiles or phase not in (TRAINING, EXPORTING):
+            least = COMPILE_S
+        deadline = max(least, STEPS_LATE * usual_s) + REPORT_EVERY_S
         if self._asked is not None or (self._clock() - self._since < deadline and not silent):
             return False
         self._asked = self._clock()
         return True
+
+    def stalled(self) -> str:
+        """What has not ended or not advanced, with its verb."""
+        step, activity, _ = self._seen
+        if not activity:
+            return f"step {step + 1} has not ended"
+        named = {
+            EVALUATING: f"the evaluation after step {step}",
+            SAVING: f"saving the checkpoint of step {step}",
+            EXPORTING: "exporting the weights",
+        }
+        return f"{named.get(activity, activity)} has not advanced"
 
     def lines(
         self, signs: Mapping[int, tuple[float, str]], stacks: Mapping[int, Mapping[str, Any]], *, now: float
@@ -73,7 +108,7 @@ class HangWatch:
         Args:
             signs: as in `SilentRanks.lines`. stacks: as `DriverChannel.stacks` returns them. now: unix time.
         """
-        if self._asked is None or self._said:
+        if self._asked is None or self._said or not signs:
             return []
         silent = [rank for rank, (last, _) in sorted(signs.items()) if now - last >= 2 * SIGN_EVERY_S]
         waited = self._clock() - self._asked
@@ -88,16 +123,23 @@ class HangWatch:
         )
         others = [f"rank {rank} waits in {one['place']}" for rank, one in sorted(stacks.items()) if rank not in absent]
         late = self._clock() - self._since
-        text = f"step {self._seen[1] + 1} has not ended for {late:.0f} s: {who or 'every rank waits for another'}"
+        text = f"{self.stalled()} for {late:.0f} s: {who or 'every rank waits for another'}"
         text += f"; {abbreviated(others, 3)}" if others else ""
         text += "; the stacks of every rank are in logs/rank_*.stacks"
-        self.event = {"step": self._seen[1] + 1, "seconds": late, "ranks": absent, "silent": silent, "reason": text}
+        self.event = {"step": self.step, "seconds": late, "ranks": absent, "silent": silent, "reason": text}
         return [text]
 
-    def overdue(self, signs: Mapping[int, tuple[float, str]], *, hang_s: float | None) -> list[int]:
-        """The ranks to end, while a step is late and that was said: after `hang_s` seconds in the step those that the
-        others wait for, or one if all wait."""
-        if not self._said or not signs or hang_s is None or self._clock() - self._since < hang_s:
+    def reason_to_end(self, rank: int) -> str:
+        """Of a rank of `overdue`: what is said of it."""
+        stuck = "is stuck" if self.event is not None and rank in self.event["ranks"] else "waits"
+        return f"{stuck} ({self.stalled()} for {self.late_s:.0f} s)"
+
+    def overdue(self, signs: Mapping[int, tuple[float, str]]) -> list[int]:
+        """The ranks to end, while something is late and that was said: after `retry.hang_s` seconds without work those
+        that the others wait for, or one if all wait. See `UNKNOWN_TIMES`."""
+        if not self._said or not signs or self._hang_s is None:
             return []
         absent = self.event["ranks"] if self.event is not None else []
+        if self.late_s < self._hang_s * (1 if self._known or not absent else UNKNOWN_TIMES):
+            return []
         return [rank for rank in absent if rank in signs] or [min(signs)]

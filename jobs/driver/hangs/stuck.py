@@ -1,4 +1,4 @@
-"""Workers that do not respond, or whose step does not end: who they are, where they are, and their end.
+"""Workers that do not respond, or whose step or evaluation does not end: who they are, where they are, and their end.
 
 When the process of one is ended, the controller restarts all workers from the latest checkpoint."""
 
@@ -35,7 +35,7 @@ class StuckWorkers:
 
     def __init__(self, run: RunFolder, channel: Any, retry: RetryConfig, *, local: bool, compiles: bool) -> None:
         self._run, self._channel, self._retry, self._local = run, channel, retry, local
-        self._named, self._hang = SilentRanks(), HangWatch(compiles=compiles)
+        self._named, self._hang = SilentRanks(), HangWatch(hang_s=retry.hang_s, compiles=compiles)
         self._silence = Silence(limit_s=retry.host_silence_s)
         self._ended = set[int]()
 
@@ -58,8 +58,8 @@ class StuckWorkers:
             lines = self._of_late_step(signs, stacks)
         if self._hang.asking:
             silent = {}  # once all that respond have said where they are
-        for rank in sorted({*silent, *self._hang.overdue(signs, hang_s=self._retry.hang_s)} - self._ended):
-            seconds, what = self._hang.late_s, f"has been in one step for more than {self._retry.hang_s or 0:.0f} s"
+        for rank in sorted({*silent, *self._hang.overdue(signs)} - self._ended):
+            seconds, what = self._hang.late_s, self._hang.reason_to_end(rank)
             if rank in silent:
                 seconds = silent[rank]
                 doing = progress.get("activity") or progress.get("phase") or STARTING

@@ -16,21 +16,30 @@ from experts.routing.router import TopKRouter
 
 class Net(nn.Module):
     """Somebody's module; rank `slow_rank` takes `delay_s` longer for each forward pass, and waits forever in one once
-    there is a file `stuck_by`, which it takes away."""
+    there is a file `stuck_by`, which it takes away: so too in an evaluation, and in a save of rank 0, by a file of that
+    name with `.eval` or `.save`."""
 
     def __init__(self, *, slow_rank: int, delay_s: float, stuck_by: str) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         slow = os.environ.get("RANK") == str(slow_rank)
         self.delay_s, self.stuck_by = delay_s if slow else 0.0, Path(stuck_by) if slow and stuck_by else None
+        if stuck_by and os.environ.get("RANK") == "0":
+            self.register_state_dict_pre_hook(lambda *_: hang_by(Path(stuck_by).with_suffix(".save")))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         time.sleep(self.delay_s)
-        if self.stuck_by is not None and self.stuck_by.exists():
-            self.stuck_by.unlink()
-            while True:
-                time.sleep(1.0)
+        if self.stuck_by is not None:
+            hang_by(self.stuck_by if self.training else self.stuck_by.with_suffix(".eval"))
         return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
+def hang_by(file: Path) -> None:
+    """Wait forever once there is this file, which is taken away."""
+    if file.exists():
+        file.unlink()
+        while True:
+            time.sleep(1.0)
 
 
 def net(*, slow_rank: int = -1, delay_s: float = 0.0, stuck_by: str = "") -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cluster.telemetry.work import WORK
 from raytrain.checkpoint.sharded import ShardPosition, rows_of
 from raytrain.errors import CheckpointError
 from raytrain.train.build import differences, refuse_other_model
@@ -64,6 +65,7 @@ def full_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     for name, value in module.state_dict(keep_vars=True).items():
         if id(value) not in gathered:
             full = _whole(value)
+            WORK.add()
             gathered[id(value)] = full.cpu() if keep else full.new_empty(0)
         found[name] = gathered[id(value)]
     return found if keep else {}

@@ -22,7 +22,7 @@ def test_the_process_of_a_silent_worker_is_ended_once_with_its_stacks_in_the_run
     run = RunFolder.create(str(tmp_path), "a")
     process = subprocess.Popen([sys.executable, "-c", PAUSES], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline(), "it runs Python code"
-    stuck = StuckWorkers(run, None, RetryConfig(host_silence_s=0.001), local=True, compiles=False)
+    stuck = StuckWorkers(run, Channel(), RetryConfig(host_silence_s=0.001), local=True, compiles=False)
     signs = {0: (1.0, "on a (pid 1)"), 1: (1.0, f"on a (pid {process.pid})")}
     evaluating = {**TRAINING, "activity": "evaluating", "max_steps": 9, "nodes": {1: "n2"}}
     lines: list[str] = []
@@ -35,7 +35,8 @@ def test_the_process_of_a_silent_worker_is_ended_once_with_its_stacks_in_the_run
     process.stdout.close()
     ended = [line for line in lines if "its process is ended" in line]
     assert len(ended) == 1 and ended[0].startswith("rank 1 has not responded for 0 s (the run: evaluating)")
-    (row,) = [json.loads(line) for line in (Path(run.path) / "events.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (Path(run.path) / "events.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row["kind"] == "hang_ended"]
     assert (row["kind"], row["rank"], row["pid"]) == ("hang_ended", 1, process.pid) and row["seconds"] > 0
     (fault,) = read_faults(run, since=0)
     assert (fault.rank, fault.step, fault.error, fault.node) == (1, 4, "WorkerDied", "n2")
