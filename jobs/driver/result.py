@@ -30,7 +30,7 @@ from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
 from raytrain.runs.storage import join, open_store, split
-from raytrain.runs.time_account import account
+from raytrain.runs.time_account import account, account_of_last
 
 _COMMANDS = itertools.count()
 #: How much of a language model's sample is printed.
@@ -297,7 +297,8 @@ def print_result(
     if record["status"] == "failed":
         print_row(console, "reason: ", text_from_here(record["reason"], run.path))
     if phases is not None:
-        print_row(console, f"{'time':<8}", phases.line(record["time"]))
+        of_command = account_of_last(run.read_rows(run.events), now=time.time())["time"]
+        print_row(console, f"{'time':<8}", phases.line(of_command))
     for line in sample_lines(run):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"run     {path_from_here(run.path)}", markup=False, soft_wrap=True)

@@ -168,6 +168,7 @@ def _loggers_restored() -> Iterator[None]:
 
 
 def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, workers: int) -> Iterator[Cluster]:
+    address = _running() if address == "auto" else address
     variables = ray_environment(local_cluster=address == "local", quiet=not verbose)
     if loopback_only(address):
         variables |= LOOPBACK
@@ -192,6 +193,22 @@ def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, wor
             with contextlib.suppress(KeyboardInterrupt):  # a second signal: the exit of the process cleans up the rest
                 if "ray" in sys.modules:
                     sys.modules["ray"].shutdown()
+
+
+def _running() -> str:
+    """The address of "auto": `RAY_ADDRESS`, or a cluster that runs on this machine.
+
+    Ray would look for it itself, but not see that a cluster listens on loopback only, and try another address.
+
+    Raises:
+        InputError: there is none.
+    """
+    from raytrain.execution.ray_private import running_address
+
+    try:
+        return running_address()
+    except ConnectionError as error:
+        raise _unreachable("auto", "no Ray cluster runs on this machine, and RAY_ADDRESS is not set") from error
 
 
 def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:

@@ -28,7 +28,7 @@ from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
 from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution import driver_channel, trainer
-from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult
+from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult, step_of
 from raytrain.execution.ray_private import controller_pid, dead_daemons
 from raytrain.execution.telemetry import HostTelemetry
 from raytrain.plan.elastic import ElasticWorkers
@@ -240,12 +240,14 @@ class _Fit:
         for node, address in lost.items():
             ranks = [rank for rank, place in self.progress.get("nodes", {}).items() if place == node]
             found = LostNode(address, ranks, self._hosts.on_node(node))
-            line = found.describe(free_resources())
+            line = found.describe(ray.nodes())
             self._run_folder.append_event(
                 event("node_lost", node=address, ranks=found.ranks, hosts=found.hosts, reason=line)
             )
             display.print_lines(line)
-            record_lost_ranks(self._run_folder, ranks, message=f"its node {address} was lost")
+            for rank in ranks:
+                message = f"the node {address} of rank {rank} was lost"
+                record_lost_ranks(self._run_folder, [rank], message=message, step=step_of(self.progress), node=node)
         self._look_at_room(waiting=waiting)
         if waiting and self._hosts.reserved and display.waiting_s > GIVE_BACK_S and workers_wait_for_room():
             raise ResourcesTaken(
@@ -357,17 +359,19 @@ class LostNode:
     ranks: list[int]
     hosts: list[int]
 
-    def describe(self, free: Mapping[str, float]) -> str:
+    def describe(self, nodes: Sequence[Mapping[str, Any]]) -> str:
         """What was lost and what happens next, in one line.
 
         Args:
-            free: resources that the other nodes have free.
+            nodes: `ray.nodes()`. What they have in all is said: what is free changes as the lost workers end.
         """
         what = [f"rank {rank}" for rank in self.ranks] + [f"expert host {host}" for host in self.hosts]
         ran = f"{', '.join(what)} ran there" if what else "nothing of this run was there"
-        have = ", ".join(f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU") if name in free) or "nothing"
+        alive = [node["Resources"] for node in nodes if node["Alive"]]
+        amounts = {name: sum(one.get(name, 0.0) for one in alive) for name in ("CPU", "GPU")}
+        have = ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount) or "no CPU"
         if self.ranks:
-            after = f"all workers restart from the latest checkpoint on the other nodes, which have {have} free"
+            after = f"all workers restart from the latest checkpoint on the other nodes, which have {have} in all"
         elif self.hosts:
             after = "a new host is started, or the other hosts take its experts (retry.host_wait_s)"
         else:

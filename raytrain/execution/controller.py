@@ -24,7 +24,7 @@ from ray.train.backend import Backend, BackendConfig
 from cluster.devices.limits import oom_kills
 from cluster.network import join_network
 from raytrain.errors import RunError
-from raytrain.execution.driver_channel import ANSWER_S, RESTARTING, SETTING_UP
+from raytrain.execution.driver_channel import ANSWER_S, RESTARTING, SETTING_UP, step_of
 from raytrain.execution.ray_private import DEATH_ERRORS, end_workers, worker_stderr
 from raytrain.execution.recovery.death import words_of_death
 from raytrain.runs.faults import Fault, write_fault
@@ -102,9 +102,7 @@ class FaultWriter(UserCallback):
             progress: dict[str, Any] = ray.get(self._channel.progress.remote(), timeout=ANSWER_S)
         except ray.exceptions.RayError:
             return None
-        if progress.get("max_steps") is None:  # the attempt did not reach its first step
-            return None
-        return 1 + max(int(progress.get("step") or 0), int((progress.get("row") or {}).get("step") or 0))
+        return step_of(progress)
 
 
 def start_of(run: RunFolder, attempt: int) -> int:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,13 @@ FELL_BACK = "fell back: "
 SIGN_EVERY_S = 3.0
 #: A worker waits this long for the answer to a sign of life.
 ANSWER_S = 2.0
+
+
+def step_of(progress: Mapping[str, Any]) -> int | None:
+    """The step after the last one that rank 0 has reported; None before the attempt has reached its first."""
+    if progress.get("max_steps") is None:
+        return None
+    return 1 + max(int(progress.get("step") or 0), int((progress.get("row") or {}).get("step") or 0))
 
 
 def stacks_file(rank: int) -> str:

@@ -21,6 +21,7 @@ name, the run still works, but starts more slowly or is less well protected from
 | `ray._private.state.actors` | end Train's controller, so that the driver can leave Ray | the run ends with an error |
 | `ray._private.state.available_resources_per_node` | an elastic run finds room | it keeps its number of workers |
 | `ray._private.worker._global_node.dead_processes` | notice at once that a daemon died | Ray's calls fail later |
+| `ray._private.services.get_ray_address_from_environment` | "auto" finds a cluster on loopback | Ray looks itself |
 | `ray._private.services.get_node` | look for the starting node 50 times a second | Ray looks once a second |
 | `...data_parallel_trainer.get_env_vars_to_propagate` | the controller uses a prestarted process | a new one starts |
 | `...constants.ENV_VARS_TO_PROPAGATE` | the workers use prestarted processes | new ones start |
@@ -121,6 +122,16 @@ def worker_stderr(pid: int) -> str:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - STDERR_BYTES))
                 return file.read().decode(errors="replace")
     return ""
+
+
+def running_address() -> str:
+    """The address that `ray.init(address="auto")` would use; "auto" where Ray has no such function any more.
+
+    Raises:
+        ConnectionError: there is no cluster.
+    """
+    look_up = find("ray._private.services", "get_ray_address_from_environment")
+    return "auto" if look_up is None else str(look_up("auto", None))
 
 
 def allow_auto_connect(allowed: bool) -> None:

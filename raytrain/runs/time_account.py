@@ -51,6 +51,12 @@ def account(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
     return {"wall_s": wall, "time": total}
 
 
+def account_of_last(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
+    """The same of the last command alone."""
+    commands = _commands(events)
+    return account(commands[-1] if commands else [], now=now)
+
+
 def _commands(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     commands: list[list[dict[str, Any]]] = []
     for row in events:

@@ -18,7 +18,7 @@ from cluster.telemetry.stacks import outside_stacks
 from jobs.driver.hangs.hang_watch import HangWatch
 from jobs.driver.hangs.silence import Silence, SilentRanks
 from raytrain.config.sections import RetryConfig
-from raytrain.execution.driver_channel import STARTING, stacks_file
+from raytrain.execution.driver_channel import STARTING, stacks_file, step_of
 from raytrain.runs.faults import record_lost_ranks
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
@@ -98,10 +98,8 @@ class StuckWorkers:
         pid, node = pid_of(signs[rank][1]), progress.get("nodes", {}).get(rank)
         reason = f"rank {rank} {what}: its process is ended, all restart"
         self._run.append_event(event("hang_ended", rank=rank, pid=pid, seconds=seconds, reason=reason))
-        step = None if progress.get("max_steps") is None else int(progress.get("step") or 0) + 1
-        record_lost_ranks(
-            self._run, [rank], message=f"rank {rank} {what}, and its process was ended", step=step, node=node
-        )
+        message = f"rank {rank} {what}, and its process was ended"
+        record_lost_ranks(self._run, [rank], message=message, step=step_of(progress), node=node)
         end_process(pid, node=None if self._local else node)
         return reason
 

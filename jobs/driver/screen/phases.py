@@ -15,11 +15,14 @@ TOGETHER = {
     "confirming what the search found": "measuring",
     "writing the report": "report",
 }
-#: Phases of an attempt before its first step. After a failure they belong to the restart, as in `result.json`.
+#: Phases of an attempt before its first step. After a failure they belong to the restart, as in `result.json`; so does
+#: everything after the training began but `AFTER_TRAINING`: a cluster that was lost is connected to again.
 BEFORE_TRAINING = ("starting workers", "waiting for room", "measuring")
+TRAINING = "training"
+AFTER_TRAINING = (TRAINING, "recovering", "exporting", "stopping Ray", "disconnecting from Ray", "report", "")
 MEASURING = "measuring "
 #: Parts of the training that rank 0 accounts for: the purpose in result.json, and its name here.
-WITHIN_TRAINING = {"eval": "evaluating", "save": "saving", "compile": "compiling", "restart": "restarting"}
+WITHIN_TRAINING = {"eval": "evaluating", "save": "saving", "compile": "compiling"}
 #: Shorter ones are not printed.
 LEAST_S = 0.05
 
@@ -47,7 +50,11 @@ class Phases:
         """The command now does this, such as "starting Ray"; what comes after a colon is left out."""
         name = what.partition(":")[0]
         name = "measuring" if name.startswith(MEASURING) else TOGETHER.get(name, name)
-        if name == self._name or (self._name == RESTARTING and name in BEFORE_TRAINING):
+        if self._name == RESTARTING and name in BEFORE_TRAINING:
+            return
+        if (TRAINING in self.seconds or self._name == TRAINING) and name not in AFTER_TRAINING:
+            name = RESTARTING
+        if name == self._name:
             return
         if self._name:
             self._add()
@@ -65,17 +72,29 @@ class Phases:
     def line(self, account: Mapping[str, float]) -> str:
         """The seconds as one line: `52 s: checking the job 1.6, starting Ray 4.1, ...`.
 
+        Training and restarts are told apart by the account: the workers of a lost node may train on until they learn
+        of it, and what restarts within the workers is no phase.
+
         Args:
-            account: seconds of the run by purpose, as in result.json.
+            account: seconds of this command by purpose, as in result.json.
         """
         within = [
-            f"{name} {account[key]:.1f}"
-            for key, name in WITHIN_TRAINING.items()
-            if account.get(key, 0) >= LEAST_S and not (key == "restart" and RESTARTING in self.seconds)
+            f"{name} {account[key]:.1f}" for key, name in WITHIN_TRAINING.items() if account.get(key, 0) >= LEAST_S
         ]
         parts = []
-        for name, seconds in self.seconds.items():
+        for name, seconds in self._divided(account.get("restart", 0.0)).items():
             if seconds >= LEAST_S:
-                detail = f" ({', '.join(within)})" if name == "training" and within else ""
+                detail = f" ({', '.join(within)})" if name == TRAINING and within else ""
                 parts.append(f"{name} {seconds:.1f}{detail}")
         return f"{sum(self.seconds.values()):.0f} s: {', '.join(parts)}"
+
+    def _divided(self, restart_s: float) -> dict[str, float]:
+        """The seconds, with `restart_s` of those since the training began as restarts."""
+        if TRAINING not in self.seconds:
+            return self.seconds
+        both = self.seconds[TRAINING] + self.seconds.get(RESTARTING, 0.0)
+        restart_s = min(restart_s, both)
+        found = {}
+        for name, seconds in self.seconds.items():
+            found |= {TRAINING: both - restart_s, RESTARTING: restart_s} if name == TRAINING else {name: seconds}
+        return found | {RESTARTING: restart_s}

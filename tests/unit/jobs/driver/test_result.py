@@ -147,6 +147,10 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     phases = Phases(clock=iter((10.0, 20.0)).__next__, began=0.0)
     phases.begin("training")
     phases.end()
+    for number, seconds in ((1, {"eval": 5.0}), (2, {"eval": 2.0})):  # two commands; the line is about the last one
+        start = {"kind": "driver_start", "process_start": 0.0, "last_sign_of_life": None, "ray_job": None}
+        for row in (start, {"kind": "attempt", "attempt": number}, {"kind": "account", "seconds": seconds}):
+            run.append_event({"time": 1.0, **row})
 
     def lines(status: str, **more: Any) -> list[str]:
         record = {"status": status, "steps": 12, "wall_s": 10.0, "final_loss": 1.0, "best_eval_loss": None,

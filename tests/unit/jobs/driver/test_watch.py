@@ -176,12 +176,18 @@ def test_ray_is_left_only_once_fit_has_ended(
 
 
 def test_a_line_says_what_ran_on_a_node_and_what_happens_next() -> None:
-    both = LostNode("10.0.0.2", [1, 3], [0]).describe({"CPU": 3.0})
+    both = LostNode("10.0.0.2", [1, 3], [0]).describe(
+        [
+            {"Alive": True, "Resources": {"CPU": 2.0, "memory": 5.0}},
+            {"Alive": True, "Resources": {"CPU": 1.0}},
+            {"Alive": False, "Resources": {"CPU": 8.0, "GPU": 1.0}},
+        ]
+    )
     assert both.startswith("node 10.0.0.2 was lost: rank 1, rank 3, expert host 0 ran there; all workers restart from")
-    assert both.endswith("which have 3 CPU free")
-    hosts = LostNode("10.0.0.2", [], [1]).describe({})
+    assert both.endswith("on the other nodes, which have 3 CPU in all")
+    hosts = LostNode("10.0.0.2", [], [1]).describe([])
     assert "expert host 1 ran there" in hosts and "retry.host_wait_s" in hosts and "restart" not in hosts
-    assert LostNode("10.0.0.2", [], []).describe({}).endswith("nothing of this run was there; the run continues")
+    assert LostNode("10.0.0.2", [], []).describe([]).endswith("nothing of this run was there; the run continues")
 
 
 def test_ranks_on_dead_nodes_only_are_lost_with_their_node() -> None:

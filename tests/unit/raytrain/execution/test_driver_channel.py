@@ -31,11 +31,11 @@ def test_a_stop_request_ends_every_wait_and_persists() -> None:
 def test_progress_overrides_earlier_values() -> None:
     async def story() -> None:
         channel = DriverChannel()
-        assert await channel.progress() == {}
+        assert await channel.progress() == {"work": 0}
         await channel.report_progress({"phase": "training", "step": 0})
         await channel.report_progress({"row": {"step": 3}})
-        await channel.report_progress({"row": {"step": 4}})
-        assert await channel.progress() == {"phase": "training", "step": 0, "row": {"step": 4}}
+        await channel.report_progress({"row": {"step": 4}, "work": 0})
+        assert await channel.progress() == {"phase": "training", "step": 0, "row": {"step": 4}, "work": 0}
 
     asyncio.run(story())
 
@@ -131,12 +131,12 @@ def test_late_messages_of_a_failed_group_are_dropped_until_the_next_one_starts()
         await channel.report_progress({"phase": "recovering", "activity": "in step 4"})
         await channel.sign_of_life(0, "on a")
         # neither the loss nor the length of the lost attempt, only the step that its rows of telemetry end with
-        assert await channel.progress() == {"phase": RESTARTING, "step": 2, "nodes": {0: "a"}}
+        assert await channel.progress() == {"phase": RESTARTING, "step": 2, "nodes": {0: "a"}, "work": 0}
         assert await channel.last_signs() == {}, "it would be reported as silent"
         await channel.report_group(SETTING_UP, nodes={0: "b"})
         await channel.report_progress({"phase": "training"})
         await channel.sign_of_life(0, "on b")
-        assert await channel.progress() == {"phase": "training", "step": 2, "nodes": {0: "b"}}
+        assert await channel.progress() == {"phase": "training", "step": 2, "nodes": {0: "b"}, "work": 0}
         assert [where for _, where in (await channel.last_signs()).values()] == ["on b"]
 
     asyncio.run(tell())

@@ -37,6 +37,33 @@ def test_seconds_are_added_up_by_phase_in_the_order_of_the_first_time() -> None:
     )
 
 
+def test_what_follows_the_first_training_is_a_restart_until_the_next_and_the_account_divides_both() -> None:
+    """A cluster that was lost is connected to again; the workers of a lost node may train on until they learn of it."""
+    now = 0.0
+    phases = Phases(clock=lambda: now, began=0.0)
+    done = [
+        ("starting Ray", 4.0), ("starting workers", 2.0), ("training", 10.0), ("stopping Ray", 0.5),
+        ("starting Ray", 6.0), ("preparing the workers' job", 1.0), ("setting up the workers", 3.0),
+        ("training", 20.0), ("exporting", 1.0), ("stopping Ray", 0.5), ("writing the report", 2.0),
+    ]  # fmt: skip
+    for what, seconds in done:
+        phases.begin(what)
+        now += seconds
+    phases.end()
+    assert phases.seconds["restarting the workers"] == 10.0 and phases.seconds["training"] == 30.0
+    assert phases.line({"restart": 12.0}) == (
+        "50 s: starting Ray 4.0, starting workers 2.0, training 28.0, restarting the workers 12.0, stopping Ray 1.0, "
+        "exporting 1.0, report 2.0"
+    )
+    assert "training 40.0, stopping" in phases.line({})
+    short = Phases(clock=lambda: now, began=now)
+    short.begin("training")
+    now += 5.0
+    short.end()
+    assert short.line({"restart": 2.0}) == "5 s: training 3.0, restarting the workers 2.0"
+    assert short.line({"restart": 9.0}) == "5 s: restarting the workers 5.0"
+
+
 def test_a_restart_lasts_until_the_workers_train_again() -> None:
     now = 0.0
     phases = Phases(clock=lambda: now, began=0.0)
