@@ -62,6 +62,10 @@ class TrendTest:
             self._points, self._stride = self._points[::2], 2 * self._stride
         return found
 
+    def growth(self) -> Growth | None:
+        """The growth of the samples so far, whether or not a verdict is due."""
+        return growth(self._points)
+
 
 def growth(points: Sequence[tuple[float, float]]) -> Growth | None:
     """The growth of (seconds, bytes); None if the samples after the warm-up (the first third) do not grow steadily."""

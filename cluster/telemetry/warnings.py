@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.telemetry.trend import TrendTest
+from cluster.wording import counted
 
 #: A device is nearly full above this fraction of its memory: the default of `cluster.memory_fraction`, up to which a
 #: run plans. What lies above is for the driver, the kernel and other processes.
@@ -104,7 +105,10 @@ class MemoryWatch:
         title = f"{name} (pid {who})" if name else str(who)
         device = next((one for one in row["devices"] if one["device"] == who), row["devices"][0])
         free = (device["memory_total"] or 0) - (device["memory_used"] or 0)
-        left = f"; at this rate memory is full in {_duration(free / found.bytes_per_s)}" if free > 0 else ""
+        others = self._other_rates(row["node"], who) if name else []
+        beside = f", with that of {counted(len(others), 'other process', 'other processes')}," if others else ""
+        full_s = free / (found.bytes_per_s + sum(others))
+        left = f"; at this rate{beside} memory is full in {_duration(full_s)}" if free > 0 else ""
         step_s = 1.5 * found.seconds / (steps - WARM_UP_STEPS)  # the trend is of the last two thirds of the steps
         each = found.bytes_per_s * step_s
         text = (
@@ -115,7 +119,13 @@ class MemoryWatch:
         )
         rates = {"bytes_per_s": found.bytes_per_s, "bytes_per_step": each}
         figures = {**rates, "seconds": found.seconds, "first": found.first, "last": found.last}
+        figures |= {"pid": who} if name else {}
         return [MemoryWarning(f"growth {row['node']} {who}", "memory_growth", text, figures)]
+
+    def _other_rates(self, node: str, who: Any) -> list[float]:
+        """Bytes per second of the other processes of a node whose memory grows: they fill the same memory."""
+        tests = (test for (of, other), test in self._trends.items() if of == node and other != who)
+        return [found.bytes_per_s for test in tests if (found := test.growth()) is not None]
 
 
 def _mib(size: float) -> str:

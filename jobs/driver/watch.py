@@ -20,7 +20,7 @@ from cluster.network import answers
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
-from jobs.driver.hangs.stuck import StuckWorkers
+from jobs.driver.hangs.stuck import StuckWorkers, pid_of
 from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster
 from jobs.driver.screen.progress import Activity, Clock, TrainingDisplay
@@ -282,14 +282,18 @@ class _Fit:
         self._stop_judged = True
         return renewed_stop_check(self._run_folder, stop_s, grace_s=self._retry.stop_grace_s)
 
-    def new_warnings(self, warnings: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Record the warnings of telemetry that this run has not had yet, and return their lines."""
+    def new_warnings(self, warnings: Sequence[Mapping[str, Any]], signs: Mapping[int, tuple[float, str]]) -> list[str]:
+        """Record the warnings of telemetry that this run has not had yet, and return their lines.
+
+        Args:
+            signs: as in `SilentRanks.lines`; the process of a worker is named with its rank.
+        """
         if not warnings:
             return []
         if self._warned is None:  # those of earlier commands on the same run count too
             events = self._run_folder.read_rows(self._run_folder.events)
             self._warned = {str(row.get("key")) for row in events if row["kind"] == "warning"}
-        new = [row for row in warnings if row["key"] not in self._warned]
+        new = [with_rank(row, signs) for row in warnings if row["key"] not in self._warned]
         self._left_out |= {row["node"] for row in warnings if row["what"] == "node_left_out"}
         for row in new:
             self._warned.add(row["key"])
@@ -335,7 +339,7 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
         display.print_lines(lines)
     for line in fitting.measured_stop():
         display.print_lines(line)
-    for line in fitting.new_warnings(warnings):
+    for line in fitting.new_warnings(warnings, signs):
         display.print_lines(line)
     for line in fitting.stuck.lines(fitting.progress, signs, stacks):
         display.print_lines(line)
@@ -451,6 +455,20 @@ def renewed_stop_check(run: RunFolder, stop_s: float, *, grace_s: float) -> list
     if check.status == "ok" and before == ["ok"]:
         return []
     return [f"warning: {check.text}" if check.status == "warn" else check.text]
+
+
+def with_rank(warning: Mapping[str, Any], signs: Mapping[int, tuple[float, str]]) -> dict[str, Any]:
+    """A warning about a process, which is named with its rank where it is a worker of this run.
+
+    Args:
+        signs: as in `SilentRanks.lines`.
+    """
+    pid = warning.get("pid")
+    ranks = [rank for rank, (_, where) in signs.items() if pid is not None and pid_of(where) == pid]
+    if len(ranks) != 1:  # none, or processes of two nodes that have the same number
+        return dict(warning)
+    named = warning["reason"].replace(f"(pid {pid})", f"(rank {ranks[0]}, pid {pid})")
+    return {**warning, "reason": named, "rank": ranks[0]}
 
 
 def workers_wait_for_room() -> bool:

@@ -13,7 +13,7 @@ import pytest
 from cluster.checks.ray_job import JOB_ENVIRONMENT
 from jobs.driver import watch as module
 from jobs.driver.signals import Interrupted
-from jobs.driver.watch import HEAD_SILENT_S, LOOK_EVERY_S, ClusterWatch, LostNode, renewed_stop_check
+from jobs.driver.watch import HEAD_SILENT_S, LOOK_EVERY_S, ClusterWatch, LostNode, renewed_stop_check, with_rank
 from raytrain.errors import ClusterLost, RunError
 from raytrain.execution.controller import lost_nodes
 from raytrain.runs.folder import RunFolder
@@ -210,3 +210,13 @@ def test_the_warning_of_a_stop_is_renewed_by_what_the_run_measures(
     assert len(lines) == (says is not None)
     if says is not None:
         assert lines[0].startswith(says) and f"about {stop_s:g} s are measured" in lines[0]
+
+
+def test_a_warning_about_a_workers_process_names_its_rank() -> None:
+    signs = {0: (1.0, "on 10.0.0.1 (pid 7)"), 1: (1.0, "on 10.0.0.2 (pid 9)"), 2: (1.0, "on 10.0.0.3 (pid 7)")}
+    warning = {"key": "k", "reason": "the memory of worker (pid 9) on n grows", "pid": 9}
+    assert with_rank(warning, signs) == {
+        **warning, "reason": "the memory of worker (rank 1, pid 9) on n grows", "rank": 1,
+    }  # fmt: skip
+    for other in ({**warning, "pid": 8}, {**warning, "pid": 7}, {"key": "k", "reason": "full"}):
+        assert with_rank(other, signs) == other, "no worker, or one of two nodes"
