@@ -17,7 +17,8 @@ TOGETHER = {
 }
 #: Phases of an attempt before its first step. After a failure they belong to the restart, as in `result.json`; so does
 #: everything after the training began but `AFTER_TRAINING`: a cluster that was lost is connected to again.
-BEFORE_TRAINING = ("starting workers", "waiting for room", "measuring")
+READING = "reading the data"
+BEFORE_TRAINING = ("starting workers", "waiting for room", "measuring", READING)
 TRAINING = "training"
 AFTER_TRAINING = (TRAINING, "recovering", "exporting", "stopping Ray", "disconnecting from Ray", "report", "")
 MEASURING = "measuring "

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.status import Status
 
-from jobs.driver.screen.phases import Phases
+from jobs.driver.screen.phases import READING, Phases
 from jobs.driver.screen.remaining import RemainingTime, clock_text, times_column, times_text
 from raytrain.execution.driver_channel import STARTING
 
@@ -188,7 +188,7 @@ class TrainingDisplay:
         newest, now = max(step, int(progress.get("step") or 0)), self._clock()
         doing = str((phase == TRAINING and progress.get("activity")) or phase)
         detail = "" if phase == TRAINING else str(progress.get("detail") or "")
-        self._phases.begin(phase)
+        self._phases.begin(READING if detail else phase)
         if (doing, newest) != self._seen:
             self._seen, self._since = (doing, newest), now
         known = progress.get("max_steps") is not None
