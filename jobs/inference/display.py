@@ -16,12 +16,15 @@ from jobs.driver.screen.progress import PLAIN_EVERY_S, QUIET_S, WIDE, Clock
 from jobs.driver.screen.remaining import times_column, times_text
 from jobs.inference.plan import InferencePlan
 from jobs.job.paths import path_from_here
+from raytrain.config.messages import abbreviated
 from raytrain.config.sections import InferConfig
 from raytrain.errors import RunError
 from raytrain.plan.text import size_text
 from raytrain.report.inference import PAGE
 from raytrain.runs.storage import join
 
+#: Most classes that a line names.
+MOST_NAMED = 5
 #: Seconds between two signs of life of a command.
 BEAT_EVERY_S = 5.0
 
@@ -155,6 +158,16 @@ class InferenceDisplay:
                 self.tick()
 
 
+def never_predicted(quality: Mapping[str, Any]) -> list[str]:
+    """A line about the labels that no row was predicted as: the model may not know them, or name them otherwise."""
+    never, others = quality["never_predicted"], quality["other_predictions"]
+    if not never:
+        return []
+    rows = sum(quality["classes"][name]["rows"] for name in never)
+    named = f"; predictions that are no label: {abbreviated([*map(repr, others)], MOST_NAMED)}" if others else ""
+    return [f"no row was predicted as {abbreviated([*map(repr, never)], MOST_NAMED)} ({counted(rows, 'row')}){named}"]
+
+
 def print_summary(
     planned: InferencePlan, infer: InferConfig, about: dict[str, Any], summary: dict[str, Any], console: Console
 ) -> None:
@@ -166,6 +179,7 @@ def print_summary(
     quality = summary["quality"]
     if quality and quality.get("accuracy") is not None:
         lines.append(f"accuracy {quality['accuracy']:.4f}, F1 {quality['f1']:.4f} (mean over classes)")
+        lines += never_predicted(quality)
     elif quality and quality.get("rmse") is not None:
         mean, root = quality["mean_absolute_error"], quality["rmse"]
         lines.append(f"mean absolute error {mean:.4g}, root mean square error {root:.4g}")

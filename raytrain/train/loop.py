@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.telemetry.work import EVALUATING, SAVING
+from cluster.telemetry.work import EVALUATING, SAVING, WORK
 from cluster.wording import counted
 from raytrain.config.messages import abbreviated
 from raytrain.errors import RunError
@@ -184,6 +184,7 @@ class TrainingLoop:
         for micro in self._fetching.timed(self.loader.micro_batches(indices)):
             self.switches.observe(micro.batch)
             yield micro
+            WORK.add()
 
     def _requests(self, step: int) -> list[int]:
         """Rank 0's requests for after `step`: (stop, save); zeros on the other workers."""

@@ -11,12 +11,12 @@ from cluster.telemetry.work import EVALUATING, SAVING
 from raytrain.config.messages import abbreviated
 from raytrain.execution.driver_channel import RESTARTING, SIGN_EVERY_S, STARTING
 
-#: A step is late after this many times its usual duration, and after this long; with torch.compile, which may compile
-#: again inside a step, after `COMPILE_S`, as a phase before the first step.
-STEPS_LATE, LEAST_STEP_S, COMPILE_S = 10.0, 5.0, 300.0
-#: The first step, an evaluation, a save or the export, whose duration is not known, is late after this long without
-#: work, or after `retry.hang_s` if that is less.
+#: A step is late after this many times its usual duration, and after this long.
+STEPS_LATE, LEAST_STEP_S = 10.0, 5.0
+#: An evaluation, a save or the export is late after this long without work, or after `retry.hang_s` if that is less.
 LEAST_ACTIVITY_S = 60.0
+#: Before the end of the first step, and with torch.compile, which may compile again inside a step: after this long.
+UNKNOWN_S = 300.0
 #: Before the end of the first step and in the export, the user's code may read all data or convert the model in one
 #: call: they are ended only after this many times `retry.hang_s`, unless every rank waits for another.
 UNKNOWN_TIMES = 5
@@ -73,15 +73,15 @@ class HangWatch:
         row, phase = progress.get("row") or {}, str(progress.get("phase") or STARTING)
         step = max(int(row.get("step") or 0), int(progress.get("step") or 0))
         activity = str(progress.get("activity") or "") if phase == TRAINING else phase
-        seen = step, activity, (progress.get("work"), progress.get("detail")) if activity else None
+        usual_s = max(float(row.get("step_time_s") or 0.0), float(row.get("step_ms_p95") or 0.0) / 1000)
+        self._known = usual_s > 0 and phase == TRAINING
+        seen = step, activity, (progress.get("work"), progress.get("detail")) if activity or not usual_s else None
         if seen != self._seen or phase in (STARTING, RESTARTING):
             self._seen, self._since, self._asked, self._said = seen, self._clock(), None, False
             return False
-        usual_s = max(float(row.get("step_time_s") or 0.0), float(row.get("step_ms_p95") or 0.0) / 1000)
-        self._known = usual_s > 0 and phase == TRAINING
-        least = LEAST_STEP_S if usual_s and not activity else min(LEAST_ACTIVITY_S, self._hang_s or LEAST_ACTIVITY_S)
-        if self._compiles or phase not in (TRAINING, EXPORTING):
-            least = COMPILE_S
+        least = min(LEAST_ACTIVITY_S, self._hang_s or LEAST_ACTIVITY_S) if activity else LEAST_STEP_S
+        if self._compiles or not (self._known or phase == EXPORTING):
+            least = UNKNOWN_S
         deadline = max(least, STEPS_LATE * usual_s) + REPORT_EVERY_S
         if self._asked is not None or (self._clock() - self._since < deadline and not silent):
             return False

@@ -22,6 +22,8 @@ FAILURES = 20
 #: Units whose times are kept; of more, neighbours are left out.
 TIMES = 1000
 UNKNOWN = "unknown"
+#: Most predictions that are no label, in the figures.
+MOST_OTHER = 10
 
 
 @dataclass
@@ -180,7 +182,9 @@ class ClassQuality:
         self.counts[str(label), UNKNOWN if prediction is None else str(prediction).strip()] += 1
 
     def figures(self) -> dict[str, Any]:
-        """Accuracy, precision, recall and F1 of each class and their means over classes, and the confusion matrix."""
+        """Accuracy, precision, recall and F1 of each class and their means over classes, and the confusion matrix; the
+        labels that were never predicted, and the commonest predictions that are no label: a model may not know a class,
+        or name it otherwise."""
         counts: Counter[tuple[str, str]] = Counter()
         for (label, prediction), rows in self.counts.items():
             counts[label, prediction if prediction in self.labels else UNKNOWN] += rows
@@ -190,8 +194,13 @@ class ClassQuality:
         unknown = sum(rows for (_, prediction), rows in counts.items() if prediction == UNKNOWN)
         means = {key: _mean(one[key] for one in classes.values()) for key in ("precision", "recall", "f1")}
         columns = [*names, UNKNOWN] if unknown and UNKNOWN not in names else names
+        predicted = Counter[str]()
+        for (_, prediction), rows in self.counts.items():
+            predicted[prediction] += rows
+        others = [name for name, _ in predicted.most_common() if name not in self.labels and name != UNKNOWN]
         return {
-            "rows": total, "unknown": unknown,
+            "rows": total, "unknown": unknown, "never_predicted": [name for name in names if not predicted[name]],
+            "other_predictions": others[:MOST_OTHER],
             "accuracy": sum(counts[name, name] for name in names) / total if total else None,
             **means, "classes": classes,
             "confusion": {"labels": names, "predictions": columns,

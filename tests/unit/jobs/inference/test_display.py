@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.inference.display import InferenceDisplay, print_plan, print_summary
+from jobs.inference.display import InferenceDisplay, never_predicted, print_plan, print_summary
 from raytrain.infer.output.progress import WorkerProgress, rows_in_progress
+from raytrain.infer.output.summary import quality_of
 from raytrain.infer.units import Unit
 
 
@@ -124,3 +125,15 @@ def test_the_last_lines_have_the_quality_of_values() -> None:
     infer = SimpleNamespace(format="parquet")
     print_summary(planned(), infer, {"rows": 2, "failed": 0}, summary, Console(file=out, width=200))  # pyright: ignore[reportArgumentType]
     assert "mean absolute error 0.4986, root mean square error 0.62" in out.getvalue()
+
+
+def test_labels_that_were_never_predicted_are_named_with_the_predictions_that_are_no_label() -> None:
+    known = [("cat", "cat"), ("dog", "cat"), ("dog", "dog")]
+    assert never_predicted(quality_of(known, values=False)) == []
+    zebras = [*known, ("zebra", "dog"), ("zebra", None)]
+    assert never_predicted(quality_of(zebras, values=False)) == ["no row was predicted as 'zebra' (2 rows)"]
+    by_number = [(number, f"c{number}") for number in range(7) for _ in range(7 - number)]
+    assert never_predicted(quality_of(by_number, values=False)) == [
+        "no row was predicted as '0', '1', '2', '3', '4' and 2 more (28 rows); "
+        "predictions that are no label: 'c0', 'c1', 'c2', 'c3', 'c4' and 2 more"
+    ]

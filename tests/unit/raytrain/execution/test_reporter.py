@@ -71,6 +71,20 @@ def test_the_best_evaluation_of_a_resumed_run_is_that_of_all_its_steps(
     ]  # fmt: skip
 
 
+def test_deaths_and_roll_backs_are_printed_and_other_decisions_are_only_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, reporter = opened(tmp_path)
+    reporter.event("decision", what="rollback", reason="3 steps in a row were not finite")
+    reporter.event("decision", what="overlap", reason="one bucket")
+    reporter.event("death", reason="expert host 1 died")
+    reporter.event("out_of_memory", reason="rank 0")
+    assert capsys.readouterr().out.splitlines() == [
+        "3 steps in a row were not finite", "expert host 1 died", "out of memory: rank 0",
+    ]  # fmt: skip
+    assert len(run.read_rows(run.events)) == 4
+
+
 def test_load_intervals_and_traces_have_their_own_files(tmp_path: Path) -> None:
     run, reporter = opened(tmp_path)
     reporter.interval({"kind": "load", "step": 10, "layers": [[1, 2]]}, {7: b"trace"})

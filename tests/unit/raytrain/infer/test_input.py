@@ -51,6 +51,14 @@ def test_every_format_gives_the_same_rows_by_range(suffix: str, tmp_path: Path) 
     assert rows.read(3, 2, ["size"]).to_pylist() == [{"size": 9}, {"size": 12}]
 
 
+def test_a_nan_in_a_csv_is_a_number_and_an_empty_cell_is_missing(tmp_path: Path) -> None:
+    """Its row's message then says what stands there."""
+    (tmp_path / "in.csv").write_text("x,name\n1.5,nan\nnan,NaN\n,n/a\nNaN,a\n")
+    x, names = zip(*(one.values() for one in opened(tmp_path / "in.csv", tmp_path).read(0, 4).to_pylist()), strict=True)
+    assert [None if one is None else str(one) for one in x] == ["1.5", "nan", None, "nan"]
+    assert names == ("nan", "NaN", "n/a", "a"), "text is as it was written"
+
+
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

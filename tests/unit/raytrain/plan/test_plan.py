@@ -529,6 +529,8 @@ def test_items_that_vary_are_read_in_every_epoch_and_slow_ones_only_as_far_as_th
         "the run trains on 992 of 1,000 rows, and to read all takes about 11 s"
     )
     assert value(plan(CPU, data_facts=items, loop={**short, "max_steps": 32}), "storage") == "resident"
+    all_once = {"max_steps": 125, "global_batch_size": 8}
+    assert value(plan(CPU, data_facts=items, loop=all_once), "storage") == "resident", "each row is needed once"
     assert value(plan(CPU, data_facts=replace(items, item_s=0.001), loop=short), "storage") == "resident"
     assert value(plan(CPU, data_facts=replace(items, item_s=None), loop=short), "storage") == "resident"
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jobs.driver.screen.phases import Phases
 from jobs.driver.screen.progress import (
     QUIET_S,
     Activity,
@@ -97,6 +98,34 @@ def test_rows_are_shown_every_ten_seconds_and_nothing_else_beside_them(printed: 
     found = shown(printed, progress, seconds=60)
     assert [time for time, _ in found] == [0, 10, 20, 30, 40, 50, 60]
     assert found[2][1] == "training  step 20/90  loss 2.0000"
+
+
+def test_the_next_phase_is_shown_without_the_figures_of_a_row_from_before_the_newest_step(printed: Printed) -> None:
+    """An evaluation since then has printed its own line."""
+    row = {"kind": "train", "step": 10, "loss": 2.0}
+
+    def progress(t: int) -> dict[str, Any]:
+        phase = "training" if t < 2 else "exporting"
+        return {"phase": phase, "row": row, "step": 10 if t < 2 else 12, "max_steps": 90}
+
+    assert shown(printed, progress, seconds=5) == [
+        (0.0, "training  step 10/90  loss 2.0000"), (2.0, "exporting  step 12/90"),
+    ]  # fmt: skip
+
+
+def test_the_time_in_which_rows_are_read_is_not_that_of_the_start(printed: Printed) -> None:
+    phases = Phases(clock=printed.clock, began=printed.now)
+    display = TrainingDisplay(printed.console, phases=phases, clock=printed.clock)
+    for phase, detail, seconds in (
+        ("setting up the workers", "", 2.0),
+        ("setting up the workers", "reading train: 90/900 rows", 7.0),
+        ("setting up the workers", "", 1.0),
+        ("training", "", 5.0),
+    ):
+        display.show({"phase": phase, "detail": detail})
+        printed.now += seconds
+    phases.end()
+    assert phases.seconds == {"starting workers": 3.0, "reading the data": 7.0, "training": 5.0}
 
 
 def test_a_row_is_shown_with_its_units() -> None:

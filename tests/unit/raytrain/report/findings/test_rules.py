@@ -598,4 +598,9 @@ def test_out_of_memory_with_single_rows_is_not_mended_by_a_smaller_micro_batch()
         "The run failed",
     )
     assert "Lower loop.micro_batch_size" in some
+    fault = {"kind": "fault", "attempt": 1, "error": "OutOfMemory", "out_of_memory": True, "micro_batch": 1}
+    reduced = records(result=failed, plan=plan(micro_batch_size=8), events=[fault])
+    assert "micro_batch_size" not in remedy_of(reduced, "The run failed"), "it was halved down to 1 before"
+    not_memory = records(result=failed, plan=plan(micro_batch_size=8), events=[{**fault, "out_of_memory": False}])
+    assert remedy_of(not_memory, "The run failed") == some
     assert none == "Set data.storage: stream, set optim.name: sgd or use a smaller model or shorter samples."
