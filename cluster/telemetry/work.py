@@ -18,8 +18,8 @@ class WorkCount:
         self.done = 0
 
     def add(self) -> None:
-        """A micro-batch or a batch of an evaluation was computed, a piece of a file was written, or a wait that has a
-        limit of its own goes on."""
+        """A micro-batch or a batch of an evaluation was computed, a piece of a file was written or read, or a wait that
+        has a limit of its own goes on."""
         self.done += 1
 
 

@@ -73,6 +73,7 @@ def sha256_of(pieces: Iterable[bytes]) -> str:
     """The hash of a file read in pieces."""
     digest = hashlib.sha256()
     for piece in pieces:
+        WORK.add()
         digest.update(piece)
     return digest.hexdigest()
 
@@ -134,7 +135,11 @@ def read_tensors(path: str, *, without: Collection[str] = ()) -> dict[str, Tenso
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = [name for name in file.keys() if name not in without]  # noqa: SIM118 (no mapping)
-            return {name: file.get_tensor(name).clone() for name in names}
+            found = dict[str, Tensor]()
+            for name in names:
+                WORK.add()
+                found[name] = file.get_tensor(name).clone()
+            return found
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path}: no readable safetensors file ({error})") from error
 

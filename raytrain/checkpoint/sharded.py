@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cluster.telemetry.work import WORK
 from raytrain.errors import CheckpointError
 
 
@@ -48,6 +49,7 @@ def read_split(paths: Sequence[str], names: Iterable[str], place: ShardPosition 
         for path in paths:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in wanted.intersection(file.keys()):
+                    WORK.add()
                     rows, (first, end) = file.get_slice(name), spans[name]
                     count, begin = int(rows.get_shape()[0]), seen[name]
                     seen[name] = begin + count

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cluster.telemetry.work import WORK
 from raytrain.checkpoint.reader import part_tensors
 from raytrain.checkpoint.safetensors import write_tensors
 from raytrain.checkpoint.sharded import read_split
@@ -52,6 +53,7 @@ class StoredTensors(Mapping[str, Tensor]):
         name = self.stored.aliases.get(name, name)
         if name in self.stored.split:
             return read_split(list(self._paths.values()), [name], None)[name]
+        WORK.add()
         return self._open(self.stored.file_of[name]).get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:

@@ -55,10 +55,16 @@ _LIMITS: tuple[tuple[str, float, str, Callable[[RunRecords], str]], ...] = (
         "restart",
         0.1,
         "Restarts take much of the time",
-        lambda _: "The timeline has the faults; each costs a start of the workers.",
+        lambda records: _of_restarts(records),
     ),
     ("lost", 0.1, "Work was lost between a checkpoint and a fault", lambda _: "Save more often: save.every: N."),
 )
+
+
+def _of_restarts(records: RunRecords) -> str:
+    waited = sum(number(row.get("seconds")) or 0.0 for row in records.of_kind("hang_ended"))
+    stuck = f"Of it, {waited:.0f} s were the wait for workers that hung, see retry.hang_s. " if waited else ""
+    return f"{stuck}The timeline has the faults; each costs a start of the workers."
 
 
 def data_at_start(records: RunRecords) -> list[Finding]:

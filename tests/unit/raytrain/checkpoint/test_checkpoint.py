@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from cluster.telemetry.work import WORK
 from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints, load, looks_like_pickle, newest_valid
 from raytrain.checkpoint.retention import discard_after, retain
 from raytrain.checkpoint.safetensors import write_tensors
@@ -186,6 +187,18 @@ def test_large_parts_are_split_over_files_that_safetensors_reads(run):
     assert names == [f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)]
     assert_same(part, load(run.checkpoint_dir(1)).parts["model"])
     assert set(safetensors.torch.load_file(files_of(run, 1) / names[0])) == {"t0", "t1"}
+
+
+def test_pieces_of_files_that_are_written_and_read_count_as_work(run, monkeypatch):
+    """The driver tells a long save, or a long set-up, from a stuck one by it."""
+    monkeypatch.setattr("raytrain.checkpoint.safetensors.CHUNK_BYTES", 100)
+    before = WORK.done
+    with writer_of(run) as writer:
+        writer.save({"model": {"w": torch.ones(1000)}}, {}, step=1)
+    assert WORK.done - before >= 40
+    before = WORK.done
+    loaded = load(run.checkpoint_dir(1), check_hashes=False)
+    assert loaded.step == 1 and WORK.done > before
 
 
 def test_files_of_our_writer_can_be_read_by_the_library(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cluster.telemetry.work import WORK
 from raytrain.execution.driver_channel import RESTARTING, SETTING_UP, DriverChannel, open_channel, signs_of_life
 
 
@@ -107,10 +108,12 @@ def test_signs_of_life_last_until_a_worker_returns_or_the_workers_restart(monkey
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=util))
     monkeypatch.setattr("raytrain.execution.driver_channel.SIGN_EVERY_S", 0.001)
     actor = SimpleNamespace(sign_of_life=remote("sign_of_life"), leave=remote("leave"))
+    WORK.add()
     with signs_of_life(actor, 3):
         assert twice.wait(60), "again and again"
         ((rank, (last, where)),) = asyncio.run(channel.last_signs()).items()
         assert (rank, where) == (3, f"on 10.0.0.1 (pid {os.getpid()})") and last > 0
+        assert asyncio.run(channel.progress())["work"] == WORK.done > 0
     assert asyncio.run(channel.last_signs()) == {} and told[-1] == "leave"
     asyncio.run(channel.sign_of_life(0, "here"))
     asyncio.run(channel.report_progress({"phase": "training"}))
@@ -129,14 +132,19 @@ def test_late_messages_of_a_failed_group_are_dropped_until_the_next_one_starts()
         await channel.report_progress({"phase": "training", **shown})
         await channel.report_group(RESTARTING)
         await channel.report_progress({"phase": "recovering", "activity": "in step 4"})
-        await channel.sign_of_life(0, "on a")
+        await channel.sign_of_life(0, "on a", 7)
         # neither the loss nor the length of the lost attempt, only the step that its rows of telemetry end with
         assert await channel.progress() == {"phase": RESTARTING, "step": 2, "nodes": {0: "a"}, "work": 0}
         assert await channel.last_signs() == {}, "it would be reported as silent"
         await channel.report_group(SETTING_UP, nodes={0: "b"})
         await channel.report_progress({"phase": "training"})
+        await channel.sign_of_life(0, "on b", 3)
+        await channel.sign_of_life(1, "on b", 4)
+        assert await channel.progress() == {"phase": "training", "step": 2, "nodes": {0: "b"}, "work": 7}
+        await channel.report_group(RESTARTING)
+        assert (await channel.progress())["work"] == 0, "other processes follow"
+        await channel.report_group(SETTING_UP, nodes={0: "b"})
         await channel.sign_of_life(0, "on b")
-        assert await channel.progress() == {"phase": "training", "step": 2, "nodes": {0: "b"}, "work": 0}
         assert [where for _, where in (await channel.last_signs()).values()] == ["on b"]
 
     asyncio.run(tell())

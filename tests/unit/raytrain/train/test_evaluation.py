@@ -13,6 +13,7 @@ from lab import GPT, MLP, MOE, Rows, class_rows, digest, make_session, optimizer
 from torch import Tensor, nn
 
 from cluster.telemetry.process import process_memory
+from cluster.telemetry.work import WORK
 from raytrain.data.rows.batches import Cursor
 from raytrain.train.device import rng_state
 from raytrain.train.evaluation import evaluate
@@ -124,6 +125,17 @@ def test_evaluating_changes_no_counter_no_buffer_and_no_later_step(name: str) ->
     assert session.evaluate(3) == session.evaluate(3)
     assert state() == before
     assert rows.losses + train(session)[0].losses == reference
+
+
+def test_each_batch_of_an_evaluation_and_each_micro_batch_of_a_step_counts_as_work() -> None:
+    """The driver tells a long one from a stuck one by it."""
+    loop = {"max_steps": 2, "micro_batch_size": 4, "global_batch_size": 16}
+    session = make_session(MLP, {"train": class_rows(64), "eval": class_rows(40, seed=4)}, loop=loop)
+    before = WORK.done
+    session.evaluate(0)
+    assert WORK.done - before == 3
+    train(session)
+    assert WORK.done - before == 3 + 2 * 4 + 3, "two steps, and the evaluation at the end"
 
 
 def test_a_failing_eval_batch_raises_and_is_not_skipped() -> None:

@@ -288,6 +288,14 @@ def test_the_part_of_time_that_limits(part: str, title: str):
     assert busy["Limited by compute"].evidence.startswith("99% of"), "the share of the time that is computation"
 
 
+def test_the_wait_for_workers_that_hung_is_told_apart_from_their_restarts() -> None:
+    account_ = account(compute=600.0, restart=400.0)
+    hung = [{"kind": "hang_ended", "rank": 1, "seconds": 250.0}, {"kind": "hang_ended", "rank": 0, "seconds": 90.4}]
+    remedy = remedy_of(records(train=rows(FALLING), result=account_, events=hung), "Restarts take much")
+    assert remedy.startswith("Of it, 340 s were the wait for workers that hung, see retry.hang_s. The timeline")
+    assert remedy_of(records(train=rows(FALLING), result=account_), "Restarts take much").startswith("The timeline")
+
+
 STEP = {"step_time_s": 1.0, "data_time_s": 0.02, "wait_time_s": 0.1, "data_cpu_share": 0.0, "slowest_data_time_s": 0.02,
         "work_time_s_median": 0.9, "work_time_s_max": 0.92, "slowest_rank": 1}  # fmt: skip
 
