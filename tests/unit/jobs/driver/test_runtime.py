@@ -215,6 +215,31 @@ def test_a_cluster_that_cannot_be_reached_is_a_wrong_address(
     assert len(ray.calls) == 1
 
 
+def test_auto_is_the_address_that_ray_finds_judged_like_one_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would try another address of this machine where a cluster listens on loopback, for minutes."""
+    seen: list[str] = []
+    monkeypatch.setattr("jobs.driver.runtime.head_problem", lambda address: seen.append(address) or "nobody is there")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:7")
+    with (
+        pytest.raises(InputError, match=r"cluster\.address: got 127\.0\.0\.1:7 \(nobody is there\)"),
+        connected("auto", num_cpus=0, num_gpus=0, verbose=False),
+    ):
+        raise AssertionError("no cluster")
+
+    def finds_none() -> str:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr("raytrain.execution.ray_private.running_address", finds_none)
+    with (
+        pytest.raises(
+            InputError, match=r"got auto \(no Ray cluster runs on this machine, and RAY_ADDRESS is not set\)"
+        ),
+        connected("auto", num_cpus=0, num_gpus=0, verbose=False),
+    ):
+        raise AssertionError("no cluster")
+    assert seen == ["127.0.0.1:7"]
+
+
 def test_an_error_of_ray_that_nobody_handled_is_a_failed_run(failing: Any) -> None:
     failing()
     with (
