@@ -267,7 +267,7 @@ class NamedJob:
 
     def __init__(self, path: Path, overrides: Sequence[str]) -> None:
         from jobs.checks.job import OPEN
-        from jobs.driver.checks import check_on_driver  # imports torch
+        from jobs.driver.checks.job import check_on_driver  # imports torch
 
         self.loaded = load_spec(path, [*overrides, *OPEN])
         self.checked = check_on_driver(resolved(self.loaded.spec))

@@ -163,7 +163,7 @@ def train_loaded(
     activity = Activity(console, phases=phases)
     with activity:
         activity.begin("checking the job: opening the data and building the model")
-        from jobs.driver.checks import check_on_driver  # imports torch, which takes seconds
+        from jobs.driver.checks.job import check_on_driver  # imports torch, which takes seconds
 
         spec = resolved(loaded.spec)
         loads = resumed.run if resumed is not None and resumed.has_checkpoint() else None

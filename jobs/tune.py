@@ -185,7 +185,7 @@ def _run(command: TuneCommand) -> SweepFolder:
     Raises:
         InputError, RunError, Interrupted.
     """
-    from jobs.driver.checks import check_on_driver  # imports torch
+    from jobs.driver.checks.job import check_on_driver  # imports torch
     from jobs.tuning.batch.command import run_batch
     from jobs.tuning.space.command import run_space
 

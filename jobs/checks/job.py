@@ -25,7 +25,7 @@ from raytrain.plan.text import seconds_text, size_text
 
 if TYPE_CHECKING:
     from cluster.devices.inventory import Inventory
-    from jobs.driver.checks import Checked
+    from jobs.driver.checks.job import Checked
     from jobs.job.spec import JobSpec, LoadedSpec
 
 #: Alternating rounds in which the precisions are timed, steps that each trains, and batches that are read for the time
@@ -94,7 +94,7 @@ def measure_job(loaded: LoadedSpec, checked: Checked, inventory: Inventory, *, l
     from ray import cloudpickle
 
     from cluster.placement import on_this_node
-    from jobs.driver.checks import train_job
+    from jobs.driver.checks.job import train_job
     from jobs.tuning.batch.search import find_search
     from raytrain.runs.folder import RunFolder
 

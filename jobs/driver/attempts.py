@@ -32,7 +32,7 @@ from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
 
 if TYPE_CHECKING:  # imports torch
-    from jobs.driver.checks import Checked
+    from jobs.driver.checks.job import Checked
 
 #: What the driver does first, by `cluster_address`.
 CONNECTING = {"local": "starting Ray", "connected": "looking at the Ray that this process is connected to"}
@@ -86,7 +86,7 @@ class RunPlanner:
         return replan(opened, self.spec, plan, inventory)
 
     def _plan(self, inventory: Inventory, *, hosts_of_run: Any, workers: Resolved | None = None) -> Plan:
-        from jobs.driver.checks import rates_of_driver  # imports torch
+        from jobs.driver.checks.job import rates_of_driver  # imports torch
 
         return plan_job(
             self.loaded,
@@ -184,7 +184,7 @@ class RunAttempts:
                 if not cluster.local:
                     self._show_dashboard(self.opened)
                 activity.begin("preparing the workers' job")
-                from jobs.driver.watch import fit_watched  # imports Ray, which reads the environment of `connected`
+                from jobs.driver.watch.fit import fit_watched  # imports Ray, which reads the environment of `connected`
 
                 self.result = fit_watched(
                     self._spec,

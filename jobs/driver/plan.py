@@ -58,7 +58,7 @@ def plan_job(
     spec = resolved(loaded.spec)
     unchecked: list[str] = []
     if build:
-        from jobs.driver.checks import check_on_driver  # imports torch
+        from jobs.driver.checks.job import check_on_driver  # imports torch
 
         checked = check_on_driver(spec)
         model_facts, data_facts = checked.model_facts, checked.data_facts

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.devices.inventory import Inventory
 from jobs.driver.build import opened
-from jobs.driver.checks import check_on_driver, train_job
+from jobs.driver.checks.job import check_on_driver, train_job
 from jobs.driver.plan import plan_job
 from jobs.job.spec import LoadedSpec, load_spec
 from raytrain.data.rows.contract import Source

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.driver.checks import check_on_driver, train_job
+from jobs.driver.checks.job import check_on_driver, train_job
 from jobs.driver.plan import plan_job
 from jobs.job.spec import load_spec
 from raytrain.plan.choice import Resolved

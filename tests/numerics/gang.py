@@ -24,7 +24,7 @@ PRELOAD = [
     "raytrain.train.session",
     "raytrain.execution.checkpointer",
     "experts.models",
-    "jobs.driver.checks",
+    "jobs.driver.checks.job",
     "jobs.driver.plan",
 ]
 """It includes torch's compiler, which every optimizer imports and which takes longer than all the rest."""

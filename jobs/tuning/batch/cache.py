@@ -28,7 +28,7 @@ from raytrain.runs.records import to_line
 from raytrain.runs.storage import join
 
 if TYPE_CHECKING:
-    from jobs.driver.checks import Checked
+    from jobs.driver.checks.job import Checked
     from jobs.tuning.batch.search import BatchSearch
 
 FOLDER = "tune_cache"

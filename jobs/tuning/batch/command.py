@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from cluster.devices.inventory import Inventory, inventory_from_ray
-from jobs.driver.checks import Checked, train_job
+from jobs.driver.checks.job import Checked, train_job
 from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import Cluster, connected
 from jobs.job.paths import path_from_here

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.devices.inventory import Inventory
-from jobs.driver.checks import Checked
+from jobs.driver.checks.job import Checked
 from jobs.driver.plan import plan_job
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec

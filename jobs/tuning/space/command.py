@@ -6,7 +6,7 @@ import os
 
 from cluster.devices.amd import VISIBLE
 from cluster.devices.inventory import Inventory, inventory_from_ray
-from jobs.driver.checks import Checked
+from jobs.driver.checks.job import Checked
 from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import Cluster, connected
 from jobs.job.paths import path_from_here

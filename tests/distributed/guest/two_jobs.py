@@ -33,7 +33,7 @@ from experts.hosts.reservation import NAMESPACE, TURN
 LIMIT_S = 200
 COMMAND = """
 import sys
-import experts.hosts.reservation as reservation, jobs.driver.watch as watch
+import experts.hosts.reservation as reservation, jobs.driver.watch.fit as watch
 reservation.GIVE_BACK_S = watch.GIVE_BACK_S = 3.0
 from jobs.__main__ import main
 sys.argv[0] = "raytrain"

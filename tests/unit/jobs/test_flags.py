@@ -41,7 +41,7 @@ from experts.placement.starting import PlacementRules, starting_placement
 from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
 from jobs.__main__ import main
-from jobs.driver.checks import check_on_driver, train_job
+from jobs.driver.checks.job import check_on_driver, train_job
 from jobs.driver.plan import plan_job
 from jobs.driver.runtime import Cluster
 from jobs.driver.signals import StopSignals
@@ -499,8 +499,8 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr(attempts, "connected", connected)
     place.patch.setattr(attempts, "inventory_from_ray", lambda: BOX)
     place.patch.setattr(driver_channel, "open_channel", lambda: channel)
-    place.patch.setattr("jobs.driver.watch.start_hosts", start_hosts)
-    place.patch.setattr("jobs.driver.watch.controller_pid", lambda: None)
+    place.patch.setattr("jobs.driver.watch.fit.start_hosts", start_hosts)
+    place.patch.setattr("jobs.driver.watch.cluster.controller_pid", lambda: None)
     place.patch.setattr(trainer, "cluster_trainer", lambda: Trains)
     place.patch.setattr(trainer, "local_trainer", lambda: Trains)
     place.patch.setattr("ray.get", lambda *_, **__: ({}, "", {}, [], {}))
@@ -1000,7 +1000,7 @@ import jobs.__main__, jobs.train
 print(loaded())
 import raytrain.train.loop, raytrain.train.session
 print(loaded())
-import jobs.driver.checks, jobs.driver.watch, raytrain.execution.trainer, raytrain.execution.worker
+import jobs.driver.checks.job, jobs.driver.watch.fit, raytrain.execution.trainer, raytrain.execution.worker
 import torch
 print(loaded(), torch.cuda.is_initialized(), torch.cuda.is_available(), asked)
 """

@@ -12,7 +12,7 @@ import torch
 from folders import make_folder, texts, write_lines
 from lab import make_session, train
 
-from jobs.driver.checks import check_on_driver
+from jobs.driver.checks.job import check_on_driver
 from jobs.driver.plan import plan_job
 from jobs.job.paths import resolved
 from jobs.job.spec import load_spec

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.devices.inventory import Inventory, Node
-from jobs.driver.checks import check_on_driver
+from jobs.driver.checks.job import check_on_driver
 from jobs.job.spec import load_spec
 from jobs.tuning.batch.cache import Cache, cache_key, gate_key, valid_rows
 from jobs.tuning.batch.search import find_search

@@ -11,7 +11,7 @@ from lab import GPT, MOE, make_session, token_rows, train
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from jobs.driver.checks import check_on_driver
+from jobs.driver.checks.job import check_on_driver
 from jobs.job.paths import resolved
 from jobs.job.spec import load_spec
 from raytrain.config.sections import ModelConfig

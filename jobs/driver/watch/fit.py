@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -16,20 +15,19 @@ import ray.exceptions
 from rich.console import Console
 
 from cluster.checks.ray_job import measured_stop
-from cluster.network import answers
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import start_hosts
-from jobs.driver.checks import train_job
-from jobs.driver.hangs.stuck import StuckWorkers, pid_of
+from jobs.driver.checks.job import train_job
 from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster
-from jobs.driver.screen.progress import Activity, Clock, TrainingDisplay
+from jobs.driver.screen.progress import Activity, TrainingDisplay
 from jobs.driver.signals import Interrupted, StopSignals
+from jobs.driver.watch.cluster import ClusterWatch, LostNode, free_resources, workers_wait_for_room
+from jobs.driver.watch.stuck import StuckWorkers, pid_of
 from jobs.job.spec import JobSpec
 from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution import driver_channel, trainer
 from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult, step_of
-from raytrain.execution.ray_private import controller_pid, dead_daemons
 from raytrain.execution.telemetry import HostTelemetry
 from raytrain.plan.elastic import ElasticWorkers
 from raytrain.runs.faults import record_lost_ranks
@@ -46,10 +44,6 @@ GIVE_BACK_S = 120.0
 #: Without its controller, `fit` ends at once; with a cluster that does not answer, when Ray gives it up.
 END_FIT_S, END_INTERRUPTED_S = 30.0, 5.0
 END_EVERY_S = 0.1
-#: Seconds between two looks at a cluster.
-LOOK_EVERY_S = 2.0
-#: The head may be unreachable for this long; Ray itself ends this process after 60 s.
-HEAD_SILENT_S = 40.0
 
 
 def fit_watched(
@@ -349,99 +343,6 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
     return True
 
 
-@dataclass(frozen=True)
-class LostNode:
-    """A node that Ray reports as dead, and what ran there.
-
-    Attributes:
-        address: of the node.
-        ranks: workers of this run.
-        hosts: expert hosts of this run.
-    """
-
-    address: str
-    ranks: list[int]
-    hosts: list[int]
-
-    def describe(self, nodes: Sequence[Mapping[str, Any]]) -> str:
-        """What was lost and what happens next, in one line.
-
-        Args:
-            nodes: `ray.nodes()`. What they have in all is said: what is free changes as the lost workers end.
-        """
-        what = [f"rank {rank}" for rank in self.ranks] + [f"expert host {host}" for host in self.hosts]
-        ran = f"{', '.join(what)} ran there" if what else "nothing of this run was there"
-        alive = [node["Resources"] for node in nodes if node["Alive"]]
-        amounts = {name: sum(one.get(name, 0.0) for one in alive) for name in ("CPU", "GPU")}
-        have = ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount) or "no CPU"
-        if self.ranks:
-            after = f"all workers restart from the latest checkpoint on the other nodes, which have {have} in all"
-        elif self.hosts:
-            after = "a new host is started, or the other hosts take its experts (retry.host_wait_s)"
-        else:
-            after = "the run continues"
-        return f"node {self.address} was lost: {ran}; {after}"
-
-
-class ClusterWatch:
-    """Looks at Ray's own processes and nodes from the driver, every `LOOK_EVERY_S` seconds.
-
-    Args:
-        local: the cluster is private to this command: its daemons are children of this process.
-        clock: seconds; replaced in tests.
-
-    Attributes:
-        controller: process id of Ray Train's controller, once it was seen.
-        looked_now: the last call looked at the nodes.
-    """
-
-    def __init__(self, *, local: bool, clock: Clock = time.monotonic) -> None:
-        self._local, self._clock = local, clock
-        self.controller: int | None = None
-        self.looked_now = False
-        self._looked = self._answered = clock()
-        self._alive: dict[str, str] = {}
-
-    def lost_nodes(self) -> dict[str, str]:
-        """Node id -> address of the nodes that died since the last call.
-
-        Raises:
-            ClusterLost: a daemon of the private cluster died, or the head has not answered for `HEAD_SILENT_S`.
-        """
-        dead = dead_daemons()
-        if dead:
-            raise ClusterLost(f"Ray's process {' and '.join(dead)} died")
-        now = self._clock()
-        self.looked_now = now - self._looked >= LOOK_EVERY_S
-        if not self.looked_now:
-            return {}
-        self._looked = now
-        if self._local:
-            self.find_controller()
-            return {}
-        head = ray.get_runtime_context().gcs_address
-        self.looked_now = answers(head)
-        if not self.looked_now:  # a call to it would wait
-            if now - self._answered >= HEAD_SILENT_S:
-                raise ClusterLost(f"the head of the cluster at {head} does not answer")
-            return {}
-        self._answered = now
-        self.find_controller()
-        return self.compare(ray.nodes())
-
-    def find_controller(self) -> int | None:
-        """The process id of Ray Train's controller; asks Ray only until it is known."""
-        self.controller = self.controller or controller_pid()
-        return self.controller
-
-    def compare(self, nodes: list[dict[str, Any]]) -> dict[str, str]:
-        """Node id -> address of the nodes that were alive at the last call and are not in `nodes` (`ray.nodes()`)."""
-        alive = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
-        lost = {node: address for node, address in self._alive.items() if node not in alive}
-        self._alive = alive
-        return lost
-
-
 def renewed_stop_check(run: RunFolder, stop_s: float, *, grace_s: float) -> list[str]:
     """A line if `ray job stop` leaves too little time by what the run measured, or enough other than predicted.
 
@@ -469,13 +370,3 @@ def with_rank(warning: Mapping[str, Any], signs: Mapping[int, tuple[float, str]]
         return dict(warning)
     named = warning["reason"].replace(f"(pid {pid})", f"(rank {ranks[0]}, pid {pid})")
     return {**warning, "reason": named, "rank": ranks[0]}
-
-
-def workers_wait_for_room() -> bool:
-    """Whether the cluster has not placed the workers that Ray Train starts for this process."""
-    return trainer.waits_for_room(ray.util.placement_group_table(), ray.get_runtime_context().get_job_id())
-
-
-def free_resources() -> dict[str, float]:
-    """What the cluster has free now."""
-    return {name: float(amount) for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from jobs.__main__ import main
-from jobs.driver.checks import check_fits
+from jobs.driver.checks.job import check_fits
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import InputError
 from raytrain.runs.folder import RunFolder

@@ -15,8 +15,8 @@ import ray
 
 from cluster.placement import on_node
 from cluster.telemetry.stacks import outside_stacks
-from jobs.driver.hangs.hang_watch import HangWatch
-from jobs.driver.hangs.silence import Silence, SilentRanks
+from jobs.driver.watch.hang_watch import HangWatch
+from jobs.driver.watch.silence import Silence, SilentRanks
 from raytrain.config.sections import RetryConfig
 from raytrain.execution.driver_channel import STARTING, stacks_file, step_of
 from raytrain.runs.faults import record_lost_ranks

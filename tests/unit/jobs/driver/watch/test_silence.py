@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.driver.hangs.silence import SAY_SILENT_S, SETUP_TIMES, Silence, SilentRanks
+from jobs.driver.watch.silence import SAY_SILENT_S, SETUP_TIMES, Silence, SilentRanks
 
 TRAINING = {"phase": "training", "step": 3}
 

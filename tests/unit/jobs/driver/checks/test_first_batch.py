@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from torch import nn
 
 from jobs.__main__ import main
-from jobs.driver import first_batch
-from jobs.driver.checks import check_on_driver
+from jobs.driver.checks import first_batch
+from jobs.driver.checks.job import check_on_driver
 from jobs.job.spec import load_spec
 from raytrain.data.rows.variation import READINGS, SAMPLED_ITEMS
 from raytrain.errors import InputError
@@ -253,7 +253,7 @@ def test_what_the_check_cannot_tell_is_said_and_does_not_stop_the_run(
     fault: str, guest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = first_batch.check_first_batch
-    monkeypatch.setattr("jobs.driver.checks.check_first_batch", lambda what, **how: check(what, **how, limit_s=1.0))
+    monkeypatch.setattr("jobs.driver.checks.job.check_first_batch", lambda what, **how: check(what, **how, limit_s=1.0))
     code, output = run("train", job(guest, model=f"builder: GUEST:build, fault: {fault}"))
     assert code == 0 and f"the first micro-batch is not tried before the start: {UNKNOWN[fault]}" in output, output
     assert f"warning: the first micro-batch is not tried before the start: {UNKNOWN[fault]}" in run(

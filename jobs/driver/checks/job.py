@@ -16,14 +16,14 @@ from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, check_shards, counted, opened, with_trace
-from jobs.driver.first_batch import (
+from jobs.driver.checks.first_batch import (
     FirstBatch,
     FirstPass,
     certainly_on_cpu,
     check_first_batch,
     data_key,
 )
-from jobs.driver.sendable import check_sendable
+from jobs.driver.checks.sendable import check_sendable
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
 from raytrain.checkpoint.reader import list_checkpoints, read_manifest
@@ -61,7 +61,7 @@ class Checked:
         handed: the data to send to the workers; None if they open it themselves.
         model_facts, data_facts: exact sizes.
         shapes: facts of the data that a builder may take (`source_facts`).
-        skipped: why no micro-batch was run (`jobs.driver.first_batch`); None if one was.
+        skipped: why no micro-batch was run (`jobs.driver.checks.first_batch`); None if one was.
         unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
     """
 

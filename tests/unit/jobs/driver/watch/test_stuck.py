@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from jobs.driver.hangs.stuck import StuckWorkers
+from jobs.driver.watch.stuck import StuckWorkers
 from raytrain.config.sections import RetryConfig
 from raytrain.runs.faults import read_faults
 from raytrain.runs.folder import RunFolder
