@@ -144,7 +144,7 @@ def _measured(
     from raytrain.autotune.probe.loaders import measure_loaders
     from raytrain.autotune.probe.numeric_gate import run_gate
     from raytrain.autotune.probe.step import StepProbe
-    from raytrain.config.user_code import make_importable
+    from raytrain.config.user_code import import_from
     from raytrain.data.sources.open import source_from_driver
     from raytrain.train.memory.allocator import keep_freed_memory
     from raytrain.train.parallel.collectives import Workers
@@ -153,7 +153,7 @@ def _measured(
     keep_freed_memory()
     if os.path.isdir(folder):
         os.chdir(folder)
-    make_importable(folder)
+    import_from(folder)
     job: Any = cloudpickle.loads(packed)
     source = source_from_driver(data, job.data, context=job.model.keys.get("context"))
     session = Session(job, workers=Workers(), source=source)

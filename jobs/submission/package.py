@@ -51,10 +51,11 @@ class Package:
 
 
 def package_limit() -> int:
-    """The size in bytes up to which Ray takes a package."""
+    """The size in bytes up to which Ray takes a package: its job server takes less in one request than its storage."""
+    from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
     from ray._private.runtime_env.packaging import GCS_STORAGE_MAX_SIZE
 
-    return GCS_STORAGE_MAX_SIZE
+    return min(GCS_STORAGE_MAX_SIZE, DASHBOARD_CLIENT_MAX_SIZE)
 
 
 def pack(folder: Path, archive: Path, *, limit: int | None = None) -> Package:
@@ -70,8 +71,8 @@ def pack(folder: Path, archive: Path, *, limit: int | None = None) -> Package:
     from ray._private.runtime_env.packaging import create_package
 
     limit = package_limit() if limit is None else limit
-    environments, large = _found_in(folder)
-    excludes = [*EXCLUDED, *(f"/{name}" for name in (*environments, *large))]
+    left_out, large = _found_in(folder)
+    excludes = [*EXCLUDED, *(f"/{name}" for name in (*left_out, *large))]
     create_package(str(folder), archive, include_gitignore=True, excludes=excludes, logger=_SILENT)
     with zipfile.ZipFile(archive) as content:
         entries = {entry.filename: entry.compress_size for entry in content.infolist() if not entry.is_dir()}
@@ -89,20 +90,27 @@ def pack(folder: Path, archive: Path, *, limit: int | None = None) -> Package:
 
 
 def _found_in(folder: Path) -> tuple[list[str], dict[str, int]]:
-    """(virtual environments, large files with their bytes) below `folder`, as relative names."""
-    environments, large = [], {}
+    """(virtual environments and run folders, large files with their bytes) below `folder`, as relative names."""
+    left_out, large = [], {}
     skipped = {name.strip("/") for name in EXCLUDED if "*" not in name}
     for current, folders, files in os.walk(folder):
-        if "pyvenv.cfg" in files and Path(current) != folder:
-            environments.append(os.path.relpath(current, folder))
+        if ("pyvenv.cfg" in files or _is_run(current)) and Path(current) != folder:
+            left_out.append(os.path.relpath(current, folder))
             folders.clear()
             continue
+        links = [path for name in folders if os.path.islink(path := os.path.join(current, name)) and _is_run(path)]
+        left_out += [os.path.relpath(path, folder) for path in links]
         folders[:] = [name for name in folders if name not in skipped]
         for name in files:
             path = os.path.join(current, name)
             if os.path.isfile(path) and (size := os.path.getsize(path)) > LARGE_FILE:
                 large[os.path.relpath(path, folder)] = size
-    return environments, large
+    return left_out, large
+
+
+def _is_run(folder: str) -> bool:
+    """Whether this is a run folder, or a link to one, of a job that ran from here."""
+    return all(os.path.exists(os.path.join(folder, name)) for name in ("events.jsonl", "attempts"))
 
 
 def _by_first_part(entries: dict[str, int]) -> dict[str, int]:

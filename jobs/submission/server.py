@@ -19,6 +19,8 @@ from jobs.submission.client import AnotherServer, explained, job_client
 from raytrain.errors import InputError, RunError
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+TOO_LARGE = "status code 413"
+"""In the error of an upload that the server does not take."""
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Ray lets these variables take precedence over an address that is given; here the option does."""
 
@@ -114,6 +116,11 @@ class JobServer:
                 self.client._upload_working_dir_if_needed(uploaded)
                 self.client._upload_py_modules_if_needed(uploaded)
         except RuntimeError as error:
+            if TOO_LARGE in str(error):
+                raise InputError(
+                    "working directory", got=f"more than {self.address} takes in one request ({_reason(error)})",
+                    expected="less", remedy="name what the job does not need in .rayignore",
+                ) from error  # fmt: skip
             raise RunError(f"{self.address} refused the upload: {_reason(error)}") from error
         return uploaded
 

@@ -21,6 +21,8 @@ OUR_PACKAGES = ("raytrain", "experts", "jobs", "cluster")
 HOME = Path(__file__).resolve().parents[2]
 """The folder that contains our four packages."""
 
+_IN_PLACE_OF: dict[str, str] = {}
+"""Working directory of this process -> that of the command, where the user's code is."""
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -36,8 +38,9 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
     """
     if not isinstance(path, str) or not _PATH.fullmatch(path):
         raise InputError(key, got=repr(path), expected="module:function, e.g. my_pkg.my_mod:build")
-    check_shadowing()
-    make_importable(os.getcwd())
+    folder = _IN_PLACE_OF.get(os.getcwd(), os.getcwd())
+    check_shadowing(folder)
+    make_importable(folder)
     name, _, attributes = path.partition(":")
     found: Any = _import(name, path, key)
     for attribute in attributes.split("."):
@@ -47,6 +50,13 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise InputError(key, got=f"{path}, a {type(found).__name__}", expected="a function or a class")
     return found
+
+
+def import_from(folder: str) -> None:
+    """In a process of Ray, whose working directory is that of the daemon which started it: from now on user code is
+    imported from `folder`, the working directory of the command."""
+    _IN_PLACE_OF[os.getcwd()] = folder
+    make_importable(folder)
 
 
 def make_importable(folder: str) -> None:

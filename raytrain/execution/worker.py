@@ -29,7 +29,7 @@ from cluster.telemetry.warnings import HIGH
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.resolve import resolve_choices
 from raytrain.checkpoint.retention import discard_after
-from raytrain.config.user_code import make_importable, raised_at, resolve, users_place
+from raytrain.config.user_code import import_from, raised_at, resolve, users_place
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import source_from_driver
 from raytrain.data.transfer import TRANSFERS, TransferCounts
@@ -70,7 +70,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
     """
     keep_freed_memory()
     keep_parents_objects()  # the user's own datasets may fork
-    make_importable(config["import_path"])  # the job names the user's classes: importable before it is unpickled
+    import_from(config["import_path"])  # the job names the user's classes: importable before it is unpickled
     workers = Workers()
     channel = config["channel"]
     print_lines = channel.print_lines.remote if workers.rank == 0 else None

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from cluster.placement import on_this_node
-from raytrain.config.user_code import make_importable
+from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
 from raytrain.infer.batch_size import BatchChoice
 from raytrain.infer.output.progress import WorkerProgress
@@ -65,7 +65,7 @@ class UnitActor:
         self._work, self._name = work, f"{context.get_node_id()[:8]}-{os.getpid()}"
         self._connect = None if work.split is None else partial(remote_pipeline, work, **needs)
         self._starts = starts if context.was_current_actor_reconstructed else None
-        make_importable(work.import_path)
+        import_from(work.import_path)
         self._worker = self._new_worker()
         self._error: RaytrainError | None = None
         self._lost = 0
@@ -202,12 +202,12 @@ def measure_stages(work: Work, unit: Unit, *, cpus: float, gpus: float, accelera
 
 
 def _measured_stages(work: Work, unit: Unit) -> PartTimes:
-    make_importable(work.import_path)
+    import_from(work.import_path)
     return measure_parts(work, unit)
 
 
 def _measured_batch(work: Work, unit: Unit, rows: int) -> BatchChoice:
-    make_importable(work.import_path)
+    import_from(work.import_path)
     return InferenceWorker(work, "to measure").measure_batch(unit, rows)
 
 

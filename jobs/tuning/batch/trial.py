@@ -22,7 +22,7 @@ from raytrain.autotune.probe.run_proposal import run_proposal
 from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.noise_scale import noise_scale
 from raytrain.autotune.startup.confirm import signature_of
-from raytrain.config.user_code import make_importable
+from raytrain.config.user_code import import_from
 from raytrain.data.sources.open import source_from_driver
 from raytrain.execution.driver_channel import on_stop_request
 from raytrain.train.job import TrainJob
@@ -68,7 +68,7 @@ def batch_trial(config: dict[str, Any], *, settings: BatchTrialSettings) -> None
     on_stop_request(settings.channel, lambda: os._exit(1))  # an unfinished measurement is useless
     if os.path.isdir(settings.folder):
         os.chdir(settings.folder)
-    make_importable(settings.folder)
+    import_from(settings.folder)
     wanted = TrialRequest.of(config)
     job: TrainJob = cloudpickle.loads(ray.get(settings.job))
     data: Any = None if settings.data is None else ray.get(settings.data)

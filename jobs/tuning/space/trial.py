@@ -23,7 +23,7 @@ from jobs.driver.resume import Resumed, check_checkpoints, open_resumed
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
 from jobs.train import train_loaded
-from raytrain.config.user_code import make_importable
+from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RunError
 from raytrain.execution.driver_channel import on_stop_request
 from raytrain.runs.folder import RunFolder
@@ -193,7 +193,7 @@ def _as_on_the_driver(settings: WholeTrialSettings) -> None:
     """Set the working directory, import path and visible GPUs of this process to those of the command."""
     if os.path.isdir(settings.folder):
         os.chdir(settings.folder)
-    make_importable(settings.folder)
+    import_from(settings.folder)
     for name in VISIBLE:
         os.environ.pop(name, None)
     os.environ.update(settings.visible)

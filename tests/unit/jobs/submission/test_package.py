@@ -49,8 +49,23 @@ def test_only_what_a_job_needs_is_packed(
         "code.py", "sub/more.py", "sub/runs/data.txt", "sub/small.bin"
     }  # fmt: skip
     assert package.large == {"sub/weights.bin": 1001}
-    assert "limit is 512 MiB" in package.text and "left out: sub/weights.bin" in package.text
+    assert "limit is 100 MiB" in package.text and "left out: sub/weights.bin" in package.text
     assert capfd.readouterr().err == ""
+
+
+def test_runs_in_any_folder_are_left_out_with_the_link_to_the_latest(folder: Path, tmp_path: Path) -> None:
+    """Else each submission would carry the checkpoints of all before it."""
+    for _ in range(2):
+        run = RunFolder.create(str(folder / "shared" / "results"), "job")
+        run.append_event({"kind": "driver_start"})
+        run.next_attempt({"host": "a", "pid": 1, "start": 1.0})
+        run.write_text("checkpoints/step_00000010/model.safetensors", "weights")
+    (folder / "shared" / "rows.csv").write_text("a\n")
+    (folder / "sub" / "events.jsonl").write_text("somebody's own\n")
+    assert (folder / "shared" / "results" / "latest").is_symlink()
+    names = pack(folder, tmp_path / "all.zip").names
+    assert {name for name in names if name.startswith("shared/")} == {"shared/rows.csv"}
+    assert "sub/events.jsonl" in names
 
 
 def test_a_package_above_the_limit_names_its_largest_entries(folder: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.config.user_code import check_shadowing, resolve
+from raytrain.config.user_code import check_shadowing, import_from, resolve
 from raytrain.errors import InputError
 from raytrain.models.registry import to_trainable
 
@@ -82,6 +82,26 @@ def test_code_that_shadows_our_packages_is_named(folder: Path, name: str) -> Non
     with pytest.raises(InputError, match=f"hides the package {name}") as caught:
         resolve("mine_registry:build", "model.builder")
     assert caught.value.key == str(folder / name)
+
+
+def test_a_process_of_ray_imports_from_the_folder_of_the_command_and_not_from_that_of_its_daemon(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster may be started in a checkout of this product."""
+    (folder / "of_the_command_registry.py").write_text("def build(): ...\n")
+    (tmp_path / "daemon" / "raytrain").mkdir(parents=True)
+    (tmp_path / "daemon" / "raytrain" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path / "daemon")
+    with pytest.raises(InputError, match="hides the package raytrain"):
+        resolve("of_the_command_registry:build", "model.builder")
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one != str(folder)])
+    import_from(str(folder))
+    assert resolve("of_the_command_registry:build", "model.builder").__name__ == "build"
+    (folder / "jobs.py").touch()
+    with pytest.raises(InputError, match=r"jobs\.py"):
+        resolve("of_the_command_registry:build", "model.builder")
+    (folder / "jobs.py").unlink()
+    assert str(tmp_path / "daemon") not in sys.path
 
 
 def test_a_file_that_shadows_is_named_and_our_own_folder_is_let_be(folder: Path) -> None:
