@@ -166,6 +166,8 @@ def test_a_run_continues_after_nodes_under_its_workers_and_hosts_are_lost(
     for row in lost:
         named = [one for one in messages if f"node {row['node']}" in one and one.endswith("was lost")]
         assert named or not row["ranks"], "not the collective that failed because of it"
+    first = next(row for row in events if row["kind"] == "fault" and row["message"].endswith("was lost"))
+    assert first["step"] is not None and f"attempt 1 failed after step {first['step'] - 1}: the node" in answer["out"]
     assert "gloo/" not in answer["out"] and "Traceback" not in answer["out"], answer["out"]
     assert "state-dump" not in answer["out"], "Ray's own pages about a dead node"
 
@@ -190,12 +192,17 @@ def test_every_node_of_a_cluster_is_checked_and_trains(answer_of: Callable[..., 
 
 
 @pytest.mark.timeout(240)
-def test_a_node_under_which_two_workers_died_is_left_out(answer_of: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.covers("NODE-09")
+def test_a_stopped_worker_of_another_node_is_ended_and_a_node_under_which_two_died_is_left_out(
+    answer_of: Callable[..., Any], tmp_path: Path
+) -> None:
     answer = answer_of("faulty_node.py", tmp_path / "runs", timeout=220)
     assert answer["code"] == 0, answer["out"]
     (run,) = (tmp_path / "runs").glob("nodes-*")
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [row["attempt"] for row in events if row["kind"] == "attempt"] == [1, 2, 3]
+    (ended,) = [row for row in events if row["kind"] == "hang_ended"]
+    assert "has not responded for" in ended["reason"] and ended["reason"] in answer["out"]
     (left_out,) = [row for row in events if row["kind"] == "warning"]
     assert (left_out["what"], left_out["address"]) == ("node_left_out", "127.0.0.2")
     assert f"warning: {left_out['reason']}" in answer["out"] and "127.0.0.2 failed 2 times" in left_out["reason"]

@@ -116,9 +116,13 @@ def end_process(pid: int, *, node: str | None) -> None:
         node: id of its node, where a task of Ray kills it; None: this machine.
     """
     if node is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        return
-    ray.remote(os.kill).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node)).remote(
-        pid, int(signal.SIGKILL)
-    )
+        kill(pid)
+    else:
+        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": on_node(node)}
+        ray.remote(kill).options(**options).remote(pid)
+
+
+def kill(pid: int) -> None:
+    """Kill a process of this machine, if it is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -21,6 +21,7 @@ def job_in(folder: Path, address: str) -> dict[str, Any]:
         "scale": {"workers": 2, "threads": 1},
         "save": {"dir": str(folder), "every": 5},
         "cluster": {"address": address},
+        "retry": {"host_silence_s": 8.0},
         "telemetry": {"tensorboard": False, "observers": ["guest_code:Paces"]},
     }
 
