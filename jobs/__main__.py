@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from jobs.completion import complete_bench, complete_job, complete_key, complete_recipe
-from jobs.driver.screen.output import OutputLost, end_without_output, flush_output, guard_output, outlive_output
+from jobs.driver.screen import output
 from jobs.job.arguments import split_arguments
 from jobs.submission.request import VERBS
 from jobs.torchrun.recipe import torchrun_options
@@ -25,11 +25,17 @@ class _Verbs(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         signal.signal(signal.SIGTERM, _leave)  # until a verb installs its own handlers
-        guard_output()
+        output.guard_output()
+        own = not args and not extra  # the command itself, not a program that calls it
         try:
-            return self._carried_out(*args, **extra)
-        except OutputLost as lost:
-            end_without_output(lost)
+            returned = self._carried_out(*args, **extra)
+        except output.OutputLost as lost:
+            output.end_without_output(lost)
+        except SystemExit as end:
+            output.end_process(end.code, own=own)
+            raise
+        output.end_process(0, own=own)
+        return returned
 
     def _carried_out(self, *args: Any, **extra: Any) -> Any:
         from jobs.driver.signals import request_stop
@@ -44,12 +50,12 @@ class _Verbs(click.Group):
         try:
             return self._ended(*args, **extra)
         finally:
-            flush_output()
+            output.flush_output()
 
     def _ended(self, *args: Any, **extra: Any) -> Any:
         try:
             return super().main(*args, **extra)
-        except OutputLost:
+        except output.OutputLost:
             raise
         except click.exceptions.Exit as error:
             sys.exit(error.exit_code)
@@ -154,14 +160,11 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
         from jobs.tune import found_job
 
         path = found_job(sweep, beside=path or resume)
-    outlive_output()
+    output.outlive_output()
     result = run_train(path, overrides, resume=resume, verbose=verbose, console=Console(highlight=False))
     code = {"done": 0, "failed": 1, "interrupted": INTERRUPTED}[result.status]
-    sys.stdout.flush()
-    sys.stderr.flush()
     close(code)
-    # the fit thread of an interrupted run may still wait inside Ray or gloo; do not wait for it
-    os._exit(code)
+    output.end_at_once(code)
 
 
 @main.command(cls=_keys_option("tune"), short_help="Search for the fastest batch size and precision, or other keys.")
@@ -177,12 +180,9 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
 
     path, overrides = split_arguments(arguments)
     console = Console(highlight=False)
-    outlive_output()
+    output.outlive_output()
     result = run_tune(path, overrides, resume=resume, fresh=fresh, verbose=verbose, console=console)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # the thread of an interrupted sweep may still wait inside Ray; do not wait for it
-    os._exit({"done": 0, "interrupted": INTERRUPTED}[result.status])
+    output.end_at_once({"done": 0, "interrupted": INTERRUPTED}[result.status])
 
 
 @main.command(cls=_keys_option("train"), short_help="Show what a run would do and why; starts nothing.")
@@ -263,7 +263,7 @@ def infer(arguments: tuple[str, ...], resume: str | None, dry_run: bool, verbose
     console = Console(highlight=False)
     given = None if path is None else str(path)
     if not dry_run:
-        outlive_output()
+        output.outlive_output()
     result = run_infer(given, overrides, resume=resume, dry_run=dry_run, verbose=verbose, console=console)
     sys.exit(0 if result is None or result.status == "done" else 1)
 
@@ -351,7 +351,7 @@ def bench(
         return
     if name is None:
         raise InputError("bench", got="no name", expected="a name listed by `raytrain bench --list`")
-    outlive_output()
+    output.outlive_output()
     sys.exit(bench_verb(name, arguments, out=out, quick=quick, as_json=as_json))
 
 

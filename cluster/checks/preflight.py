@@ -114,12 +114,13 @@ def _remote_round_trip(uri: str, name: str, token: str) -> str:
 
 
 def check_disk(
-    save_dir: str, need_bytes: int | None, *, usage: Callable[[Path], Any] = shutil.disk_usage
+    save_dir: str, need_bytes: int | None, *, saved: int = 0, usage: Callable[[Path], Any] = shutil.disk_usage
 ) -> CheckResult:
     """Checks disk space for three checkpoints and the other files of a run.
 
     Args:
         need_bytes: bytes of one checkpoint; None if unknown before the start, and then only the slack is checked.
+        saved: checkpoints that the run has there already.
         usage: like `shutil.disk_usage`.
     """
     folder = local_folder(save_dir)
@@ -127,12 +128,15 @@ def check_disk(
         return CheckResult("disk", "na", f"{save_dir} is not a local disk", "a local disk")
     while not folder.exists():
         folder = folder.parent
-    wanted = 3 * (need_bytes or 0) + DISK_SLACK
+    copies = max(1, 3 - saved)
+    wanted = copies * (need_bytes or 0) + DISK_SLACK
     free = usage(folder).free
-    expected = f"{_mib(wanted)} free: three checkpoints and {_mib(DISK_SLACK)}"
+    number = {1: "one checkpoint", 2: "two checkpoints", 3: "three checkpoints"}[copies] + (" more" if saved else "")
+    expected = f"{_mib(wanted)} free: {number} and {_mib(DISK_SLACK)}"
     if free < wanted:
+        lacking = f" ({_mib(max(wanted - free, 2**20))} too little)" if _mib(free) == _mib(wanted) else ""
         return CheckResult(
-            "disk", "fail", f"{_mib(free)} free in {folder}", expected,
+            "disk", "fail", f"{_mib(free)} free in {folder}{lacking}", expected,
             "set save.dir to a disk with more free space, or free some", "save.dir",
         )  # fmt: skip
     return CheckResult("disk", "ok", f"{_mib(free)} free in {folder}", expected)
@@ -214,11 +218,12 @@ def run_preflight(
     worker_bytes: int | None,
     local_workers: int,
     on_gpu: bool,
+    saved: int = 0,
 ) -> list[CheckResult]:
     """Runs all checks, in the order in which they are shown; `to_json` of each goes into preflight.json."""
     return [
         check_storage(save_dir),
-        check_disk(save_dir, checkpoint_bytes),
+        check_disk(save_dir, checkpoint_bytes, saved=saved),
         check_memory(worker_bytes, inventory=inventory, local_workers=local_workers, on_gpu=on_gpu),
         check_shared_memory(),
         check_visible_devices(),

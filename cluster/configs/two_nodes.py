@@ -43,7 +43,8 @@ def main(cpus: int, gpus: int, port: int) -> None:
         print(f"two nodes are running at {nodes.gcs_address}; Ctrl-C stops them", file=sys.stderr, flush=True)
         try:
             while not stop.wait(1.0):
-                continue
+                for node in nodes.list_all_nodes():
+                    node.dead_processes()  # reaps them: Ray's workers end with their raylet once it is no zombie
         finally:
             nodes.shutdown()
 

@@ -163,7 +163,7 @@ class RunAttempts:
     def _beat(self) -> None:
         """Other commands must not take over a run that waits for room in a cluster."""
         if self.opened is not None:
-            with contextlib.suppress(OSError):  # a full disk ends the run where it writes next
+            with contextlib.suppress(OSError, RunError):  # a full disk ends the run where it writes next
                 self.opened.run.heartbeat()
 
     def _connect_and_fit(self) -> None:

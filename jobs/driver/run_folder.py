@@ -62,7 +62,7 @@ def open_run(
     Raises:
         InputError: a check of the machine failed, or the plan does not fit the checkpoint.
     """
-    checks = _checked(spec, plan, inventory)
+    checks = _checked(spec, plan, inventory, run=None if resumed is None else resumed.run)
     if resumed is not None:
         run = resumed.checked_against(plan)
     else:
@@ -116,7 +116,7 @@ def replan(opened: OpenRun, spec: JobSpec, plan: Plan, inventory: Inventory) -> 
         InputError: a check of the machines failed.
     """
     run = opened.run
-    checks = _checked(spec, plan, inventory)
+    checks = _checked(spec, plan, inventory, run=run)
     plan = replace(plan, files=replace(plan.files, value=run.path))
     workers, before = _value(plan.workers), _value(opened.plan.workers)
     reason = getattr(plan.workers, "reason", "")
@@ -126,9 +126,13 @@ def replan(opened: OpenRun, spec: JobSpec, plan: Plan, inventory: Inventory) -> 
     return replace(opened, plan=plan)
 
 
-def _checked(spec: JobSpec, plan: Plan, inventory: Inventory) -> list[CheckResult]:
-    """The results of the checks before the start. Errors: InputError for the first that failed."""
-    checks = preflight_of(plan, spec.save.dir, inventory)
+def _checked(spec: JobSpec, plan: Plan, inventory: Inventory, *, run: RunFolder | None) -> list[CheckResult]:
+    """The results of the checks before the start. Errors: InputError for the first that failed.
+
+    Args:
+        run: the run that continues.
+    """
+    checks = preflight_of(plan, spec.save.dir, inventory, saved=0 if run is None else len(run.saved_steps()))
     if len(inventory.nodes) > 1:
         checks += check_seen_by_all({"save.dir": absolute_path(spec.save.dir), **local_paths(spec)})
     checks += check_ray_job(
@@ -144,8 +148,8 @@ def _checked(spec: JobSpec, plan: Plan, inventory: Inventory) -> list[CheckResul
     return checks
 
 
-def preflight_of(plan: Plan, save_dir: str, inventory: Inventory) -> list[CheckResult]:
-    """Check the machine for what this plan needs."""
+def preflight_of(plan: Plan, save_dir: str, inventory: Inventory, *, saved: int = 0) -> list[CheckResult]:
+    """Check the machine for what this plan needs, besides `saved` checkpoints that are there already."""
     workers = int(_value(plan.workers) or 1)
     return run_preflight(
         save_dir=save_dir,
@@ -154,6 +158,7 @@ def preflight_of(plan: Plan, save_dir: str, inventory: Inventory) -> list[CheckR
         worker_bytes=_value(plan.memory),
         local_workers=-(-workers // max(1, len(inventory.nodes))),
         on_gpu=_value(plan.device) == "cuda",
+        saved=saved,
     )
 
 

@@ -186,13 +186,19 @@ def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, wor
         cluster = Cluster(address == "local", address, folder)
         try:
             _start(cluster, options, verbose=verbose)
-            with _ray_errors_explained():
+            with _ray_errors_explained(), contextlib.nullcontext() if verbose else _no_pages():
                 yield cluster
         finally:
             cluster.ended.set()
             with contextlib.suppress(KeyboardInterrupt):  # a second signal: the exit of the process cleans up the rest
                 if "ray" in sys.modules:
                     sys.modules["ray"].shutdown()
+
+
+def _no_pages() -> contextlib.AbstractContextManager[None]:
+    from raytrain.execution.ray_private import no_pages_of_daemons
+
+    return no_pages_of_daemons()
 
 
 def _running() -> str:

@@ -254,7 +254,8 @@ class SaveConfig(Section):
     """Where a run is written, and how often its state is saved."""
 
     every: Count | Auto = Field(
-        default="auto", description="steps between checkpoints; auto: saving takes 3 % of the time"
+        default="auto",
+        description="steps between checkpoints; auto: 30 s of work, more where saving takes over 3 % of the time",
     )
     keep: Count | Literal["all"] = Field(default=3, description="number of latest checkpoints kept, besides the best")
     dir: Text = Field(default="runs", description="folder or URI in which run folders are created")

@@ -110,9 +110,7 @@ def start_of(run: RunFolder, attempt: int) -> int:
     for row in run.read_rows(run.events):
         if row["kind"] == "attempt" and row["attempt"] == attempt:
             return int(row["from_step"])
-    names = [entry.name for entry in run.store.entries("checkpoints")]
-    complete = [name for name in names if run.exists(f"checkpoints/{name}/COMPLETE")]
-    return max((int(name.removeprefix("step_")) for name in complete), default=0)
+    return max(run.saved_steps(), default=0)
 
 
 def _message(rank: int, error: Exception, *, lost: dict[int, str], died: bool) -> str:

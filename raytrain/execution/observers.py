@@ -99,9 +99,33 @@ class TensorBoard:
 
         self._folder = folder
         self._writer = SummaryWriter(folder.path, flush_secs=5)
+        self._error: OSError | None = None
+        self._keep_thread()
+
+    def _keep_thread(self) -> None:
+        """An error of the disk ends the thread of tensorboardX (2.6) that writes, and `add_scalar` would then wait for
+        room in its queue forever: here the thread goes on, and `metrics` raises the error."""
+        events = self._writer.file_writer.event_writer._ev_writer
+        events.write_event, events.flush = self._kept(events.write_event), self._kept(events.flush)
+
+    def _kept(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def writing(*given: Any) -> Any:
+            try:
+                return None if self._error is not None else write(*given)
+            except OSError as error:
+                self._error = error
+                return None
+
+        return writing
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """Write each finite number of the row as a scalar; tensorboardX warns of non-finite ones."""
+        """Write each finite number of the row as a scalar; tensorboardX warns of non-finite ones.
+
+        Raises:
+            OSError: its file could not be written, by now or earlier.
+        """
+        if self._error is not None:
+            raise self._error
         for name, value in row.items():
             if name not in ("kind", "step") and isinstance(value, int | float) and math.isfinite(value):
                 self._writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])

@@ -10,6 +10,7 @@ name, the run still works, but starts more slowly or is less well protected from
 | `ray._private.auto_init_hook.enable_auto_connect` | a Ray call may start a cluster again | it raises an error |
 | `ray._private.ray_constants.RAY_DEDUP_LOGS_SKIP_REGEX` | Ray names dead processes again | it does not |
 | `ray._private.ray_constants.ENABLE_RAY_CLUSTER` | a node's address is loopback | as for `Config` |
+| `ray._private.worker.print_to_stdstream` | no pages of Ray's daemons in the output | they are printed |
 | `ray._private.services.ConsolePopen` | start the daemons in process groups of their own | they stay in ours |
 | `ray._private.node.Node.start_monitor`, `.start_log_monitor`, `.start_api_server` | omit daemons | they start |
 | `DataParallelTrainer._create_default_callbacks` | omit two callbacks, each an actor | they are started |
@@ -139,6 +140,22 @@ def allow_auto_connect(allowed: bool) -> None:
     hook = find("ray._private", "auto_init_hook")
     if hook is not None and hasattr(hook, "enable_auto_connect"):
         hook.enable_auto_connect = allowed
+
+
+@contextlib.contextmanager
+def no_pages_of_daemons() -> Iterator[None]:
+    """Context manager in which Ray prints no pages of its daemons, such as about a worker that died, in this process:
+    raytrain says the same in a line, and those of other jobs on the cluster are none of its user's business."""
+    original = find("ray._private.worker", "print_to_stdstream")
+    if original is None:
+        yield
+        return
+    worker: Any = importlib.import_module("ray._private.worker")
+    worker.print_to_stdstream = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = original
 
 
 @contextlib.contextmanager

@@ -124,6 +124,12 @@ class RunFolder:
         """The routing trace of step `step`, if that step is traced."""
         return join(self.path, f"routing/step_{step:08d}.npz")
 
+    def saved_steps(self) -> list[int]:
+        """Steps of the checkpoints that are complete by their marks, which do not say that they are valid."""
+        names = [entry.name for entry in self.store.entries("checkpoints")]
+        complete = [name for name in names if self.exists(f"checkpoints/{name}/COMPLETE")]
+        return sorted(int(name.removeprefix("step_")) for name in complete)
+
     def checkpoint_dir(self, step: int) -> str:
         """The directory of the checkpoint after `step` steps."""
         return join(self.path, f"checkpoints/step_{step:08d}")

@@ -97,7 +97,8 @@ def is_left(command: Any, place: Any) -> None:
     left = command.finish(timeout=END_S)
     assert left.code == 130, left.text
     assert "stopping: the workers save and return" in left.out
-    assert "\nexited without waiting for the workers\n" in left.out
+    newest = f"the newest checkpoint is of step {run.checkpoints()[-1]}"
+    assert f"\nexited without waiting for the workers; {newest}\n" in left.out
     assert run.result["status"] == "interrupted" and run.result["reason"] == "exited without waiting for the workers"
     assert place.end(within=20) == []
 

@@ -295,7 +295,8 @@ def test_ranks_that_hang_in_an_evaluation_and_in_a_save_are_named_and_ended_and_
     ended = command.finish(timeout=60)
     assert ended.code == 130, ended.text
     left = "exited without waiting for the workers: they did not save within 3 s"
-    assert f"\n{left} (retry.stop_grace_s)\n" in ended.out and place.run.result["reason"] == left
+    newest = f"the newest checkpoint is of step {place.run.checkpoints()[-1]}"
+    assert f"\n{left} (retry.stop_grace_s); {newest}\n" in ended.out and place.run.result["reason"] == left
     of_eval, of_save = place.run.events("hang")
     assert of_eval["reason"] in ended.out and of_save["reason"] in ended.out
     assert of_eval["reason"].startswith("the evaluation after step 100 has not advanced for ")

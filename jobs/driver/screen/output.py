@@ -6,12 +6,14 @@ code 1. A command whose result is not what it prints, such as training, goes on 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import io
 import os
 import signal
 import sys
+import threading
 from typing import Any, NoReturn, TextIO
 
 
@@ -122,6 +124,27 @@ def end_without_output(lost: OutputLost) -> NoReturn:
         os.kill(os.getpid(), signal.SIGPIPE)
     _say(f"error: standard output cannot be written: {lost.reason}")
     os._exit(1)
+
+
+def end_process(code: str | int | None, *, own: bool) -> None:
+    """If it is this command's own, end this process with the code of a `SystemExit`, without the destructors of C++
+    libraries: a daemon thread that is inside such a library may abort the process in them. What is registered with
+    `atexit` runs."""
+    if own:
+        threading._shutdown()  # type: ignore[attr-defined]  (waits for threads that are no daemons, as Python does)
+        atexit._run_exitfuncs()
+        if isinstance(code, str):
+            _say(code)
+        end_at_once(1 if isinstance(code, str) else code or 0)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this process; a thread of an interrupted command may still wait inside Ray or gloo, and is not awaited."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    os._exit(code)
 
 
 def _say(text: str) -> None:

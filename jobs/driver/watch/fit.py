@@ -105,7 +105,7 @@ def _watched(fitting: _Fit, spec: JobSpec, opened: OpenRun, *, signals: StopSign
             cluster_ended = stop_at is not None and unanswered > 1  # the same signal may have ended it
             if signals.times > 1 or late or cluster_ended:
                 left = LEFT + (f": they did not save within {spec.retry.stop_grace_s:g} s" if late else "")
-                display.print_lines(f"{left} (retry.stop_grace_s)" if late else left)
+                display.print_lines(f"{left}{' (retry.stop_grace_s)' if late else ''}; {newest_checkpoint(opened.run)}")
                 return AttemptResult("interrupted", left, workers_running=True)
             if stop_at is None:
                 fitting.check_cluster(display)
@@ -341,6 +341,12 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
     if fitting.progress.get("phase") == "training":
         signals.training = True
     return True
+
+
+def newest_checkpoint(run: RunFolder) -> str:
+    """From where a run continues whose workers were left, in words."""
+    saved = run.saved_steps()
+    return f"the newest checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint yet"
 
 
 def renewed_stop_check(run: RunFolder, stop_s: float, *, grace_s: float) -> list[str]:

@@ -21,6 +21,8 @@ LEAST_READ_S = 10.0
 PLANNED_WITHIN = 2.0
 #: Differences of this size are those of the operating system, which gives a core to another process for so long.
 TIME_SLICE_MS = 10.0
+#: In a run as short as this, the start takes much of the time, and one fault loses much of the work.
+SHORT_RUN_S = 600.0
 
 
 def _of_saving(records: RunRecords) -> str:
@@ -57,8 +59,13 @@ _LIMITS: tuple[tuple[str, float, str, Callable[[RunRecords], str]], ...] = (
         "Restarts take much of the time",
         lambda records: _of_restarts(records),
     ),
-    ("lost", 0.1, "Work was lost between a checkpoint and a fault", lambda _: "Save more often: save.every: N."),
+    ("lost", 0.1, "Work was lost between a checkpoint and a fault", lambda records: _of_lost_work(records)),
 )
+
+
+def _of_lost_work(records: RunRecords) -> str:
+    auto = " (auto keeps them 30 s of work apart, or more)" if records.configured("save.every") == "auto" else ""
+    return f"Save more often{auto}: save.every: N."
 
 
 def _of_restarts(records: RunRecords) -> str:
@@ -99,9 +106,10 @@ def limiting_part(records: RunRecords) -> list[Finding]:
         if part == "compile" and compile_gain(records) is not None:  # the rule `compilation_pays` says more
             continue
         if share.get(part, 0.0) > limit:
-            small = part == "startup" and wall < 600
+            small = wall < SHORT_RUN_S and part in ("startup", "lost")
             seen = f"{share[part]:.0%} of {seconds(wall)} ({seconds(account[part])})"
-            found.append(Finding("info" if small else "warning", title, seen, "" if small else remedy(records)))
+            advised = "" if small and part == "startup" else remedy(records)
+            found.append(Finding("info" if small else "warning", title, seen, advised))
     busy = share.get("compute", 0.0)
     if busy >= 0.5:
         found.append(Finding("good", "Limited by compute", f"{busy:.0%} of {seconds(wall)} is computation"))

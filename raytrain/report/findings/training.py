@@ -24,24 +24,30 @@ FULL_PRECISIONS = ("fp32", "fp64")
 FEWEST_LOSSES = 10
 
 
+def end_width(points: int) -> int:
+    """Points at each end of a curve that are averaged: a tenth, 3 to 20, or a third of few."""
+    return max(1, min(20, points // 10), min(3, points // 3))
+
+
 def smoothed_ends(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Means of the first and of the last tenth (1 to 20 points each) of a curve; None under two points."""
+    """Means of the first and of the last `end_width` points of a curve; None under two points."""
     if len(points) < 2:
         return None
-    width = max(1, min(20, len(points) // 10))
+    width = end_width(len(points))
     data = [value for _, value in points]
     return statistics.fmean(data[:width]), statistics.fmean(data[-width:])
 
 
 def loss_trend(records: RunRecords) -> list[Finding]:
-    """Whether the training loss falls; that it does not, only where there are `FEWEST_LOSSES`."""
+    """Whether the training loss falls; that it does not, or rises to less than ten times, only with `FEWEST_LOSSES`."""
     losses = series(records.train, "loss")
     ends = smoothed_ends(losses)
     if ends is None:
         return []
     first, last = ends
-    seen = f"{loss_text(first)} at the start, {loss_text(last)} at the end (means of a tenth of the log)"
-    if last > first + 0.5 * abs(first):
+    means = f"means of {counted(end_width(len(losses)), 'row')}"
+    seen = f"{loss_text(first)} at the start, {loss_text(last)} at the end ({means})"
+    if last > first + (0.5 if len(losses) >= FEWEST_LOSSES else 9.0) * abs(first):
         remedy = "Lower optim.lr or lengthen optim.warmup_steps."
         return [Finding("error", "The training loss diverged", seen, remedy)]
     if last > first - 0.02 * abs(first):

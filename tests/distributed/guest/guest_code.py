@@ -126,7 +126,7 @@ class Troubled(Net):
             raise KeyError(f"planted at pass {call}")
 
     def dies_there(self, call: int, row: Tensor) -> None:
-        """On the second node of a cluster, the process stops at pass `at` for good; in the next attempt it ends there."""
+        """On the second node of a cluster, the process stops at pass `at`; in the next attempt it ends there."""
         if "ray" not in sys.modules:  # the check on the driver
             return
         here = sys.modules["ray"].util.get_node_ip_address()

@@ -64,6 +64,11 @@ def test_a_disk_without_room_for_three_checkpoints_fails(tmp_path: Path) -> None
     assert (full.status, full.key) == ("fail", "save.dir")
     assert "3.0 GiB free" in full.seen
     assert asked == [tmp_path, tmp_path]
+    more = check_disk(folder, 1 << 30, saved=1, usage=usage)
+    assert (more.status, more.expected) == ("ok", "2.1 GiB free: two checkpoints more and 64 MiB")
+    assert check_disk(folder, 2 << 30, saved=5, usage=usage).expected == "2.1 GiB free: one checkpoint more and 64 MiB"
+    nearly = check_disk(folder, ((3 << 30) - (64 << 20) + 10) // 3 + 1, usage=usage)
+    assert nearly.seen.endswith(f"free in {tmp_path} (1 MiB too little)"), "3.0 of 3.0 GiB says nothing"
     spaced = check_disk(f"file://{tmp_path}/with%20space/runs", 1 << 30, usage=usage)
     assert spaced.status == "fail" and asked[-1] == tmp_path
     (tmp_path / "with space").mkdir()

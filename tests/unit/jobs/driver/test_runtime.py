@@ -111,6 +111,7 @@ NOTHING_PRIVATE = {
     "reread_environment": lambda: None,
     "allow_auto_connect": lambda allowed: None,
     "own_process_groups": contextlib.nullcontext,
+    "no_pages_of_daemons": contextlib.nullcontext,
     "only_needed_daemons": lambda *, logs: contextlib.nullcontext(),
     "prompt_look_up": lambda *, meanwhile: contextlib.nullcontext(),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +100,20 @@ def test_tensorboard_files_hold_each_number_of_each_row(tmp_path: Path) -> None:
     board.metrics({"kind": "eval", "step": 4, "loss": 2.5})
     board.close()
     assert scalars(tmp_path / "board") == {("train/loss", 3, 1.5), ("train/epoch", 3, 2.0), ("eval/loss", 4, 2.5)}
+
+
+def test_a_full_disk_under_tensorboard_is_an_error_and_no_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The queue of tensorboardX holds ten events, which its thread no longer takes once a write has failed."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    board = TensorBoard(MirroredFolder(RunFolder(str(tmp_path)), "board"))
+    monkeypatch.setattr("tensorboardX.event_file_writer.EventsWriter._write_serialized_event", full)
+    with pytest.raises(OSError, match="No space left"):
+        for step in range(1000):
+            board.metrics({"kind": "train", "step": step, "loss": 1.0, "epoch": 1})
+    board.close()
+    assert not recwarn.list, "its thread has not failed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pickle
 import subprocess
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,37 @@ def test_daemons_start_in_separate_process_groups_or_in_ours(monkeypatch: pytest
     monkeypatch.delattr("ray._private.services.ConsolePopen")
     with ray_private.own_process_groups():
         assert not hasattr(services(), "ConsolePopen")
+
+
+def test_pages_of_daemons_are_not_printed_inside_and_are_again_after_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the loop that Ray runs in a thread of the driver."""
+    import ray._private.worker as module
+
+    page = {"job_id": None, "error_message": "A worker died or was killed"}
+
+    def printed() -> str:
+        pages, over = iter([("", page), ("", page)]), threading.Event()
+
+        def poll() -> Any:
+            found = next(pages, None)
+            if found is None:
+                over.set()
+            return found or ("", None)
+
+        subscriber = SimpleNamespace(subscribe=lambda: None, poll=poll)
+        job = SimpleNamespace(binary=lambda: b"1")
+        monkeypatch.setattr(module, "_internal_kv_initialized", lambda: False)
+        module.listen_error_messages(SimpleNamespace(gcs_error_subscriber=subscriber, current_job_id=job), over)  # type: ignore[arg-type]
+        return "".join(capsys.readouterr())
+
+    with ray_private.no_pages_of_daemons():
+        assert printed() == ""
+    assert printed().count("A worker died or was killed") >= 1, "Ray's own behaviour, which is back"
+    monkeypatch.delattr(module, "print_to_stdstream")
+    with ray_private.no_pages_of_daemons():
+        assert not hasattr(module, "print_to_stdstream")
 
 
 @pytest.mark.parametrize("logs", [True, False])

@@ -47,7 +47,9 @@ def test_what_has_no_usual_duration_is_late_after_a_minute_or_after_hang_s(where
 def test_the_set_up_and_the_first_step_are_late_after_five_minutes_without_a_row_that_is_read_or_a_micro_batch() -> (
     None
 ):
-    assert late_steps(304.0, 305.1, phase="setting up the workers", hang_s=8.0) == [305.1]
+    assert late_steps(304.0, 305.1, phase="setting up the workers") == [305.1]
+    assert late_steps(44.0, 45.1, phase="setting up the workers", hang_s=8.0) == [45.1], "five times as long"
+    assert late_steps(44.0, 45.1, row={}, hang_s=8.0) == [45.1]
     assert late_steps(304.0, 305.1, phase="measuring memory", row={}) == [305.1]
     assert late_steps(304.0, 305.1, row={}) == late_steps(304.0, 305.1, row={}, activity="evaluating") == [305.1]
     now = [0.0]
