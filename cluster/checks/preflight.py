@@ -113,6 +113,14 @@ def _remote_round_trip(uri: str, name: str, token: str) -> str:
             filesystem.delete_file(path)
 
 
+def check_place(save_dir: str, need_bytes: int | None, *, saved: int = 0) -> list[CheckResult]:
+    """`check_storage` and `check_disk`; the space of a place that cannot be written does not matter."""
+    storage = check_storage(save_dir)
+    if storage.status == "fail":
+        return [storage, CheckResult("disk", "na", f"{save_dir} cannot be written", "a place that can")]
+    return [storage, check_disk(save_dir, need_bytes, saved=saved)]
+
+
 def check_disk(
     save_dir: str, need_bytes: int | None, *, saved: int = 0, usage: Callable[[Path], Any] = shutil.disk_usage
 ) -> CheckResult:
@@ -222,8 +230,7 @@ def run_preflight(
 ) -> list[CheckResult]:
     """Runs all checks, in the order in which they are shown; `to_json` of each goes into preflight.json."""
     return [
-        check_storage(save_dir),
-        check_disk(save_dir, checkpoint_bytes, saved=saved),
+        *check_place(save_dir, checkpoint_bytes, saved=saved),
         check_memory(worker_bytes, inventory=inventory, local_workers=local_workers, on_gpu=on_gpu),
         check_shared_memory(),
         check_visible_devices(),

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from cluster.checks.caches import check_caches
-from cluster.checks.preflight import CheckResult, check_disk, check_shared_memory, check_storage, check_visible_devices
+from cluster.checks.preflight import CheckResult, check_place, check_shared_memory, check_visible_devices
 from cluster.devices.facts import device_facts, machine_limits
 from cluster.devices.inventory import local_inventory
 from cluster.environment import environment_record
@@ -94,8 +94,9 @@ def examine(save_dir: str, token: str, name: str, driver: tuple[str, int], inter
     """
     inventory = local_inventory()
     limits = machine_limits(inventory)
+    storage, disk = check_place(save_dir, None)
     results = [
-        check_storage(save_dir), shared_storage(save_dir, token, name), check_disk(save_dir, None),
+        storage, shared_storage(save_dir, token, name), disk,
         check_limits(limits), check_shared_memory(), check_network(driver, interface), check_visible_devices(),
         check_devices(inventory.unusable, inventory.describe()), check_load(),
     ]  # fmt: skip

@@ -20,7 +20,8 @@ TOGETHER = {
 READING = "reading the data"
 BEFORE_TRAINING = ("starting workers", "waiting for room", "measuring", READING)
 TRAINING = "training"
-AFTER_TRAINING = (TRAINING, "recovering", "exporting", "stopping Ray", "disconnecting from Ray", "report", "")
+EXPORTING, ENDING = "exporting", "ending the workers"
+AFTER_TRAINING = (TRAINING, "recovering", EXPORTING, "stopping Ray", "disconnecting from Ray", "report", "")
 MEASURING = "measuring "
 #: Parts of the training that rank 0 accounts for: the purpose in result.json, and its name here.
 WITHIN_TRAINING = {"eval": "evaluating", "save": "saving", "compile": "compiling"}
@@ -74,7 +75,7 @@ class Phases:
         """The seconds as one line: `52 s: checking the job 1.6, starting Ray 4.1, ...`.
 
         Training and restarts are told apart by the account: the workers of a lost node may train on until they learn
-        of it, and what restarts within the workers is no phase.
+        of it, and what restarts within the workers is no phase. So is the export from the end of the workers after it.
 
         Args:
             account: seconds of this command by purpose, as in result.json.
@@ -83,19 +84,22 @@ class Phases:
             f"{name} {account[key]:.1f}" for key, name in WITHIN_TRAINING.items() if account.get(key, 0) >= LEAST_S
         ]
         parts = []
-        for name, seconds in self._divided(account.get("restart", 0.0)).items():
+        divided = self._divided(account.get("restart", 0.0), account.get("export", 0.0))
+        for name, seconds in divided.items():
             if seconds >= LEAST_S:
                 detail = f" ({', '.join(within)})" if name == TRAINING and within else ""
                 parts.append(f"{name} {seconds:.1f}{detail}")
         return f"{sum(self.seconds.values()):.0f} s: {', '.join(parts)}"
 
-    def _divided(self, restart_s: float) -> dict[str, float]:
-        """The seconds, with `restart_s` of those since the training began as restarts."""
-        if TRAINING not in self.seconds:
-            return self.seconds
-        both = self.seconds[TRAINING] + self.seconds.get(RESTARTING, 0.0)
-        restart_s = min(restart_s, both)
-        found = {}
+    def _divided(self, restart_s: float, export_s: float) -> dict[str, float]:
+        """The seconds, with `restart_s` of those since the training began as restarts, and `export_s` as the export."""
+        found = dict[str, float]()
+        both = self.seconds.get(TRAINING, 0.0) + self.seconds.get(RESTARTING, 0.0)
         for name, seconds in self.seconds.items():
-            found |= {TRAINING: both - restart_s, RESTARTING: restart_s} if name == TRAINING else {name: seconds}
-        return found | {RESTARTING: restart_s}
+            if name == TRAINING:
+                found |= {TRAINING: max(0.0, both - restart_s), RESTARTING: min(restart_s, both)}
+            elif name == EXPORTING:
+                found |= {EXPORTING: min(export_s, seconds), ENDING: max(0.0, seconds - export_s)}
+            elif name != RESTARTING or TRAINING not in self.seconds:
+                found[name] = seconds
+        return found

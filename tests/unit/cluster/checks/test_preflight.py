@@ -12,6 +12,7 @@ from hardware import Nvml
 from cluster.checks.preflight import (
     check_disk,
     check_memory,
+    check_place,
     check_seen_by_all,
     check_shared_memory,
     check_storage,
@@ -147,3 +148,10 @@ def test_a_path_that_one_node_does_not_see_is_refused_with_its_key_and_the_node(
     assert (seen.status, seen.key) == ("ok", "data.path")
     assert (blind.status, blind.key) == ("fail", "save.dir")
     assert "10.0.0.2" in blind.seen and "10.0.0.1" not in blind.seen
+
+
+def test_the_space_of_a_place_that_cannot_be_written_is_no_second_failure(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    storage, disk = check_place(str(tmp_path / "a file" / "runs"), 1 << 60)
+    assert (storage.status, disk.status) == ("fail", "na")
+    assert [one.status for one in check_place(str(tmp_path / "runs"), 1 << 60)] == ["ok", "fail"]

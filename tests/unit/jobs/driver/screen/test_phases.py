@@ -51,9 +51,9 @@ def test_what_follows_the_first_training_is_a_restart_until_the_next_and_the_acc
         now += seconds
     phases.end()
     assert phases.seconds["restarting the workers"] == 10.0 and phases.seconds["training"] == 30.0
-    assert phases.line({"restart": 12.0}) == (
+    assert phases.line({"restart": 12.0, "export": 0.4}) == (
         "50 s: starting Ray 4.0, starting workers 2.0, training 28.0, restarting the workers 12.0, stopping Ray 1.0, "
-        "exporting 1.0, report 2.0"
+        "exporting 0.4, ending the workers 0.6, report 2.0"
     )
     assert "training 40.0, stopping" in phases.line({})
     short = Phases(clock=lambda: now, began=now)
