@@ -162,6 +162,7 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     where = os.path.relpath(run.path)
     done = lines("done", weights="w")
     assert "time    10 s: training 10.0 (evaluating 2.0)" in done
+    assert done[0] == "done after 12 steps in 10 s over 2 commands, loss 1.0000"
     commands = [
         f"next    raytrain infer {where} infer.input=FILE",
         f"        raytrain train --resume {where} loop.max_steps=24",

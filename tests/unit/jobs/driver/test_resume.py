@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -152,6 +153,8 @@ def test_a_resumed_run_knows_where_it_continues_and_what_was_measured(tmp_path: 
     found = resumed.taken_over(open_plan(), attempt=3)
     assert (found.step, found.measured["precision"]) == (276, "bf16"), "the checkpoint's precision stays"
     assert found.text == "from step 276 (checkpoints/step_00000276), attempt 3"
+    older = replace(resumed, step=126).taken_over(open_plan(), attempt=3)
+    assert older.text.startswith("from step 126 (checkpoints/step_00000126)"), "where newer ones are damaged"
     run.append_event(event("decision", what="rollback", precision="fp32"))
     assert resumed.taken_over(open_plan(), attempt=3).measured["precision"] == "fp32"
 

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from jobs.__main__ import main
-from jobs.driver.checks.job import check_fits
+from jobs.driver.checks.job import check_fits, check_on_driver
+from jobs.job.spec import load_spec
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import InputError
 from raytrain.runs.folder import RunFolder
@@ -143,3 +144,26 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_start_and_one_of_th
     folder = Path(run.path, "checkpoints", "step_00000005")
     (folder / "model.safetensors").write_bytes(b"damaged")
     check_fits(Tied(more=True), run)  # that is for those who read it
+
+
+class Noisy:
+    """A map-style dataset with a random transform."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((4,), float(index)) + torch.rand(4), "y": torch.zeros(1)}
+
+
+class Fitted(nn.Linear):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return ((super().forward(x) - y) ** 2).mean()
+
+
+def test_the_facts_of_the_data_say_whether_items_vary() -> None:
+    """The plan keeps no rows that differ from one reading to the next."""
+    for data, varies in ((Noisy(), True), ([{"x": torch.zeros(4), "y": torch.zeros(1)}] * 64, False)):
+        job = load_spec(mapping={"model": {"module": Fitted(4, 1)}, "data": {"train": data}})
+        facts = check_on_driver(job.spec).data_facts
+        assert facts is not None and facts.varies is varies
