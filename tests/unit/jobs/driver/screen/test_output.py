@@ -103,3 +103,32 @@ print("lost", flush=True)
 sys.exit(subprocess.run(["echo", "inherited"]).returncode)
 """
     assert ended("-c", code, out=closed)[0] == 0
+
+
+#: A verb that ends with a thread inside C code which outlives the interpreter's own end, and a handler of `atexit`.
+ENDS = """
+import atexit, sys, threading
+import jobs.__main__ as command
+
+def keys(name):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    print("carried out", end="")  # the buffer still holds it
+    if name == "none":
+        return
+    sys.exit({"two": 2, "words": "said"}[name])
+
+atexit.register(lambda: print("; atexit ran", end=""))
+command.main.commands["keys"].callback = keys
+sys.argv = ["raytrain", "keys", *sys.argv[1:]]
+command.main()
+print("; not reached", end="")
+"""
+
+
+@pytest.mark.parametrize(("section", "code", "err"), [("none", 0, ""), ("two", 2, ""), ("words", 1, "said\n")])
+def test_a_command_ends_with_its_code_its_output_and_its_exit_handlers_and_without_destructors(
+    section: str, code: int, err: str
+) -> None:
+    """Destructors of C++ libraries abort a process in which a daemon thread is inside one: exit code -6."""
+    done = subprocess.run([sys.executable, "-c", ENDS, section], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "carried out; atexit ran") and done.stderr.endswith(err)
