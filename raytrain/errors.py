@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 GUESS = "did you mean "
 """How a remedy begins that names what was probably meant."""
 
@@ -63,6 +65,17 @@ class DevicePlacementError(RunError):
 
 class CollectiveFailed(RunError):
     """A collective failed, usually because a worker died: a consequence of the cause, not the cause itself."""
+
+
+def lost_in(what: str, error: BaseException) -> CollectiveFailed:
+    """The failure of a collective, from the error that torch raised: without the place in the C++ code that begins the
+    message of gloo and NCCL, and without the advice that follows it.
+
+    Args:
+        what: the collective, such as "a collective of 2 workers".
+    """
+    why = re.sub(r"^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+", "", first_line(error))
+    return CollectiveFailed(f"{what} failed: {why.partition('. This may indicate')[0]}")
 
 
 class StateLost(RunError):

@@ -5,7 +5,8 @@ Rank 0 applies the rules at the start of an attempt, in this order:
   2. out of memory outside the passes of a step (inside them the step retries by itself): restart with half the
      micro-batch while it is larger than 1. The rules below do not count such a restart.
   3. the same error at the same place in the code, twice at the same step and precision or three times at any step,
-     is a bug: stop with its cause. Input and output errors (`TRANSIENT_ERRORS`) are exempt.
+     is a bug: stop with its cause. Input and output errors, and collectives that failed (`TRANSIENT_ERRORS`), are
+     exempt.
   4. an operation failed inside a reduced-precision step (torch raises RuntimeError) and `precision.fallback` is on:
      continue in fp32, once.
   5. `retry.restarts_without_progress` restarts without a new committed step: stop.
@@ -22,13 +23,14 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from raytrain.config.sections import RetryConfig
+from raytrain.errors import CollectiveFailed
 from raytrain.runs.faults import CAUSES, Fault
 from raytrain.train.memory.micro_batch import halved
 
 #: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is a mistake in the code.
 OPERATION_ERRORS = ("RuntimeError",)
 #: Errors of a failing disk, network file system or object store; a missing file is a mistake and not among them.
-TRANSIENT_ERRORS = ("OSError", "TimeoutError", "ConnectionError", "ConnectionResetError")
+TRANSIENT_ERRORS = ("OSError", "TimeoutError", "ConnectionError", "ConnectionResetError", CollectiveFailed.__name__)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ def failed_attempt(fault: Fault) -> str:
         when = "" if fault.step is None else f" after step {fault.step - 1}"
         return f"attempt {fault.attempt} failed{when}: {fault.message}"
     at = "" if fault.step is None else f" at step {fault.step}"
+    if fault.error == CollectiveFailed.__name__:  # the record of its cause would come first
+        return f"attempt {fault.attempt} failed{at}: rank {fault.rank} lost the other workers ({fault.message})"
     return f"attempt {fault.attempt} failed{at} on rank {fault.rank} ({fault.what})"
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain.errors import CollectiveFailed, StateLost, first_line
+from raytrain.errors import StateLost, lost_in
 
 #: Maximum seconds until every worker learns why a group was abandoned.
 ABORT_REASON_TIMEOUT_S = 3.0
@@ -149,9 +149,7 @@ class Workers:
             reason = self._why_lost()
             if reason is not None:
                 raise StateLost(reason) from error
-            raise CollectiveFailed(
-                f"a collective over {self.world_size} workers failed: {first_line(error)}"
-            ) from error
+            raise lost_in(f"a collective of {self.world_size} workers", error) from error
         finally:
             self.wait_s += time.perf_counter() - begin
 

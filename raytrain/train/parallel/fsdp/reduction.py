@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from raytrain.errors import CollectiveFailed, OutOfMemory, first_line
+from raytrain.errors import OutOfMemory, lost_in
 from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
@@ -82,8 +82,7 @@ class ShardedReduction:
         except RuntimeError as error:
             if not _is_of_a_collective(error):
                 raise
-            text = f"a collective of {self._workers.world_size} workers inside a pass failed: {first_line(error)}"
-            raise CollectiveFailed(text) from error
+            raise lost_in(f"a collective of {self._workers.world_size} workers inside a pass", error) from error
         if isinstance(result, Shortage):
             raise OutOfMemory(str(result))
         return result

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain.config.sections import RetryConfig
+from raytrain.errors import lost_in
 from raytrain.execution.recovery.failure_policy import RecoveryDecision, decide, origins
 from raytrain.runs.faults import Fault, lost_cluster
 
@@ -62,6 +63,27 @@ def test_without_a_fault_the_run_continues() -> None:
 def test_the_rules(faults: list[Fault], action: str, words: str) -> None:
     decision = decided(*faults)
     assert decision.action == action and words in decision.reason
+
+
+def test_a_lost_collective_is_told_without_the_code_of_gloo_and_never_counts_as_the_same_error() -> None:
+    """Its cause, such as a lost node, may be noticed later than the restart."""
+    of_gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [a]:1")
+    of_nccl = RuntimeError(
+        "[../torch/csrc/NCCL.cpp:9] remote error. This may indicate a possible crash on rank 0.\nAt:"
+    )
+    assert str(lost_in("a collective of 2 workers", of_gloo)) == (
+        "a collective of 2 workers failed: Connection closed by peer [a]:1"
+    )
+    assert str(lost_in("a collective", of_nccl)) == "a collective failed: remote error"
+    assert (
+        str(lost_in("a collective", RuntimeError("[timeout] after 5 s"))) == "a collective failed: [timeout] after 5 s"
+    )
+    failed = fault(error="CollectiveFailed", message="a collective of 2 workers failed: Connection closed by peer")
+    decision = decided(failed, fault(**{**vars(failed), "step": 6}), fault(**{**vars(failed), "step": 6}))
+    assert (decision.action, decision.reason.partition(";")[0]) == (
+        "go_on", "attempt 1 failed at step 6: rank 0 lost the other workers "
+        "(a collective of 2 workers failed: Connection closed by peer)",
+    )  # fmt: skip
 
 
 def test_an_error_of_the_users_code_is_compared_by_its_place_whatever_called_it() -> None:
