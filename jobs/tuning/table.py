@@ -21,7 +21,7 @@ from raytrain.autotune.search.loaders import LoaderRates, choose_count
 from raytrain.autotune.search.measurement import Measurement
 from raytrain.autotune.search.precision import GateReport, gate_refusal
 from raytrain.autotune.search.space import BatchSpace
-from raytrain.plan.text import size_text
+from raytrain.plan.text import figure_text, size_text
 
 PIPED_COLUMNS = 10_000
 """Console width for piped output; wider than any row of a table."""
@@ -166,8 +166,7 @@ def number_text(value: Any, unit: str = "") -> str:
     """A number for a cell; empty if unknown."""
     if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
         return ""
-    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{text} {unit}".rstrip()
+    return f"{figure_text(value)} {unit}".rstrip()
 
 
 def bytes_text(value: Any) -> str:

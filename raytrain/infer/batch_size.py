@@ -18,6 +18,7 @@ from raytrain.infer.input.rows import InputRows
 from raytrain.infer.predictor import Predictor
 from raytrain.infer.runner import let_go_of_batch
 from raytrain.infer.units import Unit
+from raytrain.plan.text import figure_text
 from raytrain.train.memory.device import PeakMeter, exact_memory
 
 #: Rows of a batch where nothing is measured: for answers of many tokens, and for one output a row.
@@ -114,7 +115,7 @@ class BatchSizeSearch:
             return BatchChoice(usual, reason, seconds=seconds)
         best = max(one.rows_per_s for one in self._measured)
         chosen = next(one for one in self._measured if one.rows_per_s >= (1 - GAIN) * best)
-        rates = ", ".join(f"{one.rows:,}: {one.rows_per_s:,.4g}" for one in self._measured)
+        rates = ", ".join(f"{one.rows:,}: {figure_text(one.rows_per_s)}" for one in self._measured)
         return BatchChoice(chosen.rows, f"rows/s measured {rates}; {reason}", tuple(self._measured), seconds)
 
     def _search(self, began: float) -> str:

@@ -55,6 +55,11 @@ def seconds_text(spent: float, *, digits: int = 2) -> str:
     return f"{digits_text(spent, digits)} s" if rounded >= 0.1 else f"{digits_text(1e3 * spent, digits)} ms"
 
 
+def figure_text(value: float) -> str:
+    """A measured number: `24.56`, `25,730`."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def digits_text(value: float, digits: int) -> str:
     """A number with so many digits, without an exponent: all digits of the integer part, and at most six decimals."""
     if abs(value) >= 10**digits - 0.5:

@@ -13,6 +13,7 @@ from raytrain.autotune.search.batch_size import BatchDecision
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.errors import RunError
 from raytrain.plan.choice import Resolved
+from raytrain.plan.text import figure_text
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ def choose_for_all(
     precision = max(allowed, key=lambda name: (totals[name], name == reference))
     sizes = {kind: one.knees[precision] for kind, one in decisions.items()}
     binding = min(sizes, key=lambda kind: sizes[kind])
-    speeds = ", ".join(f"{name} {total:.4g} rows/s" for name, total in sorted(totals.items(), key=lambda one: -one[1]))
+    speeds = ", ".join(
+        f"{name} {figure_text(total)} rows/s" for name, total in sorted(totals.items(), key=lambda one: -one[1])
+    )
     best = ", ".join(f"{kind} {size}" for kind, size in sizes.items())
     return KindsDecision(
         decisions=decisions,

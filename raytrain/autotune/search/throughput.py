@@ -16,6 +16,7 @@ from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.memory_line import MemoryLine, fit, line_of, points
 from raytrain.autotune.search.space import MEMORY_PASSES, BatchSpace, nearest_at_most
+from raytrain.plan.text import figure_text
 
 #: Least relative standard deviation of one pass that is assumed.
 LEAST_NOISE = 0.002
@@ -320,9 +321,9 @@ def size_reason(curve: ThroughputCurve, size: int) -> str:
     """The reason for this size: its throughput, the best one, and what memory allows."""
     best = max(curve.measured, key=curve.score)
     unit = "rows/s" if curve.space.noise_rows is None else "rows/s weighed by what a row is worth"
-    reason = f"{curve.score(size):.4g} {unit}"
+    reason = f"{figure_text(curve.score(size))} {unit}"
     if size != best:
-        reason += f", within {NEAR:.0%} of the best, {curve.score(best):.4g} at {best}"
+        reason += f", within {NEAR:.0%} of the best, {figure_text(curve.score(best))} at {best}"
     ceiling = max(curve.fitting())
     if ceiling < curve.space.sizes[-1] and curve.space.budget_bytes is not None:
         reason += f"; memory allows up to {ceiling}"
