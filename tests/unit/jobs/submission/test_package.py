@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from jobs.job.spec import load_spec
 from jobs.submission import package as packages
 from jobs.submission.package import pack
 from jobs.submission.request import request_of
+from jobs.submission.server import JobServer
 from raytrain.checkpoint.files import write_checkpoint
 from raytrain.checkpoint.reader import FORMAT
 from raytrain.checkpoint.snapshot import Snapshot
-from raytrain.errors import InputError
+from raytrain.errors import InputError, RunError
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import open_store
 
@@ -194,3 +197,23 @@ def test_a_resume_from_damaged_checkpoints_is_refused_and_one_before_the_first_i
     for name in ("step_00000005", "step_00000003"):
         (run / "checkpoints" / name / "COMPLETE").unlink()
     assert request_of("train", train, ["--resume", str(run)]).spec is not None, "it begins at step 0"
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised", "words"),
+    [
+        ("Request failed with status code 413: Maximum request body size 104857600 exceeded.", InputError, "rayignore"),
+        ("Request failed with status code 500: no space left", RunError, "refused the upload"),
+    ],
+)
+def test_an_upload_that_is_too_large_for_the_server_is_wrong_input(
+    answer: str, raised: type[Exception], words: str
+) -> None:
+    def refuse(_: dict[str, Any]) -> None:
+        raise RuntimeError(answer)
+
+    server = JobServer.__new__(JobServer)
+    server.address = "http://here:8265"
+    server.client = SimpleNamespace(_upload_working_dir_if_needed=refuse)  # type: ignore[assignment]
+    with pytest.raises(raised, match=words):
+        server.upload({"working_dir": "code.zip"})
