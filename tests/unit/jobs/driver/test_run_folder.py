@@ -30,6 +30,6 @@ def test_checkpoints_that_a_run_has_need_no_room(
         workers=Resolved(2, ""), device=Resolved("cpu", ""), memory=None, step_time=None,
         checkpoint_bytes=Resolved(1 << 20, ""),
     )  # fmt: skip
-    spec = load_spec(mapping={"model": {"builder": "raytrain.models.mlp:mlp"}}).spec
+    spec = load_spec(mapping={"data": {"source": "text", "path": "input.txt"}}).spec
     run_folder._checked(spec, plan, cast(Any, SimpleNamespace(nodes=[1])), run=run)
     assert (given["saved"], given["checkpoint_bytes"]) == (saved, 1 << 20)
