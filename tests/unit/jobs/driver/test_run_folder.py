@@ -13,6 +13,8 @@ from jobs.job.spec import load_spec
 from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
 
+JOB = {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": {"source": "text", "path": "input.txt"}}
+
 
 @pytest.mark.parametrize(("complete", "saved"), [(None, 0), ((), 0), ((10, 20), 2)])
 def test_checkpoints_that_a_run_has_need_no_room(
@@ -30,6 +32,6 @@ def test_checkpoints_that_a_run_has_need_no_room(
         workers=Resolved(2, ""), device=Resolved("cpu", ""), memory=None, step_time=None,
         checkpoint_bytes=Resolved(1 << 20, ""),
     )  # fmt: skip
-    spec = load_spec(mapping={"data": {"source": "text", "path": "input.txt"}}).spec
+    spec = load_spec(mapping=JOB).spec
     run_folder._checked(spec, plan, cast(Any, SimpleNamespace(nodes=[1])), run=run)
     assert (given["saved"], given["checkpoint_bytes"]) == (saved, 1 << 20)
