@@ -13,10 +13,11 @@ from raytrain.execution.driver_channel import RESTARTING, SIGN_EVERY_S, STARTING
 
 #: A step is late after this many times its usual duration, and after this long.
 STEPS_LATE, LEAST_STEP_S = 10.0, 5.0
-#: An evaluation, a save or the export is late after this long without work, or after `retry.hang_s` if that is less.
-LEAST_ACTIVITY_S = 60.0
-#: Before the end of the first step, and with torch.compile, which may compile again inside a step: after this long, or
-#: after `UNKNOWN_TIMES` `retry.hang_s` if that is less.
+#: An evaluation or a save is late after this long without work, or after `retry.hang_s` if that is less. A slow store
+#: may take minutes to close one file.
+LEAST_ACTIVITY_S = {EVALUATING: 60.0, SAVING: 300.0}
+#: Before the end of the first step, in the export, and with torch.compile, which may compile again inside a step: after
+#: this long, or after `UNKNOWN_TIMES` `retry.hang_s` if that is less.
 UNKNOWN_S = 300.0
 #: Before the end of the first step and in the export, the user's code may read all data or convert the model in one
 #: call: they are ended only after this many times `retry.hang_s`, unless every rank waits for another.
@@ -80,8 +81,9 @@ class HangWatch:
         if seen != self._seen or phase in (STARTING, RESTARTING):
             self._seen, self._since, self._asked, self._said = seen, self._clock(), None, False
             return False
-        least = min(LEAST_ACTIVITY_S, self._hang_s or LEAST_ACTIVITY_S) if activity else LEAST_STEP_S
-        if self._compiles or not (self._known or phase == EXPORTING):
+        least = LEAST_ACTIVITY_S.get(activity, LEAST_STEP_S)
+        least = min(least, self._hang_s or least)
+        if self._compiles or not self._known:
             least = min(UNKNOWN_S, UNKNOWN_TIMES * (self._hang_s or UNKNOWN_S))
         deadline = max(least, STEPS_LATE * usual_s) + REPORT_EVERY_S
         if self._asked is not None or (self._clock() - self._since < deadline and not silent):

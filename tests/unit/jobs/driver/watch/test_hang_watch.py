@@ -32,22 +32,21 @@ def test_a_step_is_late_once_after_five_seconds_or_ten_steps() -> None:
     assert late_steps(4000.0, phase="restarting the workers") == late_steps(4000.0, phase="starting workers") == []
 
 
-@pytest.mark.parametrize(
-    "where",
-    [{"activity": "evaluating"}, {"activity": "saving a checkpoint"}, {"phase": "exporting"}],
-    ids=["evaluation", "save", "export"],
-)
-def test_what_has_no_usual_duration_is_late_after_a_minute_or_after_hang_s(where: dict[str, Any]) -> None:
-    assert late_steps(10.1, 64.9, 65.1, 66.0, **where) == [65.1]
-    assert late_steps(64.9, 65.1, hang_s=None, **where) == [65.1]
-    assert late_steps(12.9, 13.1, 66.0, hang_s=8.0, **where) == [13.1]
-    assert late_steps(65.1, 304.0, 305.1, compiles=True, **where) == [305.1]
+@pytest.mark.parametrize(("activity", "late"), [("evaluating", 65.0), ("saving a checkpoint", 305.0)])
+def test_what_has_no_usual_duration_is_late_after_minutes_or_after_hang_s(activity: str, late: float) -> None:
+    """A slow store may take minutes to close one file."""
+    before, after = late - 0.1, late + 0.1
+    assert late_steps(10.1, before, after, 400.0, activity=activity) == [after]
+    assert late_steps(before, after, hang_s=None, activity=activity) == [after]
+    assert late_steps(12.9, 13.1, 66.0, hang_s=8.0, activity=activity) == [13.1]
+    assert late_steps(65.1, 304.0, 305.1, compiles=True, activity=activity) == [305.1]
 
 
 def test_the_set_up_and_the_first_step_are_late_after_five_minutes_without_a_row_that_is_read_or_a_micro_batch() -> (
     None
 ):
-    assert late_steps(304.0, 305.1, phase="setting up the workers") == [305.1]
+    for phase in ("setting up the workers", "exporting"):
+        assert late_steps(304.0, 305.1, phase=phase) == [305.1]
     assert late_steps(44.0, 45.1, phase="setting up the workers", hang_s=8.0) == [45.1], "five times as long"
     assert late_steps(44.0, 45.1, row={}, hang_s=8.0) == [45.1]
     assert late_steps(304.0, 305.1, phase="measuring memory", row={}) == [305.1]
@@ -91,11 +90,11 @@ def test_what_has_not_advanced_is_named_and_ended_after_hang_s_and_the_unknown_a
         f"the evaluation after step 7 has not advanced for 65 s: {who}",
         [300.0],
     )
-    assert stalled(save, absent=True) == (f"saving the checkpoint of step 7 has not advanced for 65 s: {who}", [300.0])
+    assert stalled(save, absent=True) == (f"saving the checkpoint of step 7 has not advanced for 305 s: {who}", [305.0])
     set_up = {"phase": "setting up the workers"}
     assert stalled(set_up, absent=True) == (f"setting up the workers has not advanced for 305 s: {who}", [1500.0])
     export = {"phase": "exporting"}
-    assert stalled(export, absent=True) == (f"exporting the weights has not advanced for 65 s: {who}", [1500.0])
+    assert stalled(export, absent=True) == (f"exporting the weights has not advanced for 305 s: {who}", [1500.0])
     assert stalled({"row": {}}, absent=True) == (f"step 8 has not ended for 305 s: {who}", [1500.0])
     every = "every rank waits for another"
     assert stalled({"row": {}}, absent=False) == (f"step 8 has not ended for 305 s: {every}", [305.0])
