@@ -215,7 +215,7 @@ def test_a_healthy_run_has_no_finding(fit: Callable[..., Any], place: Any) -> No
     run = fit(
         planted_job(
             place,
-            loop={"max_steps": 60, "log_every": 1, "global_batch_size": 64},
+            loop={"max_steps": 600, "log_every": 1, "global_batch_size": 64},
             telemetry={"every": 0.2, "tensorboard": False},
         )
     )
