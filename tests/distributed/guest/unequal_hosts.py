@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 from cluster.environment import ray_environment
 
@@ -38,6 +39,8 @@ def main() -> None:
     for name in SLOW:
         del os.environ[name]
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    while ray.available_resources().get("CPU", 0) < 4:  # Ray spreads over the nodes whose resources it has heard of
+        time.sleep(0.05)
     x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     job = {
         "name": "unequal",
