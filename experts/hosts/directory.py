@@ -124,7 +124,9 @@ class ExpertDirectory:
 
     def _start_host(self, index: int) -> Any:
         options: dict[str, Any] = {"num_cpus": 0 if self._gpus else 1, "num_gpus": self._gpus, "max_concurrency": 8}
-        if self._group is not None:
+        if self._group is None:  # a Ray of this machine, which a program may have started with several nodes
+            options["scheduling_strategy"] = "SPREAD"
+        else:
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
