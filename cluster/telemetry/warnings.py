@@ -106,9 +106,9 @@ class MemoryWatch:
         device = next((one for one in row["devices"] if one["device"] == who), row["devices"][0])
         free = (device["memory_total"] or 0) - (device["memory_used"] or 0)
         others = self._other_rates(row["node"], who) if name else []
-        beside = f", with that of {counted(len(others), 'other process', 'other processes')}," if others else ""
+        along = f", with that of {counted(len(others), 'other process', 'other processes')}," if others else ""
         full_s = free / (found.bytes_per_s + sum(others))
-        left = f"; at this rate{beside} memory is full in {_duration(full_s)}" if free > 0 else ""
+        left = f"; at this rate{along} memory is full in {_duration(full_s)}" if free > 0 else ""
         step_s = 1.5 * found.seconds / (steps - WARM_UP_STEPS)  # the trend is of the last two thirds of the steps
         each = found.bytes_per_s * step_s
         text = (

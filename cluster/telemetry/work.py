@@ -1,5 +1,5 @@
-"""What a process has finished inside a long activity, such as batches of an evaluation: it tells a long one from a
-stuck one."""
+"""What a process has finished inside a long activity, such as batches of an evaluation: by it the driver
+distinguishes a long one from a stuck one."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ class Package:
 
 def package_limit() -> int:
     """The size in bytes up to which Ray takes a package: its job server takes less in one request than its storage."""
-    from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
+    from ray._private import ray_constants
     from ray._private.runtime_env.packaging import GCS_STORAGE_MAX_SIZE
 
-    return min(GCS_STORAGE_MAX_SIZE, DASHBOARD_CLIENT_MAX_SIZE)
+    return min(GCS_STORAGE_MAX_SIZE, getattr(ray_constants, "DASHBOARD_CLIENT_MAX_SIZE", GCS_STORAGE_MAX_SIZE))
 
 
 def pack(folder: Path, archive: Path, *, limit: int | None = None) -> Package:

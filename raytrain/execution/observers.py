@@ -104,9 +104,12 @@ class TensorBoard:
 
     def _keep_thread(self) -> None:
         """An error of the disk ends the thread of tensorboardX (2.6) that writes, and `add_scalar` would then wait for
-        room in its queue forever: here the thread goes on, and `metrics` raises the error."""
-        writer: Any = self._writer
-        events = writer.file_writer.event_writer._ev_writer
+        room in its queue forever: here the thread goes on, and `metrics` raises the error. The names are private; a
+        version without them is left as it is."""
+        file: Any = self._writer.file_writer
+        events = getattr(getattr(file, "event_writer", None), "_ev_writer", None)
+        if events is None:
+            return
         events.write_event, events.flush = self._kept(events.write_event), self._kept(events.flush)
 
     def _kept(self, write: Callable[..., Any]) -> Callable[..., Any]:

@@ -145,7 +145,7 @@ def allow_auto_connect(allowed: bool) -> None:
 @contextlib.contextmanager
 def no_pages_of_daemons() -> Iterator[None]:
     """Context manager in which Ray prints no pages of its daemons, such as about a worker that died, in this process:
-    raytrain says the same in a line, and those of other jobs on the cluster are none of its user's business."""
+    raytrain says the same in a line, and those about other jobs on the cluster do not concern this one."""
     original = find("ray._private.worker", "print_to_stdstream")
     if original is None:
         yield

@@ -74,7 +74,7 @@ class Phases:
     def line(self, account: Mapping[str, float]) -> str:
         """The seconds as one line: `52 s: checking the job 1.6, starting Ray 4.1, ...`.
 
-        Training and restarts are told apart by the account: the workers of a lost node may train on until they learn
+        Training and restarts are separated by the account: the workers of a lost node may train on until they learn
         of it, and what restarts within the workers is no phase. So is the export from the end of the workers after it.
 
         Args:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.status import Status
 
-from jobs.driver.screen.phases import READING, Phases
+from jobs.driver.screen.phases import READING, TRAINING, Phases
 from jobs.driver.screen.remaining import RemainingTime, clock_text, times_column, times_text
 from raytrain.execution.driver_channel import STARTING
 
@@ -20,7 +20,6 @@ from raytrain.execution.driver_channel import STARTING
 PLAIN_EVERY_S = 10.0
 #: Something is printed at least this often, in every phase.
 QUIET_S = 30.0
-TRAINING = "training"
 #: Columns of a terminal from which the bar also shows rate and memory.
 WIDE = 110
 Clock = Callable[[], float]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.telemetry.work import EVALUATING, SAVING
+from jobs.driver.screen.phases import EXPORTING, TRAINING
 from raytrain.config.messages import abbreviated
 from raytrain.execution.driver_channel import RESTARTING, SIGN_EVERY_S, STARTING
 
@@ -26,8 +27,6 @@ UNKNOWN_TIMES = 5
 REPORT_EVERY_S = 5.0
 #: The driver waits this long for the workers' answers to the question where they are.
 ANSWER_LIMIT_S = 10.0
-
-TRAINING, EXPORTING = "training", "exporting"
 
 
 class HangWatch:

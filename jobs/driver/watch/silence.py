@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jobs.driver.screen.phases import EXPORTING, TRAINING
+
 #: Phases in which a process that does not respond is stopped or stuck. Before them the user's code may hold Python's
 #: lock for long in one call, as while it unpickles large data: they allow `SETUP_TIMES` the silence.
-STEADY = ("training", "exporting")
+STEADY = (TRAINING, EXPORTING)
 SETUP_TIMES = 5
 #: A worker without a sign of life for this long is reported.
 SAY_SILENT_S = 15.0

@@ -39,7 +39,7 @@ def main() -> None:
     for name in SLOW:
         del os.environ[name]
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-    while ray.available_resources().get("CPU", 0) < 4:  # Ray spreads over the nodes whose resources it has heard of
+    while ray.available_resources().get("CPU", 0) < 4:  # Ray spreads over the nodes whose resources it knows
         time.sleep(0.05)
     x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     job = {

@@ -219,10 +219,10 @@ def test_a_cluster_that_cannot_be_reached_is_a_wrong_address(
 def test_auto_is_the_address_that_ray_finds_judged_like_one_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself would try another address of this machine where a cluster listens on loopback, for minutes."""
     seen: list[str] = []
-    monkeypatch.setattr("jobs.driver.runtime.head_problem", lambda address: seen.append(address) or "nobody is there")
+    monkeypatch.setattr("jobs.driver.runtime.head_problem", lambda address: seen.append(address) or "no answer")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:7")
     with (
-        pytest.raises(InputError, match=r"cluster\.address: got 127\.0\.0\.1:7 \(nobody is there\)"),
+        pytest.raises(InputError, match=r"cluster\.address: got 127\.0\.0\.1:7 \(no answer\)"),
         connected("auto", num_cpus=0, num_gpus=0, verbose=False),
     ):
         raise AssertionError("no cluster")

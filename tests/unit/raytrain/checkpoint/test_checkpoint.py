@@ -190,7 +190,7 @@ def test_large_parts_are_split_over_files_that_safetensors_reads(run):
 
 
 def test_pieces_of_files_that_are_written_and_read_count_as_work(run, monkeypatch):
-    """The driver tells a long save, or a long set-up, from a stuck one by it."""
+    """The driver distinguishes a long save, or a long set-up, from a stuck one by it."""
     monkeypatch.setattr("raytrain.checkpoint.safetensors.CHUNK_BYTES", 100)
     before = WORK.done
     with writer_of(run) as writer:

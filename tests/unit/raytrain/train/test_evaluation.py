@@ -128,7 +128,7 @@ def test_evaluating_changes_no_counter_no_buffer_and_no_later_step(name: str) ->
 
 
 def test_each_batch_of_an_evaluation_and_each_micro_batch_of_a_step_counts_as_work() -> None:
-    """The driver tells a long one from a stuck one by it."""
+    """The driver distinguishes a long one from a stuck one by it."""
     loop = {"max_steps": 2, "micro_batch_size": 4, "global_batch_size": 16}
     session = make_session(MLP, {"train": class_rows(64), "eval": class_rows(40, seed=4)}, loop=loop)
     before = WORK.done

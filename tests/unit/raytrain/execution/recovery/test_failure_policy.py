@@ -65,7 +65,7 @@ def test_the_rules(faults: list[Fault], action: str, words: str) -> None:
     assert decision.action == action and words in decision.reason
 
 
-def test_a_lost_collective_is_told_without_the_code_of_gloo_and_never_counts_as_the_same_error() -> None:
+def test_a_lost_collective_is_described_without_the_code_of_gloo_and_never_counts_as_the_same_error() -> None:
     """Its cause, such as a lost node, may be noticed later than the restart."""
     of_gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [a]:1")
     of_nccl = RuntimeError(

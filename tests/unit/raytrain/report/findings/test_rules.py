@@ -293,7 +293,7 @@ def test_the_part_of_time_that_limits(part: str, title: str):
     assert busy["Limited by compute"].evidence.startswith("99% of"), "the share of the time that is computation"
 
 
-def test_the_wait_for_workers_that_hung_is_told_apart_from_their_restarts() -> None:
+def test_the_wait_for_workers_that_hung_is_separated_from_their_restarts() -> None:
     account_ = account(compute=600.0, restart=400.0)
     hung = [{"kind": "hang_ended", "rank": 1, "seconds": 250.0}, {"kind": "hang_ended", "rank": 0, "seconds": 90.4}]
     remedy = remedy_of(records(train=rows(FALLING), result=account_, events=hung), "Restarts take much")
