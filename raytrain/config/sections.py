@@ -117,6 +117,11 @@ class ModelConfig(OpenSection):
         description="weights to start from: a run folder, a transformers folder or a safetensors file",
     )
 
+    @property
+    def origin(self) -> str:
+        """The key that the model comes from, for messages."""
+        return "model.builder" if self.module is None else "model.module"
+
 
 class DataConfig(OpenSection):
     """The data: a source with its keys, or datasets from Python."""

@@ -35,6 +35,7 @@ from raytrain.train.loader import BatchLoader, data_plan
 from raytrain.train.loop import TrainingLoop
 from raytrain.train.memory.device import limit_device_memory, memory_in_use, processes_sharing
 from raytrain.train.memory.micro_batch import MicroBatchSize
+from raytrain.train.module_checks import check_module
 from raytrain.train.optim.build import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.filler import Filler
@@ -79,6 +80,7 @@ class Session:
         self.source = source or open_source(job.data, context=job.model.keys.get("context"), on_driver=False)
         self.facts = source_facts(self.source)
         self.trainable = build_of(job, facts=self.facts, initial=initial)
+        check_module(self.trainable, key=job.model.origin, strategy=job.planned("strategy"))
         if self.trainable.remote.workers_group is not None:
             workers.use(self.trainable.remote.workers_group)
         self.switches = Switches(job, self.trainable, device=self.device, workers=workers)

@@ -119,7 +119,7 @@ class FirstBatch:
     _tried: tuple[Trainable, PrecisionPolicy] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.model_key = "model.builder" if self.spec.model.module is None else "model.module"
+        self.model_key = self.spec.model.origin
 
     # -- sizes ------------------------------------------------------------------------------------
 

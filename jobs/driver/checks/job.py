@@ -46,6 +46,7 @@ from raytrain.train.build import differences, source_facts
 from raytrain.train.compute.calibrate import calibration_of_machine
 from raytrain.train.compute.compile_parts import parts_to_compile
 from raytrain.train.job import TrainJob
+from raytrain.train.module_checks import check_module
 from raytrain.train.optim.build import hidden_matrices, muons_blocks
 from raytrain.train.precision.layers import parts_named
 
@@ -103,9 +104,10 @@ def check_on_driver(
         check_budget(source.train, source.eval, spec.data.tokens_per_batch)
         shapes = source_facts(source)
     trainable, where = build(spec, shapes)
+    check_module(trainable, key=spec.model.origin, strategy=spec.scale.strategy)
     parameters = list(trainable.module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
-        key = "model.builder" if spec.model.module is None else "model.module"
+        key = spec.model.origin
         seen = "a model whose parameters are all frozen" if parameters else "a model without parameters"
         raise InputError(key, got=seen, expected="at least one parameter that requires a gradient")
     if resumed is not None:
