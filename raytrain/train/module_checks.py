@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from raytrain.trainable import Trainable
 
-__all__ = ["check_module"]
-
 
 def check_module(trainable: Trainable, *, key: str, strategy: str) -> None:
     """Refuse a module that could not be trained or saved as its author wrote it.
