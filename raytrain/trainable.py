@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,6 +36,8 @@ class LossOutput:
         loss: scalar, without auxiliary losses.
         aux: scalar, added to `loss` before backward (a router's balance loss), reported separately.
         metrics: scalars by name, with "accuracy" where the model has one; detached.
+        weight: what the loss is a mean over, such as the sum of class weights, where it is not what `Trainable.weight`
+            counts; a number or a scalar, which is read from the device. None: as counted.
 
     Example:
         >>> import torch
@@ -46,6 +49,7 @@ class LossOutput:
     loss: Tensor
     aux: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    weight: Tensor | float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class LocalStep:
         nonfinite: bool scalar, true where a gradient or the loss is not finite.
         counts: this rank's routed tokens (`Trainable.counts`), or None.
         lr: learning rate of this step.
-        inverse_scale: inverse of fp16's loss scale, which remote gradients still carry; a device scalar, or None.
+        inverse_scale: factor that remote gradients still need: the inverse of fp16's loss scale, and the correction
+            where losses have told another weight than the loader; a device scalar, or None.
     """
 
     step: int
@@ -267,6 +272,8 @@ class Trainable:
             checkpointing, sharding and compiling by block; None = the modules that repeat (`raytrain.models.blocks`).
         flops_per_sample: forward and backward, for the utilisation figure, or None.
         takes_global_count: see `loss`.
+        reads_weight: whether a loss that does not return its weight tells it by the operation that computed it
+            (`raytrain.train.mean_weight`); only where `weight` is None.
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums over the workers
             and hands to `commit`; None = nothing is counted.
         log_metrics: device scalars by name that the loop reads at log intervals only.
@@ -298,6 +305,7 @@ class Trainable:
     blocks: str | Sequence[str] | None = None
     flops_per_sample: float | None = None
     takes_global_count: bool = False
+    reads_weight: bool = False
     counts: Callable[[], Tensor | None] | None = None
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
     interval_log: IntervalLog | None = None
@@ -312,8 +320,10 @@ class Trainable:
 
         Args:
             module: in the transformers convention where `loss` is None: `module(**batch)` returns a scalar loss, a
-                mapping with "loss", or an object with `.loss`. Where its `forward` (or `loss`) names the parameter
-                `num_items_in_batch`, it gets the global count.
+                mapping with "loss", or an object with `.loss`. Where its `forward` (or `loss`) names
+                `num_items_in_batch`, as a parameter or as a key of its **kwargs, it gets the global count. A "weight"
+                beside the loss is what the loss is a mean over; without it, the operation that computed the mean tells
+                it (class weights, `ignore_index`, labels shifted inside, masks), else the labels or rows are counted.
             loss: `loss(module, batch) -> Tensor | LossOutput | (Tensor, metrics)`.
         Raises:
             InputError: `module` is no `nn.Module`; later, from `loss`: a wrong batch key, or no scalar loss.
@@ -321,8 +331,9 @@ class Trainable:
         if not isinstance(module, nn.Module):
             raise InputError("model.builder", got=f"a {type(module).__name__}", expected="a torch.nn.Module")
         if loss is not None:
-            return cls(module, _own_loss(loss), takes_global_count=_names_global_count(loss))
-        return cls(module, _convention_loss(module), takes_global_count=_names_global_count(module.forward))
+            return cls(module, _own_loss(loss), takes_global_count=_names_global_count(loss), reads_weight=True)
+        counted = _names_global_count(module.forward)
+        return cls(module, _convention_loss(module), takes_global_count=counted, reads_weight=True)
 
 
 @contextlib.contextmanager
@@ -413,12 +424,22 @@ def loss_output(value: Any, *, labels: Any = None, training: bool = True) -> Los
         return LossOutput(_scalar(value))
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         return LossOutput(_scalar(value[0]), metrics=_metrics(value[1]))
-    loss, logits, named = (_field(value, name) for name in ("loss", "logits", "accuracy"))
+    loss, logits, named, weight = (_field(value, name) for name in ("loss", "logits", "accuracy", "weight"))
     metrics = _metrics({"accuracy": named}) if isinstance(named, Tensor) else {}
     one_per_row = isinstance(logits, Tensor) and isinstance(labels, Tensor) and is_integer(labels)
     if not training and not metrics and one_per_row and logits.ndim == 2 and labels.shape == logits.shape[:1]:
         metrics = {"accuracy": accuracy(logits.detach(), labels)}
-    return LossOutput(_scalar(loss, value), metrics=metrics)
+    return LossOutput(_scalar(loss, value), metrics=metrics, weight=_checked_weight(weight))
+
+
+def _checked_weight(weight: Any) -> Tensor | float | None:
+    """A returned "weight", if it is one. Raises InputError for a tensor of several elements."""
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        raise InputError(
+            "model.builder", got=f"a weight of shape {tuple(weight.shape)} beside the loss",
+            expected="one number: how many rows, tokens or pixels the loss is a mean over",
+        )  # fmt: skip
+    return weight if isinstance(weight, Tensor | float | int) else None
 
 
 def _field(value: Any, name: str) -> Any:
@@ -449,11 +470,26 @@ def _scalar(loss: Any, result: Any = None) -> Tensor:
 
 
 def _names_global_count(function: Callable[..., Any]) -> bool:
-    """Whether `num_items_in_batch` is a named parameter; **kwargs alone does not count, as it may be ignored."""
+    """Whether `num_items_in_batch` is a named parameter, or a name in the code of a function with **kwargs; **kwargs
+    alone does not count, as it may be ignored."""
     try:
-        return GLOBAL_COUNT in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return GLOBAL_COUNT in parameters or (takes_any and code is not None and _mentions(code.co_consts, GLOBAL_COUNT))
+
+
+def _mentions(constants: tuple[Any, ...], name: str) -> bool:
+    """Whether a name is among the constants of some code, or of functions inside it."""
+    return any(
+        one == name
+        or (isinstance(one, tuple) and _mentions(one, name))
+        or (isinstance(one, CodeType) and _mentions(one.co_consts, name))
+        for one in constants
+        if isinstance(one, str | tuple | CodeType)
+    )
 
 
 def _own_loss(function: Callable[..., Any]) -> Callable[..., LossOutput]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from cluster.telemetry.work import WORK
 from raytrain.train.memory.allocator import release_cached
+from raytrain.train.mean_weight import graph_alone
 from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.step import TrainingStep
@@ -52,11 +54,11 @@ def evaluate(
 
 def _scored(
     step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int, clear_every: int | None
-) -> tuple[dict[str, Tensor], int]:
+) -> tuple[dict[str, Tensor], float]:
     """This worker's sums of loss and metrics, on the device, and their weight."""
     module = step.trainable.module
     total: dict[str, Tensor] = {}
-    weight = 0
+    weight = 0.0
     with in_eval(module), torch.no_grad():
         for number, micro in enumerate(batches, 1):
             if clear_every and number % clear_every == 0:
@@ -64,20 +66,24 @@ def _scored(
             if micro.weight == 0:
                 continue
             passes -= 1
-            output = step.forward(micro.batch, global_weight=micro.weight)
-            share = float(micro.weight)
-            for name, value in {"loss": output.loss, **output.metrics}.items():
+            graph = step.tells_weight and not step.collective_passes
+            with graph_alone() if graph else contextlib.nullcontext():
+                output = step.forward(micro.batch, global_weight=micro.weight)
+            share = step.weigh(output, micro)
+            for name, value in {"loss": output.loss, **output.metrics}.items() if share else ():
                 total[name] = total.get(name, torch.zeros((), dtype=torch.float64, device=step.device)) + (
                     value.detach().double() * share
                 )
-            weight += micro.weight
+            weight += share
             WORK.add()
         for _ in range(passes if step.collective_passes else 0):
             step.idle()
     return total, weight
 
 
-def _agreed_names(step: TrainingStep, result: tuple[dict[str, Tensor], int] | Shortage, workers: Workers) -> list[str]:
+def _agreed_names(
+    step: TrainingStep, result: tuple[dict[str, Tensor], float] | Shortage, workers: Workers
+) -> list[str]:
     """Names of the values, from the first worker that has any: one without eval rows still takes part in the sum.
     Where one had a shortage (None), all raise here."""
     rows = workers.all_gather_object(None if isinstance(result, Shortage) else list(result[0]))

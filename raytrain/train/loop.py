@@ -84,7 +84,7 @@ class TrainingLoop:
 
     def run(self, state: LoopState) -> LoopOutcome:
         """Train from `state` to the end, a stop or a rollback; `state` is advanced in place."""
-        self._skipped_before = state.skipped_steps
+        self._skipped_before, self.step.weight_unit = state.skipped_steps, state.weight_unit
         self.switches.compile_seconds()  # those of probes, which ran before this attempt's clock started
         self._interval.since = time.perf_counter()
         while state.step < self.limits.max_steps:
@@ -122,7 +122,7 @@ class TrainingLoop:
         output = self._retry.run(lambda: self._run_step(indices, number), step=number)
         self._retry.after_step(number)
         self._report_sent(self._buffers.after_step(), step=number)
-        state.step = number
+        state.step, state.weight_unit = number, self.step.weight_unit
         self._epoch, state.cursor = state.cursor.epoch, following
         for kind, fields in [*self.loader.notices(), *self.step.trainable.remote.notices()]:
             self.reporter.event(kind, **fields)

@@ -41,6 +41,7 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.filler import Filler
 from raytrain.train.parallel.strategy import ForStep, ParallelStrategy, Replicated
 from raytrain.train.parallel.sync_batchnorm import CollectiveReduction, Members, synchronize
+from raytrain.train.placing import kept_in_eval
 from raytrain.train.precision.layers import LayerPrecision
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
 from raytrain.train.state import LoopLimits, LoopState, NeverSaves, Reporter, Saver
@@ -103,6 +104,9 @@ class Session:
         synced = synchronize(module, self.workers) if job.plan.value("sync_batchnorm", False) else None
         self.strategy.place(self.policy, fp32_layers=self.settings.fp32_layers)
         verify_placement(module, self.device, name="")
+        if names := kept_in_eval(module):
+            why = "parts that their author put into eval mode stay in it, as do norms whose train() keeps them there"
+            self.say("decision", what="eval_mode", value=names, reason=why)
         self.switches.compare_kernels(self.device, self.policy)
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})

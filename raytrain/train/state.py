@@ -38,6 +38,7 @@ class LoopState:
     last_eval: dict[str, Any] | None = None
     final_loss: float | None = None
     skipped_steps: int = 0
+    weight_unit: float | None = None  # of the step (`TrainingStep.weight_unit`)
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""

@@ -6,8 +6,9 @@
          -> clip by that norm, optimizer step (or skip, on the device), loss scale, commit
 
 The loss is normalised by the *global* weight of the step (samples or tokens), so that one worker with four
-micro-batches, two with two and four with one compute the same step. Nothing here reads a device value, except for an
-optimizer that cannot skip on the device.
+micro-batches, two with two and four with one compute the same step. Where a loss says that it is a mean over something
+else than the loader has counted, the gradients are scaled once the weights of all workers are known. Nothing here reads
+a device value, except for an optimizer that cannot skip on the device, and for such a loss.
 
 Where the passes of a model wait for other processes, two micro-batches can be in flight: the backward of one and the
 forward of the next are interleaved at each such wait. Forward and backward passes each still run in the order of the
@@ -27,9 +28,11 @@ import torch
 from torch import Tensor
 
 from raytrain.data.loading.checks import DeviceGuard
+from raytrain.errors import RunError
+from raytrain.train.mean_weight import silence, told_weight
 from raytrain.train.optim.build import Schedule, takes_skip_on_device
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.reduction import FlatReduction, Reduction
+from raytrain.train.parallel.reduction import FlatReduction, Passed, Reduction
 from raytrain.train.precision.policy import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable, in_eval
 
@@ -118,6 +121,15 @@ class TrainingStep:
         self.filler, self._without_rows = filler, without_rows
         self.device_guard = DeviceGuard(trainable.module, device)
         self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
+        self._frozen = [one for one in trainable.module.named_parameters() if not one[1].requires_grad]
+        self._reads_weight = trainable.reads_weight and trainable.weight is None and not trainable.takes_global_count
+        self.weight_unit: float | None = None
+        """What a loss is a mean over, for each row or label that the loader counts; of the run's first micro-batch on
+        the first worker that has one. Kept in checkpoints, as its rounding must be the same after a resume."""
+        self.tells_weight = False
+        """Whether a loss has told what it is a mean over, so that evaluations ask it too."""
+        self._agreeing = False
+        self._passed = Passed(torch.zeros(()), torch.zeros(()))
 
     def forward(self, batch: Batch, *, global_weight: int) -> LossOutput:
         """Loss of one micro-batch under the run's precision."""
@@ -126,49 +138,92 @@ class TrainingStep:
                 return self.trainable.loss(self.trainable.module, batch, num_items_in_batch=global_weight)
             return self.trainable.loss(self.trainable.module, batch)
 
-    def backward(
-        self, micro_batches: Iterable[MicroBatch], *, global_weight: int, passes: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Accumulate gradients of this worker's micro-batches; returns its shares of the loss and auxiliary loss.
+    def backward(self, micro_batches: Iterable[MicroBatch], *, global_weight: int, passes: int = 0) -> Passed:
+        """Accumulate gradients of this worker's micro-batches.
 
         Args:
             passes: of the worker that has most; where passes are collective, every worker takes part in as many.
+
+        Raises:
+            RunError: the model has unfrozen a parameter.
         """
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        aux_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._passed = Passed(zero, zero.clone())
         self.gradients.zero_()
-        totals = self._forwards(micro_batches, loss_sum, aux_sum, global_weight=global_weight, passes=passes)
+        totals = self._forwards(micro_batches, global_weight=global_weight, passes=passes)
         if self.inflight == 2:
             self._interleave(totals)
         else:
             for total in totals:
                 total.backward()
         self.gradients.check()
-        return loss_sum, aux_sum
+        self._check_frozen()
+        return self._passed
 
-    def _forwards(
-        self, micro_batches: Iterable[MicroBatch], loss_sum: Tensor, aux_sum: Tensor, *, global_weight: int, passes: int
-    ) -> Iterator[Tensor]:
-        """Run the forward of each pass on demand and yield the loss for its backward; adds to the sums in place."""
+    def _forwards(self, micro_batches: Iterable[MicroBatch], *, global_weight: int, passes: int) -> Iterator[Tensor]:
+        """Run the forward of each pass on demand and yield the loss for its backward; adds to `_passed`."""
+        ran = 0
         for micro in micro_batches:
             if micro.weight == 0:  # nothing to average over: its mean is NaN, and so is NaN times 0
                 continue
-            passes -= 1
+            ran += 1
             output = self.forward(micro.batch, global_weight=global_weight)
-            share = 1.0 if self.trainable.takes_global_count else micro.weight / global_weight
+            alone = micro.last and ran == 1 and self.workers.world_size == 1 and self.weight_unit is not None
+            weight = micro.weight if alone else self.weigh(output, micro)
+            share = 1.0 if self.trainable.takes_global_count else weight / global_weight
+            self._add(output, weight, share, told=weight != micro.weight)
             total = _total(output) if share == 1.0 else _total(output) * share
-            loss_sum += output.loss.detach().double() * share
-            if output.aux is not None:
-                aux_sum += output.aux.detach().double() * share
             if micro.last and not self.collective_passes:
                 self.reduction.last_pass()
             yield self.scale.scale(total)
-        for _ in range(passes if self.collective_passes else 0):
+        for _ in range(passes - ran if self.collective_passes else 0):
             # eval mode until its backward ends, which may recompute blocks: draws, counts and statistics stay as they
             # are
             mode = in_eval(self.trainable.module) if self.filler is not None else contextlib.nullcontext()
             with mode, self._without_rows():
-                yield self.idle()
+                idle = self.idle()
+                self._agree_unit(0.0)
+                yield idle
+
+    def weigh(self, output: LossOutput, micro: MicroBatch) -> float:
+        """What a loss is a mean over, in the loader's unit."""
+        if self.trainable.takes_global_count or not (self._reads_weight or output.weight is not None):
+            return micro.weight
+        told = told_weight(output, micro.batch.get("labels"), read=self._reads_weight)
+        self.tells_weight |= told is not None
+        self._agree_unit(1.0 if told is None else told / micro.weight)
+        if told == 0.0:
+            silence(output)
+        unit = self.weight_unit or 1.0
+        return micro.weight if told is None or told == unit * micro.weight else told / unit
+
+    def _agree_unit(self, own: float) -> None:
+        """Agree on `weight_unit` in the first passes: that of the first worker with one. A collective in the first step
+        of a run of several workers, and in no other; it follows the first forward, in which every worker takes part
+        where passes are collective."""
+        if self.weight_unit is None and self._agreeing:
+            self._agreeing = False
+            found = (value for (value,) in self.workers.all_gather_floats([own]) if value)
+            self.weight_unit = next(found, None)
+
+    def _add(self, output: LossOutput, weight: float, share: float, *, told: bool) -> None:
+        loss, aux, before, ever = self._passed
+        if weight:  # the mean over nothing is NaN
+            loss += output.loss.detach().double() * share
+        if output.aux is not None:
+            aux += output.aux.detach().double() * share
+        self._passed = Passed(loss, aux, before + weight, ever or told)
+
+    def _check_frozen(self) -> None:
+        """Raise RunError for a parameter that was frozen at the start and is trained now: no optimizer has it."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad or parameter.grad is not None:
+                raise RunError(
+                    f"{name} was frozen at the start (requires_grad=False) and has been unfrozen by the model; the "
+                    "optimizer has only parameters that require a gradient at the start: build the model with "
+                    "requires_grad=True for it and freeze it in forward until it joins, or train it in a run of its "
+                    "own with model.init_from"
+                )
 
     @property
     def collective_passes(self) -> bool:
@@ -210,12 +265,20 @@ class TrainingStep:
         Raises:
             StepDropped: a worker ran out of memory in its passes. No worker has committed anything.
             DevicePlacementError: a parameter or buffer is no longer on the device; the message names it.
+            RunError: the losses of the whole step are means over nothing; the model has unfrozen a parameter.
         """
         begin, waited = time.perf_counter(), self._waited()
+        self._agreeing = self._reads_weight
         with self.device_guard.guarded():
-            work = partial(self.backward, micro_batches, global_weight=global_weight, passes=passes)
-            (loss, aux), summed = self.reduction.passed(work, flags=flags)
+            work = partial(self._agreeing_backward, micro_batches, global_weight=global_weight, passes=passes)
+            passed, summed, weight = self.reduction.passed(work, flags=flags)
+        loss, aux, inverse = passed.loss, passed.aux, self.scale.inverse if self.scale.enabled else None
         self.scale.unscale_(self.gradients.buffers)
+        if weight is not None:
+            factor = self._correction(weight, global_weight, step=step)
+            self.gradients.scale_(factor)
+            loss, aux = loss * factor, aux * factor
+            inverse = factor * (torch.ones((), device=self.device) if inverse is None else inverse)
         squares = self.reduction.sum_of_squares()
         counts = self.trainable.counts() if self.trainable.counts is not None else None
         local = LocalStep(
@@ -224,7 +287,7 @@ class TrainingStep:
             nonfinite=~torch.isfinite(squares),
             counts=counts,
             lr=self.schedule.at(step),
-            inverse_scale=self.scale.inverse if self.scale.enabled else None,
+            inverse_scale=inverse,
         )
         agreed = self.trainable.agree(local) if self.trainable.agree else default_agreement(self.workers, local)
         self.remote_nonfinite = agreed.nonfinite
@@ -240,6 +303,24 @@ class TrainingStep:
             communication_s=waited,
             flags=summed,
         )
+
+    def _agreeing_backward(self, *micro_batches: Iterable[MicroBatch], global_weight: int, passes: int) -> Passed:
+        """`backward`, after which every worker has taken part in `_agree_unit`, whatever happened in its passes."""
+        try:
+            return self.backward(*micro_batches, global_weight=global_weight, passes=passes)
+        finally:
+            self._agree_unit(0.0)
+            self._agreeing = False
+
+    @staticmethod
+    def _correction(weight: float, global_weight: int, *, step: int) -> float:
+        """The factor from the loader's weight to the one that the losses have told."""
+        if weight <= 0:
+            raise RunError(
+                f"step {step}: the losses of its micro-batches are means over nothing (every label is ignored, or has "
+                "a class weight of 0); fix data.source"
+            )
+        return global_weight / weight
 
     def _waited(self) -> float:
         """Host seconds spent waiting for other processes so far."""

@@ -48,6 +48,7 @@ from raytrain.train.compute.trace import TracedModel, trace_model
 from raytrain.train.device import seed_everything
 from raytrain.train.loader import cast_floating
 from raytrain.train.memory.device import is_out_of_memory, process_sizes
+from raytrain.train.placing import place
 from raytrain.train.precision.policy import PrecisionPolicy, policy_for
 from raytrain.trainable import Trainable, in_eval, labels_weight
 from raytrain.trainable import rows as rows_of
@@ -211,8 +212,7 @@ class FirstBatch:
         if any(parameter.is_meta for parameter in trainable.module.parameters()):
             sections = {"experts": self.spec.experts}
             trainable = build_trainable(self.spec.model, sections=sections, facts=dict(self.shapes), initial=False)
-        trainable.module.to(policy.master_dtype)
-        trainable.module.train()
+        place(trainable.module, device=None, master=policy.master_dtype)
         return trainable, policy
 
     def _passes(self, trainable: Trainable, policy: PrecisionPolicy, rows: int) -> None:

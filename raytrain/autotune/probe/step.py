@@ -306,8 +306,8 @@ class StepProbe:
         """Accumulate forward and backward of these micro-batches; the mean loss over this worker's rows."""
         weight = sum(self.loader.weight(part) for part in rows) if read is None else sum(one.weight for one in read)
         micros = (self.loader.one(part) for part in rows) if read is None else iter(read)
-        loss, aux = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
-        return float(loss + aux)
+        passed = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
+        return float(passed.loss + passed.aux)
 
     def _update(self, readings: _Readings) -> None:
         # divided, since each worker's gradient is of the mean over its own rows

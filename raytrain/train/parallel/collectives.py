@@ -127,14 +127,19 @@ class Workers:
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Copy rank 0's values into the tensors of every worker."""
+        """Copy rank 0's values into the tensors of every worker, of any dtype and strides: their bytes are sent."""
         if self.world_size == 1:
             return
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         with self._collective():
-            for tensor in tensors:
-                self._of(tensor).broadcast([tensor.detach()], options).wait()
+            for tensor in (one.detach() for one in tensors):
+                # of an expanded tensor, the elements that exist
+                own = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+                data = own.contiguous()
+                self._of(tensor).broadcast([data.view(-1).view(torch.uint8)], options).wait()
+                if data.data_ptr() != own.data_ptr():
+                    own.copy_(data)
 
     def _of(self, tensor: Tensor) -> Any:
         return self._flags if tensor.device.type == "cpu" else self._payload

@@ -7,7 +7,7 @@ large buffers also make the norm, clipping and unscaling cheap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,30 +16,36 @@ from raytrain.errors import RunError
 from raytrain.train.parallel.squares import SquareSum, sum_of_squares
 
 BUCKET_BYTES = 64 * 2**20
+FLAGS = 3
+"""Elements beside the first buffer that are reduced together with it: out of memory, an unused parameter, and a loss
+that is a mean over another weight than the loader's."""
 
 
 class GradientBuffers:
     """Flat gradient buffers whose views are the parameters' `.grad`.
 
     Buffers are filled in registration order; a new one starts at `bucket_bytes` and where the dtype or the device
-    changes. A parameter without a gradient in a step keeps zeros, never None.
+    changes. A gradient has the strides of its parameter, as fused optimizers walk through the memory of both alike, and
+    a complex one lies in a buffer of real numbers. A parameter without a gradient in a step keeps zeros; `leave_out`
+    takes them away from the optimizer.
 
     Args:
-        parameters: the trainable parameters (each once).
+        parameters: the trainable parameters (each once), whose elements fill their memory in some order of dimensions.
         bucket_bytes: size at which a buffer is closed, in bytes.
-        with_flag: reserve one element next to the first buffer, reduced together with it (`flag_shortage`).
+        with_flags: reserve `FLAGS` elements next to the first buffer, reduced together with it (`flag`).
 
     Attributes:
         buffers: the gradients.
-        payloads: the same memory as it is reduced, including the flag.
+        payloads: the same memory as it is reduced, including the flags.
         members: the parameters of each buffer, in order.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES, with_flag: bool = False
+        self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES, with_flags: bool = False
     ) -> None:
-        self._views: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # (parameter, gradient, local view)
-        self._with_flag = with_flag
+        self._views: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # (parameter, gradient, its memory as real rows)
+        self._versions: list[int] = []
+        self._flags = FLAGS if with_flags else 0
         self.buffers: list[Tensor] = []
         self.payloads: list[Tensor] = []
         self.members: list[list[nn.Parameter]] = []
@@ -61,20 +67,24 @@ class GradientBuffers:
         self._squares = SquareSum([view for *_, view in self._views]) if self._views else None
 
     def _close(self, bucket: list[nn.Parameter]) -> None:
-        size = sum(self.own(p).numel() for p in bucket)
-        flag = int(self._with_flag and not self.buffers)
-        payload = torch.zeros(size + flag, dtype=bucket[0].dtype, device=bucket[0].device)
+        owned = [self.own(parameter).detach() for parameter in bucket]
+        parts = [own.numel() * (2 if own.is_complex() else 1) for own in owned]
+        size, flags = sum(parts), 0 if self.buffers else self._flags
+        payload = torch.zeros(size + flags, dtype=owned[0].dtype.to_real(), device=bucket[0].device)
         flat = payload[:size]
         self.buffers.append(flat)
         self.payloads.append(payload)
         self.members.append(bucket)
-        start = 0
-        for parameter in bucket:
-            own = self.own(parameter)
-            view = flat[start : start + own.numel()].view_as(own)
-            start += own.numel()
+        for parameter, own, piece in zip(bucket, owned, flat.split(parts), strict=True):
+            order = memory_order(own)
+            flat_view = torch.view_as_complex(piece.view(-1, 2)) if own.is_complex() else piece
+            # `.data` has a version counter of its own, which only what is accumulated into this gradient raises
+            view = flat_view.as_strided(own.shape, own.stride(), flat_view.storage_offset()).data
             parameter.grad = grad = self.as_grad(parameter, view)
-            self._views.append((parameter, grad, view))
+            sizes = [own.shape[dim] for dim in order]
+            if own.is_complex():
+                sizes = [*sizes[:-1], 2 * (sizes[-1] if sizes else 1)]
+            self._views.append((parameter, grad, piece.view(sizes)))
 
     def release(self) -> None:
         """Free the memory for good; the buffers are unusable afterwards."""
@@ -102,6 +112,18 @@ class GradientBuffers:
         for parameter, grad, _ in self._views:
             if parameter.grad is not grad:
                 parameter.grad = grad
+        self._versions = [grad._version for _, grad, _ in self._views]
+
+    def unused(self) -> list[bool]:
+        """For each parameter, whether no backward since `zero_` has reached it on this worker. Reads no device value."""
+        return [grad._version == before for (_, grad, _), before in zip(self._views, self._versions, strict=True)]
+
+    def leave_out(self, unused: Sequence[bool]) -> None:
+        """Hide these gradients from the optimizer until the next `zero_`: like a plain loop's None, not like zeros,
+        which weight decay and momentum would move."""
+        for (parameter, *_), without in zip(self._views, unused, strict=True):
+            if without:
+                parameter.grad = None
 
     def check(self) -> None:
         """Check, after backward, that every gradient is still a view of its buffer.
@@ -131,14 +153,16 @@ class GradientBuffers:
         first = self.buffers[0][:1]
         first.copy_(torch.where(bad, torch.full_like(first, torch.nan), first))
 
-    def flag_shortage(self) -> None:
-        """Flag that this worker ran out of memory; the all-reduce of the payloads spreads the flag."""
-        self.payloads[0][-1:].fill_(1.0)
+    def flag(self, flags: Sequence[bool]) -> None:
+        """Raise these `FLAGS` on this worker; the all-reduce of the payloads spreads them."""
+        for at, raised in enumerate(flags, -FLAGS):
+            if raised:
+                self.payloads[0][at].fill_(1.0)
 
-    def shortage_flagged(self) -> bool:
-        """After the all-reduce, whether any worker flagged a shortage. For CPU buffers only: reading a GPU's would wait
-        for the device."""
-        return bool(self.payloads[0].numpy()[-1] != 0.0)
+    def flagged(self) -> list[bool]:
+        """After the all-reduce, which flags any worker has raised. For CPU buffers only: reading a GPU's would wait for
+        the device."""
+        return [bool(value) for value in self.payloads[0].numpy()[-FLAGS:]]
 
     def nonfinite(self, module: nn.Module) -> list[str]:
         """Names of the parameters with non-finite gradients. Reads the device."""
@@ -149,7 +173,22 @@ class GradientBuffers:
         """For each parameter, whether this process's part of its gradient is finite. Reads the device."""
         return torch.stack([torch.isfinite(view).all() for *_, view in self._views]).tolist()
 
-    def scale_(self, factor: Tensor) -> None:
-        """Multiply all gradients by a device scalar (the clip coefficient)."""
+    def scale_(self, factor: Tensor | float) -> None:
+        """Multiply all gradients by a device scalar (the clip coefficient) or a number."""
         for flat in self.buffers:
-            flat.mul_(factor.to(flat.dtype))
+            flat.mul_(factor.to(flat.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """The dimensions from the outermost to the innermost in memory: 0, 2, 3, 1 for channels_last."""
+    return sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+
+
+def fills_memory(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, without gaps or overlaps, in some order of the dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda one: (one[1], one[0])):
+        if size != 1 and stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True

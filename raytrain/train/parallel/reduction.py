@@ -6,8 +6,8 @@ buffers (`FlatReduction`); `fsdp` sums inside the passes (`raytrain.train.parall
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,34 @@ from raytrain.trainable import Trainable
 
 Result = TypeVar("Result")
 
-Losses = tuple[Tensor, Tensor]
-"""This worker's shares of the loss and of the auxiliary losses; float64 scalars on the device."""
+
+class Passed(NamedTuple):
+    """What this worker's passes of a step add up to.
+
+    Attributes:
+        loss, aux: its shares of the loss and of the auxiliary losses; float64 scalars on the device.
+        weight: of its micro-batches, by what their losses say they are means over.
+        told: whether that differs from what the loader has counted.
+    """
+
+    loss: Tensor
+    aux: Tensor
+    weight: float = 0.0
+    told: bool = False
+
+
+class Summed(NamedTuple):
+    """What all workers know after the gradients are summed.
+
+    Attributes:
+        own: of this worker.
+        flags: the sums of the workers' flags.
+        weight: of the step, where a loss has told another one than the loader; else None.
+    """
+
+    own: Passed
+    flags: list[int]
+    weight: float | None = None
 
 
 class Reduction(Protocol):
@@ -33,13 +59,11 @@ class Reduction(Protocol):
 
     gradients: GradientBuffers
 
-    def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
+    def passed(self, passes: Callable[[], Passed], *, flags: Callable[[], list[int]]) -> Summed:
         """Run this worker's passes and sum the gradients over the workers.
 
-        Afterwards `gradients` hold the sum, with a NaN where the loss of a worker was not finite.
-
-        Returns:
-            the result of `passes`, and the sums of the workers' `flags`.
+        Afterwards `gradients` hold the sum, with a NaN where the loss of a worker was not finite, and without those
+        that no worker has computed (`GradientBuffers.leave_out`).
 
         Raises:
             StepDropped: a worker ran out of memory, and all can retry the step.
@@ -73,6 +97,22 @@ class Reduction(Protocol):
         ...
 
 
+def agreed_weight(
+    workers: Workers, gradients: GradientBuffers, own: Passed, unused: Sequence[bool], raised: Sequence[bool]
+) -> float | None:
+    """Leave out the gradients that no worker has, and return the step's weight where a loss has told one. Collective
+    only where something is `raised`, (an unused parameter, a weight that a loss has told) on any worker.
+
+    Args:
+        unused: this worker's parameters without a gradient.
+    """
+    if not any(raised):
+        return None
+    weights, *absent = zip(*workers.all_gather_floats([own.weight, *map(float, unused)]), strict=True)
+    gradients.leave_out([all(column) for column in absent])
+    return sum(weights) if raised[1] else None
+
+
 class FlatReduction:
     """A `Reduction` by one all-reduce for each flat buffer, after the passes or as soon as a buffer is complete in the
     last one (`raytrain.train.parallel.buckets`).
@@ -84,32 +124,38 @@ class FlatReduction:
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         own = [parameter for parameter in trainable.module.parameters() if parameter.requires_grad]
         size = BUCKET_BYTES["cpu" if device.type == "cpu" else "cuda"]
-        self.gradients = GradientBuffers(own, bucket_bytes=size, with_flag=True)
+        self.gradients = GradientBuffers(own, bucket_bytes=size, with_flags=True)
         self.workers = workers
         self.sums = BucketSums(self.gradients, workers=workers)
         self._trainable, self._device = trainable, device
 
-    def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
+    def passed(self, passes: Callable[[], Passed], *, flags: Callable[[], list[int]]) -> Summed:
         """As in `Reduction`.
 
-        A shortage travels with the gradients, as a collective of its own would cost some percent of a step: on a CPU
-        inside the first buffer; on a GPU, whose memory the host does not read, among the flags.
+        What a worker finds in its passes (a shortage of memory, ...) travels with the gradients, as a collective of its
+        own would cost some percent of a step: on a CPU inside the first buffer; on a GPU, whose memory the host does
+        not read, among the flags.
         """
         workers, inside = self.workers, self._device.type == "cpu"
         pending = workers.start_all_reduce_ints(flags()) if inside else None  # runs while the passes compute
         with self.sums.inside():
             result = self.run_or_shortage(passes)
-        pending = pending or workers.start_all_reduce_ints([*flags(), int(isinstance(result, Shortage))])
-        if isinstance(result, Shortage):
-            self.gradients.flag_shortage()
-        else:  # the gradients may be finite although the loss is not
-            self.gradients.mark_(~torch.isfinite(result[0] + result[1]))
-        self.sums.finish(learn=not isinstance(result, Shortage))
+        short = isinstance(result, Shortage)
+        unused = [] if short else self.gradients.unused()
+        raised = [short, any(unused), not short and result.told]
+        pending = pending or workers.start_all_reduce_ints([*flags(), *map(int, raised)])
+        self.gradients.flag(raised)
+        if not short:  # the gradients may be finite although the loss is not
+            self.gradients.mark_(~torch.isfinite(result.loss + result.aux))
+        self.sums.finish(learn=not short)
         summed = pending()
-        flagged = workers.world_size > 1 and self.gradients.shortage_flagged() if inside else summed.pop() > 0
-        if flagged or isinstance(result, Shortage):
+        if not inside:
+            summed, raised = summed[: -len(raised)], [count > 0 for count in summed[-len(raised) :]]
+        elif workers.world_size > 1:
+            raised = self.gradients.flagged()
+        if raised[0] or isinstance(result, Shortage):
             raise self.dropped(result)
-        return result, summed
+        return Summed(result, summed, agreed_weight(workers, self.gradients, result, unused, raised[1:]))
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result | Shortage:
         """As in `Reduction`."""

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raytrain.runs.folder import RunFolder
 from raytrain.train.build import load_module
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.reduction import Reduction
+from raytrain.train.placing import place
 from raytrain.train.precision.policy import PrecisionPolicy
 from raytrain.trainable import Batch, RemoteCheckpoint, Trainable
 
@@ -85,8 +86,7 @@ class Replicated:
     def place(self, policy: PrecisionPolicy, *, fp32_layers: Sequence[str]) -> None:
         """As in `ParallelStrategy`; autocast casts weights when a layer computes."""
         module = self._trainable.module
-        module.to(device=self._device, dtype=policy.master_dtype)
-        module.train()
+        place(module, device=self._device, master=policy.master_dtype)
         self._workers.broadcast([*module.parameters(), *module.buffers()])
 
     def for_step(self, loader: BatchLoader) -> ForStep:
@@ -100,6 +100,14 @@ class Replicated:
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """As in `ParallelStrategy`."""
         optimizer.load_state_dict(dict(state))
+        for parameter, held in optimizer.state.items():
+            for name, value in held.items():
+                if (
+                    isinstance(value, Tensor)
+                    and value.shape == parameter.shape
+                    and value.stride() != parameter.stride()
+                ):
+                    held[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # fused kernels walk both
 
     def full_module(self, build: Callable[[], Trainable]) -> nn.Module | None:
         """As in `ParallelStrategy`: the module itself, with its remote parts."""

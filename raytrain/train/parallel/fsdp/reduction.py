@@ -14,7 +14,7 @@ from raytrain.errors import OutOfMemory, lost_in
 from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
-from raytrain.train.parallel.reduction import Losses
+from raytrain.train.parallel.reduction import Passed, Summed, agreed_weight
 from raytrain.trainable import Trainable
 
 Result = TypeVar("Result")
@@ -30,6 +30,10 @@ class ShardGradients(GradientBuffers):
     def as_grad(self, parameter: nn.Parameter, view: Tensor) -> Tensor:
         """The view as the gradient of the sharded parameter."""
         return like(parameter, view)
+
+    def unused(self) -> list[bool]:
+        """None: FSDP2 adds zeros where a worker has no gradient."""
+        return [False] * len(self._views)
 
 
 @torch.no_grad()
@@ -63,12 +67,14 @@ class ShardedReduction:
         self._workers, self._device = workers, device
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
 
-    def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
+    def passed(self, passes: Callable[[], Passed], *, flags: Callable[[], list[int]]) -> Summed:
         """As in `Reduction`; raises OutOfMemory and never StepDropped."""
-        pending = self._workers.start_all_reduce_ints(flags()) if self._device.type == "cpu" else None
         result = self.run_or_shortage(passes)
-        self._bad = ~torch.isfinite(result[0] + result[1])
-        return result, (pending or self._workers.start_all_reduce_ints(flags()))()
+        self._bad = ~torch.isfinite(result.loss + result.aux)
+        unused = self.gradients.unused()
+        *summed, absent, told = self._workers.all_reduce_ints([*flags(), int(any(unused)), int(result.told)])
+        weight = agreed_weight(self._workers, self.gradients, result, unused, [absent > 0, told > 0])
+        return Summed(result, summed, weight)
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result:
         """Run passes of this worker.

@@ -18,6 +18,7 @@ from raytrain.train.parallel.fsdp.reduction import ShardedReduction, local
 from raytrain.train.parallel.fsdp.state import full_state, load_optimizer, load_sharded
 from raytrain.train.parallel.fsdp.wrap import ShardingSizes, shard
 from raytrain.train.parallel.strategy import ForStep
+from raytrain.train.placing import place
 from raytrain.train.precision.policy import PrecisionPolicy
 from raytrain.trainable import RemoteCheckpoint, Trainable
 
@@ -38,8 +39,7 @@ class Sharded:
         """As in `ParallelStrategy`; the device holds shards and one gathered block at a time, never the whole
         module."""
         module = self._trainable.module
-        module.to(dtype=policy.master_dtype)
-        module.train()
+        place(module, device=None, master=policy.master_dtype)
         self._workers.broadcast([*module.parameters(), *module.buffers()])
         self._sharded = shard(
             self._trainable, device=self._device, policy=policy, workers=self._workers, fp32_layers=fp32_layers
@@ -65,7 +65,8 @@ class Sharded:
         state = full_state(self._trainable.module, keep=first)
         if not first:
             return None
-        module = build().module.to(self._master)
+        module = build().module
+        place(module, device=None, master=self._master)
         load_module(module, state)
         return module
 

@@ -37,7 +37,7 @@ class TwoWorkers:
 def three(workers: Any) -> tuple[nn.Sequential, BucketSums, Callable[[], list[int]]]:
     """Three layers of one parameter, each a bucket; which have begun."""
     module = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
-    gradients = GradientBuffers(module.parameters(), bucket_bytes=4, with_flag=True)
+    gradients = GradientBuffers(module.parameters(), bucket_bytes=4, with_flags=True)
     sums = BucketSums(gradients, workers=workers)
     sums.overlaps = True
 
