@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cluster.telemetry.work import WORK
-from raytrain.train.memory.allocator import release_cached
 from raytrain.train.mean_weight import graph_alone
+from raytrain.train.memory.allocator import release_cached
 from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.step import TrainingStep

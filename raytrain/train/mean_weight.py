@@ -1,9 +1,9 @@
 """What a loss is a mean over, read from the operation that computed it.
 
 A plain model returns a mean, and only its author knows over what: labels shifted inside, classes with weights, labels
-other than 255, pixels under a mask. A step in several micro-batches must weigh each mean with its own count. torch keeps
-that count in the autograd graph: the sum of class weights of an `nll_loss`, the elements of a `mean`, the divisor of a
-`sum() / count`.
+other than 255, pixels under a mask. A step in several micro-batches must weigh each mean with its own count. torch
+keeps that count in the autograd graph: the sum of class weights of an `nll_loss`, the elements of a `mean`, the divisor
+of a `sum() / count`.
 """
 
 from __future__ import annotations

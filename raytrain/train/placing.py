@@ -40,7 +40,7 @@ def set_training_mode(module: nn.Module) -> None:
 
     A module that arrives in eval mode as a whole is trained as a whole. Otherwise a part that is in eval mode stays in
     it, also where `module.train()` would change that; a `train` of the module's own decides as in any training loop.
-    The exception is a model of transformers with a trainable parameter, since `from_pretrained` returns it in eval mode.
+    The exception is a model of transformers with a trainable parameter: `from_pretrained` returns it in eval mode.
     """
     kept = [part for part in module.modules() if not part.training] if module.training else []
     arrived = {id(inner) for part in kept if _is_pretrained(part) for inner in part.modules()}

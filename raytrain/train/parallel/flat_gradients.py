@@ -115,7 +115,7 @@ class GradientBuffers:
         self._versions = [grad._version for _, grad, _ in self._views]
 
     def unused(self) -> list[bool]:
-        """For each parameter, whether no backward since `zero_` has reached it on this worker. Reads no device value."""
+        """For each parameter, whether no backward since `zero_` has reached it here. Reads no device value."""
         return [grad._version == before for (_, grad, _), before in zip(self._views, self._versions, strict=True)]
 
     def leave_out(self, unused: Sequence[bool]) -> None:
