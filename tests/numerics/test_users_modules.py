@@ -505,3 +505,11 @@ def test_a_builders_own_weight_is_not_overruled() -> None:
     assert len({weight for _, weight in means}) > 1
     expected = sum(mean * weight for mean, weight in means) / sum(weight for _, weight in means)
     assert found.losses == pytest.approx([expected], rel=1e-6)
+
+
+def test_a_compiled_model_tells_what_its_loss_is_a_mean_over() -> None:
+    """A compiled graph as a whole would hide it; the compiler leaves the loss out of it."""
+    data = {"x": drawn(8, 4), "labels": LABELS}
+    for name in ("class weights", "ignore_index"):
+        module = built(lambda name=name: Classes(MEANS[name]))
+        assert_as_plain(module, data, steps=3, micro=2, near=1e-5, loop={"compile": "default"})

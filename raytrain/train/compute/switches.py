@@ -54,6 +54,10 @@ class Switches:
             self._notices.append(("compile", refused))
             return
         parts = parts_to_compile(trainable, job.loop, on_gpu=device.type == "cuda")
+        if trainable.reads_weight and any(part is trainable.module for _, part in parts):
+            # a compiled graph would hide what the loss is a mean over (`raytrain.train.mean_weight`)
+            for function in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
+                torch._dynamo.disallow_in_graph(function)
         self.compiled = CompiledParts(parts, mode=job.loop.compile)
 
     def compare_kernels(self, device: torch.device, policy: PrecisionPolicy) -> None:

@@ -1,0 +1,42 @@
+"""Modules as users bring them on two and three workers, against a plain loop over the whole batch in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.numerics.gang import run_gang
+from tests.numerics.guests import KINDS, live, plain
+
+STEPS = 4
+
+
+def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def assert_as_plain(kind: str, sections: dict[str, Any], *, world_size: int) -> None:
+    expected, found = plain(kind, STEPS), run_gang(live, kind, sections, STEPS, world_size=world_size)
+    for one in found:
+        assert one["losses"] == pytest.approx(expected["losses"], abs=1e-10)
+        assert one["own"] == {} or apart(one["own"], found[0]["own"]) == 0
+    assert apart(found[0]["full"], expected["full"]) < 1e-10
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_two_workers_train_a_users_module_as_a_plain_loop_does(kind: str) -> None:
+    """One worker has a micro-batch more than the other; with `ignoring`, the first has nothing to average over."""
+    assert_as_plain(kind, {"loop": {"micro_batch_size": 4}}, world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["branch", "ignoring"])
+def test_a_worker_without_rows_changes_nothing(kind: str) -> None:
+    assert_as_plain(kind, {"loop": {"micro_batch_size": 6}}, world_size=3)
+
+
+@pytest.mark.parametrize("kind", ["weighted", "ignoring", "told"])
+def test_sharded_workers_weigh_a_mean_as_a_plain_loop_does(kind: str) -> None:
+    assert_as_plain(kind, {"loop": {"micro_batch_size": 3}, "scale": {"strategy": "fsdp"}}, world_size=2)
