@@ -181,9 +181,7 @@ class TrainingStep:
             # are
             mode = in_eval(self.trainable.module) if self.filler is not None else contextlib.nullcontext()
             with mode, self._without_rows():
-                idle = self.idle()
-                self._agree_unit(0.0)
-                yield idle
+                yield self.idle()
 
     def weigh(self, output: LossOutput, micro: MicroBatch) -> float:
         """What a loss is a mean over, in the loader's unit."""
@@ -199,8 +197,8 @@ class TrainingStep:
 
     def _agree_unit(self, own: float) -> None:
         """Agree on `weight_unit` in the first passes: that of the first worker with one. A collective in the first step
-        of a run of several workers, and in no other; it follows the first forward, in which every worker takes part
-        where passes are collective."""
+        of a run of several workers, and in no other. Where passes are collective themselves, the unit stays 1: a worker
+        that has run out of memory in one could not take part."""
         if self.weight_unit is None and self._agreeing:
             self._agreeing = False
             found = (value for (value,) in self.workers.all_gather_floats([own]) if value)
@@ -268,7 +266,7 @@ class TrainingStep:
             RunError: the losses of the whole step are means over nothing; the model has unfrozen a parameter.
         """
         begin, waited = time.perf_counter(), self._waited()
-        self._agreeing = self._reads_weight
+        self._agreeing = self._reads_weight and not self.collective_passes
         with self.device_guard.guarded():
             work = partial(self._agreeing_backward, micro_batches, global_weight=global_weight, passes=passes)
             passed, summed, weight = self.reduction.passed(work, flags=flags)

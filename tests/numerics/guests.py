@@ -52,6 +52,18 @@ class Fourier(nn.Module):
         return F.cross_entropy(self.o(y), labels)
 
 
+class Sliced(nn.Module):
+    """Weights with gaps in memory, transposed and permuted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s, self.t = nn.Parameter(torch.randn(6, 13)[:, 1::2]), nn.Parameter(torch.randn(3, 6).t())
+        self.p = nn.Parameter(torch.randn(3, 6, 2).permute(1, 2, 0))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(torch.tanh(x @ self.s) @ (self.t + self.p[:, 1]), labels)
+
+
 class Branch(nn.Module):
     """Rows with a large first feature use a second layer, which therefore only some workers do; nobody uses a third."""
 
@@ -93,7 +105,7 @@ def told(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "images": Images, "fourier": Fourier, "branch": Branch, "weighted": lambda: Mean(weighted),
+    "images": Images, "fourier": Fourier, "sliced": Sliced, "branch": Branch, "weighted": lambda: Mean(weighted),
     "ignoring": lambda: Mean(ignoring), "told": lambda: Mean(told),
 }  # fmt: skip
 
