@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.numerics.gang import run_gang
 from tests.numerics.guests import KINDS, live, plain
@@ -40,3 +41,9 @@ def test_a_worker_without_rows_changes_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["weighted", "ignoring", "told"])
 def test_sharded_workers_weigh_a_mean_as_a_plain_loop_does(kind: str) -> None:
     assert_as_plain(kind, {"loop": {"micro_batch_size": 3}, "scale": {"strategy": "fsdp"}}, world_size=2)
+
+
+def test_weights_with_gaps_in_memory_train_where_no_conversion_closes_them() -> None:
+    expected, found = plain("sliced", STEPS, dtype=torch.float32), live(0, 1, "sliced", {"dtype": "fp32"}, STEPS)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert apart(found["full"], expected["full"]) < 1e-5
