@@ -21,7 +21,7 @@ import numpy as np
 from cluster.telemetry.work import EVALUATING, SAVING, WORK
 from cluster.wording import counted
 from raytrain.config.messages import abbreviated
-from raytrain.errors import RunError
+from raytrain.errors import RunError, first_line
 from raytrain.runs.records import EvalRecord
 from raytrain.train.clock import Clock, Fetching
 from raytrain.train.compute.switches import Switches
@@ -119,7 +119,13 @@ class TrainingLoop:
         indices, following = self.loader.global_batch(state.cursor)
         number = state.step + 1
         self._fetching = fetching = Fetching()
-        output = self._retry.run(lambda: self._run_step(indices, number), step=number)
+        try:
+            output = self._retry.run(lambda: self._run_step(indices, number), step=number)
+        except Exception as error:
+            why = self.loader.float64.explained(error) or one_row_explained(error, rows=len(indices))
+            if why is None:
+                raise
+            raise RunError(f"step {number}: {why}") from error
         self._retry.after_step(number)
         self._report_sent(self._buffers.after_step(), step=number)
         state.step = number
@@ -293,3 +299,14 @@ class TrainingLoop:
 
     def _plateau(self, state: LoopState) -> bool:
         return self.limits.patience is not None and state.evals_without_gain >= self.limits.patience
+
+
+def one_row_explained(error: BaseException, *, rows: int) -> str | None:
+    """Why a batch norm failed on a micro-batch of one row, the last of a step of `rows`, if it did."""
+    if "more than 1 value per channel" not in str(error):
+        return None
+    return (
+        f"a batch norm cannot train on a micro-batch of one row ({first_line(error)}), the last of this step's "
+        f"{counted(rows, 'row')}: data.drop_last true leaves out the rows at the end of an epoch that do not fill a "
+        "global batch, and another loop.global_batch_size or loop.micro_batch_size leaves more of them"
+    )
