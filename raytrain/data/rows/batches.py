@@ -99,7 +99,8 @@ class StepBatches:
             )
         if drop_last and len(split) < global_batch_size:
             raise InputError(
-                "data.drop_last", got=f"true with {len(split)} rows and a loop.global_batch_size of {global_batch_size}",
+                "data.drop_last",
+                got=f"true with {len(split)} rows and a loop.global_batch_size of {global_batch_size}",
                 expected="at least one full global batch", remedy="lower loop.global_batch_size",
             )  # fmt: skip
         self.split = split if storage is None else place_split(split, storage, device, resident_rows=resident_rows)

@@ -79,9 +79,9 @@ class Float64Columns:
             return None
         why = next(iter(self.kept.values()))
         return (
-            f"the model failed on float64 next to float32 ({first_line(error)}): {abbreviated(list(self.kept), 3)} "
-            f"stays float64, as {why}; subtract an offset from it or divide it before it becomes float32, in forward "
-            'or in the data, or give the data with .astype("float32") to round it all the same'
+            f"the model failed on float64 next to float32 ({first_line(error)}); what stays float64: "
+            f"{abbreviated(list(self.kept), 3)}, as {why}; subtract an offset from it or divide it before it becomes "
+            'float32, in forward or in the data, or give the data with .astype("float32") to round it all the same'
         )
 
 
