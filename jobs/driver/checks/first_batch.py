@@ -65,6 +65,8 @@ SPLIT_LIMIT_S = 10.0
 """Seconds that comparing a batch with its halves may take. It is left out where a pass took more than `SPLIT_PASS_S`
 for `SPLIT_ROWS` rows."""
 SPLIT_PASS_S, SPLIT_ROWS = 0.3, 4
+MOST_LAST_ROWS = 4
+"""What needs several rows, such as batch statistics, fails on fewer than these or works."""
 FEW_ROWS = 2
 """Rows where `loop.micro_batch_size` is auto; normalisation over a batch needs two."""
 CHEAP_FLOPS = 1e9
@@ -200,8 +202,8 @@ class FirstBatch:
         self._last_rows(trainable, policy, tried)
 
     def _last_rows(self, trainable: Trainable, policy: PrecisionPolicy, tried: int) -> None:
-        """Try as many rows as the last micro-batch of an epoch and of a global batch has, if that is fewer than were
-        tried. Raises InputError where the model fails on them."""
+        """Try as many rows as the last micro-batch of an epoch and of a global batch has, if they are few. Raises
+        InputError where the model fails on them."""
         spec, rows = self.spec, len(self.source.train)
         total, workers, loop = spec.loop.global_batch_size, spec.scale.workers, spec.loop
         uneven = spec.scale.sync_batchnorm or spec.scale.shares == "auto" or spec.data.tokens_per_batch is not None
@@ -214,7 +216,7 @@ class FirstBatch:
         left = 0 if spec.data.drop_last or (loop.max_steps or rows) < math.ceil(rows / total) else rows % total
         for key, these in (("data.drop_last", left), ("loop.micro_batch_size", total)):
             last = these - (math.ceil(these / micro) - 1) * micro if micro and these else these == left == 1
-            if not 0 < last < tried:
+            if not 0 < last < tried or last > MOST_LAST_ROWS:
                 continue
             try:
                 self._pass(trainable, policy, "train", self.source.train, int(last))
@@ -225,9 +227,10 @@ class FirstBatch:
                 of = f"an epoch of {rows} rows" if key == "data.drop_last" else f"a global batch of {total} rows"
                 drop = "data.drop_last=true leaves out the rows that do not fill a global batch, or "
                 raise InputError(
-                    key, got=f"{of} with {counted_rows(last)} in its last micro-batch, where the model fails: {found.got}",
+                    key, got=f"{of} whose last micro-batch has {counted_rows(last)}, and the model fails: {found.got}",
                     expected="a number of rows that it can be trained on",
-                    remedy=f"{drop if key == 'data.drop_last' else ''}choose another loop.global_batch_size\n{found.remedy}",
+                    remedy=(drop if key == "data.drop_last" else "") + "choose another loop.global_batch_size\n"
+                    + found.remedy,
                 ) from error  # fmt: skip
 
     def _check_keys(self, rows: int) -> None:
