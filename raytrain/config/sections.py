@@ -211,8 +211,7 @@ class LoopConfig(Section):
     global_batch_size: Count | Auto = Field(default=32, description="samples per optimizer step, over all workers")
     micro_batch_size: Count | Literal["auto", "whole"] = Field(
         default="auto",
-        description="samples per forward pass of one worker; whole: the global batch in one pass of one worker, never "
-        "split, for a loss that compares its rows",
+        description="samples per forward pass of one worker; whole: all of a global batch, never split, on one worker",
     )
     eval_every: Count | Auto = Field(
         default="auto", description="steps between evaluations; there is always one at the end"

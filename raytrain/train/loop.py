@@ -302,11 +302,11 @@ class TrainingLoop:
 
 
 def one_row_explained(error: BaseException, *, rows: int) -> str | None:
-    """Why a batch norm failed on a micro-batch of one row, the last of a step of `rows`, if it did."""
+    """Why a batch norm failed on the last micro-batch of a step of so many rows, if it did."""
     if "more than 1 value per channel" not in str(error):
         return None
     return (
-        f"a batch norm cannot train on a micro-batch of one row ({first_line(error)}), the last of this step's "
-        f"{counted(rows, 'row')}: data.drop_last true leaves out the rows at the end of an epoch that do not fill a "
-        "global batch, and another loop.global_batch_size or loop.micro_batch_size leaves more of them"
+        f"a batch norm cannot be trained on one row ({first_line(error)}), as in the last micro-batch of this step's "
+        f"{counted(rows, 'row')}: set data.drop_last true, which leaves out the rows at the end of an epoch that do "
+        "not fill a global batch, or another loop.global_batch_size or loop.micro_batch_size"
     )

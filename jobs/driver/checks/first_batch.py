@@ -40,7 +40,7 @@ from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import OUR_PACKAGES, users_error
 from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.float64 import Float64Columns
-from raytrain.data.rows.map_style import gathered, users_rows
+from raytrain.data.rows.map_style import gathered
 from raytrain.data.rows.users_collate import UsersCollate
 from raytrain.data.transfer import tensors_of
 from raytrain.errors import InputError, RaytrainError, first_line
@@ -61,10 +61,8 @@ TRACE_LIMIT_S = 20.0
 """Seconds that a trace may take after it, with what it imports."""
 INFER_LIMIT_S = 5.0
 """Seconds that a pass without labels may take, after the one with labels has taken its time."""
-SPLIT_LIMIT_S = 10.0
-"""Seconds that comparing a batch with its halves may take. It is left out where a pass took more than `SPLIT_PASS_S`
-for `SPLIT_ROWS` rows."""
-SPLIT_PASS_S, SPLIT_ROWS = 0.3, 4
+SPLIT_LIMIT_S, SPLIT_PASS_S, SPLIT_ROWS = 10.0, 0.3, 4
+"""Seconds in which a batch is compared with its halves; it takes rows for passes of so many seconds, at least 4."""
 MOST_LAST_ROWS = 4
 """What needs several rows, such as batch statistics, fails on fewer than these or works."""
 FEW_ROWS = 2
@@ -210,27 +208,29 @@ class FirstBatch:
         if not isinstance(total, int) or uneven:
             return
         alone = loop.micro_batch_size == "whole" or (workers == "auto" and self.on_cpu)
-        shared = 1 if alone else workers
         micro = loop.micro_batch_size if isinstance(loop.micro_batch_size, int) else None
-        micro = math.ceil(total / shared) if micro is None and isinstance(shared, int) else micro
+        if alone and micro is None:
+            micro = total
+        elif micro is None and isinstance(workers, int):
+            micro = math.ceil(total / workers)
         left = 0 if spec.data.drop_last or (loop.max_steps or rows) < math.ceil(rows / total) else rows % total
-        for key, these in (("data.drop_last", left), ("loop.micro_batch_size", total)):
-            last = these - (math.ceil(these / micro) - 1) * micro if micro and these else these == left == 1
-            if not 0 < last < tried or last > MOST_LAST_ROWS:
+        for key, these, of in (
+            ("data.drop_last", left, "an epoch"),
+            ("loop.micro_batch_size", total, "a global batch"),
+        ):
+            last = (these - 1) % micro + 1 if micro and these else int(these == left == 1)
+            if not 0 < last < min(tried, MOST_LAST_ROWS + 1):
                 continue
             try:
-                self._pass(trainable, policy, "train", self.source.train, int(last))
+                self._passes(trainable, policy, last, splits=1)
             except Exception as error:
                 if self._is_memory(error) or (not self.on_cpu and _about_gpu(error)):
                     return
-                found = self._error(error)
-                of = f"an epoch of {rows} rows" if key == "data.drop_last" else f"a global batch of {total} rows"
-                drop = "data.drop_last=true leaves out the rows that do not fill a global batch, or "
+                found, drop = self._error(error), "data.drop_last=true leaves these rows out, or "
                 raise InputError(
-                    key, got=f"{of} whose last micro-batch has {counted_rows(last)}, and the model fails: {found.got}",
+                    key, got=f"{counted(last, 'row')} in the last micro-batch of {of}, and the model fails: {found.got}",
                     expected="a number of rows that it can be trained on",
-                    remedy=(drop if key == "data.drop_last" else "") + "choose another loop.global_batch_size\n"
-                    + found.remedy,
+                    remedy=f"{drop if these == left else ''}choose another loop.global_batch_size\n{found.remedy}",
                 ) from error  # fmt: skip
 
     def _check_keys(self, rows: int) -> None:
@@ -255,9 +255,8 @@ class FirstBatch:
     def _gathered(self, split: Split, rows: np.ndarray) -> Batch:
         """These rows as training gets them."""
         batch = gathered(split, rows, seed=self.spec.seed, epoch=0)
-        return (
-            cast_floating(batch, torch.float64) if self.spec.precision.dtype == "fp64" else self.float64.narrowed(batch)
-        )
+        fp64 = self.spec.precision.dtype == "fp64"
+        return cast_floating(batch, torch.float64) if fp64 else self.float64.narrowed(batch)
 
     def _built(self) -> tuple[Trainable, PrecisionPolicy]:
         asked = self.spec.precision.dtype
@@ -271,34 +270,31 @@ class FirstBatch:
         trainable.module.train()
         return trainable, policy
 
-    def _passes(self, trainable: Trainable, policy: PrecisionPolicy, rows: int) -> None:
-        for name, split in self._splits():
-            self._pass(trainable, policy, name, split, rows)
-
-    def _pass(self, trainable: Trainable, policy: PrecisionPolicy, name: str, split: Split, rows: int) -> None:
-        batch = self._batch(name, split, rows)
-        self.phase = ("model", "while the batch was weighed")
-        weight = self._weight(trainable, batch)
-        if not weight:
-            return  # training leaves out a micro-batch without labels too
-        counted = {"num_items_in_batch": weight} if trainable.takes_global_count else {}
-        self.phase = ("model", f"in the forward pass of {counted_rows(rows)} ({name})")
-        if name == "eval":
-            with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
-                trainable.loss(trainable.module, batch, **counted)
-            return
-        began = time.perf_counter()
-        with policy.autocast(CPU):
-            output = trainable.loss(trainable.module, batch, **counted)
-        self.phase = ("model", f"in the backward pass of {counted_rows(rows)}")
-        total = output.loss if output.aux is None else output.loss + output.aux
-        self._check_finite(total, batch, rows)
-        self._backward(total)
-        self._row_s = min(self._row_s, (time.perf_counter() - began) / rows)
+    def _passes(self, trainable: Trainable, policy: PrecisionPolicy, rows: int, *, splits: int = 2) -> None:
+        for name, split in self._splits()[:splits]:
+            batch = self._batch(name, split, rows)
+            self.phase = ("model", "while the batch was weighed")
+            weight = self._weight(batch, rows, trainable)
+            if not weight:
+                continue  # training leaves out a micro-batch without labels too
+            counts = {"num_items_in_batch": weight} if trainable.takes_global_count else {}
+            self.phase = ("model", f"in the forward pass of {rows} rows ({name})")
+            if name == "eval":
+                with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
+                    trainable.loss(trainable.module, batch, **counts)
+                continue
+            began = time.perf_counter()
+            with policy.autocast(CPU):
+                output = trainable.loss(trainable.module, batch, **counts)
+            self.phase = ("model", f"in the backward pass of {rows} rows")
+            total = output.loss if output.aux is None else output.loss + output.aux
+            self._check_finite(total, batch, rows)
+            self._backward(total)
+            self._row_s = min(self._row_s, (time.perf_counter() - began) / rows)
 
     @staticmethod
-    def _weight(trainable: Trainable, batch: Batch) -> int:
-        return labels_weight(batch) if trainable.weight is None else int(trainable.weight(batch))
+    def _weight(batch: Batch, rows: int, trainable: Trainable) -> int:
+        return labels_weight(batch, rows) if trainable.weight is None else int(trainable.weight(batch))
 
     def _check_finite(self, total: torch.Tensor, batch: Batch, rows: int) -> None:
         """In fp16 a loss may overflow, for which training has a loss scale; elsewhere no step would be made."""
@@ -379,26 +375,17 @@ class FirstBatch:
     def split_changes(self) -> str | None:
         """How splitting a global batch changes what is trained (`raytrain.train.split_check`); None if it does not,
         the run never does it, or that is unknown."""
-        spec, split = self.spec, self.source.train
-        total, rows = spec.loop.global_batch_size, len(split)
-        most = (
-            min(rows, max(total if isinstance(total, int) else 0, SPLIT_ROWS), int(SPLIT_PASS_S / self._row_s)) // 2 * 2
-        )
-        if self._tried is None or most < SPLIT_ROWS or not may_split(spec):
+        spec, split, micro = self.spec, self.source.train, self.spec.loop.micro_batch_size
+        total = spec.loop.global_batch_size
+        rows = max(SPLIT_ROWS, total if isinstance(total, int) else 0)
+        rows = min(rows, len(split), int(SPLIT_PASS_S / self._row_s)) // 2 * 2
+        if self._tried is None or rows < SPLIT_ROWS or micro in ("whole", total):
             return None
-        trainable = self._tried[0]
-        order = np.asarray(split.order(spec.seed, 0)[0:most])
+        weigh = partial(self._weight, trainable=self._tried[0])
+        synchronized = spec.scale.sync_batchnorm
         with contextlib.suppress(Exception):  # of the user's code, in passes that training does not make
-            whole, parts = self._gathered(split, order), [order[: most // 2], order[most // 2 :]]
-            users = users_rows(split)
-            if users is not None and (
-                users.collate is not None or hasattr(getattr(split, "dataset", None), "__getitems__")
-            ):
-                halves = [sliced(whole, 0, most // 2), sliced(whole, most // 2, most)]  # its draws are of a batch
-            else:
-                halves = [self._gathered(split, part) for part in parts]
-            weigh = partial(self._weight, trainable)
-            return split_changes(trainable, whole, halves, weigh=weigh, synchronized=spec.scale.sync_batchnorm)
+            batch = self._batch("train", split, rows)
+            return split_changes(self._tried[0], batch, rows=rows, weigh=weigh, synchronized=synchronized)
         return None
 
     def trace(self) -> dict[str, Any] | None:
@@ -421,25 +408,6 @@ class FirstBatch:
             return found
         return InputError(key, got=found.got, expected="labels from 0 to the number of outputs less one",
                           remedy=found.remedy)  # fmt: skip
-
-
-def counted_rows(rows: int) -> str:
-    """Such as "1 row"."""
-    return counted(rows, "row")
-
-
-def sliced(batch: Batch, first: int, end: int) -> Batch:
-    """Some rows of a batch of tensors. Raises ValueError if it holds anything else."""
-    if not all(isinstance(value, torch.Tensor) and value.ndim for value in batch.values()):
-        raise ValueError("a batch that cannot be cut")
-    return {name: value[first:end] for name, value in batch.items()}
-
-
-def may_split(spec: JobSpec) -> bool:
-    """Whether a global batch may be computed in several passes: by several workers, as micro-batches, or after an
-    out-of-memory."""
-    micro = spec.loop.micro_batch_size
-    return micro == "auto" or micro not in ("whole", spec.loop.global_batch_size)
 
 
 def is_ours(builder: str) -> bool:

@@ -12,7 +12,6 @@ import torch
 from raytrain.data.rows.contract import Batch, Order, Split
 from raytrain.data.rows.residency import Storage, place_split
 from raytrain.data.rows.token_budget import cut_by_tokens
-from raytrain.errors import InputError
 from raytrain.plan.shares import Shares
 
 
@@ -97,12 +96,6 @@ class StepBatches:
             raise ValueError(
                 f"global batch {global_batch_size}, micro-batch {micro_batch}, rank {rank} of {world_size}"
             )
-        if drop_last and len(split) < global_batch_size:
-            raise InputError(
-                "data.drop_last",
-                got=f"true with {len(split)} rows and a loop.global_batch_size of {global_batch_size}",
-                expected="at least one full global batch", remedy="lower loop.global_batch_size",
-            )  # fmt: skip
         self.split = split if storage is None else place_split(split, storage, device, resident_rows=resident_rows)
         self.drop_last = drop_last
         self.seed = seed
