@@ -214,10 +214,8 @@ class FirstBatch:
         elif micro is None and isinstance(workers, int):
             micro = math.ceil(total / workers)
         left = 0 if spec.data.drop_last or (loop.max_steps or rows) < math.ceil(rows / total) else rows % total
-        for key, these, of in (
-            ("data.drop_last", left, "an epoch"),
-            ("loop.micro_batch_size", total, "a global batch"),
-        ):
+        tails = ("data.drop_last", left, "an epoch"), ("loop.micro_batch_size", total, "a global batch")
+        for key, these, of in tails:
             last = (these - 1) % micro + 1 if micro and these else int(these == left == 1)
             if not 0 < last < min(tried, MOST_LAST_ROWS + 1):
                 continue
@@ -228,7 +226,7 @@ class FirstBatch:
                     return
                 found, drop = self._error(error), "data.drop_last=true leaves these rows out, or "
                 raise InputError(
-                    key, got=f"{counted(last, 'row')} in the last micro-batch of {of}, and the model fails: {found.got}",
+                    key, got=f"{counted(last, 'row')} in the last micro-batch of {of}; the model fails: {found.got}",
                     expected="a number of rows that it can be trained on",
                     remedy=f"{drop if these == left else ''}choose another loop.global_batch_size\n{found.remedy}",
                 ) from error  # fmt: skip

@@ -22,8 +22,8 @@ from raytrain.errors import first_line
 
 MEMORY_ROWS = 4096
 """Rows that decide where reading them costs little; a dataset reads `SAMPLED_ROWS`."""
-ROUNDING = 1e-6
-"""Of the spread of a column: rounding errors below do not count. 100 +- 1 is held so."""
+ROUNDING = 1e-5
+"""Of the spread of a column: rounding errors below do not count. Degrees of 36.5 +- 0.5 are held so."""
 LARGE, LARGE_ROUNDING = 2.0**24, 1e-7
 """From here on float32 does not hold every whole number. Times and ids are such numbers, with a spread far below their
 size: there rounding may take no more than what it takes from numbers that begin at 0."""
