@@ -96,6 +96,7 @@ class RunPlanner:
             rates=rates_of_driver(self.spec, inventory),
             hosts_of_run=hosts_of_run,
             workers=workers,
+            split=self.checked.split,
         )
 
 

@@ -39,6 +39,7 @@ def plan_job(
     rates: MachineRates | None = None,
     hosts_of_run: Any = None,
     workers: Resolved | None = None,
+    split: str | None = None,
 ) -> Plan:
     """The plan of a job, with its full configuration and the source of each value.
 
@@ -51,6 +52,7 @@ def plan_job(
         hosts_of_run: of a resumed run, what `experts.hosts: auto` chose at its start: its checkpoints hold the experts
             so, and threads follow from it.
         workers: of an elastic run that continues with another number of workers, that number and why.
+        split: how splitting a global batch changes what is trained, a warning where the plan does it.
 
     Raises:
         InputError: the machines do not fit the job, or its data cannot be read; the error names the key.
@@ -62,7 +64,7 @@ def plan_job(
 
         checked = check_on_driver(spec)
         model_facts, data_facts = checked.model_facts, checked.data_facts
-        unchecked = [checked.note] if checked.note is not None else []
+        unchecked, split = [checked.note] if checked.note is not None else [], checked.split
     data_facts = data_facts or facts_of_data(spec)
     machines = inventory or local_inventory()
     sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))
@@ -82,6 +84,9 @@ def plan_job(
     assert isinstance(plan.hosts, Resolved) and isinstance(plan.workers, Resolved)  # never deferred
     facts = None if sized is None else sized.experts
     warnings = [*plan.warnings, *unchecked, *warn_of_named_devices(spec)]
+    passes = plan.accumulation.value_or(2) * (workers or plan.workers).value
+    if split is not None and (passes > 1 or spec.loop.micro_batch_size == "auto"):  # an out-of-memory may split it
+        warnings.append(split if passes > 1 else f"{split}; one pass takes the global batch unless memory runs out")
     warnings += idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)
     hosts = _explained_for_own_builder(plan.hosts, spec, seen=model_facts is not None)
     hosts = replace(hosts, reason="auto chose this for the run that is resumed") if keeps else hosts

@@ -163,7 +163,7 @@ class PlannedRun:
 
     def _changes(self) -> Iterator[_Change]:
         spec = self.spec
-        if self.micro > 1:
+        if self.micro > 1 and spec.loop.micro_batch_size != "whole":
             yield _Change("loop.micro_batch_size", halved(self.micro), 0, "")
         if not spec.loop.activation_checkpointing:
             why = "blocks are computed again in backward, about a third more computation"

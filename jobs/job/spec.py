@@ -35,6 +35,7 @@ from raytrain.config.sections import (
     TuneConfig,
 )
 from raytrain.errors import InputError
+from raytrain.plan.rules.batch import one_worker_for_whole
 
 DEFAULT_RECIPE = RECIPES / "default.yaml"
 
@@ -232,6 +233,10 @@ def _check_across(spec: JobSpec) -> None:
     if isinstance(total, int) and isinstance(micro, int) and total % micro:
         expected = f"a number that divides loop.global_batch_size, {total}"
         raise InputError("loop.micro_batch_size", got=describe(micro), expected=expected)
+    one_worker_for_whole(spec.scale, loop)
+    if micro == "whole" and data.tokens_per_batch is not None:
+        got, expected = f"{data.tokens_per_batch} with loop.micro_batch_size whole", "only one of them"
+        raise InputError("data.tokens_per_batch", got=got, expected=f"{expected}, since a budget splits global batches")
     if loop.patience is not None and data.eval is None and data.eval_fraction == 0:
         remedy = "set data.eval_fraction above 0 to hold out data for evaluation"
         expected = "null without an evaluation"

@@ -147,6 +147,9 @@ class DataConfig(OpenSection):
         default=None, description="your own function from a list of rows to a batch; null: stack, pad and mask"
     )
     eval_fraction: Share = Field(default=0.1, description="fraction of the data kept for evaluation")
+    drop_last: bool = Field(
+        default=False, description="leave out the rows at the end of an epoch that do not fill a global batch"
+    )
     train: Annotated[Any, AfterValidator(_python_object)] = Field(
         default=None, repr=False, description="a dataset, from Python only"
     )
@@ -206,7 +209,10 @@ class LoopConfig(Section):
         default=None, examples=[3], description="passes over the data; 1 if max_steps is not given either"
     )
     global_batch_size: Count | Auto = Field(default=32, description="samples per optimizer step, over all workers")
-    micro_batch_size: Count | Auto = Field(default="auto", description="samples per forward pass of one worker")
+    micro_batch_size: Count | Literal["auto", "whole"] = Field(
+        default="auto",
+        description="samples per forward pass of one worker; whole: all of a global batch, never split, on one worker",
+    )
     eval_every: Count | Auto = Field(
         default="auto", description="steps between evaluations; there is always one at the end"
     )

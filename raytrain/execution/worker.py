@@ -52,6 +52,7 @@ from raytrain.train.device import platform
 from raytrain.train.job import StepSettings, TrainJob
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.memory.device import is_out_of_memory, memory_in_use, process_budget
+from raytrain.train.memory.retry import NOT_SPLIT
 from raytrain.train.memory.soft_limit import SoftLimit, SoftLimitWarning, largest_tensors, table, watched_memory
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
@@ -418,6 +419,8 @@ class Worker:
             micro_batch=session.loader.micro_batch if session and session.precision else None,
             device=session.device if session and session.device.type == "cuda" else None,
         )  # fmt: skip
+        if fault.out_of_memory and self.job.loop.micro_batch_size == "whole":  # no restart with half of it
+            fault = replace(fault, final=True, micro_batch=None, message=f"{fault.message}; {NOT_SPLIT}")
         write_fault(self.run_folder, fault)
 
     def _say_event(self, reporter: RankReporter, kind: str, **fields: Any) -> None:

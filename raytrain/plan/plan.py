@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from raytrain.plan.rules.batch import (
     choose_saving,
     choose_warmup,
     defer_micro_batch,
+    one_worker_for_whole,
     rows_read,
 )
 from raytrain.plan.rules.devices import (
@@ -190,8 +191,10 @@ def make_plan(
     where they are assumed. Raises InputError, naming the key, for what these machines or this data cannot provide.
     """
     warnings, total = list[str](), choose_global_batch(loop, data_facts)
+    scale, why_one = one_worker_for_whole(scale, loop)
     machines = choose_devices(scale, inventory, warnings)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
+    alone = replace(alone, reason=why_one or alone.reason)
     inputs = StrategyInputs(
         model_facts, data_facts, optim, precision, loop, scale, cluster, machines, inventory, rows=total,
         measured=measured, share_out=share_out,
@@ -200,7 +203,7 @@ def make_plan(
     workers, hosts = _workers_and_hosts(experts_hosts, scale, machines, inventory, alone=alone, auto=auto)
     left = machines.without(gpus_of_hosts(hosts.value, machines, inventory))
     choices = _machine_choices(scale, precision, cluster, machines, left, inventory, workers, hosts, warnings)
-    length = choose_length(loop, global_batch=total, data_facts=data_facts)
+    length = choose_length(loop, global_batch=total, data_facts=data_facts, drop_last=data.drop_last)
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)

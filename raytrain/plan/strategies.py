@@ -197,6 +197,8 @@ def strategies_of(
     if inputs.facts is None:
         return ()
     ways = [planned, *(way for way in candidates(inputs) if way != planned)]
+    if inputs.loop.micro_batch_size == "whole":
+        ways = [way for way in ways if way[1] == 1]
     found = [_predicted(inputs, way, resident=resident) for way in ways]
     chosen = replace(found[0], chosen=True, seconds=step_time.value_or(found[0].seconds))
     others = [replace(one, reason=_against(one, chosen)) for one in found[1:]]

@@ -344,7 +344,7 @@ def samples_trained(records: RunRecords) -> int | None:
     if records.train_rows is None or not per_epoch:
         return int(steps * batch)
     epochs, rest = divmod(steps, int(per_epoch))
-    return epochs * records.train_rows + int(rest * batch)
+    return epochs * min(records.train_rows, int(per_epoch * batch)) + int(rest * batch)  # fewer by data.drop_last
 
 
 COMPILE_FIELDS = ("achieved", "seconds", "graphs", "graph_breaks", "recompiles", "reasons")

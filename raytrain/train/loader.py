@@ -19,6 +19,7 @@ from raytrain.data.loading.prepare import DataPlan, open_pool, reads_items
 from raytrain.data.loading.processes import LoaderPool
 from raytrain.data.rows.batches import Cursor, GlobalBatch, StepBatches, part_of_rank, rank_micro_batches
 from raytrain.data.rows.contract import Batch, Source, Split
+from raytrain.data.rows.float64 import Float64Columns
 from raytrain.data.rows.map_style import gathered
 from raytrain.data.rows.residency import StreamSplit
 from raytrain.data.rows.token_budget import padding_waste
@@ -42,7 +43,9 @@ class BatchLoader:
         batches: selects the rows of each step, and this rank's share of them.
         device: device of the batches.
         weight: `Trainable.weight`; None counts the labels other than -100, or the rows where there are no labels.
-        dtype: if float64, floating-point tensors of a batch are cast to it; otherwise they keep their dtype.
+        dtype: if float64, floating-point tensors of a batch are cast to it; otherwise they keep their dtype, except for
+            float64 columns that float32 holds as well (`raytrain.data.rows.float64`).
+        whole: batches of an evaluation are no larger than a micro-batch.
         pool: worker processes that read dataset rows (splits "train" and "eval"); None reads in this process.
         uploads: copies batches to a GPU ahead of use; None copies each batch on demand.
     """
@@ -56,11 +59,14 @@ class BatchLoader:
         dtype: torch.dtype,
         pool: LoaderPool | None = None,
         uploads: BatchUploader[MicroBatch] | None = None,
+        whole: bool = False,
     ) -> None:
         self.batches = batches
         self.device = device
         self._weight = weight
         self._cast = dtype if dtype is torch.float64 else None
+        self.float64 = Float64Columns(batches.split, seed=batches.seed)
+        self._eval_times = 1 if whole else EVAL_MICRO_BATCHES
         self._verified = False
         self.tokens_per_row = batches.split.tokens_per_row or 0
         self.pool, self.uploads = pool, uploads
@@ -85,6 +91,7 @@ class BatchLoader:
             world_size=workers.world_size,
             storage=None,
             tokens_per_batch=settings.tokens_per_batch,
+            drop_last=job.data.drop_last,
         )
         batches.shares = settings.shares
         pool = open_pool(source, data)
@@ -95,7 +102,8 @@ class BatchLoader:
         )
         if weight is shifted_labels_weight and source.first_labels_ignored:
             weight = None  # the split knows the weights without reading a batch
-        loader = cls(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads)
+        whole = job.loop.micro_batch_size == "whole"  # the loss of an evaluation is of as many rows as in training
+        loader = cls(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads, whole=whole)
         if settings.tokens_per_batch is not None:
             loader._report_waste(settings.tokens_per_batch)
         return loader
@@ -131,7 +139,7 @@ class BatchLoader:
     def global_batch(self, cursor: Cursor) -> GlobalBatch:
         """The rows of the step at `cursor`."""
         batch = self.batches.global_batch(cursor)
-        self._at = cursor if cursor.position < len(self.batches.split) else Cursor(cursor.epoch + 1)
+        self._at = self.batches.begun(cursor)
         self._following = batch.next
         return batch
 
@@ -168,8 +176,8 @@ class BatchLoader:
         """Batches of the busiest worker in an evaluation."""
         rows = self._scored(split, limit)
         if self.batches.tokens_per_batch is not None:
-            return math.ceil(len(self.batches.parts(rows, split, times=EVAL_MICRO_BATCHES)) / self.batches.world_size)
-        return self._most_passes(len(rows), micro_batch=EVAL_MICRO_BATCHES * self.micro_batch)
+            return math.ceil(len(self.batches.parts(rows, split, times=self._eval_times)) / self.batches.world_size)
+        return self._most_passes(len(rows), micro_batch=self._eval_times * self.micro_batch)
 
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
         """Yield this rank's share of the eval split, in file order. `limit` counts global batches, so the scored rows
@@ -186,9 +194,9 @@ class BatchLoader:
         batches, rows = self.batches, self._scored(split, limit)
         place = {"rank": batches.rank, "world_size": batches.world_size}
         if batches.tokens_per_batch is not None:
-            parts = batches.parts(rows, split, times=EVAL_MICRO_BATCHES)
+            parts = batches.parts(rows, split, times=self._eval_times)
             return parts[part_of_rank(len(parts), **place)]
-        micro = EVAL_MICRO_BATCHES * self.micro_batch
+        micro = self._eval_times * self.micro_batch
         return rank_micro_batches(rows, micro_batch=micro, shares=batches.shares, **place)
 
     def _scored(self, split: Split, limit: int | None) -> np.ndarray:
@@ -248,7 +256,8 @@ class BatchLoader:
         if not self._verified:
             verify_placement(batch, self.device)
             self._verified = True
-        return MicroBatch(batch if self._cast is None else cast_floating(batch, self._cast), weight)
+        batch = self.float64.narrowed(batch) if self._cast is None else cast_floating(batch, self._cast)
+        return MicroBatch(batch, weight)
 
     def _weigh(self, batch: Batch, count: int) -> int:
         return int(self._weight(batch)) if self._weight is not None else labels_weight(batch, count)

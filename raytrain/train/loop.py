@@ -21,7 +21,7 @@ import numpy as np
 from cluster.telemetry.work import EVALUATING, SAVING, WORK
 from cluster.wording import counted
 from raytrain.config.messages import abbreviated
-from raytrain.errors import RunError
+from raytrain.errors import RunError, first_line
 from raytrain.runs.records import EvalRecord
 from raytrain.train.clock import Clock, Fetching
 from raytrain.train.compute.switches import Switches
@@ -119,7 +119,13 @@ class TrainingLoop:
         indices, following = self.loader.global_batch(state.cursor)
         number = state.step + 1
         self._fetching = fetching = Fetching()
-        output = self._retry.run(lambda: self._run_step(indices, number), step=number)
+        try:
+            output = self._retry.run(lambda: self._run_step(indices, number), step=number)
+        except Exception as error:
+            why = self.loader.float64.explained(error) or one_row_explained(error, rows=len(indices))
+            if why is None:
+                raise
+            raise RunError(f"step {number}: {why}") from error
         self._retry.after_step(number)
         self._report_sent(self._buffers.after_step(), step=number)
         state.step, state.weight_unit = number, self.step.weight_unit
@@ -293,3 +299,14 @@ class TrainingLoop:
 
     def _plateau(self, state: LoopState) -> bool:
         return self.limits.patience is not None and state.evals_without_gain >= self.limits.patience
+
+
+def one_row_explained(error: BaseException, *, rows: int) -> str | None:
+    """Why a batch norm failed on the last micro-batch of a step of so many rows, if it did."""
+    if "more than 1 value per channel" not in str(error):
+        return None
+    return (
+        f"a batch norm cannot be trained on one row ({first_line(error)}), as in the last micro-batch of this step's "
+        f"{counted(rows, 'row')}: set data.drop_last true, which leaves out the rows at the end of an epoch that do "
+        "not fill a global batch, or another loop.global_batch_size or loop.micro_batch_size"
+    )

@@ -249,7 +249,9 @@ class Session:
     ) -> TrainingLoop:
         """Create the loop over this session's step and loader; without a saver it never saves."""
         if self.sizing is None:
-            self.sizing = MicroBatchSize(self.loader.micro_batch, grow_after=self.job.loop.grow_after)
+            loop = self.job.loop
+            whole = loop.micro_batch_size == "whole"
+            self.sizing = MicroBatchSize(self.loader.micro_batch, grow_after=loop.grow_after, whole=whole)
         return TrainingLoop(
             step=self.step, loader=self.loader, evaluate=self.evaluate if self.source.eval is not None else None,
             limits=self.limits(), reporter=reporter, saver=saver or NeverSaves(), should_stop=should_stop,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import re
 import resource
@@ -22,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -37,6 +39,7 @@ from jobs.job.spec import JobSpec
 from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import OUR_PACKAGES, users_error
 from raytrain.data.rows.contract import Batch, Source, Split
+from raytrain.data.rows.float64 import Float64Columns
 from raytrain.data.rows.map_style import gathered
 from raytrain.data.rows.users_collate import UsersCollate
 from raytrain.data.transfer import tensors_of
@@ -50,6 +53,7 @@ from raytrain.train.loader import cast_floating
 from raytrain.train.memory.device import is_out_of_memory, process_sizes
 from raytrain.train.placing import place
 from raytrain.train.precision.policy import PrecisionPolicy, policy_for
+from raytrain.train.split_check import split_changes
 from raytrain.trainable import Trainable, in_eval, labels_weight
 from raytrain.trainable import rows as rows_of
 
@@ -58,6 +62,10 @@ TRACE_LIMIT_S = 20.0
 """Seconds that a trace may take after it, with what it imports."""
 INFER_LIMIT_S = 5.0
 """Seconds that a pass without labels may take, after the one with labels has taken its time."""
+SPLIT_LIMIT_S, SPLIT_PASS_S, SPLIT_ROWS = 10.0, 0.3, 4
+"""Seconds in which a batch is compared with its halves; it takes rows for passes of so many seconds, at least 4."""
+MOST_LAST_ROWS = 4
+"""What needs several rows, such as batch statistics, fails on fewer than these or works."""
 FEW_ROWS = 2
 """Rows where `loop.micro_batch_size` is auto; normalisation over a batch needs two."""
 CHEAP_FLOPS = 1e9
@@ -83,11 +91,13 @@ class FirstPass:
         skipped: why no micro-batch was run; None if one was.
         traced: what a pass costs; None if that is unknown.
         unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
+        split: how splitting a global batch changes what is trained; None if it does not, or that is unknown.
     """
 
     skipped: str | None = None
     traced: TracedModel | None = None
     unanswered: str | None = None
+    split: str | None = None
 
 
 #: What torch says of a class number that the model has no output for.
@@ -118,9 +128,11 @@ class FirstBatch:
     _batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
     model_key: str = field(init=False)
     _tried: tuple[Trainable, PrecisionPolicy] | None = field(default=None, init=False)
+    _row_s: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
         self.model_key = self.spec.model.origin
+        self.float64 = Float64Columns(self.source.train, seed=self.spec.seed)
 
     # -- sizes ------------------------------------------------------------------------------------
 
@@ -173,6 +185,7 @@ class FirstBatch:
         self._tried = trainable, policy
         try:
             self._passes(trainable, policy, few)
+            tried = few
         except InputError:
             raise
         except Exception as error:
@@ -184,6 +197,40 @@ class FirstBatch:
                     f"{found}; a larger micro-batch, which might pass, is too large for this check"
                 ) from error
             self._passes(trainable, policy, many)  # a model may need a certain number of rows
+            tried = many
+        self._last_rows(trainable, policy, tried)
+
+    def _last_rows(self, trainable: Trainable, policy: PrecisionPolicy, tried: int) -> None:
+        """Try as many rows as the last micro-batch of an epoch and of a global batch has, if they are few. Raises
+        InputError where the model fails on them."""
+        spec, rows = self.spec, len(self.source.train)
+        total, workers, loop = spec.loop.global_batch_size, spec.scale.workers, spec.loop
+        uneven = spec.scale.sync_batchnorm or spec.scale.shares == "auto" or spec.data.tokens_per_batch is not None
+        if not isinstance(total, int) or uneven:
+            return
+        alone = loop.micro_batch_size == "whole" or (workers == "auto" and self.on_cpu)
+        micro = loop.micro_batch_size if isinstance(loop.micro_batch_size, int) else None
+        if alone and micro is None:
+            micro = total
+        elif micro is None and isinstance(workers, int):
+            micro = math.ceil(total / workers)
+        left = 0 if spec.data.drop_last or (loop.max_steps or rows) < math.ceil(rows / total) else rows % total
+        tails = ("data.drop_last", left, "an epoch"), ("loop.micro_batch_size", total, "a global batch")
+        for key, these, of in tails:
+            last = (these - 1) % micro + 1 if micro and these else int(these == left == 1)
+            if not 0 < last < min(tried, MOST_LAST_ROWS + 1):
+                continue
+            try:
+                self._passes(trainable, policy, last, splits=1)
+            except Exception as error:
+                if self._is_memory(error) or (not self.on_cpu and _about_gpu(error)):
+                    return
+                found, drop = self._error(error), "data.drop_last=true leaves these rows out, or "
+                raise InputError(
+                    key, got=f"{counted(last, 'row')} in the last micro-batch of {of}; the model fails: {found.got}",
+                    expected="a number of rows that it can be trained on",
+                    remedy=f"{drop if these == left else ''}choose another loop.global_batch_size\n{found.remedy}",
+                ) from error  # fmt: skip
 
     def _check_keys(self, rows: int) -> None:
         """Check the keys of the batches against `forward`, which needs no weights."""
@@ -201,8 +248,14 @@ class FirstBatch:
         self.phase = ("data", f"while the first {rows} rows ({name}) were read")
         if (name, rows) not in self._batches:
             order = split.order(self.spec.seed, 0)[0:rows] if name == "train" else split.eval_order()[:rows]
-            self._batches[name, rows] = gathered(split, np.asarray(order), seed=self.spec.seed, epoch=0)
+            self._batches[name, rows] = self._gathered(split, np.asarray(order))
         return self._batches[name, rows]
+
+    def _gathered(self, split: Split, rows: np.ndarray) -> Batch:
+        """These rows as training gets them."""
+        batch = gathered(split, rows, seed=self.spec.seed, epoch=0)
+        fp64 = self.spec.precision.dtype == "fp64"
+        return cast_floating(batch, torch.float64) if fp64 else self.float64.narrowed(batch)
 
     def _built(self) -> tuple[Trainable, PrecisionPolicy]:
         asked = self.spec.precision.dtype
@@ -215,27 +268,31 @@ class FirstBatch:
         place(trainable.module, device=None, master=policy.master_dtype)
         return trainable, policy
 
-    def _passes(self, trainable: Trainable, policy: PrecisionPolicy, rows: int) -> None:
-        for name, split in self._splits():
+    def _passes(self, trainable: Trainable, policy: PrecisionPolicy, rows: int, *, splits: int = 2) -> None:
+        for name, split in self._splits()[:splits]:
             batch = self._batch(name, split, rows)
             self.phase = ("model", "while the batch was weighed")
-            weight = labels_weight(batch, rows) if trainable.weight is None else int(trainable.weight(batch))
+            weight = self._weight(batch, rows, trainable)
             if not weight:
                 continue  # training leaves out a micro-batch without labels too
-            if policy.master_dtype is torch.float64:
-                batch = cast_floating(batch, torch.float64)
-            counted = {"num_items_in_batch": weight} if trainable.takes_global_count else {}
+            counts = {"num_items_in_batch": weight} if trainable.takes_global_count else {}
             self.phase = ("model", f"in the forward pass of {rows} rows ({name})")
             if name == "eval":
                 with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
-                    trainable.loss(trainable.module, batch, **counted)
+                    trainable.loss(trainable.module, batch, **counts)
                 continue
+            began = time.perf_counter()
             with policy.autocast(CPU):
-                output = trainable.loss(trainable.module, batch, **counted)
+                output = trainable.loss(trainable.module, batch, **counts)
             self.phase = ("model", f"in the backward pass of {rows} rows")
             total = output.loss if output.aux is None else output.loss + output.aux
             self._check_finite(total, batch, rows)
             self._backward(total)
+            self._row_s = min(self._row_s, (time.perf_counter() - began) / rows)
+
+    @staticmethod
+    def _weight(batch: Batch, rows: int, trainable: Trainable) -> int:
+        return labels_weight(batch, rows) if trainable.weight is None else int(trainable.weight(batch))
 
     def _check_finite(self, total: torch.Tensor, batch: Batch, rows: int) -> None:
         """In fp16 a loss may overflow, for which training has a loss scale; elsewhere no step would be made."""
@@ -303,8 +360,6 @@ class FirstBatch:
         given = {name: value for name, value in batch.items() if name != "labels"}
         if not given or "input_ids" in given:  # texts are generated from its logits
             return None
-        if policy.master_dtype is torch.float64:
-            given = cast_floating(given, torch.float64)
         try:
             with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
                 outputs = outputs_of(trainable.module, given)
@@ -315,18 +370,36 @@ class FirstBatch:
             return f"the model returned outputs of shape {tuple(outputs.shape)} for {count} rows"
         return ""
 
+    def split_changes(self) -> str | None:
+        """How splitting a global batch changes what is trained (`raytrain.train.split_check`); None if it does not,
+        the run never does it, or that is unknown."""
+        spec, split, micro = self.spec, self.source.train, self.spec.loop.micro_batch_size
+        total = spec.loop.global_batch_size
+        rows = max(SPLIT_ROWS, total if isinstance(total, int) else 0)
+        rows = min(rows, len(split), int(SPLIT_PASS_S / self._row_s)) // 2 * 2
+        if self._tried is None or rows < SPLIT_ROWS or micro in ("whole", total):
+            return None
+        weigh = partial(self._weight, trainable=self._tried[0])
+        synchronized = spec.scale.sync_batchnorm
+        with contextlib.suppress(Exception):  # of the user's code, in passes that training does not make
+            batch = self._batch("train", split, rows)
+            return split_changes(self._tried[0], batch, rows=rows, weigh=weigh, synchronized=synchronized)
+        return None
+
     def trace(self) -> dict[str, Any] | None:
         """What a pass of the model costs, as plain values; None if it cannot be traced, or its rows cannot be read."""
         train, again = self.source.train, bool(self.spec.loop.activation_checkpointing)
 
         def rows(number: int) -> Batch:
-            return train.gather(np.arange(number) % len(train))
+            return self.float64.narrowed(train.gather(np.arange(number) % len(train)))
 
         found = trace_model(self.trainable, rows, device=CPU, recomputed=again)
         return None if found is None else asdict(found)
 
     def _error(self, error: BaseException) -> InputError:
         part, doing = self.phase
+        if part == "model" and (why := self.float64.explained(error)) is not None:
+            return InputError(data_key(self.spec, error), got=why, expected="columns that the model can take")
         key = self.model_key if part == "model" else data_key(self.spec, error)
         found = users_error(error, key=key, doing=doing)
         if not _LABEL_TOO_HIGH.search(str(error)):
@@ -389,11 +462,12 @@ def check_first_batch(
         skipped = _skipped(_line(pipe.fileno(), limit_s), limit_s) if run else None
         answer = _line(pipe.fileno(), INFER_LIMIT_S) if run and skipped is None else b"null"
         unanswered = json.loads(answer or b"null")
-        if not trace or not answer or (skipped or "").startswith((NEEDS_GPU, NO_ANSWER, TOO_LONG)):
+        if not answer or (skipped or "").startswith((NEEDS_GPU, NO_ANSWER, TOO_LONG)):
             return FirstPass(skipped, unanswered=unanswered)
-        found = json.loads(_line(pipe.fileno(), TRACE_LIMIT_S) or b"null")
+        found = json.loads(_line(pipe.fileno(), TRACE_LIMIT_S) or b"null") if trace else None
+        split = json.loads(_line(pipe.fileno(), SPLIT_LIMIT_S) or b"null") if run and skipped is None else None
     traced = found and TracedModel(PassFacts(**found["passes"]), found["flops_per_sample"])
-    return FirstPass(skipped, traced, unanswered)
+    return FirstPass(skipped, traced, unanswered, split if isinstance(split, str) else None)
 
 
 def _skipped(answer: bytes | None, limit_s: float) -> str | None:
@@ -438,7 +512,7 @@ def _in_child(check: FirstBatch, write: int, *, run: bool, trace: bool, limit_s:
         for number in (signal.SIGINT, signal.SIGTERM):  # the command ends this process
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(limit_s + TRACE_LIMIT_S) + 5)  # if the command is killed
+        signal.alarm(int(limit_s + TRACE_LIMIT_S + SPLIT_LIMIT_S) + 5)  # if the command is killed
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
@@ -447,6 +521,7 @@ def _in_child(check: FirstBatch, write: int, *, run: bool, trace: bool, limit_s:
         _limit_memory()
         torch.set_num_threads(1)  # the threads of this process were not forked
         _open_group()
+        outcome: dict[str, Any] = {}
         if run:
             outcome = check.outcome()
             os.write(write, json.dumps(outcome).encode() + b"\n")
@@ -454,6 +529,8 @@ def _in_child(check: FirstBatch, write: int, *, run: bool, trace: bool, limit_s:
                 os.write(write, json.dumps(check.unanswered()).encode() + b"\n")
         if trace:
             os.write(write, json.dumps(check.trace()).encode() + b"\n")
+        if run and not outcome:
+            os.write(write, json.dumps(check.split_changes()).encode() + b"\n")
     finally:
         os._exit(0)
 

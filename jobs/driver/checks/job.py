@@ -64,6 +64,7 @@ class Checked:
         shapes: facts of the data that a builder may take (`source_facts`).
         skipped: why no micro-batch was run (`jobs.driver.checks.first_batch`); None if one was.
         unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
+        split: how splitting a global batch changes what is trained; None if it does not, or that is unknown.
     """
 
     source: Source
@@ -73,6 +74,7 @@ class Checked:
     shapes: dict[str, Any]
     skipped: str | None = None
     unanswered: str | None = None
+    split: str | None = None
 
     @property
     def note(self) -> str | None:
@@ -138,7 +140,8 @@ def check_on_driver(
         sized = counted(spec, trainable, where)
         model_facts = with_trace(sized, found.traced, recomputed=bool(spec.loop.activation_checkpointing))
     data_facts = observed_facts(source.facts, source.train)
-    return Checked(source, sent or source.worker_data, model_facts, data_facts, shapes, found.skipped, found.unanswered)
+    handed, notes = sent or source.worker_data, (found.skipped, found.unanswered, found.split)
+    return Checked(source, handed, model_facts, data_facts, shapes, *notes)
 
 
 def check_fits(module: nn.Module, run: RunFolder) -> None:

@@ -71,6 +71,8 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
     size = chosen.micro_batch_size
     values: dict[str, Any] = {"precision.dtype": chosen.precision, "loop.micro_batch_size": size}
     reasons = {"precision.dtype": answer.precision.reason, "loop.micro_batch_size": answer.micro_batch_size.reason}
+    if spec.loop.micro_batch_size == "whole":
+        del values["loop.micro_batch_size"], reasons["loop.micro_batch_size"]
     if search.space.rows_per_step is None:
         values["loop.global_batch_size"] = size * workers
         reasons["loop.global_batch_size"] = f"micro-batches of {size} rows x {workers} workers, no accumulation"

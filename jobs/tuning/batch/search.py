@@ -99,8 +99,14 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
     alone = _with(loaded, pinned)
     precisions = plan.precision.candidates
     reference = "fp32" if "fp32" in precisions else precisions[0]
+    if micro == "whole" and free:
+        raise InputError(
+            "loop.micro_batch_size", got="whole with loop.global_batch_size auto",
+            expected="auto, or a number for loop.global_batch_size",
+            remedy="another global batch is another loss for a model that compares its rows; tune.space compares them",
+        )  # fmt: skip
     if micro != "auto":
-        sizes: tuple[int, ...] = (int(micro),)
+        sizes: tuple[int, ...] = (int(spec.loop.global_batch_size if micro == "whole" else micro),)
     elif free:
         sizes = sizes_free(checked.data_facts.train_rows, workers)
     else:

@@ -114,7 +114,8 @@ class FoundConfirmation(DeferredChoice):
     def _remeasure_micro_batch(self, micro: int, *, known: Measurement | None = None) -> tuple[Resolved, Record]:
         session = self.session
         sizes = micro_batch_sizes(int(session.job.planned("global_batch_size")), session.workers.world_size)
-        within = sorted({size for size in sizes if size <= micro} | {micro})
+        whole = session.job.loop.micro_batch_size == "whole"
+        within = [micro] if whole else sorted({size for size in sizes if size <= micro} | {micro})
         tried = () if known is None else (known,)
         chosen, record = measure_micro_batch(self.calibration.probe, {}, sizes=within, known=tried)
         session.use(replace(session.settings, micro_batch=chosen.value))

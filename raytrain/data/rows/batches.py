@@ -70,6 +70,7 @@ class StepBatches:
             in place.
         tokens_per_batch: micro-batches are formed by a token budget, with at most `micro_batch` rows each
             (`raytrain.data.rows.token_budget`); None = by rows, in order.
+        drop_last: leave out the rows at the end of an epoch that do not fill a global batch.
 
     `shares` may be set to divide global batches unequally; None while all workers take the same number of rows.
     `budget_part` (a, b) may
@@ -89,12 +90,14 @@ class StepBatches:
         storage: Storage | None = "resident",
         resident_rows: int = 0,
         tokens_per_batch: int | None = None,
+        drop_last: bool = False,
     ) -> None:
         if min(global_batch_size, micro_batch, world_size) < 1 or not 0 <= rank < world_size:
             raise ValueError(
                 f"global batch {global_batch_size}, micro-batch {micro_batch}, rank {rank} of {world_size}"
             )
         self.split = split if storage is None else place_split(split, storage, device, resident_rows=resident_rows)
+        self.drop_last = drop_last
         self.seed = seed
         self.global_batch_size = global_batch_size
         self.micro_batch = micro_batch
@@ -107,17 +110,25 @@ class StepBatches:
         self._order: Order = np.empty(0, np.int64)
 
     @property
+    def epoch_rows(self) -> int:
+        """Rows that one epoch trains on."""
+        return len(self.split) - (len(self.split) % self.global_batch_size if self.drop_last else 0)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps of one epoch; the last may be smaller than the global batch."""
-        return -(-len(self.split) // self.global_batch_size)
+        return -(-self.epoch_rows // self.global_batch_size)
+
+    def begun(self, cursor: Cursor) -> Cursor:
+        """The cursor itself, or the beginning of the next epoch where this one has no rows left."""
+        return cursor if cursor.position < self.epoch_rows else Cursor(cursor.epoch + 1)
 
     def global_batch(self, cursor: Cursor) -> GlobalBatch:
-        """The global batch at `cursor`. The last one of an epoch holds the remaining rows."""
-        if cursor.position >= len(self.split):
-            cursor = Cursor(cursor.epoch + 1)
+        """The global batch at `cursor`. The last one of an epoch holds the remaining rows, unless they are dropped."""
+        cursor, rows = self.begun(cursor), self.epoch_rows
         order = self._epoch_order(cursor.epoch)
-        end = min(cursor.position + self.global_batch_size, len(order))
-        following = Cursor(cursor.epoch + 1) if end == len(order) else Cursor(cursor.epoch, end)
+        end = min(cursor.position + self.global_batch_size, rows)
+        following = Cursor(cursor.epoch + 1) if end == rows else Cursor(cursor.epoch, end)
         return GlobalBatch(order[cursor.position : end], following)
 
     def rows_from(self, cursor: Cursor, count: int) -> np.ndarray:

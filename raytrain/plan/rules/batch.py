@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.wording import counted
-from raytrain.config.sections import LoopConfig, OptimConfig, SaveConfig
+from raytrain.config.sections import LoopConfig, OptimConfig, SaveConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.facts import DataFacts
@@ -54,6 +54,25 @@ def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
     return loop.global_batch_size
 
 
+def one_worker_for_whole(scale: ScaleConfig, loop: LoopConfig) -> tuple[ScaleConfig, str]:
+    """`scale` with the one worker that computes a global batch which must not be split, and the reason; `scale` itself
+    and "" where it may be split.
+
+    Raises:
+        InputError: several workers are asked for.
+    """
+    if loop.micro_batch_size != "whole":
+        return scale, ""
+    least = scale.workers[0] if isinstance(scale.workers, tuple) else scale.workers
+    if least not in ("auto", 1):
+        raise InputError(
+            "scale.workers", got=f"{scale.workers} with loop.micro_batch_size whole",
+            expected="1 or auto, as one worker computes the whole global batch",
+        )  # fmt: skip
+    why = "" if scale.workers == 1 else "loop.micro_batch_size whole: one worker computes the whole global batch"
+    return scale.model_copy(update={"workers": 1}), why
+
+
 def rows_read(loop: LoopConfig) -> int | None:
     """The rows that a run trains on at most, each counted as often as it is used; None if it runs for epochs."""
     if loop.max_steps is None or loop.global_batch_size == "auto":
@@ -71,7 +90,9 @@ def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], split
     """
     total = loop.global_batch_size
     assert isinstance(total, int)  # choose_global_batch has refused "auto"
-    if loop.micro_batch_size == "auto":
+    if loop.micro_batch_size == "whole":
+        micro, chosen = total, Resolved(total, "loop.micro_batch_size whole: the global batch in one pass, never split")
+    elif loop.micro_batch_size == "auto":
         micro = math.ceil(total / (workers * splits))
         reason = f"global batch {total} / {workers} workers" if workers > 1 else "the global batch"
         reason += f" / {splits}, so that scale.shares can differ by less than a full share" if splits > 1 else ""
@@ -118,8 +139,10 @@ def defer_micro_batch(loop: LoopConfig, batches: Mapping[str, Resolved], *, doub
     }
 
 
-def choose_length(loop: LoopConfig, *, global_batch: int, data_facts: DataFacts | None) -> dict[str, Choice]:
-    """steps_per_epoch and max_steps (of the full run); the last partial batch of an epoch counts."""
+def choose_length(
+    loop: LoopConfig, *, global_batch: int, data_facts: DataFacts | None, drop_last: bool = False
+) -> dict[str, Choice]:
+    """steps_per_epoch and max_steps (of the full run); the last partial batch of an epoch counts unless dropped."""
     if data_facts is None:
         per_epoch: Choice = Deferred(AFTER_DATA)
         if loop.max_steps and not loop.epochs:
@@ -128,8 +151,10 @@ def choose_length(loop: LoopConfig, *, global_batch: int, data_facts: DataFacts 
         length_text = "1 epoch" if (loop.epochs or 1) == 1 else f"{loop.epochs} epochs"
         length_text += f", at most {counted(loop.max_steps, 'step')}" if loop.max_steps else ""
         return {"steps_per_epoch": per_epoch, "max_steps": Deferred(AFTER_DATA, bounds, length_text)}
-    steps = math.ceil(data_facts.train_rows / global_batch)
-    per_epoch = Resolved(steps, f"{data_facts.train_rows} rows / {global_batch}, rounded up")
+    steps, left = divmod(data_facts.train_rows, global_batch)
+    steps += bool(left) and not drop_last
+    how = f"rounded down: data.drop_last leaves out {counted(left, 'row')}" if drop_last and left else "rounded up"
+    per_epoch = Resolved(steps, f"{data_facts.train_rows} rows / {global_batch}, {how}")
     epochs = loop.epochs or (None if loop.max_steps else 1)
     if epochs is None:
         return {"steps_per_epoch": per_epoch, "max_steps": Resolved(loop.max_steps, "loop.max_steps")}

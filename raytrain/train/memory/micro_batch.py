@@ -15,14 +15,16 @@ class MicroBatchSize:
     Args:
         planned: rows of a micro-batch at the start of the run; also the maximum.
         grow_after: clean steps before the next larger size is tried; None never grows.
+        whole: it must not be split (`loop.micro_batch_size: whole`).
 
     Attributes:
-        planned: as above.
+        planned, whole: as above.
         now: the current size.
     """
 
-    def __init__(self, planned: int, *, grow_after: int | None) -> None:
+    def __init__(self, planned: int, *, grow_after: int | None, whole: bool = False) -> None:
         self.planned = self.now = planned
+        self.whole = whole
         self._grow_after = grow_after
         self._left: list[int] = []
         self._failures: dict[int, int] = {}
@@ -30,7 +32,7 @@ class MicroBatchSize:
 
     def after_shortage(self) -> int | None:
         """Switch to the next smaller size and return it; None if there is none."""
-        if self.now == 1:
+        if self.now == 1 or self.whole:
             return None
         self._failures[self.now] = self._failures.get(self.now, 0) + 1
         self._left.append(self.now)

@@ -28,6 +28,12 @@ Result = TypeVar("Result")
 #: After this many steps in a row without a draw from numpy's or Python's generator, their states are no longer saved.
 QUIET_STEPS = 3
 
+NOT_SPLIT = (
+    "loop.micro_batch_size whole forbids to split the global batch: lower loop.global_batch_size, set "
+    "loop.activation_checkpointing, or set a smaller loop.micro_batch_size, which changes what a loss over the whole "
+    "batch is computed from"
+)
+
 
 class ShortageRetry:
     """Runs the loop's steps and evaluations, and retries those that were dropped; every worker does the same.
@@ -69,6 +75,8 @@ class ShortageRetry:
         before = self._sizing.now
         now = self._sizing.after_shortage()
         where = f"the evaluation after step {step}" if evaluation else f"step {step}"
+        if now is None and self._sizing.whole:
+            raise RunError(f"out of memory in {where}: {dropped}; {NOT_SPLIT}")
         if now is None:
             raise RunError(
                 f"out of memory in {where} with loop.micro_batch_size 1: {dropped}; there is nothing smaller to compute"

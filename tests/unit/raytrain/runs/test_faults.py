@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lab import MLP, class_rows, make_job
 from torch import nn
 
+from raytrain.config.sections import RetryConfig
 from raytrain.errors import CollectiveFailed, DevicePlacementError, InputError, OutOfMemory, RunError
+from raytrain.execution.recovery.failure_policy import decide
 from raytrain.execution.worker import Worker, fault_of
 from raytrain.runs.faults import Fault, fallen_precision, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
@@ -112,3 +115,17 @@ def test_a_failure_before_the_first_batch_is_recorded_with_its_kind(run: RunFold
     worker._record_fault(caught.value)
     (fault,) = read_faults(run, since=0)
     assert (fault.error, fault.final, fault.micro_batch) == ("DevicePlacementError", True, None)
+
+
+@pytest.mark.parametrize(("size", "action"), [("whole", "stop"), (16, "go_on")])
+def test_an_out_of_memory_that_ends_an_attempt_halves_no_whole_batch(run: RunFolder, size: Any, action: str) -> None:
+    loop = {"micro_batch_size": size}
+    job, source = make_job(MLP, {"train": class_rows(32), "eval_fraction": 0.0}, run=run, loop=loop)
+    worker = Worker(replace(job, run_path=run.path), workers=Workers(), local_rank=0, channel=None)
+    worker.attempt = 1
+    worker.session = Session(worker.job, workers=worker.workers, source=source)
+    worker.session.prepare("fp32")
+    worker._record_fault(torch.OutOfMemoryError("planted"))
+    made = decide(read_faults(run, since=0), retry=RetryConfig(), fallback=True, resumed_from=[0, 0])
+    assert made.action == action and ("loop.micro_batch_size whole" in made.reason) == (size == "whole")
+    assert made.micro_batch == (None if size == "whole" else 8)
