@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from raytrain.data.rows.contract import Batch
 from raytrain.data.transfer import rebuild, tensors_of
+from raytrain.train.mean_weight import silence, told_weight
 from raytrain.train.memory.retry import SavedState
 from raytrain.trainable import LossOutput, Trainable
 
@@ -55,12 +56,18 @@ def norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.abs().square().sum()) for tensor in tensors))
 
 
-def combined_shares(trainable: Trainable, outputs: Sequence[tuple[LossOutput, int]]) -> list[float]:
-    """What the loss of each micro-batch of a step is multiplied by; the integers are the batches' weights."""
+def combined_shares(trainable: Trainable, outputs: Sequence[tuple[LossOutput, int, Any]]) -> list[float]:
+    """What the loss of each micro-batch of a step is multiplied by, as in `raytrain.train.step`; given with the weight
+    and the labels of its batch, before any backward."""
     if trainable.takes_global_count:
         return [1.0] * len(outputs)
-    total = sum(weight for _, weight in outputs)
-    return [weight / total for _, weight in outputs]
+    read = trainable.reads_weight and trainable.weight is None
+    found = [(told_weight(output, labels, read=read), weight) for output, weight, labels in outputs]
+    weights = [weight if told is None else told for told, weight in found]
+    for (output, *_), weight in zip(outputs, weights, strict=True):
+        if not weight:
+            silence(output)
+    return [weight / sum(weights) for weight in weights]
 
 
 def split_changes(
@@ -116,15 +123,15 @@ def _run(trainable: Trainable, batches: Sequence[tuple[Batch, int]]) -> Passes:
     saved, before = SavedState(module, torch.device("cpu")), _generators()
     saved.take()
     counted = {"num_items_in_batch": sum(weight for _, weight in batches)} if trainable.takes_global_count else {}
-    outputs = [(trainable.loss(module, batch, **counted), weight) for batch, weight in batches]
+    outputs = [(trainable.loss(module, batch, **counted), weight, batch.get("labels")) for batch, weight in batches]
     module.zero_grad()
     loss, largest = 0.0, 0.0
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     gradients: list[Tensor] = []
-    for (output, _), share in zip(outputs, combined_shares(trainable, outputs), strict=True):
+    for (output, *_), share in zip(outputs, combined_shares(trainable, outputs), strict=True):
         value = (output.loss if output.aux is None else output.loss + output.aux) * share
         value.backward()
-        loss += float(value.detach())
+        loss += float(value.detach()) if share else 0.0
         gradients = [torch.zeros(()) if p.grad is None else _wide(p.grad) for p in parameters]
         largest = max(largest, norm(gradients))
     drew = before != _generators()

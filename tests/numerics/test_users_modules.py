@@ -179,6 +179,22 @@ def test_a_resumed_run_gives_the_optimizer_its_state_in_the_order_of_the_weights
     assert apart(other.trainable.module.state_dict(), whole[1]) == 0
 
 
+def test_a_resumed_run_rounds_its_means_as_before() -> None:
+    """The unit in which a loss tells its weight is that of the first micro-batch of the run, not of the attempt."""
+    data = {"x": drawn(8, 4), "labels": LABELS.clamp(min=1)}
+    module = built(lambda: Classes(MEANS["class weights"]))
+    whole = trained(module, data, steps=7, micro=2)[0]
+    half = session_for(module, data, steps=3, micro=2)
+    train(half)
+    other = session_for(module, data, steps=7, micro=2)
+    other.strategy.load(half.trainable.module.state_dict())
+    for own, from_ in zip(other.optimizers, half.optimizers, strict=True):
+        other.strategy.load_optimizer(own, from_.state_dict())
+    other.state = type(half.state).from_json(half.state.to_json())
+    assert half.state.weight_unit not in (None, 1.0)
+    assert train(other)[0].losses == whole[3:]
+
+
 # ---------------------------------------------------------------- dtypes
 
 
