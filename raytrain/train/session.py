@@ -40,7 +40,7 @@ from raytrain.train.optim.build import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.filler import Filler
 from raytrain.train.parallel.strategy import ForStep, ParallelStrategy, Replicated
-from raytrain.train.parallel.sync_batchnorm import CollectiveReduction, Members, synchronize
+from raytrain.train.parallel.sync_batchnorm import CollectiveReduction, Members, refuse_torchs_own, synchronize
 from raytrain.train.precision.layers import LayerPrecision
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
 from raytrain.train.state import LoopLimits, LoopState, NeverSaves, Reporter, Saver
@@ -100,7 +100,8 @@ class Session:
         self.matmul = apply_matmul(self.policy)
         need_data(module)
         self.strategy = self._open_strategy()
-        synced = synchronize(module, self.workers) if job.plan.value("sync_batchnorm", False) else None
+        wanted = job.plan.value("sync_batchnorm", False)
+        synced = synchronize(module, self.workers) if wanted else refuse_torchs_own(module, self.workers)
         self.strategy.place(self.policy, fp32_layers=self.settings.fp32_layers)
         verify_placement(module, self.device, name="")
         self.switches.compare_kernels(self.device, self.policy)

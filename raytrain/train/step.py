@@ -167,7 +167,7 @@ class TrainingStep:
             # eval mode until its backward ends, which may recompute blocks: draws, counts and statistics stay as they
             # are
             mode = in_eval(self.trainable.module) if self.filler is not None else contextlib.nullcontext()
-            with mode, self._without_rows():
+            with self._without_rows(), mode:
                 yield self.idle()
 
     @property
