@@ -260,7 +260,10 @@ class Session:
         assert split is not None, "a loop evaluates only with an eval split"
         batches, passes = self.loader.eval_batches(split, limit=limit), self.loader.eval_passes(split, limit=limit)
         clear = self.job.loop.eval_clear_every
-        return evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
+        self.step.changes.before_lookups()
+        values = evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
+        self.step.changes.after_lookups()
+        return values
 
     def full_module(self) -> nn.Module | None:
         """Return the module with all its weights on rank 0, at the end of training. Collective."""

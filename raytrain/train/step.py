@@ -29,6 +29,7 @@ from torch import Tensor
 from raytrain.data.loading.checks import DeviceGuard
 from raytrain.train.optim.build import Schedule, takes_skip_on_device
 from raytrain.train.parallel.collectives import Workers
+from raytrain.train.parallel.forward_changes import ForwardChanges
 from raytrain.train.parallel.reduction import FlatReduction, Reduction
 from raytrain.train.precision.policy import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable, in_eval
@@ -117,6 +118,7 @@ class TrainingStep:
         self.remote_nonfinite: tuple[str, ...] = ()
         self.filler, self._without_rows = filler, without_rows
         self.device_guard = DeviceGuard(trainable.module, device)
+        self.changes = ForwardChanges(trainable.module, workers)
         self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
 
     def forward(self, batch: Batch, *, global_weight: int) -> LossOutput:
@@ -194,7 +196,8 @@ class TrainingStep:
             with self.policy.autocast(self.device):
                 return self.trainable.remote.idle()
         assert self.filler is not None
-        return _total(self.forward(self.filler(), global_weight=1)) * 0.0
+        with self.changes.not_counted():
+            return _total(self.forward(self.filler(), global_weight=1)) * 0.0
 
     def run(
         self,
@@ -212,9 +215,11 @@ class TrainingStep:
             DevicePlacementError: a parameter or buffer is no longer on the device; the message names it.
         """
         begin, waited = time.perf_counter(), self._waited()
+        self.changes.before_passes()
         with self.device_guard.guarded():
             work = partial(self.backward, micro_batches, global_weight=global_weight, passes=passes)
             (loss, aux), summed = self.reduction.passed(work, flags=flags)
+        self.changes.after_passes()
         self.scale.unscale_(self.gradients.buffers)
         squares = self.reduction.sum_of_squares()
         counts = self.trainable.counts() if self.trainable.counts is not None else None

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raytrain.models.blocks import blocks_of
+from raytrain.train.parallel.forward_changes import may_change
 from raytrain.trainable import Trainable
 
 _RESERVED: ContextVar[bool] = ContextVar("forward_will_be_recomputed", default=False)
@@ -60,6 +59,12 @@ def as_with_rows(part: nn.Module) -> Iterator[None]:
         yield
 
 
+Held = tuple[nn.Module, dict[str, Any], str, Tensor | None]
+"""(module, its buffers or parameters, name, the one of this name)."""
+Key = tuple[int, str, bool]
+"""(id of a module's buffers or parameters, name, whether the module trains)."""
+
+
 class _Recomputed:
     """A block's forward, checkpointed if gradients are enabled.
 
@@ -68,130 +73,72 @@ class _Recomputed:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._forward = block.forward
-        self._state = _BlockState(block)
+        self._block, self._forward = block, block.forward
+        self._parts, self._teachers = list(block.modules()), may_change(block)
+        self._constant: set[Key] = set()
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*inputs, **named)
-        before = self._state.before_pass()
-        contexts = partial(_contexts, before)
+        before = _StateBefore(self._held(), self._constant)
+        contexts = lambda: (_reserved(), before)  # noqa: E731
         output = checkpoint(self._forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
-        self._state.learn(before)
+        before.learn()
         return output
 
-
-def _contexts(before: list[_Slot]) -> tuple[contextlib.AbstractContextManager[None], _AsBefore]:
-    return _reserved(), _AsBefore(before)
-
-
-@dataclass
-class _Slot:
-    """A buffer or a frozen parameter of a block before a pass.
-
-    Attributes:
-        part, table, name: where it is: one of the module's own mappings.
-        held: the tensor that is there, which the pass may change.
-        copy: its values; None where the block is known to leave it as it is.
-        version: of `held`.
-    """
-
-    part: nn.Module
-    table: dict[str, Any]
-    name: str
-    held: Tensor | None
-    copy: Tensor | None = None
-    version: int = 0
-
-    @property
-    def key(self) -> tuple[int, str, bool]:
-        """It may be changed in one mode and not in the other."""
-        return id(self.table), self.name, self.part.training
-
-    def fresh(self) -> Tensor | None:
-        """A tensor as it was before the pass. What a pass saves for backward may be the tensor itself, so each
-        recomputation has its own, and the first pass keeps the one that is there."""
-        if self.copy is None:
-            return self.held
-        made = self.copy.clone()
-        return nn.Parameter(made, requires_grad=False) if isinstance(self.held, nn.Parameter) else made
-
-    def changed(self) -> bool:
-        """Whether the pass has changed it. Reads the device."""
-        now = self.table.get(self.name)
-        if now is not self.held or now is None or self.copy is None:
-            return True
-        without_values = now.is_meta or type(now) not in (Tensor, nn.Parameter)  # of a trace
-        return without_values or not torch.equal(now, self.copy)  # not its version, which `.data` does not advance
+    def _held(self) -> list[Held]:
+        tables: list[tuple[nn.Module, dict[str, Any]]] = [(part, part._buffers) for part in self._parts]
+        if self._teachers and not hasattr(self._block, "unshard"):  # FSDP2 moves the parameters of a block itself
+            tables += [(part, part._parameters) for part in self._parts]
+        return [(part, table, name, one) for part, table in tables for name, one in table.items()]
 
 
-class _BlockState:
-    """The buffers and frozen parameters of a block, some of which its forward changes: statistics, codebooks, teachers.
+class _StateBefore:
+    """Context of the recomputations of one pass: inside, a block has the buffers and frozen parameters that it had
+    before the pass, so that statistics, codebooks and teachers are read as the pass read them, and updated once.
 
-    A recomputation reads what the first pass read, and its own changes do not count. Parameters, and buffers of more
-    than `SMALL` bytes, that the first pass of a mode leaves as they are (masks, tables of positions) are not copied any
-    more.
+    Each recomputation gets copies of its own: tensors that are saved for backward may be the buffers themselves.
+
+    Args:
+        constant: those of more than `SMALL` bytes that passes leave as they are (masks, tables of positions); they are
+            not copied.
     """
 
     SMALL = 2**16
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block, self._parts = block, list(block.modules())
-        frozen, trained = (sum(p.nbytes for p in block.parameters() if p.requires_grad is how) for how in (False, True))
-        # a teacher is no larger than what it learns from; a frozen base is larger than its adapters, and never copied
-        self._teachers = 0 < frozen <= trained
-        self._changes: dict[tuple[int, str, bool], bool] = {}
-
     @torch.no_grad()
-    def before_pass(self) -> list[_Slot]:
-        """What the block holds, with copies of what the pass may change."""
-        slots = [_Slot(part, part._buffers, name, one) for part in self._parts for name, one in part._buffers.items()]
-        if self._teachers and not hasattr(self._block, "unshard"):  # FSDP2 moves the parameters of its blocks itself
-            slots += [
-                _Slot(part, part._parameters, name, one)
-                for part in self._parts
-                for name, one in part._parameters.items()
-                if one is not None and not one.requires_grad
-            ]
-        for slot in slots:
-            held = slot.held
-            # one that requires a gradient belongs to the graph of an earlier block
-            if held is None or held.requires_grad:
+    def __init__(self, held: list[Held], constant: set[Key]) -> None:
+        self._held, self._constant = held, constant
+        self._versions = [0 if one is None else one._version for *_, one in held]
+        # weights are not changed; a buffer that requires a gradient belongs to the graph of an earlier block
+        self._copies = [
+            None if one is None or one.requires_grad or (id(table), name, part.training) in constant
+            else one.detach().clone()
+            for part, table, name, one in held
+        ]  # fmt: skip
+        self._after: list[list[Tensor | None]] = []
+
+    def learn(self) -> None:
+        """After the pass: what it has left as it was. Reads the device after the first pass of a mode."""
+        for (part, table, name, one), version, copy in zip(self._held, self._versions, self._copies, strict=True):
+            key = id(table), name, part.training
+            if one is None or one.nbytes <= self.SMALL:
                 continue
-            if self._is_small(held) or self._changes.get(slot.key, True):
-                slot.copy = held.detach().clone()
-            slot.version = held._version
-        return slots
-
-    def learn(self, before: list[_Slot]) -> None:
-        """After a pass: find out what it leaves as it is; what begins to change later is copied from then on."""
-        for slot in before:
-            if slot.held is None or self._is_small(slot.held):
-                continue
-            if slot.key not in self._changes:
-                self._changes[slot.key] = slot.changed()
-            elif slot.held._version != slot.version:
-                self._changes[slot.key] = True
-
-    def _is_small(self, held: Tensor) -> bool:
-        return held.nbytes <= self.SMALL and not isinstance(held, nn.Parameter)
-
-
-class _AsBefore:
-    """Context of a recomputation, inside which a block holds what it held before the pass; may be entered again."""
-
-    def __init__(self, before: list[_Slot]) -> None:
-        self._before = before
-        self._after: list[list[Any]] = []
+            if copy is None and one._version != version:  # from now on it is copied
+                self._constant.discard(key)
+            elif copy is not None and table[name] is one and one._version == version:
+                traced = one.is_meta or type(one) not in (Tensor, nn.Parameter)  # without values
+                if not traced and torch.equal(one, copy):  # `.data` changes no version
+                    self._constant.add(key)
 
     def __enter__(self) -> None:
-        self._after.append([slot.table.get(slot.name) for slot in self._before])
-        for slot in self._before:
-            slot.table[slot.name] = slot.fresh()
+        self._after.append([table[name] for _, table, name, _ in self._held])
+        for (_, table, name, one), copy in zip(self._held, self._copies, strict=True):
+            table[name] = one if copy is None else copy.clone()
 
     def __exit__(self, *_: object) -> None:
-        for slot, tensor in zip(self._before, self._after.pop(), strict=True):
-            slot.table[slot.name] = tensor
+        for (_, table, name, _), one in zip(self._held, self._after.pop(), strict=True):
+            table[name] = one
 
 
 @contextlib.contextmanager
