@@ -137,8 +137,8 @@ class _StateBefore:
             table[name] = one if copy is None else copy.clone()
 
     def __exit__(self, *_: object) -> None:
-        for (_, table, name, _), one in zip(self._held, self._after.pop(), strict=True):
-            table[name] = one
+        for (_, table, name, _), after in zip(self._held, self._after.pop(), strict=True):
+            table[name] = after
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -167,9 +166,3 @@ class Workers:
     def close(self) -> None:
         """Drop the references to the groups (torch destroys its own)."""
         self._payload = self._flags = None
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor) -> int:
-    """Of the values and their bits, to compare those of several workers. Reads the device."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

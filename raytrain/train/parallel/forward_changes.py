@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from raytrain.config.messages import abbreviated
 from raytrain.errors import InputError
-from raytrain.train.parallel.collectives import Workers, checksum
+from raytrain.train.parallel.collectives import Workers
 
 SAMPLED = 16
 """Elements of a parameter that are compared to notice changes which do not advance its version (`.data`)."""
@@ -39,7 +39,8 @@ class ForwardChanges:
         self._workers = workers
         self._limited = limited_weights(module)
         self._watched = {name: one for name, one in module.named_parameters() if one not in self._limited}
-        self._marks: dict[str, tuple[int, int]] = {}
+        self._marks: dict[str, _Mark] = {}
+        self._pairs: list[tuple[str, _Mark, _Mark]] = []  # before and after the first passes, not compared yet
         self.moved: dict[str, nn.Parameter] = {}
         self.learnt = False
         # torch itself limits what one worker looks up, except in shards
@@ -55,14 +56,15 @@ class ForwardChanges:
     def before_passes(self) -> None:
         """Before the passes of a step."""
         if not self.learnt:
-            self._marks = {name: _mark(one) for name, one in self._watched.items()}
+            self._marks = {name: _Mark(one) for name, one in self._watched.items()}
         self.before_lookups()
 
     def after_passes(self) -> None:
         """After them, and before the optimizer step; collective where there are embeddings with `max_norm`."""
         if not self.learnt:
-            self._look()
-            self._marks = {name: _mark(one) for name, one in self._watched.items() if not one.requires_grad}
+            now = {name: _Mark(one) for name, one in self._watched.items()}
+            self._pairs = [(name, mark, now[name]) for name, mark in self._marks.items()]
+            self._marks = {name: mark for name, mark in now.items() if not self._watched[name].requires_grad}
             self.learnt = True
         self.after_lookups()
 
@@ -74,16 +76,18 @@ class ForwardChanges:
         return self.moved
 
     def changed(self) -> list[nn.Parameter]:
-        """What this worker's passes change, including embeddings; reads no device value."""
-        for name, (version, _) in self._marks.items():
-            if self._watched[name]._version != version:
+        """What this worker's passes change, including embeddings; reads the device once, for frozen parameters."""
+        if self._pairs and self._marks:
+            self._look()
+        for name, mark in self._marks.items():
+            if self._watched[name]._version != mark.version:
                 self.moved[name] = self._watched[name]
         return [*self.moved.values(), *(weight for weight in self._limited if not is_sharded(weight))]
 
     def _look(self) -> None:
-        self.moved |= {
-            name: self._watched[name] for name, mark in self._marks.items() if _mark(self._watched[name]) != mark
-        }
+        pairs = [*self._pairs, *((name, mark, _Mark(self._watched[name])) for name, mark in self._marks.items())]
+        self.moved |= {name: self._watched[name] for name, before, now in pairs if now.differs(before)}
+        self._pairs = []
 
     def before_lookups(self) -> None:
         """Forget the rows looked up so far: by measurements, and by passes that run again."""
@@ -153,31 +157,35 @@ class _Lookups:
 
 
 class _RefuseChanges:
-    """Hooks of a part that FSDP2 gathers, until its first training pass ends: they refuse a forward that changes
-    parameters. What is gathered is a copy, freed with what was changed in it, and a shard has the rows of one worker.
-    """
+    """Hooks of a part that FSDP2 gathers: they refuse a forward that changes parameters. What is gathered is a copy,
+    freed with what was changed in it, and a shard has the rows of one worker. After the first training pass only
+    parameters that are frozen are watched, without values."""
 
     def __init__(self, part: nn.Module) -> None:
-        self._before: list[tuple[str, nn.Parameter, tuple[int, int]]] = []
+        self._first = True
+        self._before: list[tuple[str, nn.Parameter, _Mark]] = []
         # FSDP2's own hooks gather before the first, and free after the second
         self._hooks = [
             part.register_forward_pre_hook(self._note), part.register_forward_hook(self._check, prepend=True)
         ]  # fmt: skip
 
     def _note(self, part: nn.Module, _: Any) -> None:
-        limited = limited_weights(part)
-        self._before = [(name, one, _mark(one)) for name, one in part.named_parameters() if one not in limited]
+        limited = limited_weights(part) if self._first else {}
+        named = list(part.named_parameters()) if self._first else [(name, one) for name, one, _ in self._before]
+        self._before = [(name, one, _Mark(one, sampled=self._first)) for name, one in named if one not in limited]
 
     def _check(self, part: nn.Module, *_: Any) -> None:
-        changed = [name for name, one, mark in self._before if _mark(one) != mark]
+        changed = [name for name, one, mark in self._before if _Mark(one, sampled=self._first).differs(mark)]
         if changed:
             raise InputError(
                 "scale.strategy", got=f"fsdp with a forward that changes parameters ({abbreviated(changed, 3)} of"
                 f" {type(part).__name__})", expected="a forward that changes only buffers",
                 remedy="scale.strategy data_parallel, or make them buffers",
             )  # fmt: skip
-        if part.training:
-            for hook in self._hooks:
+        if part.training and self._first:
+            self._first = False
+            self._before = [held for held in self._before if not (held[1].requires_grad or is_sharded(held[1]))]
+            for hook in () if self._before else self._hooks:
                 hook.remove()
 
 
@@ -186,7 +194,9 @@ def limited_weights(module: nn.Module) -> dict[nn.Parameter, list[nn.Embedding |
     found: dict[nn.Parameter, list[nn.Embedding | nn.EmbeddingBag]] = {}
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            found.setdefault(part.weight, []).append(part)
+            weight = part._parameters.get("weight")
+            if weight is not None:  # a parametrized weight is computed anew for each lookup
+                found.setdefault(weight, []).append(part)
     return found
 
 
@@ -205,8 +215,21 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _mark(parameter: nn.Parameter) -> tuple[int, int]:
-    """It changes when the parameter does."""
-    own: Tensor = getattr(parameter, "to_local", lambda: parameter)().detach().reshape(-1)
-    # a copy: FSDP2 frees gathered parameters, which it cannot once numpy has seen the memory
-    return parameter._version, checksum(own[:: max(1, len(own) // SAMPLED)].clone())
+class _Mark:
+    """A parameter at some time: its version, its storage, and a few elements. Reads no device value."""
+
+    @torch.no_grad()
+    def __init__(self, parameter: nn.Parameter, *, sampled: bool = True) -> None:
+        self.version, self._storage = parameter._version, parameter.untyped_storage()._cdata
+        self._sample: Tensor | None = None
+        if sampled:
+            own: Tensor = getattr(parameter, "to_local", parameter.detach)().detach().reshape(-1)
+            self._sample = own[:: max(1, len(own) // SAMPLED)].clone()
+
+    def differs(self, other: _Mark) -> bool:
+        """Whether the parameter was changed in between. Reads the device where version and storage are the same, and
+        elements are known."""
+        if (self.version, self._storage) != (other.version, other._storage):
+            return True
+        one, before = self._sample, other._sample
+        return one is not None and before is not None and not torch.equal(one, before)
