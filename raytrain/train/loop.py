@@ -73,7 +73,7 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self._retry = ShortageRetry(self.step, self.loader, sizing=self.sizing, reporter=self.reporter)
-        self._buffers = BufferSync(self.step.trainable.module, self.step.workers)
+        self._buffers = BufferSync(self.step.trainable.module, self.step.workers, self.step.changes)
         self._nonfinite = NonFinite(self.step.device)
         self._culprit = ""
         self._clears = 0
@@ -150,7 +150,7 @@ class TrainingLoop:
             self._clears += 1
 
     def _report_sent(self, names: list[str], *, step: int) -> None:
-        """Report the buffers that are sent to all workers after every step from now on."""
+        """Report the buffers and parameters that are sent to all workers after every step from now on."""
         if names:
             reason = "they differ between workers after a step, so rank 0's are sent to all of them, as DDP does"
             self.reporter.event("decision", what="buffers", value=names, step=step, reason=reason)

@@ -40,7 +40,7 @@ from raytrain.train.optim.build import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.filler import Filler
 from raytrain.train.parallel.strategy import ForStep, ParallelStrategy, Replicated
-from raytrain.train.parallel.sync_batchnorm import CollectiveReduction, Members, synchronize
+from raytrain.train.parallel.sync_batchnorm import CollectiveReduction, Members, refuse_torchs_own, synchronize
 from raytrain.train.placing import kept_in_eval
 from raytrain.train.precision.layers import LayerPrecision
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
@@ -101,7 +101,8 @@ class Session:
         self.matmul = apply_matmul(self.policy)
         need_data(module)
         self.strategy = self._open_strategy()
-        synced = synchronize(module, self.workers) if job.plan.value("sync_batchnorm", False) else None
+        wanted = job.plan.value("sync_batchnorm", False)
+        synced = synchronize(module, self.workers) if wanted else refuse_torchs_own(module, self.workers)
         self.strategy.place(self.policy, fp32_layers=self.settings.fp32_layers)
         verify_placement(module, self.device, name="")
         if names := kept_in_eval(module):
@@ -265,7 +266,10 @@ class Session:
         assert split is not None, "a loop evaluates only with an eval split"
         batches, passes = self.loader.eval_batches(split, limit=limit), self.loader.eval_passes(split, limit=limit)
         clear = self.job.loop.eval_clear_every
-        return evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
+        self.step.changes.before_lookups()
+        values = evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
+        self.step.changes.after_lookups()
+        return values
 
     def full_module(self) -> nn.Module | None:
         """Return the module with all its weights on rank 0, at the end of training. Collective."""

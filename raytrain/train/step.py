@@ -32,6 +32,7 @@ from raytrain.errors import RunError
 from raytrain.train.mean_weight import silence, told_weight
 from raytrain.train.optim.build import Schedule, takes_skip_on_device
 from raytrain.train.parallel.collectives import Workers
+from raytrain.train.parallel.forward_changes import ForwardChanges
 from raytrain.train.parallel.reduction import FlatReduction, Passed, Reduction
 from raytrain.train.precision.policy import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable, in_eval
@@ -120,6 +121,7 @@ class TrainingStep:
         self.remote_nonfinite: tuple[str, ...] = ()
         self.filler, self._without_rows = filler, without_rows
         self.device_guard = DeviceGuard(trainable.module, device)
+        self.changes = ForwardChanges(trainable.module, workers)
         self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
         self._frozen = [one for one in trainable.module.named_parameters() if not one[1].requires_grad]
         self._reads_weight = trainable.reads_weight and trainable.weight is None and not trainable.takes_global_count
@@ -180,7 +182,7 @@ class TrainingStep:
             # eval mode until its backward ends, which may recompute blocks: draws, counts and statistics stay as they
             # are
             mode = in_eval(self.trainable.module) if self.filler is not None else contextlib.nullcontext()
-            with mode, self._without_rows():
+            with self._without_rows(), mode:
                 yield self.idle()
 
     def weigh(self, output: LossOutput, micro: MicroBatch) -> float:
@@ -247,7 +249,8 @@ class TrainingStep:
             with self.policy.autocast(self.device):
                 return self.trainable.remote.idle()
         assert self.filler is not None
-        return _total(self.forward(self.filler(), global_weight=1)) * 0.0
+        with self.changes.not_counted():
+            return _total(self.forward(self.filler(), global_weight=1)) * 0.0
 
     def run(
         self,
@@ -269,7 +272,9 @@ class TrainingStep:
         self._agreeing = self._reads_weight and not self.collective_passes
         with self.device_guard.guarded():
             work = partial(self._agreeing_backward, micro_batches, global_weight=global_weight, passes=passes)
+            self.changes.before_passes()
             passed, summed, weight = self.reduction.passed(work, flags=flags)
+            self.changes.after_passes()
         loss, aux, inverse = passed.loss, passed.aux, self.scale.inverse if self.scale.enabled else None
         self.scale.unscale_(self.gradients.buffers)
         if weight is not None:

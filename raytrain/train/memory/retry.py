@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raytrain.errors import RunError
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import StepDropped
+from raytrain.train.parallel.forward_changes import ForwardChanges, may_change
 
 if TYPE_CHECKING:
     from raytrain.train.loader import BatchLoader
@@ -46,7 +47,7 @@ class ShortageRetry:
 
     def __init__(self, step: TrainingStep, loader: BatchLoader, *, sizing: MicroBatchSize, reporter: Reporter) -> None:
         self._loader, self._sizing, self._reporter = loader, sizing, reporter
-        self._saved = SavedState(step.trainable.module, step.device)
+        self._saved = SavedState(step.trainable.module, step.device, step.changes)
         self._apply_size()
 
     def run(self, work: Callable[[], Result], *, step: int, evaluation: bool = False) -> Result:
@@ -119,7 +120,8 @@ class ShortageRetry:
 
 
 class SavedState:
-    """What passes change besides gradients: a module's buffers and the random generators; saved and restored.
+    """What passes change besides gradients: a module's buffers, the parameters that forward changes, and the random
+    generators; saved and restored.
 
     The copies of buffers stay in memory. A counter that a user's module keeps in a plain attribute is not seen. Reading
     the states of numpy's and Python's generators takes 100 microseconds: after `QUIET_STEPS` steps that left them alone
@@ -127,10 +129,13 @@ class SavedState:
 
     Args:
         module: on its device, in its dtype.
+        changes: knows the parameters that forward changes, after a step; until then, and without it, those that it may
+            change are copied, to host memory.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, module: nn.Module, device: torch.device, changes: ForwardChanges | None = None) -> None:
+        self._device, self._module, self._changes = device, module, changes
+        self._moving: list[tuple[nn.Parameter, Tensor]] = []
         self._tables = [part._buffers for part in module.modules() if part._buffers]
         self._batch_norm = any(isinstance(part, _BatchNorm) and part.track_running_stats for part in module.modules())
         self._slots: list[tuple[dict[str, Tensor | None], str]] = []
@@ -150,6 +155,7 @@ class SavedState:
                 torch._foreach_copy_(self._copies, buffers)  # pyright: ignore[reportPrivateImportUsage]
         else:
             self._copies = [buffer.clone() for buffer in buffers]
+        self._take_parameters()
         self._slots, self._buffers = [(table, leaf) for table, leaf, _ in held], buffers
         self._torch = self._torch_states()
         if self._quiet < QUIET_STEPS:
@@ -168,6 +174,9 @@ class SavedState:
         for (table, leaf), buffer, copy in zip(self._slots, self._buffers, self._copies, strict=True):
             buffer.copy_(copy)
             table[leaf] = buffer
+        for parameter, copy in self._moving:
+            if not torch.equal(parameter.cpu(), copy.cpu()):
+                parameter.copy_(copy)
         quiet = all(map(torch.equal, self._torch, self._torch_states()))
         torch.set_rng_state(self._torch[0])
         for state in self._torch[1:]:
@@ -179,6 +188,17 @@ class SavedState:
                 random.setstate(self._host[1])
             self._quiet = 0
         return quiet and not self._batch_norm
+
+    def _take_parameters(self) -> None:
+        if self._changes is None or not self._changes.learnt:
+            self._moving = [(one, one.detach().to("cpu", copy=True)) for one in may_change(self._module)]
+            return
+        known = self._changes.changed()
+        if len(known) == len(self._moving) and all(map(is_, known, (one for one, _ in self._moving))):
+            for parameter, copy in self._moving:
+                copy.copy_(parameter)
+        else:
+            self._moving = [(one, one.detach().clone()) for one in known]
 
     def _torch_states(self) -> list[Tensor]:
         cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []

@@ -7,77 +7,123 @@ with none, so micro-batches may be unequal.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
-from raytrain.errors import OutOfMemory
+from raytrain.config.messages import abbreviated
+from raytrain.errors import InputError, OutOfMemory
 from raytrain.train.memory.oom import Shortage
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.reduction import FlatReduction, Result
 
+KEY = "scale.sync_batchnorm"
+_ARGUMENTS = inspect.signature(torch.nn.functional.batch_norm)
 
-class SyncedBatchNorm(_BatchNorm):
-    """A batch norm that normalises with the mean and variance over all workers' micro-batches of one pass.
 
-    Made from an existing layer by `synchronize`; parameters, buffers and their names stay the same.
+class SyncedForward:
+    """The forward of a batch norm, with mean and variance over all workers' micro-batches of one pass while it trains.
+
+    The layer keeps its class and its code: only the call of `torch.nn.functional.batch_norm` inside it computes
+    something else, so that what a subclass does around it (an activation, a dropout) stays.
 
     Attributes:
-        members: the workers, and whether this one has no rows in the current pass.
+        own: the layer's forward.
     """
 
-    members: Members
+    def __init__(self, part: _BatchNorm, own: Callable[..., Any], members: Members, name: str) -> None:
+        self.own, self._part, self._members, self._name = own, part, members, name
+        self._reached = False
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, seen {input.dim()}")
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """As the layer's forward.
 
-    def forward(self, input: Tensor) -> Tensor:
-        """(N, C, ...) -> the same shape and dtype."""
-        idle = self.members.idle
-        if not (self.training or idle) or self.members.workers.world_size == 1:
-            return super().forward(input)
-        self._check_input_dim(input)
-        weight = input.new_ones(input.shape[1], dtype=torch.float32) if self.weight is None else self.weight
-        bias = torch.zeros_like(weight) if self.bias is None else self.bias
-        output, mean, variance, count = _Normalise.apply(input, weight, bias, self.eps, self.members.workers, idle)
-        if self.track_running_stats:
-            self._record(mean, variance, count)
+        Raises:
+            InputError: its code computes batch statistics in another way, which cannot be synchronized.
+        """
+        part, idle = self._part, self._members.idle
+        if self._members.workers.world_size == 1 or not (part in self._members.training if idle else part.training):
+            return self.own(*inputs, **named)
+        mode = _OverWorkers(self._members)
+        before, part.training = part.training, True  # without rows too: it counts its passes as on the other workers
+        try:
+            with mode:
+                output = self.own(*inputs, **named)
+        finally:
+            part.training = before
+        self._reached = self._reached or mode.reached
+        if not self._reached:
+            raise InputError(
+                KEY, got=f"true with the batch norm {self._name} ({type(part).__name__}), whose forward does not call"
+                " torch.nn.functional.batch_norm", expected="batch norms that call it, as torch's own do",
+                remedy=f"call it in {type(part).__name__}.forward, or {KEY} false",
+            )  # fmt: skip
         return output
 
-    @torch.no_grad()
-    def _record(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Update the running statistics as torch does: with the unbiased variance."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        unbiased = variance * (count / (count - 1).clamp(min=1))
-        if self.momentum is None:
-            share = self.num_batches_tracked.double().reciprocal()
-            self.running_mean.add_((share * (mean - self.running_mean)).to(self.running_mean.dtype))
-            self.running_var.add_((share * (unbiased - self.running_var)).to(self.running_var.dtype))
-        else:
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+
+class _OverWorkers(TorchFunctionMode):
+    """Inside, batch norms that compute statistics do so over all workers.
+
+    Attributes:
+        reached: whether a batch norm was computed.
+    """
+
+    def __init__(self, members: Members) -> None:
+        super().__init__()
+        self._members, self.reached = members, False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.nn.functional.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.reached = True
+        given = _ARGUMENTS.bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        return self._batch_norm(**given.arguments) if given.arguments["training"] else func(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
+        bias: Tensor | None, training: bool, momentum: float, eps: float,
+    ) -> Tensor:  # fmt: skip
+        """As `torch.nn.functional.batch_norm`: (N, C, ...) -> the same shape and dtype."""
+        if weight is None:
+            weight = input.new_ones(input.shape[1], dtype=torch.float32)
+        bias = torch.zeros_like(weight) if bias is None else bias
+        workers, idle = self._members.workers, self._members.idle
+        output, mean, variance, count = _Normalise.apply(input, weight, bias, eps, workers, idle)
+        with torch.no_grad():
+            if running_mean is not None:
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            if running_var is not None:  # the unbiased variance, as torch does
+                unbiased = variance * (count / (count - 1).clamp(min=1))
+                running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        return output
 
 
 class Members:
     """The workers that share statistics.
 
     Attributes:
+        parts: the batch norms.
         idle: whether this worker's current pass has no rows that count.
+        training: the parts that train in such a pass: those of the workers with rows, which are not in eval mode.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self.workers, self.idle = workers, False
+    def __init__(self, workers: Workers, parts: list[_BatchNorm]) -> None:
+        self.workers, self.parts, self.idle = workers, parts, False
+        self.training: set[_BatchNorm] = set()
 
     @contextlib.contextmanager
     def without_rows(self) -> Iterator[None]:
-        """This worker takes part in a pass of the others."""
-        self.idle = True
+        """This worker takes part in a pass of the others; entered before the module is put into eval mode for it."""
+        self.idle, self.training = True, {part for part in self.parts if part.training}
         try:
             yield
         finally:
@@ -131,14 +177,29 @@ class _Normalise(torch.autograd.Function):
 
 
 def synchronize(module: nn.Module, workers: Workers) -> Members | None:
-    """Turn the batch norms of a module into `SyncedBatchNorm`, in place; None where it has none."""
-    found = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-    members = Members(workers)
-    for part in found:
-        part.__class__ = SyncedBatchNorm
-        assert isinstance(part, SyncedBatchNorm)
-        part.members = members
+    """Let the batch norms of a module compute over all workers, in place; None where it has none."""
+    found = {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+    members = Members(workers, list(found.values()))
+    for name, part in found.items():
+        own = part.forward
+        if isinstance(own, SyncedForward):  # of an earlier session of this module
+            own = own.own
+        elif type(part) is nn.SyncBatchNorm:  # torch's own needs a GPU, and as many passes on every worker
+            own = partial(_BatchNorm.forward, part)
+        part.forward = SyncedForward(part, own, members, name)  # type: ignore[method-assign]
     return members if found else None
+
+
+def refuse_torchs_own(module: nn.Module, workers: Workers) -> None:
+    """Raise InputError for torch's SyncBatchNorm on several workers without `scale.sync_batchnorm`: it waits for the
+    other workers in each pass, and they may have fewer."""
+    own = [name for name, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+    if own and workers.world_size > 1:
+        raise InputError(
+            KEY, got=f"false with torch.nn.SyncBatchNorm ({abbreviated(own, 3)}) on {workers.world_size} workers",
+            expected="true, which computes it on any device and for unequal micro-batches",
+            remedy=f"set {KEY} true, or use torch.nn.BatchNorm",
+        )  # fmt: skip
 
 
 class CollectiveReduction(FlatReduction):

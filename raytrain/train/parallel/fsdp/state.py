@@ -28,6 +28,13 @@ def cut(whole: Tensor, value: Tensor) -> Tensor:
     return like(whole, value.to(device=own.device, dtype=own.dtype).contiguous())
 
 
+def own_rows(whole: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """This worker's rows of a sharded tensor, and the same columns of `values`, (n, all rows); both share memory."""
+    own, mesh = local(whole), whole.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    start, end = rows_of(values.shape[1], ShardPosition(mesh.get_local_rank(), mesh.size()))
+    return own, values[:, start:end]
+
+
 def load_sharded(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load weights, complete or this worker's rows, without communication.
 

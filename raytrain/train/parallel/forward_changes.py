@@ -1,0 +1,235 @@
+"""Parameters that forward itself changes: teachers that follow the weights, and embeddings with `max_norm`. Several
+workers, and shards, would each change their own copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from raytrain.config.messages import abbreviated
+from raytrain.errors import InputError
+from raytrain.train.parallel.collectives import Workers
+
+SAMPLED = 16
+"""Elements of a parameter that are compared to notice changes which do not advance its version (`.data`)."""
+
+_WATCHED: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+"""The hook of each embedding with `max_norm`."""
+
+
+class ForwardChanges:
+    """Learns which parameters passes change, and makes `max_norm` the same on all workers.
+
+    Args:
+        module: on its device, sharded under `fsdp`.
+
+    Attributes:
+        moved: the parameters that passes were seen to change, by name.
+        learnt: whether a step has shown them; frozen ones are also noticed later.
+    """
+
+    def __init__(self, module: nn.Module, workers: Workers) -> None:
+        self._workers = workers
+        self._limited = limited_weights(module)
+        self._watched = {name: one for name, one in module.named_parameters() if one not in self._limited}
+        self._marks: dict[str, _Mark] = {}
+        self._pairs: list[tuple[str, _Mark, _Mark]] = []  # before and after the first passes, not compared yet
+        self.moved: dict[str, nn.Parameter] = {}
+        self.learnt = False
+        # torch itself limits what one worker looks up, except in shards
+        self._tables = [
+            _Lookups(weight, layers)
+            for weight, layers in self._limited.items()
+            if workers.world_size > 1 or is_sharded(weight)
+        ]
+        for part in module.modules():
+            if hasattr(part, "unshard"):  # as FSDP2 makes them
+                _RefuseChanges(part)
+
+    def before_passes(self) -> None:
+        """Before the passes of a step."""
+        if not self.learnt:
+            self._marks = {name: _Mark(one) for name, one in self._watched.items()}
+        self.before_lookups()
+
+    def after_passes(self) -> None:
+        """After them, and before the optimizer step; collective where there are embeddings with `max_norm`."""
+        if not self.learnt:
+            now = {name: _Mark(one) for name, one in self._watched.items()}
+            self._pairs = [(name, mark, now[name]) for name, mark in self._marks.items()]
+            self._marks = {name: mark for name, mark in now.items() if not self._watched[name].requires_grad}
+            self.learnt = True
+        self.after_lookups()
+
+    def agreed(self) -> dict[str, nn.Parameter]:
+        """`moved` of all workers, in the module's order. Collective; reads a few elements of each frozen parameter."""
+        self._look()
+        names = {name for found in self._workers.all_gather_object(list(self.moved)) for name in found}
+        self.moved = {name: one for name, one in self._watched.items() if name in names}
+        return self.moved
+
+    def changed(self) -> list[nn.Parameter]:
+        """What this worker's passes change, including embeddings; reads the device once, for frozen parameters."""
+        if self._pairs and self._marks:
+            self._look()
+        for name, mark in self._marks.items():
+            if self._watched[name]._version != mark.version:
+                self.moved[name] = self._watched[name]
+        return [*self.moved.values(), *(weight for weight in self._limited if not is_sharded(weight))]
+
+    def _look(self) -> None:
+        pairs = [*self._pairs, *((name, mark, _Mark(self._watched[name])) for name, mark in self._marks.items())]
+        self.moved |= {name: self._watched[name] for name, before, now in pairs if now.differs(before)}
+        self._pairs = []
+
+    def before_lookups(self) -> None:
+        """Forget the rows looked up so far: by measurements, and by passes that run again."""
+        for table in self._tables:
+            table.reset()
+
+    def after_lookups(self) -> None:
+        """Limit the norm of each row that any worker has looked up since `before_lookups`, on all workers, as one
+        worker does that looks up all of them. Collective."""
+        self._workers.all_reduce([table.seen for table in self._tables])
+        for table in self._tables:
+            table.renormalise()
+
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Inside, lookups are those of a worker without rows."""
+        seen = [table.seen.clone() for table in self._tables]
+        yield
+        for table, before in zip(self._tables, seen, strict=True):
+            table.seen.copy_(before)
+
+
+class _Lookups:
+    """The rows of a weight that embeddings with `max_norm` look up.
+
+    Attributes:
+        seen: (layers, rows), above zero where a layer has looked up a row.
+    """
+
+    def __init__(self, weight: nn.Parameter, layers: list[nn.Embedding | nn.EmbeddingBag]) -> None:
+        self._weight, self._layers = weight, layers
+        self._before: Tensor | None = None
+        self.seen = torch.zeros(len(layers), len(weight), dtype=torch.int32, device=weight.device)
+        for number, layer in enumerate(layers):
+            if layer in _WATCHED:  # of another session of this module
+                _WATCHED[layer].remove()
+            _WATCHED[layer] = layer.register_forward_pre_hook(partial(self._note, number), with_kwargs=True)
+
+    @torch.no_grad()
+    def _note(self, number: int, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if self._before is None and not is_sharded(self._weight):
+            self._before = self._weight.detach().clone()
+        rows = inputs[0] if inputs else named["input"]
+        self.seen[number].index_fill_(0, rows.reshape(-1).long(), 1)
+
+    def reset(self) -> None:
+        """Forget what was looked up."""
+        self.seen.zero_()
+        self._before = None
+
+    @torch.no_grad()
+    def renormalise(self) -> None:
+        """Limit the rows that were seen: once, from what they were, so that their last bits do not depend on which rows
+        this worker's own passes have limited already."""
+        own, seen = self._weight.detach(), self.seen
+        if is_sharded(own):  # a pass limits a gathered copy
+            from raytrain.train.parallel.fsdp.state import own_rows  # takes a second to import
+
+            own, seen = own_rows(own, seen)
+        elif self._before is not None:
+            own.copy_(self._before)
+        for layer, looked_up in zip(self._layers, seen, strict=True):
+            rows = looked_up.nonzero().flatten()
+            if len(rows):
+                torch.embedding_renorm_(own, rows, float(layer.max_norm or 0.0), layer.norm_type)
+        self.reset()
+
+
+class _RefuseChanges:
+    """Hooks of a part that FSDP2 gathers: they refuse a forward that changes parameters. What is gathered is a copy,
+    freed with what was changed in it, and a shard has the rows of one worker. After the first training pass only
+    parameters that are frozen are watched, without values."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._first = True
+        self._before: list[tuple[str, nn.Parameter, _Mark]] = []
+        # FSDP2's own hooks gather before the first, and free after the second
+        self._hooks = [
+            part.register_forward_pre_hook(self._note), part.register_forward_hook(self._check, prepend=True)
+        ]  # fmt: skip
+
+    def _note(self, part: nn.Module, _: Any) -> None:
+        limited = limited_weights(part) if self._first else {}
+        named = list(part.named_parameters()) if self._first else [(name, one) for name, one, _ in self._before]
+        self._before = [(name, one, _Mark(one, sampled=self._first)) for name, one in named if one not in limited]
+
+    def _check(self, part: nn.Module, *_: Any) -> None:
+        changed = [name for name, one, mark in self._before if _Mark(one, sampled=self._first).differs(mark)]
+        if changed:
+            raise InputError(
+                "scale.strategy", got=f"fsdp with a forward that changes parameters ({abbreviated(changed, 3)} of"
+                f" {type(part).__name__})", expected="a forward that changes only buffers",
+                remedy="scale.strategy data_parallel, or make them buffers",
+            )  # fmt: skip
+        if part.training and self._first:
+            self._first = False
+            self._before = [held for held in self._before if not (held[1].requires_grad or is_sharded(held[1]))]
+            for hook in () if self._before else self._hooks:
+                hook.remove()
+
+
+def limited_weights(module: nn.Module) -> dict[nn.Parameter, list[nn.Embedding | nn.EmbeddingBag]]:
+    """The weights of embeddings with `max_norm`, each with those that look up its rows."""
+    found: dict[nn.Parameter, list[nn.Embedding | nn.EmbeddingBag]] = {}
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            weight = part._parameters.get("weight")
+            if weight is not None:  # a parametrized weight is computed anew for each lookup
+                found.setdefault(weight, []).append(part)
+    return found
+
+
+def may_change(module: nn.Module) -> list[nn.Parameter]:
+    """What passes may change, as far as it is known before any: frozen parameters where they are no larger than the
+    others (a teacher is as large as what it learns from, a frozen base is larger than its adapters), and embeddings
+    with `max_norm`. Shards are never changed."""
+    own = [one for one in module.parameters() if not is_sharded(one)]
+    frozen, trained = (sum(one.nbytes for one in own if one.requires_grad is how) for how in (False, True))
+    limited = limited_weights(module)
+    return [one for one in own if one in limited or (not one.requires_grad and frozen <= trained)]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a shard of `fsdp`; without the import of torch's, which takes a second."""
+    return hasattr(tensor, "to_local")
+
+
+class _Mark:
+    """A parameter at some time: its version, its storage, and a few elements. Reads no device value."""
+
+    @torch.no_grad()
+    def __init__(self, parameter: nn.Parameter, *, sampled: bool = True) -> None:
+        self.version, self._storage = parameter._version, parameter.untyped_storage()._cdata
+        self._sample: Tensor | None = None
+        if sampled:
+            own: Tensor = getattr(parameter, "to_local", parameter.detach)().detach().reshape(-1)
+            self._sample = own[:: max(1, len(own) // SAMPLED)].clone()
+
+    def differs(self, other: _Mark) -> bool:
+        """Whether the parameter was changed in between. Reads the device where version and storage are the same, and
+        elements are known."""
+        if (self.version, self._storage) != (other.version, other._storage):
+            return True
+        one, before = self._sample, other._sample
+        return one is not None and before is not None and not torch.equal(one, before)
