@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from raytrain.checkpoint.reader import CheckpointInfo, best_checkpoint, list_checkpoints
+from raytrain.checkpoint.snapshot import flat_state
 from raytrain.checkpoint.weights import CheckpointWeights, read_weights
 from raytrain.errors import CheckpointError, InputError
 from raytrain.infer.text.generate import language_sample
 from raytrain.models.huggingface.tokenizer import open_tokenizer
-from raytrain.models.weights.stored import export_weights
+from raytrain.models.weights.stored import export_weights, extra_note
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store, split
 from raytrain.train.build import load_module
@@ -103,7 +104,7 @@ def notes_of(state: LoopState, *, step: int) -> dict[str, str]:
 
 
 def write_weights(
-    state: Mapping[str, Tensor], target: str, *, own: Export | None, tokenizer: str | None, notes: Mapping[str, str]
+    state: Mapping[str, Any], target: str, *, own: Export | None, tokenizer: str | None, notes: Mapping[str, str]
 ) -> None:
     """Write a folder of weights for plain PyTorch; `model.safetensors` comes last, so the others are complete with it.
 
@@ -123,9 +124,10 @@ def write_weights(
         if own is None:
             export_weights(state, os.path.join(folder, NAME), metadata=notes)
         else:
-            own({name: tensor.detach().cpu() for name, tensor in state.items()}, folder)
+            tensors, extra = flat_state(state)
+            own({name: tensor.cpu() for name, tensor in tensors.items()}, folder)
             if os.path.exists(os.path.join(folder, NAME)):  # a model may write another kind of file
-                _add_notes(os.path.join(folder, NAME), notes)
+                _add_notes(os.path.join(folder, NAME), {**notes, **extra_note(extra)})
         if tokenizer is not None:
             open_tokenizer(tokenizer).save_pretrained(folder)
         _publish(folder, target)

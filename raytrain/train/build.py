@@ -19,7 +19,7 @@ from raytrain.data.rows.contract import Source
 from raytrain.data.rows.map_style import first_row
 from raytrain.errors import CheckpointError
 from raytrain.models.registry import call_builder, to_trainable
-from raytrain.models.weights.initial import StartingWeights, offered
+from raytrain.models.weights.initial import StartingWeights, is_extra, offered
 from raytrain.train.job import TrainJob
 from raytrain.trainable import Trainable
 
@@ -132,7 +132,7 @@ def differences(
     return wrong + [
         f"{name} has shape {tuple(state[name].shape)}, the model {tuple(own[name].shape)}"
         for name in own
-        if name in state and hasattr(own[name], "shape") and state[name].shape not in shapes(own[name])
+        if name in state and not is_extra(name, own[name]) and state[name].shape not in shapes(own[name])
     ]
 
 

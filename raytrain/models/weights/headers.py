@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from raytrain.errors import InputError, first_line
 from raytrain.runs.storage import Store, join, open_store, split
 
 INDEX = "model.safetensors.index.json"
+EXTRA = "extra_state"
+"""The note of a file that holds what a module's state has besides tensors, as JSON (`StoredWeights.extra`)."""
 SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 EXPECTED = "a run folder, a checkpoint in one, a folder of transformers, or a safetensors file"
@@ -32,6 +34,8 @@ class StoredWeights:
         file_of: tensor -> the file that holds it (the last of them for a split tensor), aliases not included.
         aliases: another name of a tensor (tied weights) -> the name that it is stored under.
         split: tensors of which each file holds some rows, in the order of the files.
+        extra: key of the state whose value is no tensor (`get_extra_state`) -> its skeleton, as
+            `raytrain.checkpoint.snapshot` makes them; the tensors inside it are in no other attribute.
     """
 
     store: Store
@@ -41,6 +45,7 @@ class StoredWeights:
     file_of: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     split: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -131,16 +136,21 @@ def _from_checkpoint(store: Store, *, key: str) -> StoredWeights:
     found = _from_files(store, manifest["parts"]["model"], origin=f"the checkpoint {store.uri}", key=key, split=split)
     tied = manifest["tied"].get("model", {})
     shapes = {**found.shapes, **{alias: found.shapes[name] for alias, name in tied.items()}}
-    return replace(found, shapes=shapes, aliases=tied)
+    stored = json.loads(store.read_bytes("state.json")) if store.exists("state.json") else {"parts": {}}
+    model = stored["parts"].get("model", {}).get("dict", {})
+    extra = {name: tree for name, tree in model.items() if tree != {"tensor": name}}
+    return _without_inner(replace(found, shapes=shapes, aliases=tied), extra)
 
 
 def _from_files(store: Store, files: list[str], *, origin: str, key: str, split: tuple[str, ...] = ()) -> StoredWeights:
     shapes: dict[str, tuple[int, ...]] = {}
     file_of: dict[str, str] = {}
     aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
     for file in files:
         header = read_header(store, file, key=key)
         notes = header.pop("__metadata__", {})
+        extra |= json.loads(notes.get(EXTRA, "{}"))
         for name, entry in header.items():
             shape = tuple(entry["shape"])
             if name in shapes and name in split:
@@ -152,7 +162,25 @@ def _from_files(store: Store, files: list[str], *, origin: str, key: str, split:
         # safetensors' save_model notes tied weights like this, and so does `export_weights`
         aliases |= {alias: name for alias, name in notes.items() if alias not in header and name in header}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-    return StoredWeights(store, tuple(files), shapes, origin, file_of, aliases, split)
+    return _without_inner(StoredWeights(store, tuple(files), shapes, origin, file_of, aliases, split), extra)
+
+
+def _without_inner(found: StoredWeights, extra: Mapping[str, Any]) -> StoredWeights:
+    """The weights with `extra`, whose tensors are no weights."""
+    inner = {name for tree in extra.values() for name in _tensors_in(tree)}
+    shapes = {name: shape for name, shape in found.shapes.items() if name not in inner}
+    return replace(found, shapes=shapes, extra=extra)
+
+
+def _tensors_in(skeleton: Any) -> Iterator[str]:
+    """Names of the tensors that a skeleton refers to."""
+    for kind, content in skeleton.items() if isinstance(skeleton, dict) else ():
+        if kind in ("tensor", "bytes", "array"):
+            yield content["tensor"] if kind == "array" else content
+        elif kind != "float":
+            inner = content.values() if kind == "dict" else content
+            for one in inner:
+                yield from _tensors_in(one[1] if kind == "items" else one)
 
 
 def read_header(store: Store, file: str, *, key: str) -> dict[str, Any]:

@@ -58,11 +58,14 @@ def _as(parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def full_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+def full_state(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """Complete values by name, on the CPU, tied ones the same tensor; {} on workers without `keep`. Collective."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     gathered: dict[int, Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):  # of `get_extra_state`
+            found[name] = value
+            continue
         if id(value) not in gathered:
             full = _whole(value)
             WORK.add()
