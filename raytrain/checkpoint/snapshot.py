@@ -20,6 +20,7 @@ from raytrain.checkpoint.safetensors import DTYPE_NAMES
 from raytrain.errors import CheckpointError
 
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_PLAIN: Any = Tensor
 _RESERVED = frozenset({"manifest", "state"})
 
 
@@ -152,11 +153,11 @@ def _key(key: Any, path: tuple[str, ...]) -> Any:
 
 def _add(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> str:
     stem = ".".join(path) or "value"
-    kind = type(tensor)
+    kind: Any = type(tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kept = "a quantized tensor" if tensor.is_quantized else f"a tensor of layout {tensor.layout}"
         raise CheckpointError(f"{stem}: {'a nested tensor' if tensor.is_nested else kept} cannot be saved, only dense")
-    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "to_local"):
+    if kind.__torch_dispatch__ is not _PLAIN.__torch_dispatch__ and not hasattr(tensor, "to_local"):
         raise CheckpointError(f"{stem}: a {kind.__name__}, whose values its class keeps elsewhere, cannot be saved")
     if tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{stem}: a tensor of {tensor.dtype} cannot be saved in a safetensors file")

@@ -69,17 +69,52 @@ def build_of(job: TrainJob, *, facts: dict[str, Any], initial: bool) -> Trainabl
     return build_trainable(model, sections=job.builder_sections, facts=facts, initial=initial)
 
 
-def copy_of(given: Any) -> Any:
+def copy_of(given: Any, copies: dict[int, Any] | None = None) -> Any:
     """Deep-copy a module or a Trainable.
 
-    Functions of a Trainable that close over parts of it, which `copy.deepcopy` does not copy, close over the copies.
+    Functions of a Trainable and hooks of a module that close over parts of it, which `copy.deepcopy` does not copy,
+    close over the copies. It also leaves out the hooks and the attributes of parameters.
+
+    Args:
+        copies: id of an object in `given` -> what stands for it in the copy.
     """
-    copies: dict[int, Any] = {}
+    copies = {} if copies is None else copies
+    module = given.module if isinstance(given, Trainable) else given
+    parts = list(module.modules()) if isinstance(module, nn.Module) else []
+    for value in (value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)):
+        if not value.is_leaf:  # of an earlier pass, or of torch's old weight_norm, which computes it in each
+            copies[id(value)] = value.detach().clone()
     made = copy.deepcopy(given, copies)
+    for tensor in (tensor for part in parts for tensor in (*part._parameters.values(), *part._buffers.values())):
+        if id(tensor) in copies:  # a part may define how it is copied
+            _carry_over(tensor, copies[id(tensor)], copies)
+    for held in (vars(copies[id(part)]) for part in parts if id(part) in copies):
+        for name, value in held.items():
+            if isinstance(value, dict) and name.endswith("_hooks"):
+                value.update({key: _rebound(hook, copies) for key, hook in value.items()})
+            elif isinstance(value, FunctionType):
+                held[name] = _rebound(value, copies)
     if isinstance(made, Trainable):
         for each in fields(made):
             setattr(made, each.name, _rebound(getattr(made, each.name), copies))
     return made
+
+
+def _carry_over(tensor: Any, made: torch.Tensor, copies: dict[int, Any]) -> None:
+    """Give the copy of a parameter or buffer its attributes and hooks, once."""
+    if vars(tensor).keys() - vars(made).keys():
+        vars(made).update(copy.deepcopy(vars(tensor), copies))
+    if not made._backward_hooks:
+        for hook in (tensor._backward_hooks or {}).values():
+            made.register_hook(_hook_of(hook, copies))
+    if not made._post_accumulate_grad_hooks:
+        for hook in (tensor._post_accumulate_grad_hooks or {}).values():
+            made.register_post_accumulate_grad_hook(_hook_of(hook, copies))
+
+
+def _hook_of(hook: Any, copies: dict[int, Any]) -> Any:
+    """A hook on the copies: methods and partial functions are copied with what they hold."""
+    return _rebound(hook, copies) if isinstance(hook, FunctionType) else copy.deepcopy(hook, copies)
 
 
 def _rebound(value: Any, copies: dict[int, Any]) -> Any:
