@@ -100,21 +100,16 @@ def copy_of(given: Any, copies: dict[int, Any] | None = None) -> Any:
     return made
 
 
-def _carry_over(tensor: Any, made: torch.Tensor, copies: dict[int, Any]) -> None:
-    """Give the copy of a parameter or buffer its attributes and hooks, once."""
-    if vars(tensor).keys() - vars(made).keys():
-        vars(made).update(copy.deepcopy(vars(tensor), copies))
-    if not made._backward_hooks:
-        for hook in (tensor._backward_hooks or {}).values():
-            made.register_hook(_hook_of(hook, copies))
-    if not made._post_accumulate_grad_hooks:
-        for hook in (tensor._post_accumulate_grad_hooks or {}).values():
-            made.register_post_accumulate_grad_hook(_hook_of(hook, copies))
-
-
-def _hook_of(hook: Any, copies: dict[int, Any]) -> Any:
-    """A hook on the copies: methods and partial functions are copied with what they hold."""
-    return _rebound(hook, copies) if isinstance(hook, FunctionType) else copy.deepcopy(hook, copies)
+def _carry_over(tensor: Any, made: Any, copies: dict[int, Any]) -> None:
+    """Give the copy of a parameter or buffer its attributes and hooks, once if it is tied."""
+    vars(made).update(copy.deepcopy(vars(tensor), copies))
+    for kind, register in (
+        ("_backward_hooks", made.register_hook),
+        ("_post_accumulate_grad_hooks", made.register_post_accumulate_grad_hook),
+    ):
+        for hook in () if getattr(made, kind) else (getattr(tensor, kind) or {}).values():
+            # Methods and partial functions are copied with what they hold.
+            register(_rebound(hook, copies) if isinstance(hook, FunctionType) else copy.deepcopy(hook, copies))
 
 
 def _rebound(value: Any, copies: dict[int, Any]) -> Any:

@@ -75,6 +75,17 @@ def _refuse_unsaveable(trainable: Trainable, key: str, strategy: str) -> None:
                 remedy="convert it in get_extra_state or state_dict, or register_buffer(..., persistent=False)",
             ) from error  # fmt: skip
     _refuse_unloadable(module, state, key, strategy)
+    misfit: Any = getattr(trainable.export, "misfit", None)  # of a transformers folder
+    found = {} if misfit is None else misfit(state)
+    if trainable.remote.distributed:  # its experts are elsewhere until the end
+        found.pop("less", None)
+    for kind, names in found.items():
+        if names:
+            raise InputError(
+                key, got=f"a module with {kind} tensors than the transformers model that it exports "
+                f"({abbreviated(names, 3)})", expected="that model, or a module that only wraps it",
+                remedy="set trainable.export = None, which exports model.safetensors alone",
+            )  # fmt: skip
 
 
 def _refuse_unloadable(module: nn.Module, state: dict[str, Any], key: str, strategy: str) -> None:
@@ -91,7 +102,9 @@ def _refuse_unloadable(module: nn.Module, state: dict[str, Any], key: str, strat
             expected="data_parallel for this model",
         )  # fmt: skip
     wrong = "" if own else f"a {kind} whose state_dict leaves out {abbreviated(lost, 5)}, which are trained"
-    metas: dict[int, Any] = {id(tensor): tensor.detach().to("meta") for tensor in tensors.values()}
+    metas: dict[int, Any] = {
+        id(tensor): tensor.detach().to("meta").requires_grad_(tensor.requires_grad) for tensor in tensors.values()
+    }
     try:
         twin = copy_of(module, metas)  # without memory, and the module itself is left alone
         twin.load_state_dict(twin.state_dict())

@@ -34,6 +34,7 @@ class StoredWeights:
         file_of: tensor -> the file that holds it (the last of them for a split tensor), aliases not included.
         aliases: another name of a tensor (tied weights) -> the name that it is stored under.
         split: tensors of which each file holds some rows, in the order of the files.
+        dtypes: stored tensor -> the name of its dtype in the format, such as BF16.
         extra: key of the state whose value is no tensor (`get_extra_state`) -> its skeleton, as
             `raytrain.checkpoint.snapshot` makes them; the tensors inside it are in no other attribute.
     """
@@ -45,6 +46,7 @@ class StoredWeights:
     file_of: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     split: tuple[str, ...] = ()
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -146,6 +148,7 @@ def _from_files(store: Store, files: list[str], *, origin: str, key: str, split:
     shapes: dict[str, tuple[int, ...]] = {}
     file_of: dict[str, str] = {}
     aliases: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
     extra: dict[str, Any] = {}
     for file in files:
         header = read_header(store, file, key=key)
@@ -158,11 +161,11 @@ def _from_files(store: Store, files: list[str], *, origin: str, key: str, split:
             elif name in shapes:
                 seen = f"{name} in {file_of[name]} and in {file} of {origin}"
                 raise InputError(key, got=seen, expected="each tensor in one file")
-            shapes[name], file_of[name] = shape, file
+            shapes[name], file_of[name], dtypes[name] = shape, file, entry["dtype"]
         # safetensors' save_model notes tied weights like this, and so does `export_weights`
         aliases |= {alias: name for alias, name in notes.items() if alias not in header and name in header}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-    return _without_inner(StoredWeights(store, tuple(files), shapes, origin, file_of, aliases, split), extra)
+    return _without_inner(StoredWeights(store, tuple(files), shapes, origin, file_of, aliases, split, dtypes), extra)
 
 
 def _without_inner(found: StoredWeights, extra: Mapping[str, Any]) -> StoredWeights:

@@ -48,7 +48,7 @@ class StartingWeights:
         """
         shapes = self.stored.shapes
         if translate is not None and misfits(module, shapes):
-            shapes = _shapes_of(translate(_without_extra(self.read())))
+            shapes = _shapes_of(_named(module, _without_extra(self.read()), translate))
         found = misfits(module, shapes)
         if found:
             raise misfit(found, self.stored.origin)
@@ -64,7 +64,7 @@ class StartingWeights:
         read = self.read()
         state = _without_extra(read)
         if translate is not None and misfits(module, _shapes_of(state)):
-            state = translate(state)
+            state = _named(module, state, translate)
         found = misfits(module, _shapes_of(state))
         if found:
             raise misfit(found, self.stored.origin)
@@ -95,6 +95,15 @@ def is_extra(name: str, value: Any) -> bool:
 
 def _without_extra(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if not is_extra(name, value)}
+
+
+def _named(module: nn.Module, state: dict[str, Tensor], translate: Translate) -> dict[str, Tensor]:
+    """A state under the names of the module, which may wrap the model that the state belongs to."""
+    translated = translate(state)
+    own, first = module.state_dict(), next(iter(translated), "")
+    prefix = next((name.removesuffix(first) for name in own if name.endswith(f".{first}")), "")
+    wrapped = {prefix + name: tensor for name, tensor in translated.items()}
+    return translated if misfits(module, _shapes_of(wrapped)) else wrapped
 
 
 def misfits(module: nn.Module, given: Shapes) -> dict[str, list[str]]:

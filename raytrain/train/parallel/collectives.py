@@ -17,6 +17,8 @@ from raytrain.errors import StateLost, lost_in
 
 #: Maximum seconds until every worker learns why a group was abandoned.
 ABORT_REASON_TIMEOUT_S = 3.0
+#: Dtypes that gloo and NCCL both send; tensors of others travel as bytes.
+SENT = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,11 @@ class Workers:
         options.rootRank, options.rootTensor = 0, 0
         with self._collective():
             for tensor in tensors:
-                self._of(tensor).broadcast([tensor.detach()], options).wait()
+                held = tensor.detach()
+                sent = held if held.dtype in SENT else held.contiguous().reshape(-1).view(torch.uint8)
+                self._of(tensor).broadcast([sent], options).wait()
+                if sent is not held:
+                    held.copy_(sent.view(held.dtype).reshape(held.shape))
 
     def _of(self, tensor: Tensor) -> Any:
         return self._flags if tensor.device.type == "cpu" else self._payload
