@@ -95,19 +95,6 @@ def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
     raise CheckpointError(f"state of an unknown kind: {kind}")
 
 
-class FlatState(NamedTuple):
-    """A module's state as `tensors` by name, and `extra`: state key -> skeleton of a value that is no tensor."""
-
-    tensors: dict[str, Tensor]
-    extra: dict[str, Any]
-
-
-def flat_state(state: Mapping[str, Any]) -> FlatState:
-    """Splits a module's state_dict. Errors: CheckpointError naming what cannot be saved."""
-    tensors, skeleton = flatten(dict(state))
-    return FlatState(tensors, {key: tree for key, tree in skeleton["dict"].items() if tree != {"tensor": key}})
-
-
 def _tensor_named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
         raise CheckpointError(f"the tensor {name} is missing")

@@ -13,12 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from raytrain.checkpoint.reader import CheckpointInfo, best_checkpoint, list_checkpoints
-from raytrain.checkpoint.snapshot import flat_state
 from raytrain.checkpoint.weights import CheckpointWeights, read_weights
 from raytrain.errors import CheckpointError, InputError
 from raytrain.infer.text.generate import language_sample
 from raytrain.models.huggingface.tokenizer import open_tokenizer
-from raytrain.models.weights.stored import export_weights, extra_note
+from raytrain.models.weights.stored import as_tensors, export_weights
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store, split
 from raytrain.train.build import load_module
@@ -124,10 +123,10 @@ def write_weights(
         if own is None:
             export_weights(state, os.path.join(folder, NAME), metadata=notes)
         else:
-            tensors, extra = flat_state(state)
+            tensors, about = as_tensors(state)
             own({name: tensor.cpu() for name, tensor in tensors.items()}, folder)
             if os.path.exists(os.path.join(folder, NAME)):  # a model may write another kind of file
-                _add_notes(os.path.join(folder, NAME), {**notes, **extra_note(extra)})
+                _add_notes(os.path.join(folder, NAME), {**notes, **about})
         if tokenizer is not None:
             open_tokenizer(tokenizer).save_pretrained(folder)
         _publish(folder, target)

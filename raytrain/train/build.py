@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import CellType, FunctionType
@@ -145,8 +146,16 @@ def load_module(module: nn.Module, state: dict[str, Any]) -> None:
     Raises:
         CheckpointError: names or shapes differ; the message lists the first five.
     """
-    refuse_other_model(differences(module.state_dict(), state, shapes=lambda one: {one.shape}))
-    module.load_state_dict(state)
+    own = module.state_dict()
+    refuse_other_model(differences(own, state, shapes=lambda one: {one.shape}))
+    module.load_state_dict(of_this_version(own, state))
+
+
+def of_this_version(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` with the versions of modules in `own`: without them a module takes it for an old one, and converts it."""
+    found = OrderedDict(state)
+    found._metadata = getattr(own, "_metadata", {})  # pyright: ignore[reportAttributeAccessIssue]
+    return found
 
 
 def differences(

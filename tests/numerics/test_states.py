@@ -14,6 +14,7 @@ from raytrain.checkpoint.weights import read_weights
 from raytrain.models.weights.initial import StartingWeights
 from raytrain.models.weights.stored import StoredTensors
 from raytrain.runs.folder import RunFolder
+from raytrain.train.build import load_module
 
 
 @pytest.mark.parametrize("kind", ["counting", "normed"])
@@ -39,7 +40,7 @@ def test_a_resumed_run_has_the_losses_and_the_state_of_the_unbroken_one(
     assert digest(other.state_dict()) == whole[0]["state"]
     kept = RunFolder(str(tmp_path / "broken")).checkpoint_dir(begun)
     earlier = states.made(kind)
-    earlier.load_state_dict(read_weights(kept).tensors)
+    load_module(earlier, read_weights(kept).tensors)
     from_checkpoint = states.made(kind)
     StartingWeights.at(kept).fill(from_checkpoint)
     assert digest(earlier.state_dict()) == digest(from_checkpoint.state_dict()) != whole[0]["state"]

@@ -15,7 +15,8 @@ from raytrain.runs.storage import Store, join, open_store, split
 
 INDEX = "model.safetensors.index.json"
 EXTRA = "extra_state"
-"""The note of a file that holds what a module's state has besides tensors, as JSON (`StoredWeights.extra`)."""
+VERSIONS = "versions"
+"""Notes of a file about a module's state, as JSON: `StoredWeights.extra` and `.versions`."""
 SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 EXPECTED = "a run folder, a checkpoint in one, a folder of transformers, or a safetensors file"
@@ -35,6 +36,7 @@ class StoredWeights:
         aliases: another name of a tensor (tied weights) -> the name that it is stored under.
         split: tensors of which each file holds some rows, in the order of the files.
         dtypes: stored tensor -> the name of its dtype in the format, such as BF16.
+        versions: name of a module -> the version of its state, other than the first.
         extra: key of the state whose value is no tensor (`get_extra_state`) -> its skeleton, as
             `raytrain.checkpoint.snapshot` makes them; the tensors inside it are in no other attribute.
     """
@@ -47,6 +49,7 @@ class StoredWeights:
     aliases: Mapping[str, str] = field(default_factory=dict)
     split: tuple[str, ...] = ()
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -141,7 +144,8 @@ def _from_checkpoint(store: Store, *, key: str) -> StoredWeights:
     stored = json.loads(store.read_bytes("state.json")) if store.exists("state.json") else {"parts": {}}
     model = stored["parts"].get("model", {}).get("dict", {})
     extra = {name: tree for name, tree in model.items() if tree != {"tensor": name}}
-    return _without_inner(replace(found, shapes=shapes, aliases=tied), extra)
+    versions = manifest.get("extra", {}).get(VERSIONS, {})
+    return _without_inner(replace(found, shapes=shapes, aliases=tied, versions=versions), extra)
 
 
 def _from_files(store: Store, files: list[str], *, origin: str, key: str, split: tuple[str, ...] = ()) -> StoredWeights:
@@ -150,10 +154,12 @@ def _from_files(store: Store, files: list[str], *, origin: str, key: str, split:
     aliases: dict[str, str] = {}
     dtypes: dict[str, str] = {}
     extra: dict[str, Any] = {}
+    versions: dict[str, int] = {}
     for file in files:
         header = read_header(store, file, key=key)
         notes = header.pop("__metadata__", {})
         extra |= json.loads(notes.get(EXTRA, "{}"))
+        versions |= json.loads(notes.get(VERSIONS, "{}"))
         for name, entry in header.items():
             shape = tuple(entry["shape"])
             if name in shapes and name in split:
@@ -165,7 +171,9 @@ def _from_files(store: Store, files: list[str], *, origin: str, key: str, split:
         # safetensors' save_model notes tied weights like this, and so does `export_weights`
         aliases |= {alias: name for alias, name in notes.items() if alias not in header and name in header}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-    return _without_inner(StoredWeights(store, tuple(files), shapes, origin, file_of, aliases, split, dtypes), extra)
+    return _without_inner(
+        StoredWeights(store, tuple(files), shapes, origin, file_of, aliases, split, dtypes, versions), extra
+    )
 
 
 def _without_inner(found: StoredWeights, extra: Mapping[str, Any]) -> StoredWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -70,7 +71,9 @@ class StartingWeights:
             raise misfit(found, self.stored.origin)
         stored_name = {name: next(one for one in names if one in state) for name, names in _tied_names(module).items()}
         extra = self._extra(module, {name: value for name, value in read.items() if is_extra(name, value)})
-        module.load_state_dict({name: state[stored] for name, stored in stored_name.items()} | extra)
+        named = OrderedDict({name: state[stored] for name, stored in stored_name.items()} | extra)
+        named._metadata = getattr(read, "_metadata", {})  # pyright: ignore[reportAttributeAccessIssue]
+        module.load_state_dict(named)
         self.filled = True
 
     def _extra(self, module: nn.Module, read: Mapping[str, Any]) -> dict[str, Any]:

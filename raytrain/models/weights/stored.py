@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -18,9 +19,9 @@ from cluster.telemetry.work import WORK
 from raytrain.checkpoint.reader import part_tensors
 from raytrain.checkpoint.safetensors import write_tensors
 from raytrain.checkpoint.sharded import read_split
-from raytrain.checkpoint.snapshot import flat_state, split_tied, unflatten
+from raytrain.checkpoint.snapshot import flatten, split_tied, unflatten
 from raytrain.errors import InputError
-from raytrain.models.weights.headers import EXTRA, StoredWeights, find_weights
+from raytrain.models.weights.headers import EXTRA, VERSIONS, StoredWeights, find_weights
 from raytrain.runs.storage import open_store, split
 
 __all__ = ["StoredTensors", "export_weights"]
@@ -69,7 +70,9 @@ class StoredTensors(Mapping[str, Tensor]):
         paths, about = list(self._paths.values()), self.stored
         tensors = part_tensors(paths, tied=dict(about.aliases), split=list(about.split), place=None)
         extra = {key: unflatten(tensors, tree) for key, tree in about.extra.items()}
-        return {name: tensors[name] for name in about.shapes} | extra
+        found = OrderedDict({name: tensors[name] for name in about.shapes} | extra)
+        found._metadata = {name: {"version": version} for name, version in about.versions.items()}  # pyright: ignore
+        return found
 
     @cached_property
     def _paths(self) -> dict[str, str]:
@@ -89,9 +92,19 @@ class StoredTensors(Mapping[str, Tensor]):
         return self._opened[file]
 
 
-def extra_note(extra: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of a file for what is no tensor in a module's state (`flat_state`)."""
-    return {EXTRA: json.dumps(extra)} if extra else {}
+def as_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A module's state_dict as tensors by name, and as metadata of their file what is no tensor: extra state, and the
+    versions of modules, by which they convert an older state. Raises CheckpointError: it holds what cannot be saved."""
+    tensors, skeleton = flatten(dict(state))
+    extra = {key: tree for key, tree in skeleton["dict"].items() if tree != {"tensor": key}}
+    notes = {EXTRA: extra, VERSIONS: versions_of(state)}
+    return tensors, {name: json.dumps(note) for name, note in notes.items() if note}
+
+
+def versions_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Name of a module -> the version of its state, other than the first."""
+    found = {name: about.get("version", 1) for name, about in getattr(state, "_metadata", {}).items()}
+    return {name: version for name, version in found.items() if version != 1}
 
 
 def export_weights(module_state: Mapping[str, Any], path: str, *, metadata: Mapping[str, str] | None = None) -> None:
@@ -124,11 +137,11 @@ def export_weights(module_state: Mapping[str, Any], path: str, *, metadata: Mapp
     """
     folder, name = split(path)
     store = open_store(folder)
-    tensors, extra = flat_state(module_state)
+    tensors, about = as_tensors(module_state)
     distinct, tied = split_tied(tensors)
     on_cpu = {key: tensor.cpu() for key, tensor in distinct.items()}
     # The aliases are noted as safetensors' own save_model does; transformers asks for the format.
-    notes = {**(metadata or {}), **tied, **extra_note(extra), "format": "pt"}
+    notes = {**(metadata or {}), **tied, **about, "format": "pt"}
     partial = f".{name}.tmp" if store.is_local else name
     with store.open_write(partial) as file:
         write_tensors(file, on_cpu, metadata=notes)
