@@ -19,7 +19,7 @@ from torch import nn
 from jobs.job.spec import JobSpec
 from raytrain.data.sources.in_memory import check_kind
 from raytrain.errors import InputError, first_line
-from raytrain.train.parametrized import make_sendable
+from raytrain.train.sending import make_sendable
 from raytrain.trainable import Trainable
 
 _PICKLER = "raytrain_ray_cloudpickle"

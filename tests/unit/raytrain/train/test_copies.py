@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm as new_weight_norm
 
 from jobs.driver.checks.sendable import _pickler
 from raytrain.train.build import copy_of
-from raytrain.train.parametrized import make_sendable
+from raytrain.train.sending import make_sendable
 
 
 class Symmetric(nn.Module):
@@ -125,3 +125,17 @@ def test_weights_that_a_hook_computes_can_be_copied() -> None:
     copied = copy_of(module)
     expected = stepped(module, x)
     assert torch.equal(stepped(copied, x), expected) and copied.weight_v is not module.weight_v
+
+
+def test_tensors_whose_storage_has_no_type_arrive_with_their_strides() -> None:
+    module = nn.Linear(2, 2)
+    dtypes = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
+    for dtype in dtypes:
+        module.register_buffer(str(dtype).partition(".")[2], torch.arange(1, 7).reshape(2, 3).to(dtype).t())
+    module.scale = nn.Parameter(torch.ones(3).to(torch.float8_e5m2), requires_grad=False)
+    make_sendable(module)
+    sent = pickle.loads(_pickler().dumps(module)).state_dict()
+    for name, tensor in module.state_dict().items():
+        assert sent[name].dtype == tensor.dtype and sent[name].stride() == tensor.stride()
+        assert torch.equal(sent[name].to(torch.complex64), tensor.to(torch.complex64))
+    assert list(sent) == list(module.state_dict())
