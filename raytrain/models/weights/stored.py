@@ -98,7 +98,10 @@ def as_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, s
     tensors, skeleton = flatten(dict(state))
     extra = {key: tree for key, tree in skeleton["dict"].items() if tree != {"tensor": key}}
     notes = {EXTRA: extra, VERSIONS: versions_of(state)}
-    return tensors, {name: json.dumps(note) for name, note in notes.items() if note}
+    first = {
+        key: tensors[key] for key in state if key not in extra
+    }  # a weight that an extra state holds too is a weight
+    return first | tensors, {name: json.dumps(note) for name, note in notes.items() if note}
 
 
 def versions_of(state: Mapping[str, Any]) -> dict[str, int]:

@@ -16,8 +16,10 @@ from jobs.driver.checks.job import check_on_driver
 from jobs.driver.plan import plan_job
 from jobs.job.paths import resolved
 from jobs.job.spec import load_spec
+from raytrain.config.sections import ModelConfig
 from raytrain.errors import InputError
 from raytrain.execution.export import export
+from raytrain.infer.model import InferenceModel
 from raytrain.models.huggingface.folder import folder_facts
 from raytrain.models.huggingface.loading import ReadsWeights
 from raytrain.models.sizes import SizeError
@@ -231,6 +233,16 @@ def test_a_folder_in_full_precision_and_random_weights_stay_as_they_train(models
         made.export(dict(made.module.state_dict()), str(tmp_path / name))
         assert set(stored_dtypes(tmp_path / name).values()) == {"F32"}
         assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_module_that_wraps_a_language_model_answers_as_one(models: Path) -> None:
+    about = InferenceModel(ModelConfig(builder="mine:wrapped"), tokenizer=str(models / "llama"))
+    inner: Any = causal_lm(path=str(models / "llama")).module
+    named = Wrapped(inner)
+    named.forward = lambda **batch: inner(**batch)  # type: ignore[method-assign]
+    assert about.is_language_model(named) and about.is_language_model(inner)
+    named.config = None
+    assert not about.is_language_model(named)
 
 
 @pytest.mark.parametrize("kind", ["more", "less", "adapters"])
