@@ -23,17 +23,13 @@ CHUNK_BYTES = 16 * 2**20
 SHARD_BYTES = 2 * 2**30
 
 DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.complex64: "C64", torch.bool: "BOOL",
+}  # fmt: skip
+"""Every dtype that all allowed versions of the safetensors library read."""
 
 
 @dataclass(frozen=True)
@@ -152,4 +148,5 @@ def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    plain = tensor.detach().resolve_conj().resolve_neg()  # a conjugated view has the bytes of its base
+    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raytrain.checkpoint.safetensors import DTYPE_NAMES
 from raytrain.errors import CheckpointError
 
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_PLAIN: Any = Tensor
 _RESERVED = frozenset({"manifest", "state"})
 
 
@@ -51,6 +53,15 @@ class Snapshot:
 
 def flatten(state: Any) -> Flat:
     """Splits a nested state; see `unflatten`. Errors: CheckpointError naming a value it cannot hold."""
+    flat = shape_of(state)
+    for name, tensor in flat.tensors.items():
+        if tensor.device.type == "meta":
+            raise CheckpointError(f"{name}: only tensors with data can be saved, not one on the meta device")
+    return flat
+
+
+def shape_of(state: Any) -> Flat:
+    """`flatten`, of a state whose tensors may have no data yet: finds what cannot be saved before there is any."""
     tensors: dict[str, Tensor] = {}
     return Flat(tensors, _skeleton(state, (), tensors))
 
@@ -129,10 +140,14 @@ def _key(key: Any, path: tuple[str, ...]) -> Any:
 
 def _add(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> str:
     stem = ".".join(path) or "value"
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise CheckpointError(
-            f"{stem}: only dense tensors with data can be saved, not {tensor.layout} on {tensor.device}"
-        )
+    kind: Any = type(tensor)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kept = "a quantized tensor" if tensor.is_quantized else f"a tensor of layout {tensor.layout}"
+        raise CheckpointError(f"{stem}: {'a nested tensor' if tensor.is_nested else kept} cannot be saved, only dense")
+    if kind.__torch_dispatch__ is not _PLAIN.__torch_dispatch__ and not hasattr(tensor, "to_local"):
+        raise CheckpointError(f"{stem}: a {kind.__name__}, whose values its class keeps elsewhere, cannot be saved")
+    if tensor.dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{stem}: a tensor of {tensor.dtype} cannot be saved in a safetensors file")
     name, number = stem, 2
     while name in tensors:  # {"a.b": x, "a": {"b": y}}
         name, number = f"{stem}~{number}", number + 1
@@ -149,7 +164,7 @@ def split_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     distinct: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
         if tensor.numel() and place in first:
             tied[name] = first[place]
         else:

@@ -32,11 +32,12 @@ class CheckpointWeights:
     """The model's complete state_dict in a verified checkpoint, on the CPU.
 
     Attributes:
-        tensors: by their names in the module; tied ones are the same tensor.
+        tensors: by their names in the module; tied ones are the same tensor. What `get_extra_state` returned is in it
+            too, whatever it is.
         state: the JSON state of the training, as saved.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Any]
     state: dict[str, Any]
     manifest: dict[str, Any]
 
@@ -61,12 +62,13 @@ def read_weights(path: str) -> CheckpointWeights:
             tied, split = manifest["tied"].get(MODEL, {}), manifest.get("split", {}).get(MODEL, [])
             tensors = part_tensors([files[name] for name in own], tied=tied, split=split, place=None)
             others = set(files).difference({STATE}, *manifest["parts"].values())
-            tensors |= _read_stacked([files[name] for name in sorted(others)], manifest.get(STACKED, {}))
             with open(files[STATE], "rb") as file:
-                state = unflatten({}, json.load(file)["state"])
+                stored = json.load(file)
+            whole, state = unflatten(tensors, stored["parts"][MODEL]), unflatten({}, stored["state"])
+            whole |= _read_stacked([files[name] for name in sorted(others)], manifest.get(STACKED, {}))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{path}: not understood ({type(error).__name__}: {error})") from error
-    return CheckpointWeights(tensors, state, manifest)
+    return CheckpointWeights(whole, state, manifest)
 
 
 def _read_stacked(files: Iterable[str], stacked: Mapping[str, list[str]]) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from safetensors.torch import save as tensors_to_bytes
 
 from raytrain.checkpoint.snapshot import flatten, unflatten
 from raytrain.checkpoint.writer import CheckpointWriter
+from raytrain.models.weights.headers import VERSIONS
+from raytrain.models.weights.stored import versions_of
 from raytrain.plan.choice import Resolved
 from raytrain.plan.text import seconds_text
 from raytrain.runs.folder import RunFolder
@@ -87,6 +89,7 @@ class CheckpointSaver:
         self._about = {
             "source_facts": session.facts, "tokenizer": session.source.tokenizer, "reads": dict(session.source.reads),
             "own_format": session.trainable.export is not None,
+            VERSIONS: versions_of(session.trainable.module.state_dict()),
         }  # fmt: skip
 
     def due(self, step: int) -> bool:

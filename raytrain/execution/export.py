@@ -17,7 +17,7 @@ from raytrain.checkpoint.weights import CheckpointWeights, read_weights
 from raytrain.errors import CheckpointError, InputError
 from raytrain.infer.text.generate import language_sample
 from raytrain.models.huggingface.tokenizer import open_tokenizer
-from raytrain.models.weights.stored import export_weights
+from raytrain.models.weights.stored import as_tensors, export_weights
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store, split
 from raytrain.train.build import load_module
@@ -103,7 +103,7 @@ def notes_of(state: LoopState, *, step: int) -> dict[str, str]:
 
 
 def write_weights(
-    state: Mapping[str, Tensor], target: str, *, own: Export | None, tokenizer: str | None, notes: Mapping[str, str]
+    state: Mapping[str, Any], target: str, *, own: Export | None, tokenizer: str | None, notes: Mapping[str, str]
 ) -> None:
     """Write a folder of weights for plain PyTorch; `model.safetensors` comes last, so the others are complete with it.
 
@@ -123,9 +123,10 @@ def write_weights(
         if own is None:
             export_weights(state, os.path.join(folder, NAME), metadata=notes)
         else:
-            own({name: tensor.detach().cpu() for name, tensor in state.items()}, folder)
+            tensors, about = as_tensors(state)
+            own({name: tensor.cpu() for name, tensor in tensors.items()}, folder)
             if os.path.exists(os.path.join(folder, NAME)):  # a model may write another kind of file
-                _add_notes(os.path.join(folder, NAME), notes)
+                _add_notes(os.path.join(folder, NAME), {**notes, **about})
         if tokenizer is not None:
             open_tokenizer(tokenizer).save_pretrained(folder)
         _publish(folder, target)

@@ -153,8 +153,10 @@ class InferenceModel:
         """Whether it continues texts: it has a vocabulary, and its forward takes `input_ids`."""
         import inspect
 
-        takes = "input_ids" in inspect.signature(module.forward).parameters
-        return takes and ("vocab_size" in self.facts or self.tokenizer is not None)
+        parameters = inspect.signature(module.forward).parameters
+        kinds = getattr(getattr(module, "config", None), "architectures", None) or ()
+        wraps = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and "CausalLM" in str(kinds)
+        return ("input_ids" in parameters or wraps) and ("vocab_size" in self.facts or self.tokenizer is not None)
 
     def _row_predictor(self, module: nn.Module, schema: Any, autocast: Any) -> RowPredictor:
         stacked, named = tuple(self.reads.get("stacked", ())), tuple(self.reads.get("named", ()))

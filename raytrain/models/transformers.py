@@ -97,6 +97,7 @@ def causal_lm(
     return _trainable(
         module,
         _language_loss(module, apart=apart),
+        path if init == "weights" else None,
         weight=shifted_labels_weight,
         flops_per_sample=None if context is None else _flops(module, context),
     )
@@ -158,11 +159,13 @@ def classifier(
         auto = transformers.AutoModelForSequenceClassification
         module = load_module(auto, config, path, init=init, head=True)
     _freeze(module, freeze)
-    return _trainable(module, _class_loss)
+    return _trainable(module, _class_loss, path if init == "weights" else None)
 
 
-def _trainable(module: PreTrainedModel, loss: Callable[..., LossOutput], **more: Any) -> Trainable:
-    return Trainable(module, loss, export=exporter(module), translate=translator(module), **more)
+def _trainable(
+    module: PreTrainedModel, loss: Callable[..., LossOutput], path: str | None, **more: Any
+) -> Trainable:  # fmt: skip
+    return Trainable(module, loss, export=exporter(module, path), translate=translator(module), **more)
 
 
 def _config(path: str, *, vocab_size: int | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import CellType, FunctionType
@@ -19,7 +20,7 @@ from raytrain.data.rows.contract import Source
 from raytrain.data.rows.map_style import first_row
 from raytrain.errors import CheckpointError
 from raytrain.models.registry import call_builder, to_trainable
-from raytrain.models.weights.initial import StartingWeights, offered
+from raytrain.models.weights.initial import StartingWeights, is_extra, offered
 from raytrain.train.job import TrainJob
 from raytrain.trainable import Trainable
 
@@ -69,17 +70,47 @@ def build_of(job: TrainJob, *, facts: dict[str, Any], initial: bool) -> Trainabl
     return build_trainable(model, sections=job.builder_sections, facts=facts, initial=initial)
 
 
-def copy_of(given: Any) -> Any:
+def copy_of(given: Any, copies: dict[int, Any] | None = None) -> Any:
     """Deep-copy a module or a Trainable.
 
-    Functions of a Trainable that close over parts of it, which `copy.deepcopy` does not copy, close over the copies.
+    Functions of a Trainable and hooks of a module that close over parts of it, which `copy.deepcopy` does not copy,
+    close over the copies. It also leaves out the hooks and the attributes of parameters.
+
+    Args:
+        copies: id of an object in `given` -> what stands for it in the copy.
     """
-    copies: dict[int, Any] = {}
+    copies = {} if copies is None else copies
+    module = given.module if isinstance(given, Trainable) else given
+    parts = list(module.modules()) if isinstance(module, nn.Module) else []
+    for value in (value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)):
+        if not value.is_leaf:  # of an earlier pass, or of torch's old weight_norm, which computes it in each
+            copies[id(value)] = value.detach().clone()
     made = copy.deepcopy(given, copies)
+    for tensor in (tensor for part in parts for tensor in (*part._parameters.values(), *part._buffers.values())):
+        if id(tensor) in copies:  # a part may define how it is copied
+            _carry_over(tensor, copies[id(tensor)], copies)
+    for held in (vars(copies[id(part)]) for part in parts if id(part) in copies):
+        for name, value in held.items():
+            if isinstance(value, dict) and name.endswith("_hooks"):
+                value.update({key: _rebound(hook, copies) for key, hook in value.items()})
+            elif isinstance(value, FunctionType):
+                held[name] = _rebound(value, copies)
     if isinstance(made, Trainable):
         for each in fields(made):
             setattr(made, each.name, _rebound(getattr(made, each.name), copies))
     return made
+
+
+def _carry_over(tensor: Any, made: Any, copies: dict[int, Any]) -> None:
+    """Give the copy of a parameter or buffer its attributes and hooks, once if it is tied."""
+    vars(made).update(copy.deepcopy(vars(tensor), copies))
+    for kind, register in (
+        ("_backward_hooks", made.register_hook),
+        ("_post_accumulate_grad_hooks", made.register_post_accumulate_grad_hook),
+    ):
+        for hook in () if getattr(made, kind) else (getattr(tensor, kind) or {}).values():
+            # Methods and partial functions are copied with what they hold.
+            register(_rebound(hook, copies) if isinstance(hook, FunctionType) else copy.deepcopy(hook, copies))
 
 
 def _rebound(value: Any, copies: dict[int, Any]) -> Any:
@@ -115,8 +146,16 @@ def load_module(module: nn.Module, state: dict[str, Any]) -> None:
     Raises:
         CheckpointError: names or shapes differ; the message lists the first five.
     """
-    refuse_other_model(differences(module.state_dict(), state, shapes=lambda one: {one.shape}))
-    module.load_state_dict(state)
+    own = module.state_dict()
+    refuse_other_model(differences(own, state, shapes=lambda one: {one.shape}))
+    module.load_state_dict(of_this_version(own, state))
+
+
+def of_this_version(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` with the versions of modules in `own`: without them a module takes it for an old one, and converts it."""
+    found = OrderedDict(state)
+    found._metadata = getattr(own, "_metadata", {})  # pyright: ignore[reportAttributeAccessIssue]
+    return found
 
 
 def differences(
@@ -132,7 +171,7 @@ def differences(
     return wrong + [
         f"{name} has shape {tuple(state[name].shape)}, the model {tuple(own[name].shape)}"
         for name in own
-        if name in state and hasattr(own[name], "shape") and state[name].shape not in shapes(own[name])
+        if name in state and not is_extra(name, own[name]) and state[name].shape not in shapes(own[name])
     ]
 
 

@@ -6,6 +6,16 @@ on the meta device. What only a pass can show is checked by `jobs.driver.checks.
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from raytrain.checkpoint.snapshot import shape_of
+from raytrain.config.messages import abbreviated
+from raytrain.errors import CheckpointError, InputError
+from raytrain.models.weights.initial import is_extra
+from raytrain.train.build import copy_of
 from raytrain.trainable import Trainable
 
 
@@ -19,3 +29,90 @@ def check_module(trainable: Trainable, *, key: str, strategy: str) -> None:
     Raises:
         InputError: naming the part of the module, and what to change.
     """
+    _refuse_lazy(trainable.module, key)
+    _refuse_unsaveable(trainable, key, strategy)
+
+
+def _refuse_lazy(module: nn.Module, key: str) -> None:
+    """Parameters without sizes can be neither sent, nor shared out, nor given to an optimizer."""
+    for name, part in module.named_modules():
+        for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                raise InputError(
+                    key, got=f"a {type(part).__name__} whose {leaf} has no size yet ({name or 'the model itself'})",
+                    expected="parameters and buffers with sizes",
+                    remedy="call it with one batch where it is made, or replace the Lazy class by one with sizes",
+                )  # fmt: skip
+
+
+def _refuse_unsaveable(trainable: Trainable, key: str, strategy: str) -> None:
+    """What a checkpoint or the export could not write, or what would not load again."""
+    module = trainable.module
+    for name, part in module.named_modules():
+        kind = type(part)
+        if kind.get_extra_state is not nn.Module.get_extra_state and kind.set_extra_state is nn.Module.set_extra_state:
+            raise InputError(
+                key, got=f"a {kind.__name__} ({name or 'the model itself'}) with get_extra_state alone",
+                expected="set_extra_state beside it, with which a resumed run restores what it returned",
+            )  # fmt: skip
+    on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    try:
+        state = module.state_dict()
+    except (RuntimeError, NotImplementedError):
+        if on_meta:  # an extra state that reads values: the session checks it
+            return
+        raise
+    parts = {"": state}
+    if not (on_meta or trainable.remote.distributed or trainable.state_parts is None):
+        parts |= {f"state_parts {name}.": part.state_dict() for name, part in trainable.state_parts().items()}
+    for prefix, held in parts.items():
+        try:
+            shape_of(held)
+        except CheckpointError as error:
+            raise InputError(
+                key, got=f"a {type(module).__name__} whose state no checkpoint can hold: {prefix}{error}",
+                expected="a state of dense tensors and plain values",
+                remedy="convert it in get_extra_state or state_dict, or register_buffer(..., persistent=False)",
+            ) from error  # fmt: skip
+    _refuse_unloadable(module, state, key, strategy)
+    misfit: Any = getattr(trainable.export, "misfit", None)  # of a transformers folder
+    found = {} if misfit is None else misfit(state)
+    if trainable.remote.distributed:  # its experts are elsewhere until the end
+        found.pop("less", None)
+    for kind, names in found.items():
+        if names:
+            raise InputError(
+                key, got=f"a module with {kind} tensors than the transformers model that it exports "
+                f"({abbreviated(names, 3)})", expected="that model, or a module that only wraps it",
+                remedy="set trainable.export = None, which exports model.safetensors alone",
+            )  # fmt: skip
+
+
+def _refuse_unloadable(module: nn.Module, state: dict[str, Any], key: str, strategy: str) -> None:
+    """Hooks or methods of a module may write its state under names of their own: it must take them back."""
+    tensors = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+    own = {name for name, value in state.items() if not is_extra(name, value)} - tensors.keys()
+    lost = [name for name, tensor in tensors.items() if tensor.requires_grad and name not in state]
+    if not own and not lost:
+        return
+    kind = type(module).__name__
+    if own and strategy == "fsdp":
+        raise InputError(
+            "scale.strategy", got=f"fsdp with a {kind} whose state_dict has names of its own ({min(own)})",
+            expected="data_parallel for this model",
+        )  # fmt: skip
+    wrong = "" if own else f"a {kind} whose state_dict leaves out {abbreviated(lost, 5)}, which are trained"
+    metas: dict[int, Any] = {
+        id(tensor): tensor.detach().to("meta").requires_grad_(tensor.requires_grad) for tensor in tensors.values()
+    }
+    try:
+        twin = copy_of(module, metas)  # without memory, and the module itself is left alone
+        twin.load_state_dict(twin.state_dict())
+    except Exception as error:  # a twin may be impossible, or its hooks read values
+        if str(error).startswith("Error(s) in loading state_dict"):
+            wrong = f"a {kind} that does not load its own state_dict: {' '.join(str(error).split(':', 1)[1].split())}"
+    if wrong:
+        raise InputError(
+            key, got=wrong, expected="a state from which the module can be restored",
+            remedy="undo in a load_state_dict pre-hook what a hook of state_dict does",
+        )  # fmt: skip

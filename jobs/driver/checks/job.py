@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -37,6 +36,7 @@ from raytrain.data.sources.open import read_on_driver, source_from_driver
 from raytrain.errors import CheckpointError, InputError
 from raytrain.execution.observers import load_observers
 from raytrain.models.blocks import blocks_of
+from raytrain.models.weights.headers import find_weights
 from raytrain.models.weights.initial import StartingWeights
 from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.plan import Plan
@@ -158,11 +158,11 @@ def check_fits(module: nn.Module, run: RunFolder) -> None:
         manifest = read_manifest(saved[-1].path)
         if manifest["parts"].get("model") != [MODEL_FILE] or manifest.get("experts") is not None:
             return
-        with safe_open(os.path.join(saved[-1].path, MODEL_FILE), framework="pt") as file:
-            held = {name: Shaped(torch.Size(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
-    except (CheckpointError, OSError, SafetensorError):
+        stored = find_weights(saved[-1].path, key="--resume")
+    except (CheckpointError, OSError, InputError):
         return
-    held |= {alias: held[name] for alias, name in manifest["tied"].get("model", {}).items() if name in held}
+    held: dict[str, Any] = {name: Shaped(torch.Size(shape)) for name, shape in stored.shapes.items()}
+    held |= stored.extra
     wrong = differences(module.state_dict(), held, shapes=lambda one: {one.shape})
     if wrong:
         raise InputError(

@@ -19,6 +19,8 @@ from torch import nn
 from jobs.job.spec import JobSpec
 from raytrain.data.sources.in_memory import check_kind
 from raytrain.errors import InputError, first_line
+from raytrain.train.sending import make_sendable
+from raytrain.trainable import Trainable
 
 _PICKLER = "raytrain_ray_cloudpickle"
 #: Levels of attributes that are searched for the part that cannot be pickled.
@@ -34,6 +36,10 @@ def check_sendable(spec: JobSpec) -> None:
         InputError: names the key, and the attribute that cannot.
     """
     for key, value in _objects(spec):
+        module = value.module if isinstance(value, Trainable) else value
+        if isinstance(module, nn.Module):
+            make_sendable(module)
+            _check_hooks(module, key)
         error = _refusal(value)
         if error is None:
             continue
@@ -47,6 +53,17 @@ def check_sendable(spec: JobSpec) -> None:
             key, got=seen, expected="an object that can be pickled",
             remedy="create that part where it is first used, or leave it out in __getstate__",
         )  # fmt: skip
+
+
+def _check_hooks(module: nn.Module, key: str) -> None:
+    """Refuse hooks of tensors, which torch leaves out when it pickles a tensor."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            raise InputError(
+                key, got=f"a {type(module).__name__} with a hook on the tensor {name}, which no worker would receive",
+                expected="hooks on modules only", remedy="register it in a function that builds the model, and name "
+                "that as model.builder",
+            )  # fmt: skip
 
 
 def _objects(spec: JobSpec) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytrain.train.memory.retry import SavedState
 from raytrain.train.optim.build import takes_skip_on_device
@@ -20,7 +20,7 @@ from raytrain.trainable import Trainable
 
 @contextlib.contextmanager
 def preserve_model(trainable: Trainable, device: torch.device, *, worst: bool = False) -> Iterator[None]:
-    """Restores the model's buffers, generators, gradients (to zero) and train modes.
+    """Restores the model's buffers, extra state, generators, gradients (to zero) and train modes.
 
     Args:
         worst: inside, what depends on the data (the routing of a mixture of experts) needs the most memory it can.
@@ -29,6 +29,11 @@ def preserve_model(trainable: Trainable, device: torch.device, *, worst: bool = 
     saved = SavedState(module, device)
     saved.take()
     modes = [(part, part.training) for part in module.modules()]
+    extra = [
+        (part, copy.deepcopy(part.get_extra_state()))
+        for part in module.modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    ]
     routing = trainable.worst_case() if worst and trainable.worst_case is not None else contextlib.nullcontext()
     try:
         with routing:
@@ -40,6 +45,8 @@ def preserve_model(trainable: Trainable, device: torch.device, *, worst: bool = 
                 parameter.grad.zero_()
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
             part.training = training
+        for part, state in extra:
+            part.set_extra_state(state)
     if trainable.interval_log is not None:
         trainable.interval_log.forget()
     trainable.remote.discard()  # not after a failure: the hosts may be in the middle of an exchange

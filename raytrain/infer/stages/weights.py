@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raytrain.checkpoint.safetensors import DTYPE_NAMES
 from raytrain.errors import InputError
 from raytrain.infer.stages.plan import KEY, StagePlan
 from raytrain.infer.stages.sequence import poisoned, set_tensor, tensors_of_part
@@ -17,10 +18,7 @@ from raytrain.models.weights.headers import StoredWeights, read_header
 from raytrain.models.weights.initial import misfits
 from raytrain.runs.storage import join, locate
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 PIECE_BYTES = 64 << 20
 
 

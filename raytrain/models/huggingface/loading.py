@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from raytrain.checkpoint.snapshot import split_tied
 from raytrain.errors import InputError, first_line
 from raytrain.models.sizes import SizeError
 from raytrain.models.weights.headers import find_weights
@@ -17,6 +21,9 @@ from raytrain.models.weights.initial import misfit, misfits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class ReadsWeights(RuntimeError):
@@ -102,18 +109,58 @@ def _within_trunk(module: PreTrainedModel, found: Mapping[str, list[str]], *, he
     return {kind: names for kind, names in kept.items() if names}
 
 
-def exporter(module: PreTrainedModel) -> Callable[[dict[str, Tensor], str], None]:
-    """Return `Trainable.export` for a module: it writes the config, and the weights under transformers' names."""
+def exporter(module: PreTrainedModel, path: str | None = None) -> Callable[[dict[str, Tensor], str], None]:
+    """Return `Trainable.export` for a module: it writes the config, and the weights under transformers' names.
+
+    The state may be that of a module that wraps this one. `export.misfit(names)` says why a state is neither.
+
+    Args:
+        path: the folder that the weights come from: its half-precision tensors are written in its format.
+    """
+    stored = {} if path is None else find_weights(path, key="model.path").dtypes
+    usual = next((dtype for dtype, _ in Counter(stored.values()).most_common(1)), "")
+    own = list(module.state_dict())
+
+    def prefix_of(names: Collection[str]) -> str:
+        return (
+            ""
+            if own[0] in names
+            else next((name.removesuffix(own[0]) for name in names if name.endswith(f".{own[0]}")), "")
+        )
+
+    def misfit(names: Collection[str]) -> dict[str, list[str]]:
+        prefix = prefix_of(names)
+        wanted = {prefix + name for name in own}
+        return {"more": [name for name in names if name not in wanted], "less": sorted(wanted - {*names})}
 
     def export(state: dict[str, Tensor], folder: str) -> None:
+        prefix = prefix_of(state)
+        distinct, tied = split_tied({name.removeprefix(prefix): tensor for name, tensor in state.items()})
+        halves = {name: HALF.get(stored.get(name, usual)) for name, one in distinct.items() if one.is_floating_point()}
+        distinct |= {name: distinct[name].to(half) for name, half in halves.items() if half is not None}
+        whole = distinct | {alias: distinct[name] for alias, name in tied.items()}
         with quiet():
             module.config.use_cache = True
             try:
-                module.save_pretrained(folder, state_dict=state, max_shard_size=2**62)
+                module.save_pretrained(folder, state_dict=whole, max_shard_size=2**62)
             finally:
                 module.config.use_cache = False
+        if usual in HALF:
+            _say_dtype(os.path.join(folder, "config.json"), str(HALF[usual]).removeprefix("torch."))
 
+    export.misfit = misfit  # pyright: ignore[reportFunctionMemberAccess]  (asked before the first step)
     return export
+
+
+def _say_dtype(path: str, dtype: str) -> None:
+    """Write the weights' dtype into a config, which has that of the module in training; transformers loads in it."""
+    with open(path, encoding="utf-8") as file:
+        config = json.load(file)
+    for part in (config, *config.values()):
+        if isinstance(part, dict) and "dtype" in part:
+            part["dtype"] = dtype
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def translator(module: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

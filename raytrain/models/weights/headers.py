@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,9 @@ from raytrain.errors import InputError, first_line
 from raytrain.runs.storage import Store, join, open_store, split
 
 INDEX = "model.safetensors.index.json"
+EXTRA = "extra_state"
+VERSIONS = "versions"
+"""Notes of a file about a module's state, as JSON: `StoredWeights.extra` and `.versions`."""
 SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 EXPECTED = "a run folder, a checkpoint in one, a folder of transformers, or a safetensors file"
@@ -32,6 +35,10 @@ class StoredWeights:
         file_of: tensor -> the file that holds it (the last of them for a split tensor), aliases not included.
         aliases: another name of a tensor (tied weights) -> the name that it is stored under.
         split: tensors of which each file holds some rows, in the order of the files.
+        dtypes: stored tensor -> the name of its dtype in the format, such as BF16.
+        versions: name of a module -> the version of its state, other than the first.
+        extra: key of the state whose value is no tensor (`get_extra_state`) -> its skeleton, as
+            `raytrain.checkpoint.snapshot` makes them; the tensors inside it are in no other attribute.
     """
 
     store: Store
@@ -41,6 +48,9 @@ class StoredWeights:
     file_of: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     split: tuple[str, ...] = ()
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -131,16 +141,25 @@ def _from_checkpoint(store: Store, *, key: str) -> StoredWeights:
     found = _from_files(store, manifest["parts"]["model"], origin=f"the checkpoint {store.uri}", key=key, split=split)
     tied = manifest["tied"].get("model", {})
     shapes = {**found.shapes, **{alias: found.shapes[name] for alias, name in tied.items()}}
-    return replace(found, shapes=shapes, aliases=tied)
+    stored = json.loads(store.read_bytes("state.json")) if store.exists("state.json") else {"parts": {}}
+    model = stored["parts"].get("model", {}).get("dict", {})
+    extra = {name: tree for name, tree in model.items() if tree != {"tensor": name}}
+    versions = manifest.get("extra", {}).get(VERSIONS, {})
+    return _without_inner(replace(found, shapes=shapes, aliases=tied, versions=versions), extra)
 
 
 def _from_files(store: Store, files: list[str], *, origin: str, key: str, split: tuple[str, ...] = ()) -> StoredWeights:
     shapes: dict[str, tuple[int, ...]] = {}
     file_of: dict[str, str] = {}
     aliases: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    versions: dict[str, int] = {}
     for file in files:
         header = read_header(store, file, key=key)
         notes = header.pop("__metadata__", {})
+        extra |= json.loads(notes.get(EXTRA, "{}"))
+        versions |= json.loads(notes.get(VERSIONS, "{}"))
         for name, entry in header.items():
             shape = tuple(entry["shape"])
             if name in shapes and name in split:
@@ -148,11 +167,31 @@ def _from_files(store: Store, files: list[str], *, origin: str, key: str, split:
             elif name in shapes:
                 seen = f"{name} in {file_of[name]} and in {file} of {origin}"
                 raise InputError(key, got=seen, expected="each tensor in one file")
-            shapes[name], file_of[name] = shape, file
+            shapes[name], file_of[name], dtypes[name] = shape, file, entry["dtype"]
         # safetensors' save_model notes tied weights like this, and so does `export_weights`
         aliases |= {alias: name for alias, name in notes.items() if alias not in header and name in header}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-    return StoredWeights(store, tuple(files), shapes, origin, file_of, aliases, split)
+    return _without_inner(
+        StoredWeights(store, tuple(files), shapes, origin, file_of, aliases, split, dtypes, versions), extra
+    )
+
+
+def _without_inner(found: StoredWeights, extra: Mapping[str, Any]) -> StoredWeights:
+    """The weights with `extra`, whose tensors are no weights."""
+    inner = {name for tree in extra.values() for name in _tensors_in(tree)}
+    shapes = {name: shape for name, shape in found.shapes.items() if name not in inner}
+    return replace(found, shapes=shapes, extra=extra)
+
+
+def _tensors_in(skeleton: Any) -> Iterator[str]:
+    """Names of the tensors that a skeleton refers to."""
+    for kind, content in skeleton.items() if isinstance(skeleton, dict) else ():
+        if kind in ("tensor", "bytes", "array"):
+            yield content["tensor"] if kind == "array" else content
+        elif kind != "float":
+            inner = content.values() if kind == "dict" else content
+            for one in inner:
+                yield from _tensors_in(one[1] if kind == "items" else one)
 
 
 def read_header(store: Store, file: str, *, key: str) -> dict[str, Any]:

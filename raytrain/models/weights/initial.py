@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from raytrain.config.messages import abbreviated
 from raytrain.errors import InputError
@@ -46,7 +49,7 @@ class StartingWeights:
         """
         shapes = self.stored.shapes
         if translate is not None and misfits(module, shapes):
-            shapes = _shapes_of(translate(self.read()))
+            shapes = _shapes_of(_named(module, _without_extra(self.read()), translate))
         found = misfits(module, shapes)
         if found:
             raise misfit(found, self.stored.origin)
@@ -59,19 +62,51 @@ class StartingWeights:
         """
         if self.filled:
             return
-        state = self.read()
+        read = self.read()
+        state = _without_extra(read)
         if translate is not None and misfits(module, _shapes_of(state)):
-            state = translate(state)
+            state = _named(module, state, translate)
         found = misfits(module, _shapes_of(state))
         if found:
             raise misfit(found, self.stored.origin)
         stored_name = {name: next(one for one in names if one in state) for name, names in _tied_names(module).items()}
-        module.load_state_dict({name: state[stored] for name, stored in stored_name.items()})
+        extra = self._extra(module, {name: value for name, value in read.items() if is_extra(name, value)})
+        named = OrderedDict({name: state[stored] for name, stored in stored_name.items()} | extra)
+        named._metadata = getattr(read, "_metadata", {})  # pyright: ignore[reportAttributeAccessIssue]
+        module.load_state_dict(named)
         self.filled = True
 
-    def read(self) -> dict[str, Tensor]:
-        """All tensors, on the CPU, by the names in their files."""
+    def _extra(self, module: nn.Module, read: Mapping[str, Any]) -> dict[str, Any]:
+        """What `set_extra_state` gets: what it holds now if the file has none at all, as those of other libraries."""
+        own = {name: value for name, value in module.state_dict().items() if is_extra(name, value)}
+        kinds = {"missing": own.keys() - read.keys(), "unexpected": read.keys() - own.keys()}
+        found = {kind: sorted(names) for kind, names in kinds.items() if names}
+        if read and found:
+            raise misfit(found, self.stored.origin)
+        return own | dict(read)
+
+    def read(self) -> dict[str, Any]:
+        """All tensors, on the CPU, by the names in their files, and the extra state of modules."""
         return StoredTensors(self.stored).read_all()
+
+
+def is_extra(name: str, value: Any) -> bool:
+    """Whether an entry of a module's state is no weight: what `get_extra_state` returned, be it a tensor of any shape,
+    or what a hook of its state_dict added."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor)
+
+
+def _without_extra(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if not is_extra(name, value)}
+
+
+def _named(module: nn.Module, state: dict[str, Tensor], translate: Translate) -> dict[str, Tensor]:
+    """A state under the names of the module, which may wrap the model that the state belongs to."""
+    translated = translate(state)
+    own, first = module.state_dict(), next(iter(translated), "")
+    prefix = next((name.removesuffix(first) for name in own if name.endswith(f".{first}")), "")
+    wrapped = {prefix + name: tensor for name, tensor in translated.items()}
+    return translated if misfits(module, _shapes_of(wrapped)) else wrapped
 
 
 def misfits(module: nn.Module, given: Shapes) -> dict[str, list[str]]:
@@ -79,9 +114,9 @@ def misfits(module: nn.Module, given: Shapes) -> dict[str, list[str]]:
 
     The file may hold a tied weight under any of its names.
     """
-    own = module.state_dict()
+    own = _without_extra(module.state_dict())
     missing = [name for name, names in _tied_names(module).items() if not any(one in given for one in names)]
-    unexpected = [name for name in given if name not in own]
+    unexpected = [name for name in given if name not in own and name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX]
     misshapen = [
         f"{name} {list(given[name])} for {list(own[name].shape)}"
         for name in own
@@ -93,7 +128,7 @@ def misfits(module: nn.Module, given: Shapes) -> dict[str, list[str]]:
 
 def _tied_names(module: nn.Module) -> dict[str, list[str]]:
     """Each name in the module's state -> all names of the same tensor, itself first."""
-    own = {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+    own = {name: id(tensor) for name, tensor in _without_extra(module.state_dict(keep_vars=True)).items()}
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in own.items():
         by_tensor.setdefault(tensor, []).append(name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -17,9 +19,9 @@ from cluster.telemetry.work import WORK
 from raytrain.checkpoint.reader import part_tensors
 from raytrain.checkpoint.safetensors import write_tensors
 from raytrain.checkpoint.sharded import read_split
-from raytrain.checkpoint.snapshot import split_tied
+from raytrain.checkpoint.snapshot import flatten, split_tied, unflatten
 from raytrain.errors import InputError
-from raytrain.models.weights.headers import StoredWeights, find_weights
+from raytrain.models.weights.headers import EXTRA, VERSIONS, StoredWeights, find_weights
 from raytrain.runs.storage import open_store, split
 
 __all__ = ["StoredTensors", "export_weights"]
@@ -62,10 +64,15 @@ class StoredTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.stored.shapes)
 
-    def read_all(self) -> dict[str, Tensor]:
-        """Every tensor, copied out of the files; names of one tied weight share a tensor."""
-        paths = list(self._paths.values())
-        return part_tensors(paths, tied=dict(self.stored.aliases), split=list(self.stored.split), place=None)
+    def read_all(self) -> dict[str, Any]:
+        """The state of the module: every tensor, copied out of the files (names of one tied weight share one), and what
+        its `get_extra_state` returned."""
+        paths, about = list(self._paths.values()), self.stored
+        tensors = part_tensors(paths, tied=dict(about.aliases), split=list(about.split), place=None)
+        extra = {key: unflatten(tensors, tree) for key, tree in about.extra.items()}
+        found = OrderedDict({name: tensors[name] for name in about.shapes} | extra)
+        found._metadata = {name: {"version": version} for name, version in about.versions.items()}  # pyright: ignore
+        return found
 
     @cached_property
     def _paths(self) -> dict[str, str]:
@@ -85,10 +92,30 @@ class StoredTensors(Mapping[str, Tensor]):
         return self._opened[file]
 
 
-def export_weights(module_state: Mapping[str, Tensor], path: str, *, metadata: Mapping[str, str] | None = None) -> None:
+def as_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A module's state_dict as tensors by name, and as metadata of their file what is no tensor: extra state, and the
+    versions of modules, by which they convert an older state. Raises CheckpointError: it holds what cannot be saved."""
+    tensors, skeleton = flatten(dict(state))
+    extra = {key: tree for key, tree in skeleton["dict"].items() if tree != {"tensor": key}}
+    notes = {EXTRA: extra, VERSIONS: versions_of(state)}
+    first = {
+        key: tensors[key] for key in state if key not in extra
+    }  # a weight that an extra state holds too is a weight
+    return first | tensors, {name: json.dumps(note) for name, note in notes.items() if note}
+
+
+def versions_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Name of a module -> the version of its state, other than the first."""
+    found = {name: about.get("version", 1) for name, about in getattr(state, "_metadata", {}).items()}
+    return {name: version for name, version in found.items() if version != 1}
+
+
+def export_weights(module_state: Mapping[str, Any], path: str, *, metadata: Mapping[str, str] | None = None) -> None:
     """Write weights for plain PyTorch, as `safetensors.torch.load_model(model, path)` reads them.
 
-    Tied weights are written once. On a local path the file appears complete or not at all.
+    Tied weights are written once. On a local path the file appears complete or not at all. What `get_extra_state`
+    returned is kept too, and `load_model`, which knows tensors only, refuses such a file: read it with
+    `module.load_state_dict(StoredTensors(path).read_all())`.
 
     Args:
         module_state: a module's state_dict, on any device.
@@ -97,7 +124,8 @@ def export_weights(module_state: Mapping[str, Tensor], path: str, *, metadata: M
 
     Raises:
         RunError: the file cannot be written.
-        CheckpointError: a dtype that safetensors does not have.
+        CheckpointError: a dtype that safetensors does not have, or an extra state that is not made of tensors, numbers,
+            strings, and lists, tuples and dicts of them.
 
     Example:
         >>> import torch
@@ -112,10 +140,11 @@ def export_weights(module_state: Mapping[str, Tensor], path: str, *, metadata: M
     """
     folder, name = split(path)
     store = open_store(folder)
-    distinct, tied = split_tied(module_state)
-    on_cpu = {key: tensor.detach().cpu() for key, tensor in distinct.items()}
+    tensors, about = as_tensors(module_state)
+    distinct, tied = split_tied(tensors)
+    on_cpu = {key: tensor.cpu() for key, tensor in distinct.items()}
     # The aliases are noted as safetensors' own save_model does; transformers asks for the format.
-    notes = {**(metadata or {}), **tied, "format": "pt"}
+    notes = {**(metadata or {}), **tied, **about, "format": "pt"}
     partial = f".{name}.tmp" if store.is_local else name
     with store.open_write(partial) as file:
         write_tensors(file, on_cpu, metadata=notes)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from cluster.telemetry.work import WORK
 from raytrain.checkpoint.sharded import ShardPosition, rows_of
 from raytrain.errors import CheckpointError
-from raytrain.train.build import differences, refuse_other_model
+from raytrain.train.build import differences, of_this_version, refuse_other_model
 from raytrain.train.parallel.fsdp.reduction import like, local
 
 
@@ -43,7 +43,7 @@ def load_sharded(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     own = module.state_dict()
     refuse_other_model(differences(own, state, shapes=lambda one: {one.shape, local(one).shape}))
-    module.load_state_dict({name: cut(own[name], value) for name, value in state.items()})
+    module.load_state_dict(of_this_version(own, {name: cut(own[name], value) for name, value in state.items()}))
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -65,11 +65,14 @@ def _as(parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def full_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+def full_state(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """Complete values by name, on the CPU, tied ones the same tensor; {} on workers without `keep`. Collective."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     gathered: dict[int, Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):  # of `get_extra_state`
+            found[name] = value
+            continue
         if id(value) not in gathered:
             full = _whole(value)
             WORK.add()

@@ -25,10 +25,15 @@ from cluster.telemetry.work import WORK
 from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints, load, looks_like_pickle, newest_valid
 from raytrain.checkpoint.retention import discard_after, retain
 from raytrain.checkpoint.safetensors import write_tensors
+from raytrain.checkpoint.sharded import read_split
 from raytrain.checkpoint.snapshot import Staging, flatten, take_snapshot, unflatten
+from raytrain.checkpoint.weights import read_weights
 from raytrain.checkpoint.writer import CheckpointWriter
-from raytrain.errors import CheckpointError, RunError
-from raytrain.models.weights.stored import export_weights
+from raytrain.errors import CheckpointError, InputError, RunError
+from raytrain.infer.stages.weights import RangedTensors
+from raytrain.models.weights.headers import find_weights
+from raytrain.models.weights.initial import StartingWeights
+from raytrain.models.weights.stored import StoredTensors, export_weights
 from raytrain.runs import storage
 from raytrain.runs.folder import RunFolder
 
@@ -210,8 +215,44 @@ def test_files_of_our_writer_can_be_read_by_the_library(tmp_path):
     assert_same({key: tensors[key] for key in sorted(tensors)}, dict(sorted(read.items())))
     with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"k": "v"}
-    with pytest.raises(CheckpointError, match="complex64"):
-        write_tensors(io.BytesIO(), {"z": torch.zeros(1, dtype=torch.complex64)})
+    with pytest.raises(CheckpointError, match="complex128"):
+        write_tensors(io.BytesIO(), {"z": torch.zeros(1, dtype=torch.complex128)})
+
+
+NEWER = (torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+         torch.float8_e8m0fnu)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", NEWER, ids=str)
+def test_newer_dtypes_keep_every_bit_in_checkpoints_shards_stages_and_exports(run, tmp_path, dtype):
+    raw = torch.arange(1, 12 * dtype.itemsize + 1, dtype=torch.uint8)
+    tensor = raw.view(dtype).reshape(3, 4)
+    part = {"plain": tensor, "turned": tensor.t(), "one": tensor[1, 2].clone(), "none": tensor[:0].clone()}
+    if dtype.is_complex:
+        part["conjugated"], part["negative"] = tensor.conj(), tensor.conj().imag
+
+    def same(found):
+        assert list(found) == sorted(found, key=list(part).index)
+        for name, wanted in part.items():
+            bits = [one.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+                    for one in (found[name], wanted)]  # fmt: skip
+            assert found[name].dtype == wanted.dtype and found[name].shape == wanted.shape and torch.equal(*bits), name
+
+    with writer_of(run, asynchronous=True) as writer:
+        writer.save({"model": part}, {}, step=1)
+    same(load(run.checkpoint_dir(1)).parts["model"])
+    export_weights(part, run.weights)
+    stored = find_weights(run.weights, key="")
+    read = StoredTensors(stored).read_all()
+    same({name: read[name] for name in part})
+    same({name: RangedTensors(stored).read(name) for name in part})
+    halves = []
+    for rank, rows in enumerate((tensor[:2], tensor[2:])):
+        halves.append(str(tmp_path / f"{rank}.safetensors"))
+        with open(halves[-1], "wb") as file:
+            write_tensors(file, {"plain": rows})
+    joined = read_split(halves, ["plain"], None)["plain"]
+    assert joined.dtype == dtype and torch.equal(joined.contiguous().reshape(-1).view(torch.uint8), raw)
 
 
 # -- tied weights and export --------------------------------------------------------------------
@@ -255,6 +296,60 @@ def test_exported_weights_load_in_plain_pytorch_and_score_the_same(run):
     assert torch.equal(model(tokens), fresh(tokens)) and fresh.head.weight is fresh.embed.weight
     with safetensors.safe_open(run.weights, "pt") as file:
         assert list(file.keys()) == ["embed.weight"] and file.metadata()["name"] == "a"
+
+
+class Noted(nn.Module):
+    """A part of the state is no tensor, one part of that is; another module's is bytes."""
+
+    def __init__(self, notes=None, raw=b"") -> None:
+        super().__init__()
+        self.linear, self.inner, self.notes = nn.Linear(2, 2), nn.Identity(), notes
+        self.inner.raw = raw
+        self.inner.__class__ = Raw
+
+    def get_extra_state(self):
+        return {"notes": self.notes, "bias": self.linear.bias}
+
+    def set_extra_state(self, state):
+        self.notes = state["notes"]
+
+
+class Raw(nn.Identity):
+    def get_extra_state(self):
+        return self.raw
+
+    def set_extra_state(self, state):
+        self.raw = state
+
+
+def test_extra_state_is_exported_and_read_again(run):
+    notes = {"table": torch.arange(3), "why": [("a", None, 2.5)], 3: math.inf}
+    model = Noted(notes, b"\x00\x01")
+    export_weights(model.state_dict(), run.weights)
+    stored = find_weights(run.weights, key="")
+    assert sorted(stored.shapes) == ["linear.bias", "linear.weight"] and stored.parameters == 6
+    assert sorted(StoredTensors(stored)) == sorted(stored.shapes), "what is inside is no weight"
+    with writer_of(run) as writer:
+        writer.save({"model": model.state_dict()}, {}, step=1)
+    whole = read_weights(run.checkpoint_dir(1)).tensors
+    for path in (run.weights, run.checkpoint_dir(1)):
+        for state in (StoredTensors(path).read_all(), whole):
+            fresh = Noted()
+            fresh.load_state_dict(state)
+            assert_same({**notes}, fresh.notes)
+            assert fresh.inner.raw == b"\x00\x01" and torch.equal(fresh.linear.weight, model.linear.weight)
+        fresh = Noted()
+        StartingWeights.at(path).fill(fresh)
+        assert_same({**notes}, fresh.notes)
+    with pytest.raises(InputError, match=r"2 unexpected \(_extra_state, inner._extra_state\)"):
+        plain = nn.Module()
+        plain.linear = nn.Linear(2, 2)
+        StartingWeights.at(run.weights).fill(plain)
+    fresh = Noted("mine")
+    of_others = {name: value for name, value in model.state_dict().items() if "extra" not in name}
+    safetensors.torch.save_file(of_others, run.weights)
+    StartingWeights.at(run.weights).fill(fresh)
+    assert fresh.notes == "mine", "the file of another library has none"
 
 
 # -- damage -------------------------------------------------------------------------------------

@@ -16,14 +16,19 @@ from jobs.driver.checks.job import check_on_driver
 from jobs.driver.plan import plan_job
 from jobs.job.paths import resolved
 from jobs.job.spec import load_spec
+from raytrain.config.sections import ModelConfig
 from raytrain.errors import InputError
 from raytrain.execution.export import export
+from raytrain.infer.model import InferenceModel
 from raytrain.models.huggingface.folder import folder_facts
 from raytrain.models.huggingface.loading import ReadsWeights
 from raytrain.models.sizes import SizeError
 from raytrain.models.transformers import causal_lm, classifier, keeps_documents_apart
+from raytrain.models.weights.headers import find_weights
 from raytrain.models.weights.initial import StartingWeights
+from raytrain.models.weights.stored import StoredTensors
 from raytrain.runs.folder import RunFolder
+from raytrain.train.module_checks import check_module
 from raytrain.trainable import parameters_of, shifted_labels_weight
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")
@@ -142,6 +147,118 @@ def test_a_run_exports_a_folder_that_transformers_loads(models: Path, tmp_path: 
     after = {"builder": LM, "path": str(models / "llama"), "init": "random", "init_from": run.path}
     follower = make_session(after, data)
     assert all(torch.equal(tensor, ours[name]) for name, tensor in follower.trainable.module.state_dict().items())
+
+
+class Wrapped(torch.nn.Module):
+    """Holds a model, as adapters do; with `more` also a tensor of its own."""
+
+    def __init__(self, inner: Any, *, more: bool = False) -> None:
+        super().__init__()
+        self.base_model, self.config = inner, inner.config
+        if more:
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **batch: Any) -> Any:
+        return self.base_model(input_ids=input_ids, attention_mask=attention_mask, **batch)
+
+
+def wrapped(path: str, init: str = "weights", vocab_size: int | None = None) -> Any:
+    """A user's builder."""
+    made = causal_lm(path=path, init=init, vocab_size=vocab_size)
+    made.module = Wrapped(made.module)
+    return made
+
+
+def in_half(folder: Path, kind: str, dtype: torch.dtype, **options: Any) -> Path:
+    """A folder in half precision, but for its norms."""
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder / kind, dtype=dtype)
+    for name, parameter in whole.named_parameters():
+        if "norm" in name or "ln_" in name:
+            parameter.data = parameter.data.float()
+    made = folder / f"{kind}-{dtype}-{len(options)}".replace("torch.", "")
+    whole.save_pretrained(made, **options)
+    transformers.AutoTokenizer.from_pretrained(folder / kind).save_pretrained(made)
+    return made
+
+
+def stored_dtypes(folder: Path) -> dict[str, str]:
+    return dict(find_weights(str(folder), key="").dtypes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "options"),
+    [
+        ("llama", torch.bfloat16, {}), ("gpt2", torch.float16, {}),
+        ("llama", torch.bfloat16, {"max_shard_size": "20KB"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("builder", [LM, f"{__name__}:wrapped"])
+def test_a_folder_in_half_precision_comes_back_in_it(
+    models: Path, tmp_path: Path, kind: str, dtype: torch.dtype, options: dict[str, Any], builder: str
+) -> None:
+    """Also from a checkpoint, and of a module that wraps the model; what the folder keeps in float32 stays so."""
+    folder = in_half(models, kind, dtype, **options)
+    lines = write_lines(tmp_path / "rows.jsonl", texts(24))
+    data = {"source": "jsonl", "path": str(lines), "text_field": "text", "tokenizer": str(folder), "max_length": 24,
+            "labels": "same"}  # fmt: skip
+    session = make_session({"builder": builder, "path": str(folder)}, data, loop={"max_steps": 3})
+    train(session)
+    ours = {name.removeprefix("base_model."): one for name, one in session.trainable.module.state_dict().items()}
+    assert {one.dtype for one in ours.values()} == {torch.float32}
+    run = RunFolder.create(str(tmp_path / "runs"), "run")
+    export(session, session.trainable.module, run)
+    written = Path(run.weights).parent
+    assert stored_dtypes(written) == stored_dtypes(folder) and len(set(stored_dtypes(folder).values())) == 2
+    made, report = transformers.AutoModelForCausalLM.from_pretrained(written, output_loading_info=True)
+    assert not any(report.values()) and made.dtype == dtype
+    saved = {name: one.to(dtype) if one.ndim > 1 else one for name, one in ours.items()}
+    by_header = StoredTensors(str(written))
+    assert all(torch.equal(by_header[name].float(), saved[name].float()) for name in by_header if "norm" not in name
+               and "bias" not in name and "ln_" not in name)  # fmt: skip
+    norm = next(name for name in by_header if "norm" in name or "ln_" in name)
+    assert torch.equal(by_header[norm], ours[norm])
+    after = {"builder": builder, "path": str(folder), "init": "random", "init_from": run.path}
+    follower = make_session(after, data).trainable.module.state_dict()
+    assert all(torch.equal(by_header[name.removeprefix("base_model.")].float(), one) for name, one in follower.items()
+               if name.removeprefix("base_model.") in by_header)  # fmt: skip
+
+
+def test_a_folder_in_full_precision_and_random_weights_stay_as_they_train(models: Path, tmp_path: Path) -> None:
+    for name, path, init in (
+        ("a", models / "gpt2", "weights"),
+        ("b", in_half(models, "gpt2", torch.float16), "random"),
+    ):
+        made = causal_lm(path=str(path), init=init)
+        assert made.export is not None
+        made.export(dict(made.module.state_dict()), str(tmp_path / name))
+        assert set(stored_dtypes(tmp_path / name).values()) == {"F32"}
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_module_that_wraps_a_language_model_answers_as_one(models: Path) -> None:
+    about = InferenceModel(ModelConfig(builder="mine:wrapped"), tokenizer=str(models / "llama"))
+    inner: Any = causal_lm(path=str(models / "llama")).module
+    named = Wrapped(inner)
+    named.forward = lambda **batch: inner(**batch)  # type: ignore[method-assign]
+    assert about.is_language_model(named) and about.is_language_model(inner)
+    named.config = None
+    assert not about.is_language_model(named)
+
+
+@pytest.mark.parametrize("kind", ["more", "less", "adapters"])
+def test_a_module_that_is_not_what_it_would_export_is_refused(models: Path, kind: str) -> None:
+    made = causal_lm(path=str(models / "llama"))
+    inner: Any = made.module
+    if kind == "adapters":  # inside, as peft does it
+        inner.model.layers[1].mlp.up_proj.lora_A = torch.nn.Linear(2, 2)
+    made.module = inner.model if kind == "less" else Wrapped(inner, more=kind == "more")
+    named = {"more": "more tensors .*scale", "less": "(more|less) tensors .*", "adapters": "more tensors .*lora_A"}[
+        kind
+    ]
+    with pytest.raises(InputError, match=rf"^model.builder: got a module with {named}.*set trainable.export = None"):
+        check_module(made, key="model.builder", strategy="data_parallel")
+    made.export = None
+    check_module(made, key="model.builder", strategy="data_parallel")
 
 
 def test_weights_under_the_names_of_another_format_are_translated(tmp_path: Path) -> None:

@@ -146,6 +146,25 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_start_and_one_of_th
     check_fits(Tied(more=True), run)  # that is for those who read it
 
 
+class Counted(Tied):
+    """With an extra state, in which there is a tensor whose size changes."""
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"seen": torch.ones(len(list(self.parameters())))}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        del state
+
+
+def test_a_checkpoint_with_an_extra_state_fits_its_module_only(tmp_path: Path) -> None:
+    run = RunFolder.create(str(tmp_path), "a")
+    with CheckpointWriter(run, keep=3, asynchronous=False) as writer:
+        writer.save({"model": Counted().state_dict()}, {"step": 3}, step=3)
+    check_fits(Counted(), run)
+    with pytest.raises(InputError, match="_extra_state is not in the model"):
+        check_fits(Tied(), run)
+
+
 class Noisy:
     """A map-style dataset with a random transform."""
 

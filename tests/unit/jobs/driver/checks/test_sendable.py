@@ -81,6 +81,22 @@ def test_an_attribute_of_a_module_that_cannot_be_pickled_is_named(where: str, pa
     assert "expected an object that can be pickled; create that part where it is first used" in text
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_tensors_do_not_reach_the_workers(kind: str) -> None:
+    net = Net()
+    getattr(net.linear.bias, kind)(lambda gradient: None)
+    assert refusal(net) == (
+        "model.module: got a Net with a hook on the tensor linear.bias, which no worker would receive, expected hooks "
+        "on modules only; register it in a function that builds the model, and name that as model.builder"
+    )
+
+
+def test_parametrized_modules_are_sent() -> None:
+    net = Net()
+    nn.utils.parametrizations.orthogonal(net.linear)
+    check_on_driver(load_spec(mapping={"model": {"module": net}, "data": {"train": ROWS}}).spec)
+
+
 def test_datasets_and_collate_functions_are_checked_as_well() -> None:
     lock = threading.Lock()
 

@@ -134,3 +134,27 @@ def test_a_replaced_buffer_is_restored() -> None:
     with preserve_model(Trainable.from_module(module), torch.device("cpu")):
         module(torch.ones(2))
     assert module.calls is first and float(first) == 0.0
+
+
+class Counter(nn.Linear):
+    """Counts its passes in an extra state."""
+
+    seen = 0
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(given)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_an_extra_state_is_restored() -> None:
+    module = nn.Sequential(Counter(2, 2), Counter(2, 2))
+    module(torch.ones(1, 2))
+    with preserve_model(Trainable.from_module(module), torch.device("cpu")):
+        module(torch.ones(1, 2))
+    assert [part.seen for part in module] == [1, 1]  # pyright: ignore
