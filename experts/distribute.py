@@ -93,7 +93,7 @@ def _handed_over(trainable: Trainable, config: ExpertsConfig) -> Trainable:
             expected="auto or 0",
             remedy="there are no experts to put on hosts",
         )
-    shapes = [_shape(layer.experts) for layer in layers]
+    shapes = [_shape(layer.experts, "") for layer in layers]
     rules = PlacementRules.of(config)
     group, membership = config.connection.join(shapes, rules)
     fill_offered(trainable.module)
@@ -114,14 +114,17 @@ def _handed_over(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     return trainable
 
 
-def _shape(experts: nn.Module) -> LayerShape:
+def _shape(experts: nn.Module, name: str) -> LayerShape:
     if not isinstance(experts, GroupedExperts | UnevenExperts):
         raise InputError(
             "model.builder", got=f"{type(experts).__name__} as the experts of a MoELayer",
             expected="experts of experts.routing.grouped, which can move to other processes",
             remedy="experts.hosts 0 keeps any module inside the workers",
         )  # fmt: skip
-    return LayerShape(experts.width, experts.hidden_E, experts.activation, experts.bias)
+    stacks = [experts.slot(expert)[0] for expert in range(len(experts.hidden_E))]
+    frozen = tuple(tuple(one for one in stack.names if not getattr(stack, one).requires_grad) for stack in stacks)
+    kind = experts.activation, experts.bias, frozen if any(frozen) else ()
+    return LayerShape(experts.width, experts.hidden_E, *kind, name=name)
 
 
 def _weights(experts: nn.Module) -> list[dict[str, Tensor]]:
@@ -241,10 +244,10 @@ class RemoteExpertState:
                 continue
             shape = self.client.shapes[number]
             try:
-                experts = empty_experts(shape, shape.hidden_E, dtype=dtype, device=device)
+                experts = empty_experts(shape, range(shape.num_experts), dtype=dtype, device=device)
             except torch.OutOfMemoryError:  # another process may have taken the room
                 device = torch.device("cpu")
-                experts = empty_experts(shape, shape.hidden_E, dtype=dtype, device=device)
+                experts = empty_experts(shape, range(shape.num_experts), dtype=dtype, device=device)
             for expert, own in enumerate(weights):
                 for name, view in experts.weights_of(expert).items():
                     view.copy_(own[name])

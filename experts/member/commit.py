@@ -15,6 +15,7 @@ from experts.member.replicas import exchange_along, gradient_transfers, gradient
 from experts.member.shard import ExpertShard
 from experts.member.vote import VoteLayout, VoteResult, read_vote, shortages_of
 from experts.placement.values import Placement
+from experts.shapes import LayerShape
 from experts.transport.protocol import Transport
 
 
@@ -79,7 +80,9 @@ class StepCommit:
             self.refused = migrated.refused
             if not migrated.refused:
                 then, states = migrated.placement, migrated.states
-        received = exchange_along(self.group, self.shard, gradient_transfers(now, then), views_of=gradients_of)
+        received = exchange_along(
+            self.group, self.shard, gradient_transfers(now, then), views_of=gradients_of, shapes_of=LayerShape.trained
+        )
         if then is not now:
             began = time.perf_counter()
             if self.shard is not None:

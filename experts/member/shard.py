@@ -84,7 +84,11 @@ class ExpertShard:
         if not self._trains:
             return []
         homes = nn.ModuleList(layer.homes for layer in self.layers if layer.homes is not None)
-        return build_optimizers(homes, self.optim, lr=1.0, blocks=[homes]) if len(homes) else []
+        trained = [one for one in homes.parameters() if one.requires_grad]
+        optim = self.optim
+        if optim.name == "muon" and all(one.ndim < 3 for one in trained):  # only vectors are: AdamW's, as elsewhere
+            optim = optim.model_copy(update={"name": "adamw"})
+        return build_optimizers(homes, optim, lr=1.0, blocks=[homes]) if trained else []
 
     # -- forward and backward ---------------------------------------------------------------------
 
@@ -154,9 +158,9 @@ class ExpertShard:
 
     def squares(self) -> dict[Key, float]:
         """Sum of squares of the gradient of each expert at home here, in float64: equal for any placement."""
-        keys, totals = self.homes(), []
-        for layer, expert in keys:
-            totals.append(sum_of_squares(list(self.layers[layer].gradients_of(expert).values())))
+        found = {(layer, expert): self.layers[layer].gradients_of(expert) for layer, expert in self.homes()}
+        keys = [key for key, gradients in found.items() if gradients]
+        totals = [sum_of_squares(list(found[key].values())) for key in keys]
         return dict(zip(keys, torch.stack(totals).tolist(), strict=True)) if totals else {}  # one read for all
 
     def commit(self, decision: CommitDecision) -> None:
@@ -216,7 +220,7 @@ class ExpertShard:
         stack, place = self.layers[key[0]].slot(key[1])
         for full, value in state.items():
             name, dot, slot = full.partition(".")
-            if dot:
+            if dot and getattr(stack, name).requires_grad:
                 self._load_slot(getattr(stack, name), slot, place, value)
 
     def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
