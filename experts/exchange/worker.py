@@ -8,7 +8,8 @@ computes between the two exchanges of a pass.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class ExpertClient:
         steps: the last committed step.
         busy_s: seconds that each holder of experts has computed.
         recomputed: (layer, micro-batch) whose forward ran a second time in this step.
+        in_users_code: whether a function of the model's author runs, which must not miss the experts.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class ExpertClient:
         self._forwards = [0] * len(self.shapes)
         self.recomputed: set[tuple[int, int]] = set()
         self.dropout = OomDropout(group, membership.workers, send=self.send_header, receive=self._exchange_headers)
+        self.dropout.active_workers.layers = [shape.name for shape in self.shapes]
         self._announcement: tuple[int, bytes | None] = (0, None)
+        self.in_users_code = False
 
     @property
     def shard(self) -> ExpertShard | None:
@@ -132,6 +136,19 @@ class ExpertClient:
         if setup.checkpoint is None:
             for layer, expert in shard.held():
                 shard.set_weights((layer, expert), self._first[layer][expert])
+
+    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the model's author, which must not read the experts' weights: this process has none."""
+
+        @wraps(call)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            self.in_users_code = True
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.in_users_code = False
+
+        return watched
 
     # -- passes ---------------------------------------------------------------------------------------------
 

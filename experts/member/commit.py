@@ -66,7 +66,7 @@ class StepCommit:
                 self.shard.discard()
                 self.migration.add_spent(moving_s, sent_bytes)  # reported with the next step that is committed
             else:
-                self.shard.commit(result.commit(max_grad_norm))
+                self.shard.commit(result.commit(max_grad_norm), layers=self.shard.used)
         send_fresh_weights(self.group, self.shard, self.placement)  # new replicas are empty until now
         if result.notice and not result.shortages:
             self.migration.begin(result.notice, self.placement, self.shard, announcement=announcement)

@@ -64,7 +64,7 @@ def gradients_of(shard: ExpertShard, key: Key) -> dict[str, Tensor]:
 def exchange_along(
     group: Transport, shard: ExpertShard | None, transfers: list[Transfer], *, views_of: ViewsOf,
     shapes_of: ShapesOf = LayerShape.weights,
-) -> list[tuple[Key, list[Tensor]]]:
+) -> list[tuple[Key, list[Tensor]]]:  # fmt: skip
     """Carry out the transfers in one exchange of the holders; other members have nothing to send or receive.
 
     Args:

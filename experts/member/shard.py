@@ -5,7 +5,7 @@ Independent of processes and transport: used on an expert host and, where expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ class ExpertShard:
     Attributes:
         timer: seconds that the experts have computed.
         short: the shortage of memory since the last step, if any; everybody drops that step.
+        used: layers with a backward since the last step.
         dropping: rows are returned unchanged, nothing is computed: the step will be dropped anyway.
     """
 
@@ -71,6 +72,7 @@ class ExpertShard:
         self.short: Shortage | None = None
         self.dropping = False
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.used: set[int] = set()
         self.layers = [self._build_layer(layer) for layer in range(len(shapes))]
         self.optimizers = self._build_optimizers()
 
@@ -141,6 +143,7 @@ class ExpertShard:
 
     def _backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
         with self.timer.measure():
+            self.used.add(layer)
             x, y = self._kept.pop((layer, micro_batch))
             if y is not x:
                 torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
@@ -150,6 +153,7 @@ class ExpertShard:
     def discard(self) -> None:
         """Forget gradients, and activations kept for backward."""
         self._kept.clear()
+        self.used.clear()
         self.short, self.dropping = None, False
         for layer in self.layers:
             layer.discard()
@@ -163,9 +167,16 @@ class ExpertShard:
         totals = [sum_of_squares(list(found[key].values())) for key in keys]
         return dict(zip(keys, torch.stack(totals).tolist(), strict=True)) if totals else {}  # one read for all
 
-    def commit(self, decision: CommitDecision) -> None:
-        """Unscale, clip and step, or skip; zeroes the gradients."""
+    def commit(self, decision: CommitDecision, *, layers: Set[int] | None = None) -> None:
+        """Unscale, clip and step, or skip; zeroes the gradients.
+
+        Args:
+            layers: to step; None = all. The others have no gradients, and stay as they are.
+        """
         if not decision.skip:
+            for number, layer in enumerate(self.layers):
+                if layers is not None and number not in layers and layer.homes is not None:
+                    layer.homes.zero_grad(set_to_none=True)  # until `discard`
             for factor in (decision.inverse_scale, decision.coefficient):
                 if factor != 1.0:
                     scale = torch.tensor(factor, dtype=torch.float64, device=self.device)

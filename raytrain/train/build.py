@@ -58,6 +58,8 @@ def build_trainable(
             trainable = to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
     if weights is not None:
         weights.fill(trainable.module, trainable.translate)
+    if trainable.hand_over is not None:
+        trainable.hand_over(trainable)
     return trainable
 
 
