@@ -27,6 +27,7 @@ from experts.placement.values import equal_hosts
 from experts.plan.bytes import expert_costs
 from experts.routing.grouped import GroupedExperts, UnevenExperts
 from experts.shapes import LayerShape
+from experts.transport.protocol import Op
 from raytrain.checkpoint.reader import read_manifest
 from raytrain.checkpoint.weights import STACKED
 from raytrain.config.sections import OptimConfig
@@ -167,7 +168,6 @@ class RemoteExpertState:
         self.interleaver: Interleaver | None = client.interleaver
         self.distributed, self.deaths = True, list(client.member.deaths)
         self._deaths_reported = not self.deaths
-        self._width = client.shapes[0].width
 
     def optimizers(self, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
         """Build the optimizers of everything but the experts, whose holders build theirs from the same section."""
@@ -179,14 +179,16 @@ class RemoteExpertState:
         return build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(self.trainable, optim))
 
     def idle(self) -> Tensor:
-        """See `RemoteState`: sends no rows through every layer, in the order of the layers."""
+        """See `RemoteState`: sends no rows through the layers, as the last pass with rows called them."""
         parameter = next(self.module.parameters())
-        rows: list[Tensor] = []
-        for layer in self.layers:
-            if isinstance(layer.experts, RemoteExperts):
-                with as_with_rows(layer.experts):
-                    rows.append(layer.experts.idle(self._width, dtype=parameter.dtype, device=parameter.device))
-        return torch.stack([row.double() for row in rows]).sum()
+        rows = [torch.zeros((), dtype=torch.float64, device=parameter.device, requires_grad=True)]
+        for number, op in self.client.calls[torch.is_grad_enabled()]:
+            experts = self.layers[number].experts
+            assert isinstance(experts, RemoteExperts)
+            with torch.no_grad() if op is Op.EVALUATE else as_with_rows(experts):
+                row = experts.idle(self.client.shapes[number].width, dtype=parameter.dtype, device=parameter.device)
+            rows.append(row.double())
+        return torch.stack(rows).sum()
 
     def waited_s(self) -> float:
         """See `RemoteState`; includes the time in which the hosts compute."""

@@ -53,7 +53,8 @@ class ExpertClient:
         steps: the last committed step.
         busy_s: seconds that each holder of experts has computed.
         recomputed: (layer, micro-batch) whose forward ran a second time in this step.
-        in_users_code: whether a function of the model's author runs, which must not miss the experts.
+        users_calls: while a function of the model's author runs, the layers that it has called; else None.
+        calls: the layers, and how, of the last pass with gradients (True) and without: others' passes call them alike.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class ExpertClient:
         self.dropout = OomDropout(group, membership.workers, send=self.send_header, receive=self._exchange_headers)
         self.dropout.active_workers.layers = [shape.name for shape in self.shapes]
         self._announcement: tuple[int, bytes | None] = (0, None)
-        self.in_users_code = False
+        self.users_calls: list[tuple[int, Op]] | None = None
+        every_layer = [(layer, Op.FORWARD) for layer in range(len(self.shapes))]
+        self.calls = {True: every_layer, False: every_layer}
 
     @property
     def shard(self) -> ExpertShard | None:
@@ -142,11 +145,13 @@ class ExpertClient:
 
         @wraps(call)
         def watched(*arguments: Any, **named: Any) -> Any:
-            self.in_users_code = True
+            self.users_calls, with_gradients = [], torch.is_grad_enabled()
             try:
-                return call(*arguments, **named)
+                result = call(*arguments, **named)
+                self.calls[with_gradients] = self.users_calls or self.calls[with_gradients]
+                return result
             finally:
-                self.in_users_code = False
+                self.users_calls = None
 
         return watched
 
@@ -163,10 +168,14 @@ class ExpertClient:
     def begin_forward(self, layer: int, *, op: Op) -> int:
         """Count a forward through a layer; returns the number of its micro-batch in this step."""
         self._ensure_ready()
+        if self.users_calls is not None and op is not Op.RECOMPUTE:
+            self.users_calls.append((layer, op))
         if op in (Op.FORWARD, Op.RESERVE):
             self._forwards[layer] += 1
         micro_batch = self._forwards[layer] - 1
         if op is Op.RECOMPUTE:
+            while (layer, micro_batch) in self.recomputed:  # called several times in a pass: the last is the first back
+                micro_batch -= 1
             self.recomputed.add((layer, micro_batch))
         return micro_batch
 

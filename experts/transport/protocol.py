@@ -141,7 +141,7 @@ def _calls(rows: Mapping[int, list[int]], layers: Sequence[str]) -> str:
     ]
     return (
         f"; {', '.join(said)}: every worker calls every expert layer equally often in every micro-batch, and one"
-        " without rows calls each once (Trainable.communicates gives it a row); experts.hosts 0 has no such rule"
+        " without rows as in its last one (Trainable.communicates gives it a row); experts.hosts 0 has no such rule"
     )
 
 
