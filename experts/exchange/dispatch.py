@@ -6,10 +6,11 @@ Forward sends the rows in `dispatch` and receives the results in `combine`; back
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from experts.exchange.call import ExpertCall
 from experts.exchange.worker import ExpertClient
@@ -31,7 +32,7 @@ class RemoteExperts(nn.Module):
     never_compiled = ("arrange", "dispatch", "combine")
     """Methods that communicate with other processes: torch.compile breaks its graphs around them."""
 
-    w1 = w2 = w3 = b1 = b2 = b3 = runs = property(lambda self: self._refuse())
+    w1 = w2 = w3 = b1 = b2 = b3 = runs = property(lambda self: self.refuse_reads())
     """They are elsewhere."""
 
     def __init__(self, client: ExpertClient, layer: int, given: nn.Module) -> None:
@@ -39,10 +40,11 @@ class RemoteExperts(nn.Module):
         vars(self).update({name: value for name, value in vars(given).items() if not name.startswith("_")})
         self.client, self.layer = client, layer
         self._given = (given,)  # in a tuple: no part of the module
-        self._guards = [one.register_hook(self._refuse) for one in given.parameters() if one.requires_grad]
+        self._guards = [one.register_hook(self.refuse_reads) for one in given.parameters() if one.requires_grad]
         for parameter in given.parameters():
             parameter.data = parameter.data.new_empty(0)
-        self._parameters = HeldElsewhere(self)
+        self._parameters = HeldElsewhere()
+        self._parameters.experts = self
         # an input that always requires a gradient: backward must run on all workers, also where no row requires one
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -55,12 +57,8 @@ class RemoteExperts(nn.Module):
             parameter.data = found.data
         return given
 
-    def refuse_in_users_code(self) -> None:
-        """Raise InputError where a function of the model's author lists the parameters: it would miss these."""
-        if self.client.users_calls is not None and not torch._guards.TracingContext.try_get():  # a compiler lists them
-            self._refuse()
-
-    def _refuse(self, _grad: Tensor | None = None) -> Any:
+    def refuse_reads(self, _grad: Tensor | None = None) -> Any:
+        """Raise InputError: a function of the model's author reads the weights."""
         refuse(self.client, self.layer, "a function of the model that reads the weights of")
 
     def arrange(self, order_R: Tensor, splits: list[int]) -> tuple[Tensor, Route]:
@@ -99,7 +97,7 @@ class RemoteExperts(nn.Module):
         return self.combine(self.dispatch(empty, self.client.idle_route(self.layer))).sum()
 
 
-def refuse(client: ExpertClient, layer: int, what: str) -> Any:
+def refuse(client: ExpertClient, layer: int, what: str) -> NoReturn:
     """Raise the InputError for what the experts of a layer cannot do in other processes."""
     name = client.shapes[layer].name
     got = f"{what} the experts of {name}, which are in other processes or shared out over the workers"
@@ -107,15 +105,14 @@ def refuse(client: ExpertClient, layer: int, what: str) -> Any:
 
 
 class HeldElsewhere(dict[str, nn.Parameter | None]):
-    """The parameters of a module that has none here: listing them says so where it matters."""
+    """The parameters of experts that are elsewhere: none, which a function of the model's author must not overlook."""
 
-    def __init__(self, experts: RemoteExperts) -> None:
-        super().__init__()
-        self._check = experts.refuse_in_users_code
+    experts: RemoteExperts
 
     def items(self) -> Any:
-        """As of a dict."""
-        self._check()
+        """As of a dict; a compiler may list them, too."""
+        if self.experts.client.users_calls is not None and not TracingContext.try_get():
+            self.experts.refuse_reads()
         return super().items()
 
 

@@ -22,15 +22,7 @@ from experts.member.shard import ExpertShard
 from experts.member.vote import VoteLayout, sum_shortages
 from experts.placement.values import Placement
 from experts.shapes import LayerShape
-from experts.transport.protocol import (
-    HEADER_SIZE,
-    ROW_OPERATIONS,
-    Channel,
-    Header,
-    Op,
-    PendingExchange,
-    Transport,
-)
+from experts.transport.protocol import HEADER_SIZE, ROW_OPERATIONS, Channel, Header, Op, PendingExchange, Transport
 from raytrain.config.sections import OptimConfig
 from raytrain.train.compute.process_settings import ProcessSettings
 from raytrain.train.memory.oom import Shortage, run_or_shortage

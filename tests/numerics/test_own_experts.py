@@ -106,6 +106,15 @@ def test_the_experts_of_a_layer_without_gradients_stay_as_they_are(kind: str) ->
         assert (name in moved) != name.startswith(tuple(unused) or "none")
 
 
+def test_a_compiler_may_list_the_parameters_that_a_loss_may_not() -> None:
+    session = session_of({**BUILDER, "kind": "Net"}, "colocated")
+    layer: Any = session.trainable.module.layers[0]
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    with torch._dynamo.config.patch(suppress_errors=False):
+        found = record(session)
+    same(found, record(session_of({**BUILDER, "kind": "Net"})))
+
+
 def test_the_model_that_is_given_back_has_the_parameters_and_attributes_that_left() -> None:
     session = session_of({**BUILDER, "kind": "Attributes"}, "colocated")
     layer: Any = session.trainable.module.layers[0]
