@@ -6,6 +6,7 @@ The model is built completely first, so that every weight is drawn as in one pro
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from experts.exchange.interval_log import LoadLog
 from experts.exchange.membership import Membership
 from experts.exchange.rebalancer import LoadRebalancer
 from experts.exchange.worker import ExpertClient
+from experts.hand_over import check_hand_over, shape_of
 from experts.layer import MoELayer
 from experts.member.checkpoint import locate
 from experts.member.layer import empty_experts, stacked_names
@@ -25,11 +27,11 @@ from experts.placement.values import equal_hosts
 from experts.plan.bytes import expert_costs
 from experts.routing.grouped import GroupedExperts, UnevenExperts
 from experts.shapes import LayerShape
+from experts.transport.protocol import Op
 from raytrain.checkpoint.reader import read_manifest
 from raytrain.checkpoint.weights import STACKED
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
-from raytrain.models.weights.initial import fill_offered
 from raytrain.runs.faults import Death
 from raytrain.train.compute.activation_checkpointing import as_with_rows
 from raytrain.train.memory.device import room_on
@@ -42,7 +44,8 @@ __all__ = ["distribute"]
 
 
 def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
-    """Join a generation, hand the experts over, and connect them to the training loop. Collective over the workers.
+    """Have the experts of a model handed over to other processes once its builder has returned: they get them as they
+    are then, with what is frozen.
 
     Without a connection the experts stay in this process, and the trainable is returned as it is: `experts.hosts: 0`,
     and any process that is no worker of a run. A builder therefore ends with `return distribute(trainable, experts)`
@@ -52,9 +55,6 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
         trainable: built in this process, with its experts in its MoELayers; changed in place.
         config: the `experts` section that the builder received. A worker's has a connection to the other processes
             (`experts.exchange.membership.Connection`) where the run's experts are on hosts, or `colocated`.
-
-    Raises:
-        InputError: the model has no MoELayer, or one with other experts than `experts.routing.grouped` builds.
 
     Example:
         >>> import torch
@@ -81,11 +81,20 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
         >>> trainable.module.layer.experts.w1.grad.shape  # (experts, hidden, width)
         torch.Size([4, 16, 4])
     """
-    return trainable if config.connection is None else _handed_over(trainable, config)
+    if config.connection is not None:
+        trainable.hand_over = partial(hand_over, config=config)
+    return trainable
 
 
-def _handed_over(trainable: Trainable, config: ExpertsConfig) -> Trainable:
-    layers = [part for part in trainable.module.modules() if isinstance(part, MoELayer)]
+def hand_over(trainable: Trainable, config: ExpertsConfig) -> None:
+    """Join a generation, hand the experts over, and connect them to the training loop. Collective over the workers.
+
+    Raises:
+        InputError: the model has no MoELayer, or its experts cannot live in other processes as their author wrote them.
+    """
+    named = trainable.module.named_modules(remove_duplicate=False)
+    names = {name: part for name, part in named if isinstance(part, MoELayer)}
+    layers = list(dict.fromkeys(names.values()))
     if not layers:
         raise InputError(
             "experts.hosts",
@@ -93,35 +102,28 @@ def _handed_over(trainable: Trainable, config: ExpertsConfig) -> Trainable:
             expected="auto or 0",
             remedy="there are no experts to put on hosts",
         )
-    shapes = [_shape(layer.experts) for layer in layers]
+    shapes = [shape_of(layer.experts, next(n for n, one in names.items() if one is layer)) for layer in layers]
+    check_hand_over(trainable, names, shapes, trains=getattr(config.connection, "trains", True))
     rules = PlacementRules.of(config)
     group, membership = config.connection.join(shapes, rules)
-    fill_offered(trainable.module)
     needed = membership.rank == 0 or membership.host is not None
     first = [_weights(layer.experts) if needed else [] for layer in layers]
     rebalancer = _rebalancer(membership, shapes, rules) if membership.rank == 0 and rules.every else None
     client = ExpertClient(group, membership, shapes=shapes, first=first, rebalancer=membership.rebalancer or rebalancer)
-    names = [name for name, part in trainable.module.named_modules() if isinstance(part, MoELayer)]
-    stacked = [stacked_names(f"{name}.experts", number, shapes[number]) for number, name in enumerate(names)]
+    numbered = [(name, layers.index(layer)) for name, layer in names.items()]
+    stacked = [stacked_names(f"{name}.experts".lstrip("."), number, shapes[number]) for name, number in numbered]
     for number, layer in enumerate(layers):
-        layer.experts = RemoteExperts(client, number)
+        layer.experts = RemoteExperts(client, number, layer.experts)
     remote = RemoteExpertState(client, layers, trainable, stacked=stacked, rebalancer=rebalancer)
+    for part in ("loss", "between_steps", "commit", "log_metrics"):
+        call = getattr(trainable, part)
+        if call is not None and not str(getattr(call, "__module__", "")).startswith("experts."):
+            setattr(trainable, part, client.watched(call))
     trainable.optimizers = remote.optimizers
     trainable.agree = client.agree
     trainable.remote = remote
     if isinstance(trainable.interval_log, LoadLog):
         trainable.interval_log = LoadLog(trainable.interval_log.loads, client)
-    return trainable
-
-
-def _shape(experts: nn.Module) -> LayerShape:
-    if not isinstance(experts, GroupedExperts | UnevenExperts):
-        raise InputError(
-            "model.builder", got=f"{type(experts).__name__} as the experts of a MoELayer",
-            expected="experts of experts.routing.grouped, which can move to other processes",
-            remedy="experts.hosts 0 keeps any module inside the workers",
-        )  # fmt: skip
-    return LayerShape(experts.width, experts.hidden_E, experts.activation, experts.bias)
 
 
 def _weights(experts: nn.Module) -> list[dict[str, Tensor]]:
@@ -166,7 +168,6 @@ class RemoteExpertState:
         self.interleaver: Interleaver | None = client.interleaver
         self.distributed, self.deaths = True, list(client.member.deaths)
         self._deaths_reported = not self.deaths
-        self._width = client.shapes[0].width
 
     def optimizers(self, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
         """Build the optimizers of everything but the experts, whose holders build theirs from the same section."""
@@ -178,14 +179,16 @@ class RemoteExpertState:
         return build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(self.trainable, optim))
 
     def idle(self) -> Tensor:
-        """See `RemoteState`: sends no rows through every layer, in the order of the layers."""
+        """See `RemoteState`: sends no rows through the layers, as the last pass with rows called them."""
         parameter = next(self.module.parameters())
-        rows: list[Tensor] = []
-        for layer in self.layers:
-            if isinstance(layer.experts, RemoteExperts):
-                with as_with_rows(layer.experts):
-                    rows.append(layer.experts.idle(self._width, dtype=parameter.dtype, device=parameter.device))
-        return torch.stack([row.double() for row in rows]).sum()
+        rows = [torch.zeros((), dtype=torch.float64, device=parameter.device, requires_grad=True)]
+        for number, op in self.client.calls[torch.is_grad_enabled()]:
+            experts = self.layers[number].experts
+            assert isinstance(experts, RemoteExperts)
+            with torch.no_grad() if op is Op.EVALUATE else as_with_rows(experts):
+                row = experts.idle(self.client.shapes[number].width, dtype=parameter.dtype, device=parameter.device)
+            rows.append(row.double())
+        return torch.stack(rows).sum()
 
     def waited_s(self) -> float:
         """See `RemoteState`; includes the time in which the hosts compute."""
@@ -241,14 +244,14 @@ class RemoteExpertState:
                 continue
             shape = self.client.shapes[number]
             try:
-                experts = empty_experts(shape, shape.hidden_E, dtype=dtype, device=device)
+                experts = empty_experts(shape, range(shape.num_experts), dtype=dtype, device=device)
             except torch.OutOfMemoryError:  # another process may have taken the room
                 device = torch.device("cpu")
-                experts = empty_experts(shape, shape.hidden_E, dtype=dtype, device=device)
+                experts = empty_experts(shape, range(shape.num_experts), dtype=dtype, device=device)
             for expert, own in enumerate(weights):
                 for name, view in experts.weights_of(expert).items():
                     view.copy_(own[name])
-            layer.experts = experts
+            layer.experts = layer.experts.given_back(experts) if isinstance(layer.experts, RemoteExperts) else experts
         self.client.end()
         if self.client.member.rank:
             return None

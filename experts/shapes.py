@@ -31,12 +31,20 @@ def weight_shapes(
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes and kind of the experts of one layer; `hidden_E` is the hidden width of each."""
+    """Sizes and kind of the experts of one layer.
+
+    Attributes:
+        hidden_E: the hidden width of each.
+        frozen_E: the weights of each that are not trained, by name; empty if all are.
+        name: of the layer in the model, for messages.
+    """
 
     width: int
     hidden_E: tuple[int, ...]
     activation: Activation
     bias: bool = False
+    frozen_E: tuple[tuple[str, ...], ...] = ()
+    name: str = ""
 
     @property
     def num_experts(self) -> int:
@@ -55,11 +63,17 @@ class LayerShape:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> LayerShape:
         """The inverse of `to_json`."""
-        return cls(**{**row, "hidden_E": tuple(row["hidden_E"])})
+        frozen = tuple(map(tuple, row.get("frozen_E", ())))
+        return cls(**{**row, "hidden_E": tuple(row["hidden_E"]), "frozen_E": frozen})
 
     def weights(self, expert: int) -> dict[str, tuple[int, ...]]:
         """`weight_shapes` of one expert."""
         return weight_shapes(self.width, self.hidden_E[expert], **self.kind)
+
+    def trained(self, expert: int) -> dict[str, tuple[int, ...]]:
+        """`weights` without the frozen ones."""
+        frozen = self.frozen_E[expert] if self.frozen_E else ()
+        return {name: shape for name, shape in self.weights(expert).items() if name not in frozen}
 
     def numel(self, expert: int) -> int:
         """Number of parameters of one expert."""

@@ -279,6 +279,11 @@ class Trainable:
         log_metrics: device scalars by name that the loop reads at log intervals only.
         interval_log: more than scalars at log intervals; None = nothing.
         remote: parts that other processes hold.
+        hand_over: `hand_over(trainable)` moves parts of the model to other processes; called once, when its builder has
+            returned and `model.init_from` is loaded. None = nothing moves.
+        communicates: whether its passes contain collectives of its own over torch's default group (embeddings gathered
+            for a contrastive loss). Every worker then runs equally many passes: one without rows of its own runs a
+            training row in eval mode, with its loss times zero, whose results the model's collectives see.
         worst_case: a context in which what depends on the data (routing) takes the most memory; None = row lengths do.
         export: `export(state, folder)` writes the weights as files in the model's own format, including
             `model.safetensors`; None = that file alone.
@@ -310,6 +315,8 @@ class Trainable:
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
     interval_log: IntervalLog | None = None
     remote: RemoteState = field(default_factory=LocalState)
+    hand_over: Callable[[Trainable], None] | None = None
+    communicates: bool = False
     worst_case: Callable[[], contextlib.AbstractContextManager[None]] | None = None
     export: Callable[[dict[str, Tensor], str], None] | None = None
     translate: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None

@@ -6,17 +6,21 @@ Forward sends the rows in `dispatch` and receives the results in `combine`; back
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from experts.exchange.call import ExpertCall
 from experts.exchange.worker import ExpertClient
 from experts.routing.grouped import compute_dtype
 from experts.routing.routes import Route
 from experts.transport.protocol import Op
+from raytrain.errors import InputError
 from raytrain.train.compute.activation_checkpointing import inside_backward, will_be_recomputed
+
+REMEDY = "experts.hosts 0 keeps the experts inside the workers"
 
 
 class RemoteExperts(nn.Module):
@@ -28,11 +32,34 @@ class RemoteExperts(nn.Module):
     never_compiled = ("arrange", "dispatch", "combine")
     """Methods that communicate with other processes: torch.compile breaks its graphs around them."""
 
-    def __init__(self, client: ExpertClient, layer: int) -> None:
+    w1 = w2 = w3 = b1 = b2 = b3 = runs = property(lambda self: self.refuse_reads())
+    """They are elsewhere."""
+
+    def __init__(self, client: ExpertClient, layer: int, given: nn.Module) -> None:
         super().__init__()
+        vars(self).update({name: value for name, value in vars(given).items() if not name.startswith("_")})
         self.client, self.layer = client, layer
+        self._given = (given,)  # in a tuple: no part of the module
+        self._guards = [one.register_hook(self.refuse_reads) for one in given.parameters() if one.requires_grad]
+        for parameter in given.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        self._parameters = HeldElsewhere()
+        self._parameters.experts = self
         # an input that always requires a gradient: backward must run on all workers, also where no row requires one
         self._anchor = torch.zeros((), requires_grad=True)
+
+    def given_back(self, experts: nn.Module) -> nn.Module:
+        """The module that these experts were in, with the weights of `experts`: its parameters are the same objects."""
+        (given,) = self._given
+        for guard in self._guards:
+            guard.remove()
+        for parameter, found in zip(given.parameters(), experts.parameters(), strict=True):
+            parameter.data = found.data
+        return given
+
+    def refuse_reads(self, _grad: Tensor | None = None) -> Any:
+        """Raise InputError: a function of the model's author reads the weights."""
+        refuse(self.client, self.layer, "a function of the model that reads the weights of")
 
     def arrange(self, order_R: Tensor, splits: list[int]) -> tuple[Tensor, Route]:
         """Reorder rows for sending.
@@ -70,6 +97,25 @@ class RemoteExperts(nn.Module):
         return self.combine(self.dispatch(empty, self.client.idle_route(self.layer))).sum()
 
 
+def refuse(client: ExpertClient, layer: int, what: str) -> NoReturn:
+    """Raise the InputError for what the experts of a layer cannot do in other processes."""
+    name = client.shapes[layer].name
+    got = f"{what} the experts of {name}, which are in other processes or shared out over the workers"
+    raise InputError("experts.hosts", got=got, expected="0", remedy=REMEDY)
+
+
+class HeldElsewhere(dict[str, nn.Parameter | None]):
+    """The parameters of experts that are elsewhere: none, which a function of the model's author must not overlook."""
+
+    experts: RemoteExperts
+
+    def items(self) -> Any:
+        """As of a dict; a compiler may list them, too."""
+        if self.experts.client.users_calls is not None and not TracingContext.try_get():
+            self.experts.refuse_reads()
+        return super().items()
+
+
 class PendingRows:
     """Rows in flight: the call, and the token that connects `combine` to `dispatch` in the autograd graph."""
 
@@ -98,5 +144,9 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        anchor = ctx.next_functions[0][0].next_functions[1][0]
+        if torch.is_grad_enabled() or not torch._C._will_engine_execute_node(anchor):
+            # the experts' weights have no graph here, and any backward adds to their gradients
+            refuse(ctx.call.client, ctx.call.layer, "gradients by torch.autograd.grad, or of gradients, through")
         ctx.call.start_backward(grad_RD)
         return grad_RD.new_empty(0), None

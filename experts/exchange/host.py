@@ -22,13 +22,11 @@ from experts.member.shard import ExpertShard
 from experts.member.vote import VoteLayout, sum_shortages
 from experts.placement.values import Placement
 from experts.shapes import LayerShape
-from experts.transport.protocol import HEADER_SIZE, Channel, Header, Op, PendingExchange, Transport
+from experts.transport.protocol import HEADER_SIZE, ROW_OPERATIONS, Channel, Header, Op, PendingExchange, Transport
 from raytrain.config.sections import OptimConfig
 from raytrain.train.compute.process_settings import ProcessSettings
 from raytrain.train.memory.oom import Shortage, run_or_shortage
 
-ROW_OPERATIONS = {Op.FORWARD, Op.RESERVE, Op.RECOMPUTE, Op.EVALUATE, Op.BACKWARD}
-"""Operations in which rows travel; before any other the host waits for what it has sent."""
 SENDS = 2
 """Sends of a host on a GPU that may be under way while it computes; each keeps its rows in memory."""
 
@@ -164,6 +162,7 @@ class HostServer:
             self.files.stop()
         layout = VoteLayout.of(setup.shapes, holders=len(self.group.holders))
         self._commit = StepCommit(self.group, self.placement, layout)
+        self._active_workers.layers = [shape.name for shape in setup.shapes]
         self._commit.shard = setup.build(self.placement, self.host, device=self.device, files=self.files)
 
     def _fill(self, header: Header, _counts: list[list[int]]) -> None:

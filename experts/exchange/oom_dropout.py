@@ -27,10 +27,11 @@ class ActiveWorkers:
 
     Attributes:
         dropped: ranks of the workers that have dropped out.
+        layers: names of the layers in the model, for messages.
     """
 
     def __init__(self, workers: int) -> None:
-        self.workers = workers
+        self.workers, self.layers = workers, list[str]()
         self.dropped: set[int] = set()
 
     def receive(
@@ -67,8 +68,9 @@ class ActiveWorkers:
             read_headers(rows, generation=generation, version=version, workers=senders)
             return None, []
         header = read_headers(
-            [row for _, row in active], generation=generation, version=version, workers=[worker for worker, _ in active]
-        )
+            [row for _, row in active], generation=generation, version=version,
+            workers=[worker for worker, _ in active], layers=self.layers,
+        )  # fmt: skip
         counts = [[0] * (len(rows[0]) - HEADER_SIZE) for _ in range(self.workers)]
         for worker, row in active:
             counts[worker] = row[HEADER_SIZE:]

@@ -8,7 +8,8 @@ computes between the two exchanges of a pass.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class ExpertClient:
         steps: the last committed step.
         busy_s: seconds that each holder of experts has computed.
         recomputed: (layer, micro-batch) whose forward ran a second time in this step.
+        users_calls: while a function of the model's author runs, the layers that it has called; else None.
+        calls: the layers, and how, of the last pass with gradients (True) and without: others' passes call them alike.
     """
 
     def __init__(
@@ -74,7 +77,11 @@ class ExpertClient:
         self._forwards = [0] * len(self.shapes)
         self.recomputed: set[tuple[int, int]] = set()
         self.dropout = OomDropout(group, membership.workers, send=self.send_header, receive=self._exchange_headers)
+        self.dropout.active_workers.layers = [shape.name for shape in self.shapes]
         self._announcement: tuple[int, bytes | None] = (0, None)
+        self.users_calls: list[tuple[int, Op]] | None = None
+        every_layer = [(layer, Op.FORWARD) for layer in range(len(self.shapes))]
+        self.calls = {True: every_layer, False: every_layer}
 
     @property
     def shard(self) -> ExpertShard | None:
@@ -133,6 +140,21 @@ class ExpertClient:
             for layer, expert in shard.held():
                 shard.set_weights((layer, expert), self._first[layer][expert])
 
+    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the model's author, which must not read the experts' weights: this process has none."""
+
+        @wraps(call)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            self.users_calls, with_gradients = [], torch.is_grad_enabled()
+            try:
+                result = call(*arguments, **named)
+                self.calls[with_gradients] = self.users_calls or self.calls[with_gradients]
+                return result
+            finally:
+                self.users_calls = None
+
+        return watched
+
     # -- passes ---------------------------------------------------------------------------------------------
 
     def route(self, layer: int, counts: list[int]) -> Route:
@@ -146,10 +168,14 @@ class ExpertClient:
     def begin_forward(self, layer: int, *, op: Op) -> int:
         """Count a forward through a layer; returns the number of its micro-batch in this step."""
         self._ensure_ready()
+        if self.users_calls is not None and op is not Op.RECOMPUTE:
+            self.users_calls.append((layer, op))
         if op in (Op.FORWARD, Op.RESERVE):
             self._forwards[layer] += 1
         micro_batch = self._forwards[layer] - 1
         if op is Op.RECOMPUTE:
+            while (layer, micro_batch) in self.recomputed:  # called several times in a pass: the last is the first back
+                micro_batch -= 1
             self.recomputed.add((layer, micro_batch))
         return micro_batch
 

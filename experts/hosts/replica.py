@@ -52,6 +52,8 @@ class ReplicaConnection:
     Its process must be the actor of bundle 0 of a placement group, which has a bundle for each host after it.
     """
 
+    trains = False
+
     def __init__(self, about: HostsOfReplica) -> None:
         self._about = about
         self._directory: Any = None

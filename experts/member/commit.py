@@ -15,6 +15,7 @@ from experts.member.replicas import exchange_along, gradient_transfers, gradient
 from experts.member.shard import ExpertShard
 from experts.member.vote import VoteLayout, VoteResult, read_vote, shortages_of
 from experts.placement.values import Placement
+from experts.shapes import LayerShape
 from experts.transport.protocol import Transport
 
 
@@ -65,7 +66,7 @@ class StepCommit:
                 self.shard.discard()
                 self.migration.add_spent(moving_s, sent_bytes)  # reported with the next step that is committed
             else:
-                self.shard.commit(result.commit(max_grad_norm))
+                self.shard.commit(result.commit(max_grad_norm), layers=self.shard.used)
         send_fresh_weights(self.group, self.shard, self.placement)  # new replicas are empty until now
         if result.notice and not result.shortages:
             self.migration.begin(result.notice, self.placement, self.shard, announcement=announcement)
@@ -79,7 +80,9 @@ class StepCommit:
             self.refused = migrated.refused
             if not migrated.refused:
                 then, states = migrated.placement, migrated.states
-        received = exchange_along(self.group, self.shard, gradient_transfers(now, then), views_of=gradients_of)
+        received = exchange_along(
+            self.group, self.shard, gradient_transfers(now, then), views_of=gradients_of, shapes_of=LayerShape.trained
+        )
         if then is not now:
             began = time.perf_counter()
             if self.shard is not None:

@@ -39,7 +39,8 @@ class LayerShard:
         self.replicas = _build(shape, self.experts[self.num_homes :], dtype=dtype, device=device)
         stacks = (self.homes, self.replicas) if trains else (None, None)
         self.gradients, self.replica_gradients = (
-            GradientBuffers([] if stack is None else stack.parameters()) for stack in stacks
+            GradientBuffers([] if stack is None else [one for one in stack.parameters() if one.requires_grad])
+            for stack in stacks
         )
 
     def forward(self, x_RD: Tensor, counts: list[int]) -> Tensor:
@@ -67,9 +68,9 @@ class LayerShard:
         return stack.weights_of(place)
 
     def gradients_of(self, expert: int) -> dict[str, Tensor]:
-        """Gradients of an expert held here, by name; views."""
+        """Gradients of the trained weights of an expert held here, by name; views."""
         stack, place = self.slot(expert)
-        return {name: getattr(stack, name).grad[place] for name in stack.names}
+        return {name: getattr(stack, name).grad[place] for name in self.shape.trained(expert)}
 
     def discard(self) -> None:
         """Zero the gradients."""
@@ -86,13 +87,14 @@ def _counts_on(device: torch.device, counts: list[int]) -> Tensor:
 
 
 def _build(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts | None:
-    return empty_experts(shape, [shape.hidden_E[e] for e in experts], dtype=dtype, device=device) if experts else None
+    return empty_experts(shape, experts, dtype=dtype, device=device) if experts else None
 
 
-def empty_experts(shape: LayerShape, hidden_E: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts:
-    """Stacked experts of these widths with uninitialised weights, which come from other members."""
+def empty_experts(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts:
+    """These experts of a layer, stacked, with uninitialised weights, which come from other members."""
+    frozen_E = [shape.frozen_E[e] for e in experts] if shape.frozen_E else ()
     with torch.device("meta"):  # draws no random numbers
-        stack = build_experts(shape.width, hidden_E, **shape.kind)
+        stack = build_experts(shape.width, [shape.hidden_E[e] for e in experts], **shape.kind, frozen_E=frozen_E)
     return stack.to(dtype=dtype).to_empty(device=device)
 
 
@@ -103,7 +105,7 @@ def stacked_names(name: str, layer: int, shape: LayerShape) -> dict[str, list[st
         name: of the experts in the module.
     """
     with torch.device("meta"):
-        experts = build_experts(shape.width, shape.hidden_E, **shape.kind)
+        experts = build_experts(shape.width, shape.hidden_E, **shape.kind, frozen_E=shape.frozen_E)
     prefixes = {id(part): f"{name}.{path}." if path else f"{name}." for path, part in experts.named_modules()}
     found: dict[str, list[str]] = {}
     for expert in range(shape.num_experts):

@@ -5,7 +5,7 @@ Independent of processes and transport: used on an expert host and, where expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ class ExpertShard:
     Attributes:
         timer: seconds that the experts have computed.
         short: the shortage of memory since the last step, if any; everybody drops that step.
+        used: layers with a backward since the last step.
         dropping: rows are returned unchanged, nothing is computed: the step will be dropped anyway.
     """
 
@@ -71,6 +72,7 @@ class ExpertShard:
         self.short: Shortage | None = None
         self.dropping = False
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.used: set[int] = set()
         self.layers = [self._build_layer(layer) for layer in range(len(shapes))]
         self.optimizers = self._build_optimizers()
 
@@ -84,7 +86,11 @@ class ExpertShard:
         if not self._trains:
             return []
         homes = nn.ModuleList(layer.homes for layer in self.layers if layer.homes is not None)
-        return build_optimizers(homes, self.optim, lr=1.0, blocks=[homes]) if len(homes) else []
+        trained = [one for one in homes.parameters() if one.requires_grad]
+        optim = self.optim
+        if optim.name == "muon" and all(one.ndim < 3 for one in trained):  # only vectors are: AdamW's, as elsewhere
+            optim = optim.model_copy(update={"name": "adamw"})
+        return build_optimizers(homes, optim, lr=1.0, blocks=[homes]) if trained else []
 
     # -- forward and backward ---------------------------------------------------------------------
 
@@ -137,6 +143,7 @@ class ExpertShard:
 
     def _backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
         with self.timer.measure():
+            self.used.add(layer)
             x, y = self._kept.pop((layer, micro_batch))
             if y is not x:
                 torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
@@ -146,6 +153,7 @@ class ExpertShard:
     def discard(self) -> None:
         """Forget gradients, and activations kept for backward."""
         self._kept.clear()
+        self.used.clear()
         self.short, self.dropping = None, False
         for layer in self.layers:
             layer.discard()
@@ -154,14 +162,21 @@ class ExpertShard:
 
     def squares(self) -> dict[Key, float]:
         """Sum of squares of the gradient of each expert at home here, in float64: equal for any placement."""
-        keys, totals = self.homes(), []
-        for layer, expert in keys:
-            totals.append(sum_of_squares(list(self.layers[layer].gradients_of(expert).values())))
+        found = {(layer, expert): self.layers[layer].gradients_of(expert) for layer, expert in self.homes()}
+        keys = [key for key, gradients in found.items() if gradients]
+        totals = [sum_of_squares(list(found[key].values())) for key in keys]
         return dict(zip(keys, torch.stack(totals).tolist(), strict=True)) if totals else {}  # one read for all
 
-    def commit(self, decision: CommitDecision) -> None:
-        """Unscale, clip and step, or skip; zeroes the gradients."""
+    def commit(self, decision: CommitDecision, *, layers: Set[int] | None = None) -> None:
+        """Unscale, clip and step, or skip; zeroes the gradients.
+
+        Args:
+            layers: to step; None = all. The others have no gradients, and stay as they are.
+        """
         if not decision.skip:
+            for number, layer in enumerate(self.layers):
+                if layers is not None and number not in layers and layer.homes is not None:
+                    layer.homes.zero_grad(set_to_none=True)  # until `discard`
             for factor in (decision.inverse_scale, decision.coefficient):
                 if factor != 1.0:
                     scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
@@ -216,7 +231,7 @@ class ExpertShard:
         stack, place = self.layers[key[0]].slot(key[1])
         for full, value in state.items():
             name, dot, slot = full.partition(".")
-            if dot:
+            if dot and getattr(stack, name).requires_grad:
                 self._load_slot(getattr(stack, name), slot, place, value)
 
     def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -25,11 +25,12 @@ class GroupedExperts(nn.Module):
         activation: gelu: w2 gelu(w1 x); relu: w2 relu(w1 x); swiglu: w2 (silu(w1 x) * (w3 x)).
         bias: each linear map adds a vector, initially zero. With relu this is a perceptron with one hidden layer.
         residual_scale: scales the initial w2, which writes into the residual stream.
+        frozen: names of the weights that do not require gradients.
 
     Attributes:
         expert_ids: permanent names: position e of the stacked weights is expert `expert_ids[e]`.
 
-    Every expert has a gradient after backward, zero if it received no token.
+    Every expert has a gradient after backward, zero if it received no token; frozen weights have none.
     """
 
     w1: Tensor
@@ -58,6 +59,7 @@ class GroupedExperts(nn.Module):
         activation: Activation = "gelu",
         bias: bool = False,
         residual_scale: float = 1.0,
+        frozen: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if min(num_experts, width, hidden) < 1:
@@ -69,8 +71,9 @@ class GroupedExperts(nn.Module):
         shapes = weight_shapes(width, hidden, activation=activation, bias=bias)
         self.names = tuple(shapes)
         for name in ("w1", "w2", "w3", *self.stacked_vectors):
-            shape = shapes.get(name)
-            self.register_parameter(name, nn.Parameter(torch.zeros(num_experts, *shape)) if shape else None)
+            shape, trained = shapes.get(name), name not in frozen
+            made = nn.Parameter(torch.zeros(num_experts, *shape), requires_grad=trained) if shape else None
+            self.register_parameter(name, made)
         for name in [name for name in shapes if name not in self.stacked_vectors]:
             nn.init.normal_(getattr(self, name), std=INIT_STD * (residual_scale if name == "w2" else 1.0))
 
@@ -145,11 +148,12 @@ class GroupedExperts(nn.Module):
 class UnevenExperts(nn.Module):
     """E feed-forward experts, each with its own hidden width; same calls and attributes as GroupedExperts.
 
-    Neighbours of equal width are stacked and run together, so list experts by size.
+    Neighbours of equal width, with the same weights frozen, are stacked and run together, so list experts by size.
 
     Args:
         hidden_E: the width of each expert.
         width, activation, bias, residual_scale: as GroupedExperts.
+        frozen_E: `frozen` of each expert; empty if all weights are trained.
     """
 
     def __init__(
@@ -160,12 +164,15 @@ class UnevenExperts(nn.Module):
         activation: Activation = "gelu",
         bias: bool = False,
         residual_scale: float = 1.0,
+        frozen_E: Sequence[tuple[str, ...]] = (),
     ) -> None:
         super().__init__()
         kind = {"activation": activation, "bias": bias, "residual_scale": residual_scale}
-        runs = [(hidden, len(list(same))) for hidden, same in groupby(hidden_E)]
-        self.runs = nn.ModuleList(GroupedExperts(number, width, hidden, **kind) for hidden, number in runs)
-        self.sizes = [number for _, number in runs]
+        runs = [(*alike, len(list(same))) for alike, same in groupby(_alike(hidden_E, frozen_E))]
+        self.runs = nn.ModuleList(
+            GroupedExperts(number, width, hidden, **kind, frozen=frozen) for hidden, frozen, number in runs
+        )
+        self.sizes = [number for *_, number in runs]
         self.expert_ids = list(range(len(hidden_E)))
         self.hidden_E = tuple(hidden_E)
         self.width, self.bias = width, bias
@@ -204,13 +211,20 @@ def build_experts(
     activation: Activation = "gelu",
     bias: bool = False,
     residual_scale: float = 1.0,
+    frozen_E: Sequence[tuple[str, ...]] = (),
 ) -> GroupedExperts | UnevenExperts:
-    """Build the experts of one layer, one for each width; arguments as GroupedExperts."""
-    if len(set(hidden_E)) == 1:
-        return GroupedExperts(
-            len(hidden_E), width, hidden_E[0], activation=activation, bias=bias, residual_scale=residual_scale
-        )
-    return UnevenExperts(width, hidden_E, activation=activation, bias=bias, residual_scale=residual_scale)
+    """Build the experts of one layer, one for each width; arguments as GroupedExperts and UnevenExperts."""
+    kind = {"activation": activation, "bias": bias, "residual_scale": residual_scale}
+    kinds = set(_alike(hidden_E, frozen_E))
+    if len(kinds) == 1:
+        ((hidden, frozen),) = kinds
+        return GroupedExperts(len(hidden_E), width, hidden, **kind, frozen=frozen)
+    return UnevenExperts(width, hidden_E, **kind, frozen_E=frozen_E)
+
+
+def _alike(hidden_E: Sequence[int], frozen_E: Sequence[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...]]]:
+    """What experts of one stack have in common, of each expert."""
+    return list(zip(hidden_E, frozen_E or ((),) * len(hidden_E), strict=True))
 
 
 class SharedExpert(nn.Module):

@@ -7,7 +7,7 @@ the number of rows that follow.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Protocol
@@ -58,6 +58,10 @@ class Op(IntEnum):
     PASSES_DONE = 15  # where experts are colocated: a worker has finished its passes, and learns who dropped out
 
 
+ROW_OPERATIONS = {Op.FORWARD, Op.RESERVE, Op.RECOMPUTE, Op.EVALUATE, Op.BACKWARD}
+"""Operations in which rows travel; before any other a host waits for what it has sent."""
+
+
 class HeaderMismatch(RunError):
     """Members disagree about the current operation. Names the bug in the order of calls, which would be a hang."""
 
@@ -94,8 +98,14 @@ class Header:
         return [MAGIC, *(int(getattr(self, name)) for name in FIELDS[1:])]
 
 
-def read_headers(rows: list[list[int]], *, generation: int, version: int, workers: list[int] | None = None) -> Header:
+def read_headers(
+    rows: list[list[int]], *, generation: int, version: int, workers: list[int] | None = None,
+    layers: Sequence[str] = (),
+) -> Header:  # fmt: skip
     """Decode the one header that all workers sent; `rows` holds those of all of them, or of `workers`.
+
+    Args:
+        layers: their names in the model, for messages.
 
     Raises:
         HeaderMismatch: they differ from each other, or from this host's generation or placement.
@@ -109,13 +119,30 @@ def read_headers(rows: list[list[int]], *, generation: int, version: int, worker
                 for name, mine, other in zip(FIELDS, first, row[:HEADER_SIZE], strict=True)
                 if mine != other
             )
-            raise HeaderMismatch(f"worker {names[0]} and worker {worker} are in different operations: {differences}")
+            found = f"worker {names[0]} and worker {worker} are in different operations: {differences}"
+            raise HeaderMismatch(found + _calls({names[0]: first, worker: row}, layers))
     expected: dict[str, int] = {"magic": MAGIC, "generation": generation, "version": version}
     seen: dict[str, int] = dict(zip(FIELDS, first, strict=True))
     wrong = [f"{name} {seen[name]} instead of {value}" for name, value in expected.items() if seen[name] != value]
     if wrong:
         raise HeaderMismatch(f"the workers' header has {', '.join(wrong)}")
     return Header(**{name: seen[name] for name in FIELDS[1:] if name != "op"}, op=Op(seen["op"]))
+
+
+def _calls(rows: Mapping[int, list[int]], layers: Sequence[str]) -> str:
+    """The calls of layers that two workers are in, by worker, and the rule that they break; else empty."""
+    op, layer, alike = FIELDS.index("op"), FIELDS.index("layer"), slice(FIELDS.index("op"))
+    first, other = rows.values()
+    if first[alike] != other[alike] or not {first[op], other[op]} & ROW_OPERATIONS or not layers:
+        return ""
+    said = [
+        f"worker {worker} is in {Op(row[op]).name}" + (f" of {layers[row[layer]]}" if row[op] in ROW_OPERATIONS else "")
+        for worker, row in rows.items()
+    ]
+    return (
+        f"; {', '.join(said)}: every worker calls every expert layer equally often in every micro-batch, and one"
+        " without rows as in its last one (Trainable.communicates gives it a row); experts.hosts 0 has no such rule"
+    )
 
 
 def bytes_tensor(data: bytes) -> Tensor:

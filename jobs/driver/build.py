@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -150,9 +151,10 @@ def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
         InputError: the builder does not, or its experts cannot be moved.
     """
     asking = spec.model_copy(update={"experts": spec.experts.connected(Asked())})
-    try:
-        build(asking, shapes)
-    except Joins:
+    trainable, _ = build(asking, shapes)
+    if trainable.hand_over is not None:
+        with contextlib.suppress(Joins):
+            trainable.hand_over(trainable)
         return
     raise InputError(
         "experts.hosts", got=f"{spec.experts.hosts} with {spec.model.builder or 'a module'}, which keeps its experts",

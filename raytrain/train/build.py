@@ -20,7 +20,7 @@ from raytrain.data.rows.contract import Source
 from raytrain.data.rows.map_style import first_row
 from raytrain.errors import CheckpointError
 from raytrain.models.registry import call_builder, to_trainable
-from raytrain.models.weights.initial import StartingWeights, is_extra, offered
+from raytrain.models.weights.initial import StartingWeights, is_extra
 from raytrain.train.job import TrainJob
 from raytrain.trainable import Trainable
 
@@ -51,14 +51,15 @@ def build_trainable(
             weights do not fit.
     """
     weights = StartingWeights.at(job_model.init_from) if initial and job_model.init_from is not None else None
-    with offered(weights):
-        if job_model.module is not None:
-            trainable = to_trainable(job_model.module, key="model.module")
-        else:
-            builder = resolve(job_model.builder or "", key="model.builder")
-            trainable = to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
+    if job_model.module is not None:
+        trainable = to_trainable(job_model.module, key="model.module")
+    else:
+        builder = resolve(job_model.builder or "", key="model.builder")
+        trainable = to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
     if weights is not None:
         weights.fill(trainable.module, trainable.translate)
+    if trainable.hand_over is not None:
+        trainable.hand_over(trainable)
     return trainable
 
 

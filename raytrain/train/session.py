@@ -142,13 +142,15 @@ class Session:
         return Sharded(self.trainable, workers=self.workers, device=self.device)
 
     def _for_step(self, synced: Members | None) -> ForStep:
-        """Arguments of the step that depend on the strategy, and on whether passes contain collectives of batch norms
-        (`synced`)."""
+        """Arguments of the step that depend on the strategy, and on whether passes contain collectives: of batch norms
+        (`synced`), or of the model's own."""
         found = self.strategy.for_step(self.loader)
-        if synced is None:
+        if synced is None and not (self.trainable.communicates and self.workers.world_size > 1):
             return found
         reduction = CollectiveReduction(self.trainable, workers=self.workers, device=self.device)
-        own: ForStep = {"reduction": reduction, "filler": Filler(self.loader), "without_rows": synced.without_rows}
+        own: ForStep = {"reduction": reduction, "filler": Filler(self.loader)}
+        if synced is not None:
+            own["without_rows"] = synced.without_rows
         own.update(found)  # under fsdp passes are collective anyway
         return own
 

@@ -245,12 +245,11 @@ class TrainingStep:
 
     def idle(self) -> Tensor:
         """Take part in a micro-batch of other workers, in eval mode with a filler; a zero to call backward on."""
-        if self.trainable.remote.distributed:
-            with self.policy.autocast(self.device):
-                return self.trainable.remote.idle()
-        assert self.filler is not None
-        with self.changes.not_counted():
-            return _total(self.forward(self.filler(), global_weight=1)) * 0.0
+        if self.filler is not None:
+            with self.changes.not_counted():
+                return _total(self.forward(self.filler(), global_weight=1)) * 0.0
+        with self.policy.autocast(self.device):
+            return self.trainable.remote.idle()
 
     def run(
         self,

@@ -7,6 +7,7 @@ built on the gang's store.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import Any
 
 import nccl_stand_in
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 from lab import MOE, Rows, make_job, token_rows, train
 
+from experts.config import ExpertsConfig
 from experts.exchange.host import HostServer
 from experts.exchange.membership import Membership
 from experts.member.vote import VoteResult
+from experts.models import moe_gpt
 from experts.placement.starting import PlacementRules, first_placement
 from experts.placement.values import LayerPlacement, Placement
 from experts.shapes import LayerShape
@@ -30,6 +33,7 @@ from raytrain.train.clock import Clock
 from raytrain.train.compute.process_settings import ProcessSettings
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
 from raytrain.train.session import Session
+from raytrain.trainable import Trainable
 
 
 def padded(rows: dict[str, torch.Tensor], *, visible: int) -> dict[str, torch.Tensor]:
@@ -57,6 +61,7 @@ class Scene:
         inject: an infinite gradient, ("worker" or "expert", at that step).
         moves: {step: seed}, at whose vote another random placement is sent.
         spoil: the host for which the bytes of a move are corrupted.
+        frozen: patterns of the names of weights that are not trained.
         nccl: rows travel by a stand-in with the rules of NCCL; set by `on_nccl`, in all members' processes.
     """
 
@@ -75,6 +80,7 @@ class Scene:
     inject: tuple[str, int] = ("", 0)
     moves: tuple[tuple[int, int], ...] = ()
     spoil: int | None = None
+    frozen: tuple[str, ...] = ()
     nccl: bool = False
 
     @property
@@ -320,7 +326,8 @@ def session_of(scene: Scene, rank: int) -> Session:
     sections["optim"] = {"max_grad_norm": 0.3, **sections.get("optim", {})}
     sections["precision"] = {"dtype": scene.precision}
     sections["experts"] = {"hosts": scene.hosts, **sections.get("experts", {})}
-    job, source = make_job(MOE, DATA, world_size=scene.workers, **sections)
+    model = {**MOE, "builder": "exchange:partly_frozen", "frozen": list(scene.frozen)} if scene.frozen else MOE
+    job, source = make_job(model, DATA, world_size=scene.workers, **sections)
     if scene.hosts != 0:
         connection = GangConnection(scene, rank, group)
         experts = job.builder_sections["experts"].connected(connection)
@@ -328,6 +335,14 @@ def session_of(scene: Scene, rank: int) -> Session:
     session = Session(job, workers=workers, source=source)
     session.prepare(job.planned("precision"))
     return session
+
+
+def partly_frozen(*, frozen: list[str], experts: ExpertsConfig, **keys: Any) -> Trainable:
+    """The model of all scenes, of which its author then freezes a part."""
+    made = moe_gpt(**keys, experts=experts)
+    for name, parameter in made.module.named_parameters():
+        parameter.requires_grad_(not any(fnmatch(name, pattern) for pattern in frozen))
+    return made
 
 
 def record(session: Session, reporter: Rows) -> dict[str, Any]:
@@ -348,6 +363,7 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
     made["counts"] = [part.tolist() for part in _book(session).last]
     made["process"] = ProcessSettings.current().to_json()
     whole = session.full_module()
+    made["frozen"] = [] if whole is None else [name for name, p in whole.named_parameters() if not p.requires_grad]
     made["weights"] = {} if whole is None else {name: value.numpy() for name, value in weights_of_module(whole).items()}
     return made
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from experts.config import ExpertsConfig
-from experts.distribute import distribute
+from experts.distribute import hand_over
 from experts.exchange.dispatch import RemoteExperts
 from experts.exchange.interval_log import LoadLog
 from experts.exchange.worker import ExpertClient
@@ -80,11 +80,11 @@ class LayerWorker:
         self.seed, self.rank, self.workers = settings["seed"], rank, settings["workers"]
         sizes = {name: settings[name] for name in ("num_experts", "top_k", "seed")}
         layers = build_layers(settings["widths"], **sizes)
-        self.first = [dict(layer.experts.named_parameters()) for layer in layers]
+        self.first = [{name: one.detach() for name, one in layer.experts.named_parameters()} for layer in layers]
         self.layers = dict(zip(settings["widths"], layers, strict=True))
         trainable = Trainable(torch.nn.ModuleList(layers), loss=_no_loss)
         trainable.interval_log = LoadLog(LoadTracker([layer.router for layer in layers]))
-        distribute(trainable, ExpertsConfig().connected(connection_of(settings, rank)))
+        hand_over(trainable, ExpertsConfig().connected(connection_of(settings, rank)))
         self.client = _client_of(layers[0].experts)
         self.buffers = GradientBuffers(trainable.module.parameters())
         self.restore()

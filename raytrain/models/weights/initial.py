@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -148,26 +146,3 @@ def misfit(found: Mapping[str, list[str]], origin: str, *, key: str = KEY, remed
 
 def _shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-_OFFERED: ContextVar[StartingWeights | None] = ContextVar("starting_weights", default=None)
-
-
-@contextlib.contextmanager
-def offered(weights: StartingWeights | None) -> Iterator[None]:
-    """While a builder runs, offer it these weights: one that takes parts out of its model calls `fill_offered` first.
-
-    (A builder that moves experts to their hosts must load them before they leave the module.)
-    """
-    token = _OFFERED.set(weights)
-    try:
-        yield
-    finally:
-        _OFFERED.reset(token)
-
-
-def fill_offered(module: nn.Module) -> None:
-    """Load the weights that this run starts from into the complete module; does nothing where there are none."""
-    weights = _OFFERED.get()
-    if weights is not None:
-        weights.fill(module)

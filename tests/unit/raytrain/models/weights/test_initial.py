@@ -16,9 +16,10 @@ from jobs.job.paths import resolved
 from jobs.job.spec import load_spec
 from raytrain.config.sections import ModelConfig
 from raytrain.errors import InputError
-from raytrain.models.weights.initial import StartingWeights, fill_offered
+from raytrain.models.weights.initial import StartingWeights
 from raytrain.models.weights.stored import export_weights
 from raytrain.train.build import build_trainable
+from raytrain.trainable import Trainable
 
 DATA = {"train": token_rows(32)}
 
@@ -97,20 +98,23 @@ def test_a_file_with_a_tied_weight_under_its_second_name_fits(tmp_path: Path) ->
     assert torch.equal(weights_of(taken)["tokens.weight"], state["head.weight"])
 
 
-def test_a_builder_that_takes_parts_away_has_them_filled_before(
+def test_parts_that_other_processes_take_are_filled_before_they_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As experts are handed to their hosts inside the builder; what is left is not compared again."""
+    """As experts are handed to their hosts once the builder has returned; what is left is not compared again."""
     whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     path = str(tmp_path / "model.safetensors")
     export_weights(whole.state_dict(), path)
     taken: list[torch.Tensor] = []
 
-    def build() -> nn.Module:
-        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        fill_offered(module)
-        taken.append(module[1].weight.detach().clone())
-        return module[:1]
+    def take(trainable: Trainable) -> None:
+        taken.append(trainable.module[1].weight.detach().clone())
+        del trainable.module[1]
+
+    def build() -> Trainable:
+        made = Trainable.from_module(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        made.hand_over = take
+        return made
 
     monkeypatch.setattr("raytrain.train.build.resolve", lambda *_, **__: build)
     model = ModelConfig(builder="my:build", init_from=path)
