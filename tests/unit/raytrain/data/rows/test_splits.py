@@ -171,6 +171,22 @@ def test_padded_loss_equals_the_loss_of_the_rows_one_by_one() -> None:
     assert batch["attention_mask"].dtype == torch.int64
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_labels_that_are_numbers_are_padded_with_zero_as_no_loss_ignores_a_number(dtype: torch.dtype) -> None:
+    """Targets of a regression over rows of different lengths; -100 would be one of them."""
+    rows = [[0.5, 1.5, 2.5], [-1.0], []]
+    data = {"x": [torch.ones(len(row), 2) for row in rows], "labels": [torch.tensor(row, dtype=dtype) for row in rows]}
+    split = object_split(data, key="data.train")
+    assert isinstance(split, RaggedSplit)
+    for order in ([0, 1, 2], [1, 2], [2, 0]):
+        batch = split.gather(np.array(order))
+        longest = max(len(rows[i]) for i in order)
+        assert batch["labels"].dtype == dtype
+        assert batch["labels"].tolist() == [rows[i] + [0.0] * (longest - len(rows[i])) for i in order]
+        assert batch["attention_mask"].sum(1).tolist() == [len(rows[i]) for i in order]
+        assert split.weights(np.array(order)) == len(order), "no label is ignored"
+
+
 def test_a_mask_that_is_given_is_padded_and_not_replaced() -> None:
     data = {"input_ids": [[1, 2, 3], [4]], "attention_mask": [[1, 0, 1], [1]], "id": [7, 8]}
     batch = object_split(data, key="data.train").gather(np.array([0, 1]))
