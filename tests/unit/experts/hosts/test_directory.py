@@ -13,10 +13,11 @@ import ray.exceptions
 from experts.hosts import directory as module
 from experts.hosts.directory import ExpertDirectory
 from experts.placement.starting import PlacementRules
+from experts.placement.values import LayerPlacement, Placement
 from experts.shapes import LayerShape
 from raytrain.errors import RunError, StateLost
 
-SHAPES = [LayerShape(8, (16, 16), "gelu")]
+SHAPES = [LayerShape(8, (16,) * 12, "gelu")]
 LIMIT_S = 20.0
 """Only a test that fails waits so long."""
 
@@ -228,6 +229,74 @@ def test_a_replacement_that_dies_with_its_host_is_one_death() -> None:
     spec, _ = directory.joined_by(gang=1)
     assert [(death.who, death.pid) for death in spec.deaths] == [("expert host 1", 2)]
     assert len(directory.made) == 4 and directory.report()[0] == {0: "id of 1", 1: "id of 4"}
+
+
+def moved(placement: Placement, version: int) -> Placement:
+    """The experts of each host on the next one."""
+    hosts, layers = placement.num_hosts, []
+    for layer in placement.layers:
+        copies = tuple(tuple((host + 1) % hosts for host in held) for held in layer.copies)
+        layers.append(LayerPlacement(copies, layer.shares))
+    return Placement(version, hosts, tuple(layers))
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_after_experts_have_moved_a_new_host_takes_the_place_of_the_one_that_died(hosts: int) -> None:
+    """With what that held then, and not at the start of the run."""
+    directory = Directory(hosts)
+    first, _ = directory.joined_by(gang=1)
+    now = moved(first.placement, 2)
+    assert now.layers != first.placement.layers
+    directory.switched(1, now)
+    directory.made[-1].dead.set()
+    assert directory.ended(1).startswith(f"expert host {hosts - 1} died")
+    again, _ = directory.joined_by(gang=1)
+    assert again.placement == now and again.hosts == hosts and again.note == ""
+    directory.switched(1, first.placement)  # of a generation that is over: it arrives late
+    third, _ = directory.joined_by(gang=2)
+    assert third.number == 3 and third.placement == now
+
+
+def test_after_experts_have_moved_survivors_keep_what_they_have_then() -> None:
+    """Without a replacement; a second death after another move has the same rule."""
+    directory = Directory(4, wait_s=0.0)
+    first, _ = directory.joined_by(gang=1)
+    now = moved(first.placement, 2)
+    directory.switched(1, now)
+    directory.made[1].dead.set()
+    directory.ended(1)
+    three, _ = directory.joined_by(gang=1)
+    ranks = {0: 0, 2: 1, 3: 2}  # place -> rank in the generation
+    assert three.hosts == three.placement.num_hosts == 3 and "3 of 4 hosts hold all experts" in three.note
+    for expert in range(len(SHAPES[0].hidden_E)):
+        before = now.home_of(0, expert)
+        assert before == 1 or three.placement.home_of(0, expert) == ranks[before]
+    again = moved(three.placement, three.placement.version + 1)
+    directory.switched(2, again)
+    directory.made[0].dead.set()
+    directory.ended(2)
+    two, _ = directory.joined_by(gang=1)
+    for expert in range(len(SHAPES[0].hidden_E)):
+        before = again.home_of(0, expert)
+        assert before == 0 or two.placement.home_of(0, expert) == before - 1
+    assert [(death.who, death.pid) for death in (*three.deaths, *two.deaths)] == [
+        ("expert host 1", 2), ("expert host 1", 2), ("expert host 0", 1)
+    ]  # fmt: skip
+
+
+def test_a_spare_replaces_one_host_and_the_next_death_starts_another_process() -> None:
+    """Two deaths, the second of the host that was the spare."""
+    directory = Directory()
+    directory.joined_by(gang=1)
+    directory.keep_spare()
+    directory.keep_spare()
+    assert len(directory.made) == 3, "one spare, however often it is asked for"
+    for generation, made in ((1, 3), (2, 4)):
+        directory._places[1].host.dead.set()
+        directory.ended(generation)
+        spec, _ = directory.joined_by(gang=1)
+        assert spec.hosts == 2 and len(directory.made) == made
+        assert directory.report()[0] == {0: "id of 1", 1: f"id of {made}"}
 
 
 def test_what_a_host_has_to_say_is_for_the_driver_to_print() -> None:

@@ -458,6 +458,35 @@ def test_steps_that_took_another_time_than_planned(planned: float | None, told: 
     )
 
 
+HOT = {"kind": "cuda", "device": "cuda:0", "utilisation": 20.0, "memory_run": 1 << 30}
+COOL = {**HOT, "utilisation": 95.0}
+
+
+@pytest.mark.parametrize(
+    ("title", "bad", "good"),
+    [
+        ("Experts are loaded unevenly", {"load_imbalance": 4.0}, {"load_imbalance": 1.2}),
+        ("Tokens are dropped", {"dropped_fraction": 0.3}, {"dropped_fraction": 0.0}),
+        ("Gradients are clipped at nearly every step", {"grad_norm": 3.0}, {"grad_norm": 0.5}),
+        ("Input-bound: steps wait for data", {"data_time_s": 0.09}, {"data_time_s": 0.001}),
+        ("Sync-bound: steps wait for other workers", {"wait_time_s": 0.06}, {"wait_time_s": 0.001}),
+        ("The GPUs are not fully used", {"devices": [HOT]}, {"devices": [COOL]}),
+    ],
+)
+def test_findings_are_of_the_second_half_of_a_run(title: str, bad: dict[str, Any], good: dict[str, Any]) -> None:
+    """The first has warm-up, experts that are not balanced yet, and large gradients."""
+
+    def found(first: dict[str, Any], second: dict[str, Any]) -> bool:
+        halves = [first] * 40 + [second] * 40
+        falling = [3.0 - 0.02 * n for n in range(80)]
+        train = [row | {"step_time_s": 0.1} | half for row, half in zip(rows(falling), halves, strict=True)]
+        telemetry = [{"node": "a", "step": n, "devices": half.get("devices", [])} for n, half in enumerate(halves)]
+        clip = [ConfigRow("optim.max_grad_norm", 1.0, "default")]
+        return title in titles(records(train=train, telemetry=telemetry, config=clip))
+
+    assert found(bad, bad) and found(good, bad) and not found(bad, good)
+
+
 def test_uneven_experts_and_dropped_tokens():
     seen = titles(records(train=rows(FALLING, load_imbalance=3.0, dropped_fraction=0.1)))
     assert seen["Experts are loaded unevenly"] == seen["Tokens are dropped"] == "warning"
