@@ -82,7 +82,7 @@ def test_each_kind_of_end_has_its_exit_code(
 
     monkeypatch.setattr("jobs.train.run_train", fails)
     done = run("train")
-    assert done.exit_code == code and words in done.stderr
+    assert done.exit_code == code and words in done.stderr and done.stdout == "" and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("failed", 1), ("interrupted", 130)])
