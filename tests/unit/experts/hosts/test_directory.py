@@ -39,18 +39,24 @@ class Call:
 class Host:
     """An expert host whose start, answers and death a test decides."""
 
-    def __init__(self, number: int, *, starts: bool = True) -> None:
+    def __init__(self, number: int, *, starts: bool = True, starting: threading.Event | None = None) -> None:
         self.number, self.dead, self.silent = number, threading.Event(), threading.Event()
         self.joined: list[tuple[int, int]] = []
         self.aborted: list[tuple[int, str]] = []
         if not starts:
             self.dead.set()
-        self.ready = Call(lambda: self._alive({"node": "n", "pid": number, "memory_bytes": None, "name": "CPU"}))
+        self._starting = starting
+        self.ready = Call(lambda: self._started({"node": "n", "pid": number, "memory_bytes": None, "name": "CPU"}))
         self.stay = Call(self._stay)
         self.ping = Call(lambda: self._alive(None))
         self.join = SimpleNamespace(remote=lambda spec, rank: self.joined.append((spec.number, rank)))
         self.abort = SimpleNamespace(remote=lambda number, why: self.aborted.append((number, why)))
         self.__dict__["__ray_call__"] = Call(lambda _function: f"id of {number}")
+
+    def _started(self, value: Any) -> Any:
+        if self._starting is not None:
+            self._starting.wait(LIMIT_S)
+        return self._alive(value)
 
     def _alive(self, value: Any) -> Any:
         if self.dead.is_set():
@@ -98,6 +104,9 @@ class Directory(ExpertDirectory):
 
     def __init__(self, hosts: int = 2, *, fails: frozenset[int] = frozenset(), wait_s: float = LIMIT_S) -> None:
         self.made: list[Host] = []
+        self.starting = threading.Event()
+        """Hosts become ready only while it is set."""
+        self.starting.set()
         self._fails = fails
         super().__init__(
             hosts=hosts, threads=1, gpus=0, loopback=True, interface=None, group=None, host_wait_s=wait_s,
@@ -113,7 +122,7 @@ class Directory(ExpertDirectory):
 
     def _create_actor(self, options: dict[str, Any]) -> Any:
         number = len(self.made) + 1
-        self.made.append(Host(number, starts=number not in self._fails))
+        self.made.append(Host(number, starts=number not in self._fails, starting=self.starting))
         return self.made[-1]
 
     def joined_by(self, gang: int, *, workers: int = 2) -> list[Any]:
@@ -282,6 +291,32 @@ def test_after_experts_have_moved_survivors_keep_what_they_have_then() -> None:
     assert [(death.who, death.pid) for death in (*three.deaths, *two.deaths)] == [
         ("expert host 1", 2), ("expert host 1", 2), ("expert host 0", 1)
     ]  # fmt: skip
+
+
+def test_a_host_that_comes_late_while_others_are_lost_begins_anew_with_them() -> None:
+    """No survivor of the last generation alone: its placement says nothing of the host that has come."""
+    directory = Directory(4)
+    directory.joined_by(gang=1)
+    directory._host_wait_s = 0.05
+    directory.starting.clear()
+    directory.made[3].dead.set()
+    directory.ended(1)
+    three, _ = directory.joined_by(gang=1)
+    assert three.hosts == 3
+    directory.starting.set()
+    while len(directory.report()[0]) < 4:
+        threading.Event().wait(0.01)
+    directory.starting.clear()
+    for lost in (1, 2):
+        directory.made[lost].dead.set()
+    directory.ended(2)
+    while len(directory.made) < 7:
+        threading.Event().wait(0.01)
+    two, _ = directory.joined_by(gang=1)
+    assert two.hosts == two.placement.num_hosts == 2 and "2 of 4 hosts hold all experts" in two.note
+    two.placement.validate([len(SHAPES[0].hidden_E)])
+    assert directory.made[0].joined[-1] == (3, 0) and directory.made[4].joined[-1] == (3, 1)
+    directory.starting.set()
 
 
 def test_a_spare_replaces_one_host_and_the_next_death_starts_another_process() -> None:
