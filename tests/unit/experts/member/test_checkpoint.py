@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from experts.member import checkpoint as module
 from experts.member.checkpoint import ExpertFiles, ExpertSnapshot, await_files
 from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import LayerPlacement, Placement
@@ -74,3 +78,26 @@ def test_a_checkpoint_has_the_experts_of_its_step_although_training_goes_on(tmp_
         step(shard)  # what it had is replaced
         ExpertFiles(run.path, host=host).load(shard, folder)
     assert_same(state(*read), before)
+
+
+def test_a_write_begins_once_the_one_before_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next checkpoint may come while a slow disk still writes."""
+    slow, began, shard = threading.Event(), list[str](), shard_of(0, hosts=2)
+    write = module.write_tensors
+
+    def slowly(file: Any, tensors: Any) -> Any:
+        began.append(Path(file.name).parent.name)
+        assert slow.wait(20)
+        return write(file, tensors)
+
+    monkeypatch.setattr(module, "write_tensors", slowly)
+    files = ExpertFiles(str(tmp_path), host=0)
+    files.begin(ExpertSnapshot.of(shard), step=1)
+    second = threading.Thread(target=files.begin, args=(ExpertSnapshot.of(shard),), kwargs={"step": 2})
+    second.start()
+    second.join(0.1)
+    assert second.is_alive() and began == ["step_00000001"]
+    slow.set()
+    second.join(20)
+    files.wait()
+    assert began == ["step_00000001", "step_00000002"]

@@ -210,17 +210,6 @@ def test_workers_that_do_not_save_are_left_after_the_grace_that_was_set(
     assert "(retry.stop_grace_s); the newest checkpoint is of step 2" in printed
 
 
-def test_a_second_signal_leaves_at_once_and_workers_that_save_in_time_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    played = Played(monkeypatch, signals=(3, 5), saved_after=None)
-    result, printed = played.watched()
-    assert result.workers_running and played.looks == 5 and "retry.stop_grace_s" not in printed
-    waited = Played(monkeypatch, signals=(3,), saved_after=4)
-    result, _ = waited.watched(grace_s=5.0)
-    assert not result.workers_running and waited.looks == 7
-
-
 def test_a_cluster_that_ends_with_the_same_signal_is_not_waited_for_but_one_late_answer_is_no_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -242,6 +231,8 @@ def test_a_cluster_that_ends_with_the_same_signal_is_not_waited_for_but_one_late
     busy = Played(monkeypatch, ends_at=12)
     silent(busy, *range(3, 9))
     assert busy.watched()[0].status == "done", "without a signal, `fit` says when it is over"
+    twice = Played(monkeypatch, signals=(3, 5), saved_after=None)
+    assert twice.watched()[0].workers_running and twice.looks == 5, "a second signal leaves at once"
 
 
 @pytest.mark.parametrize(
