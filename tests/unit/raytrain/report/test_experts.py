@@ -161,17 +161,3 @@ def test_hosts_have_their_share_of_rows_and_time() -> None:
     housing = housing_of(records(events=[placed(2)]))
     assert housing is not None and housing.names == ["host 0", "host 1"]
     assert housing.rows == [8 + 7, 2 + 3] and housing.busy_s == [0.25, 0.75]
-
-
-def test_after_moves_the_last_placement_and_the_last_quarter_of_the_rows_are_shown() -> None:
-    """Each interval has other numbers, and each placement other bytes."""
-    loads = [load_row(10 * n, [[n, 1, 2, 3 * n], [4, n, 2, 1]]) for n in range(1, 9)]
-    for n, row in enumerate(loads):
-        row["hosts"]["busy_s"] = [1.0 + n, 2.0 * n]
-    first, last = placed(2), placed(2, replica=True)
-    last |= {"version": 7, "bytes": [5 << 20, 9 << 20]}
-    found = housing_of(records(loads, events=[first, last]))
-    assert found is not None and (found.version, found.bytes) == (7, [5 << 20, 9 << 20])
-    assert found.busy_s == [7.0 + 8.0, 12.0 + 14.0]
-    assert found.rows == [sum(n + 1 + 4 + n for n in (7, 8)), sum(2 + 3 * n + 2 + 1 for n in (7, 8))]
-    assert sum(found.replicas()) == 1

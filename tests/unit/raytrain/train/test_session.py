@@ -28,7 +28,7 @@ def test_the_sessions_numbers_are_the_plans() -> None:
         MLP,
         {"train": class_rows(64), "eval": class_rows(8)},
         loop={"max_steps": 11, "eval_every": 3, "log_every": 4, "eval_batches": 2, "patience": 5, "min_delta": 0.1},
-        optim={"lr": 0.25, "warmup_steps": 3, "max_grad_norm": 0.7},
+        optim={"lr": 0.5, "scale_lr": "linear", "warmup_steps": 3, "max_grad_norm": 0.7},
         retry={"nonfinite_steps": 2},
     )
     limits = session.limits()

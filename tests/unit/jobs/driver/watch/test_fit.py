@@ -113,10 +113,8 @@ class Played:
     """The workers of a run, as the driver sees them: each look takes a second of a clock that the test owns.
 
     Args:
-        signals: get a signal at these looks.
-        grows_at: look at which an elastic run finds room for more workers; None for never.
+        signals, grows_at, ends_at: the looks at which signals arrive, an elastic run finds room, and all is done.
         saved_after: looks from a request to stop until the workers have saved; None: they never do.
-        ends_at: look at which they are done by themselves.
     """
 
     def __init__(
@@ -125,11 +123,8 @@ class Played:
     ) -> None:  # fmt: skip
         self._signals_at, self._grows_at, self._saved_after, self._ends_at = signals, grows_at, saved_after, ends_at
         self.looks, self.asked_at, self.requests = 0, None, 0
-        self.phases, self.change, self.progress = (
-            None,
-            None,
-            {"phase": "training", "step": 3, "max_steps": 9, "row": {}},
-        )
+        self.phases = self.change = None
+        self.progress = {"phase": "training", "step": 3, "max_steps": 9, "row": {}}
         self.signals: Any = SimpleNamespace(asked=threading.Event(), training=True, times=0)
         answers = {name: SimpleNamespace(remote=lambda *_, **__: None) for name in ("printed_lines", "last_signs")}
         self.channel = SimpleNamespace(
@@ -169,10 +164,9 @@ class Played:
         """How the driver ends, and what it prints."""
         spec: Any = SimpleNamespace(retry=RetryConfig(stop_grace_s=grace_s))
         opened: Any = SimpleNamespace(run=SimpleNamespace(heartbeat=lambda: None, saved_steps=lambda: [2]))
-        console, itself = Console(file=io.StringIO(), width=200), cast("Any", self)
-        found = module._watched(itself, spec, opened, signals=self.signals, console=console)
-        assert isinstance(console.file, io.StringIO)
-        return found, console.file.getvalue()
+        printed, itself = io.StringIO(), cast("Any", self)
+        console = Console(file=printed, width=200)
+        return module._watched(itself, spec, opened, signals=self.signals, console=console), printed.getvalue()
 
 
 def test_an_elastic_run_that_finds_room_saves_and_then_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +174,9 @@ def test_an_elastic_run_that_finds_room_saves_and_then_changes(monkeypatch: pyte
     with pytest.raises(WorkersChange) as caught:
         played.watched()
     assert caught.value.workers == 5 and (played.asked_at, played.requests, played.looks) == (4, 1, 6)
+    ends = Played(monkeypatch, grows_at=4, saved_after=None, ends_at=5)
+    ends.result = lambda *, stopping: AttemptResult("done", "9 steps", steps=9)  # type: ignore[method-assign]
+    assert ends.watched()[0].status == "done", "its last step came before the request"
 
 
 @pytest.mark.parametrize("signal_at", [4, 5])
@@ -190,12 +187,6 @@ def test_a_signal_while_an_elastic_run_saves_in_order_to_grow_ends_it(
     played = Played(monkeypatch, grows_at=4, signals=(signal_at,), saved_after=3)
     result, _ = played.watched()
     assert (result.status, result.workers_running) == ("interrupted", False)
-
-
-def test_a_run_that_ends_while_it_is_asked_to_save_in_order_to_grow_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, grows_at=4, saved_after=None, ends_at=5)
-    played.result = lambda *, stopping: AttemptResult("done", "9 steps", steps=9)  # type: ignore[method-assign]
-    assert played.watched()[0].status == "done"
 
 
 @pytest.mark.parametrize(("grace_s", "looks"), [(0.0, 4), (5.0, 9), (60.0, 64)])

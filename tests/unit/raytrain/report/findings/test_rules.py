@@ -468,8 +468,6 @@ COOL = {**HOT, "utilisation": 95.0}
         ("Experts are loaded unevenly", {"load_imbalance": 4.0}, {"load_imbalance": 1.2}),
         ("Tokens are dropped", {"dropped_fraction": 0.3}, {"dropped_fraction": 0.0}),
         ("Gradients are clipped at nearly every step", {"grad_norm": 3.0}, {"grad_norm": 0.5}),
-        ("Input-bound: steps wait for data", {"data_time_s": 0.09}, {"data_time_s": 0.001}),
-        ("Sync-bound: steps wait for other workers", {"wait_time_s": 0.06}, {"wait_time_s": 0.001}),
         ("The GPUs are not fully used", {"devices": [HOT]}, {"devices": [COOL]}),
     ],
 )
