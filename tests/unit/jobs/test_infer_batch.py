@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 from pyarrow import parquet
 
 from jobs.infer import InferResult, infer
-from raytrain.infer import batch_size
-from raytrain.infer.worker import InferenceWorker
+from jobs.inference import compute
+from raytrain.infer import batch_size, ray_data
+from raytrain.infer.batch_size import BatchChoice
+from raytrain.infer.worker import InferenceWorker, Work
 
 ROWS = 200
 SIZES = ("model.hidden=[8]", "model.num_features=4", "model.num_classes=3")
@@ -66,3 +70,32 @@ def test_the_batch_is_measured_once_and_recorded_with_its_reason(
 
     run("infer.max_samples=100", output=str(tmp_path / "few"))
     assert measured == [ROWS] and "(100 rows are too few for a search)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_batch_that_is_measured_is_the_one_that_computes(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, and in each worker that Ray starts: their work has it."""
+    monkeypatch.setattr(batch_size, "PLAIN_ROWS", 4)
+    chosen, given = BatchChoice(23, "a test", (), 0.1), list[Work]()
+    monkeypatch.setattr(batch_size.BatchSizeSearch, "run", lambda _search: chosen)
+    monkeypatch.setattr(compute, "connected", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(local=True)))
+    monkeypatch.setattr(ray_data, "measure_batch", lambda *_, **__: chosen)
+
+    def run_units(work: Work, units: Any, **_: Any) -> Any:
+        given.append(work)
+        return map(InferenceWorker(work, "a worker").run, units)
+
+    monkeypatch.setattr(ray_data, "run_units", run_units)
+    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+    columns = {"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 4)}
+    parquet.write_table(pa.table(columns), tmp_path / "in.parquet")
+    overrides = (*SIZES, "infer.unit_rows=50", "scale.threads=1", f"scale.workers={workers}")
+    infer(
+        "raytrain.models.mlp:mlp", input=str(tmp_path / "in.parquet"), output=str(tmp_path / "out"), overrides=overrides
+    )
+    assert "batch: 23 rows (a test" in capsys.readouterr().out
+    assert len(given) == (workers > 1)
+    rows = parquet.read_table(tmp_path / "out/timing.parquet")["batch_rows"].to_pylist()
+    assert len(rows) == ROWS and set(rows) == {23, 50 - 2 * 23}, "units of 50 rows"

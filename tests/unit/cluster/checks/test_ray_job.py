@@ -62,3 +62,9 @@ def test_a_stop_is_judged_again_by_what_the_run_measures() -> None:
     assert slow is not None and slow.status == "warn" and "about 9 s are measured" in slow.text
     assert f"{STOP_WAIT}=30" in slow.remedy
     assert quick is not None and quick.status == "ok"
+
+
+def test_a_short_grace_does_not_shorten_what_ray_leaves_and_a_long_one_adds_nothing() -> None:
+    for grace_s, stop_s, status in ((0.0, 2.0, "ok"), (1.0, 2.9, "ok"), (60.0, 3.1, "warn")):
+        check = measured_stop(stop_s, grace_s=grace_s, environ=SUBMITTED)
+        assert check is not None and check.status == status and "after 3 s" in check.seen

@@ -13,10 +13,11 @@ import ray.exceptions
 from experts.hosts import directory as module
 from experts.hosts.directory import ExpertDirectory
 from experts.placement.starting import PlacementRules
+from experts.placement.values import LayerPlacement, Placement
 from experts.shapes import LayerShape
 from raytrain.errors import RunError, StateLost
 
-SHAPES = [LayerShape(8, (16, 16), "gelu")]
+SHAPES = [LayerShape(8, (16,) * 12, "gelu")]
 LIMIT_S = 20.0
 """Only a test that fails waits so long."""
 
@@ -38,18 +39,24 @@ class Call:
 class Host:
     """An expert host whose start, answers and death a test decides."""
 
-    def __init__(self, number: int, *, starts: bool = True) -> None:
+    def __init__(self, number: int, *, starts: bool = True, starting: threading.Event | None = None) -> None:
         self.number, self.dead, self.silent = number, threading.Event(), threading.Event()
         self.joined: list[tuple[int, int]] = []
         self.aborted: list[tuple[int, str]] = []
         if not starts:
             self.dead.set()
-        self.ready = Call(lambda: self._alive({"node": "n", "pid": number, "memory_bytes": None, "name": "CPU"}))
+        self._starting = starting
+        self.ready = Call(lambda: self._started({"node": "n", "pid": number, "memory_bytes": None, "name": "CPU"}))
         self.stay = Call(self._stay)
         self.ping = Call(lambda: self._alive(None))
         self.join = SimpleNamespace(remote=lambda spec, rank: self.joined.append((spec.number, rank)))
         self.abort = SimpleNamespace(remote=lambda number, why: self.aborted.append((number, why)))
         self.__dict__["__ray_call__"] = Call(lambda _function: f"id of {number}")
+
+    def _started(self, value: Any) -> Any:
+        if self._starting is not None:
+            self._starting.wait(LIMIT_S)
+        return self._alive(value)
 
     def _alive(self, value: Any) -> Any:
         if self.dead.is_set():
@@ -97,6 +104,9 @@ class Directory(ExpertDirectory):
 
     def __init__(self, hosts: int = 2, *, fails: frozenset[int] = frozenset(), wait_s: float = LIMIT_S) -> None:
         self.made: list[Host] = []
+        self.starting = threading.Event()
+        """Hosts become ready only while it is set."""
+        self.starting.set()
         self._fails = fails
         super().__init__(
             hosts=hosts, threads=1, gpus=0, loopback=True, interface=None, group=None, host_wait_s=wait_s,
@@ -112,7 +122,7 @@ class Directory(ExpertDirectory):
 
     def _create_actor(self, options: dict[str, Any]) -> Any:
         number = len(self.made) + 1
-        self.made.append(Host(number, starts=number not in self._fails))
+        self.made.append(Host(number, starts=number not in self._fails, starting=self.starting))
         return self.made[-1]
 
     def joined_by(self, gang: int, *, workers: int = 2) -> list[Any]:
@@ -228,6 +238,89 @@ def test_a_replacement_that_dies_with_its_host_is_one_death() -> None:
     spec, _ = directory.joined_by(gang=1)
     assert [(death.who, death.pid) for death in spec.deaths] == [("expert host 1", 2)]
     assert len(directory.made) == 4 and directory.report()[0] == {0: "id of 1", 1: "id of 4"}
+
+
+def moved(placement: Placement, version: int) -> Placement:
+    """The experts of each host on the next one."""
+    hosts, layers = placement.num_hosts, []
+    for layer in placement.layers:
+        copies = tuple(tuple((host + 1) % hosts for host in held) for held in layer.copies)
+        layers.append(LayerPlacement(copies, layer.shares))
+    return Placement(version, hosts, tuple(layers))
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_after_experts_have_moved_a_new_host_takes_the_place_of_the_one_that_died(hosts: int) -> None:
+    """With what that held then, and not at the start of the run."""
+    directory = Directory(hosts)
+    first, _ = directory.joined_by(gang=1)
+    now = moved(first.placement, 2)
+    assert now.layers != first.placement.layers
+    directory.switched(1, now)
+    directory.made[-1].dead.set()
+    assert directory.ended(1).startswith(f"expert host {hosts - 1} died")
+    again, _ = directory.joined_by(gang=1)
+    assert again.placement == now and again.hosts == hosts and again.note == ""
+    directory.switched(1, first.placement)  # of a generation that is over: it arrives late
+    third, _ = directory.joined_by(gang=2)
+    assert third.number == 3 and third.placement == now
+
+
+def test_after_experts_have_moved_survivors_keep_what_they_have_then() -> None:
+    """Where no other takes its place."""
+    directory = Directory(4, wait_s=0.0)
+    first, _ = directory.joined_by(gang=1)
+    now = moved(first.placement, 2)
+    directory.switched(1, now)
+    directory.made[1].dead.set()
+    directory.ended(1)
+    three, _ = directory.joined_by(gang=1)
+    ranks = {0: 0, 2: 1, 3: 2}  # place -> rank in the generation
+    assert three.hosts == three.placement.num_hosts == 3 and "3 of 4 hosts hold all experts" in three.note
+    for expert in range(len(SHAPES[0].hidden_E)):
+        before = now.home_of(0, expert)
+        assert before == 1 or three.placement.home_of(0, expert) == ranks[before]
+
+
+def test_a_host_that_comes_late_while_others_are_lost_begins_anew_with_them() -> None:
+    """No survivor of the last generation alone: its placement says nothing of the host that has come."""
+    directory = Directory(4)
+    directory.joined_by(gang=1)
+    directory._host_wait_s = 0.05
+    directory.starting.clear()
+    directory.made[3].dead.set()
+    directory.ended(1)
+    three, _ = directory.joined_by(gang=1)
+    assert three.hosts == 3
+    directory.starting.set()
+    while len(directory.report()[0]) < 4:
+        threading.Event().wait(0.01)
+    directory.starting.clear()
+    for lost in (1, 2):
+        directory.made[lost].dead.set()
+    directory.ended(2)
+    while len(directory.made) < 7:
+        threading.Event().wait(0.01)
+    two, _ = directory.joined_by(gang=1)
+    assert two.hosts == two.placement.num_hosts == 2 and "2 of 4 hosts hold all experts" in two.note
+    two.placement.validate([len(SHAPES[0].hidden_E)])
+    assert directory.made[0].joined[-1] == (3, 0) and directory.made[4].joined[-1] == (3, 1)
+    directory.starting.set()
+
+
+def test_a_spare_replaces_one_host_and_the_next_death_starts_another_process() -> None:
+    """Two deaths, the second of the host that was the spare."""
+    directory = Directory()
+    directory.joined_by(gang=1)
+    directory.keep_spare()
+    directory.keep_spare()
+    assert len(directory.made) == 3, "one spare, however often it is asked for"
+    for generation, made in ((1, 3), (2, 4)):
+        directory._places[1].host.dead.set()
+        directory.ended(generation)
+        spec, _ = directory.joined_by(gang=1)
+        assert spec.hosts == 2 and len(directory.made) == made
+        assert directory.report()[0] == {0: "id of 1", 1: f"id of {made}"}
 
 
 def test_what_a_host_has_to_say_is_for_the_driver_to_print() -> None:

@@ -105,3 +105,51 @@ def test_a_host_that_reads_a_large_checkpoint_leaves_at_once(monkeypatch: pytest
     host.abort(0, "another host died")
     assert ended == ["the generation ended while its experts were read from a checkpoint"]
     goes_on.set()
+
+
+def test_an_abort_ends_its_own_generation_only_also_before_that_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from another thread: late, when the next generation runs, or early, while the group is being formed."""
+    aborted, formed, forming = list[tuple[int, str]](), threading.Event(), threading.Event()
+
+    class Server:
+        def __init__(self, group: Any, **_given: Any) -> None:
+            self.files, self.over = None, group.over
+
+        def serve(self) -> None:
+            assert self.over.wait(20)
+            raise StateLost("over")
+
+        def stop(self) -> None: ...
+
+    def group_of(spec: Any, **_given: Any) -> Any:
+        forming.set()
+        assert formed.wait(20)
+        over = threading.Event()
+
+        def abort(reason: str) -> None:
+            aborted.append((spec.number, reason))
+            over.set()
+
+        return SimpleNamespace(abort=abort, over=over, device=torch.device("cpu"))
+
+    monkeypatch.setattr(module, "open_group", group_of)
+    monkeypatch.setattr(module, "HostServer", Server)
+    directory = SimpleNamespace(failed=SimpleNamespace(remote=lambda *_: None))
+    host = ExpertHost(threads=torch.get_num_threads(), device="cpu", directory=directory)
+    specs: list[Any] = [SimpleNamespace(number=number, workers=1, placement=None) for number in (1, 2)]
+    host.join(specs[0], 0)
+    assert forming.wait(20)
+    leaving = threading.Thread(target=host.abort, args=(1, "early"), daemon=True)
+    leaving.start()
+    while not host._over:
+        threading.Event().wait(0.01)
+    formed.set()
+    leaving.join(20)
+    assert aborted == [(1, "early")] and not leaving.is_alive()
+    host.join(specs[1], 0)
+    while host._server is None:
+        threading.Event().wait(0.01)
+    host.abort(1, "late")
+    assert len(aborted) == 1
+    host.abort(2, "now")
+    assert aborted[1:] == [(2, "now")]

@@ -97,6 +97,18 @@ def test_the_layers_of_a_full_model_map_to_ours_in_order(layout: str) -> None:
         assert torch.equal(outputs(ours.float()), outputs(theirs))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_more_than_ten_experts_and_layers_keep_their_numbers(fused: bool) -> None:
+    """In the order of names, 10 and 11 come before 2; each expert and each layer differs from the others."""
+    numbers = [0, 1, 2, 9, 10, 11, 12, 20]
+    made = nn.ModuleList(layer(num_experts=12) for _ in numbers)
+    state = export_layers(made, "qwen3_moe", numbers=numbers, fused=fused)
+    fresh = nn.ModuleList(layer(num_experts=12) for _ in numbers)
+    assert load_layers(fresh, dict(sorted(state.items())), "qwen3_moe") == tuple(numbers)
+    for name, value in made.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name
+
+
 def test_a_stored_model_is_read_from_its_folder(tmp_path: Path) -> None:
     state = export_layers(model(), "mixtral")
     parts = {"a.safetensors": dict(list(state.items())[::2]), "b.safetensors": dict(list(state.items())[1::2])}

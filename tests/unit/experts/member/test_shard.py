@@ -93,6 +93,29 @@ def test_a_replica_promoted_to_home_keeps_its_gradient_and_removed_experts_free_
     assert all((grad == 5.0).all() for grad in shard.layers[0].gradients_of(2).values()), "another layer's were lost"
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_move_in_one_layer_leaves_the_other_layer_as_it_is(layer: int) -> None:
+    """Its weights, optimizer state and gradients, and the next step of both."""
+    after = placed(2, *((AFTER if n == layer else BEFORE).layers[n].copies for n in (0, 1)))
+    old, new, arrived = shard_of(BEFORE, 0), shard_of(BEFORE, 1), {}
+    before = hashes(old) | hashes(new)
+    data = _pack(old, [(layer, 1)])
+    assert _unpack(data, _digest(data), into=arrived)
+    for shard in (old, new):
+        for grad in shard.layers[1 - layer].gradients.payloads:
+            grad.fill_(7.0)
+    old.switch(after, {})
+    new.switch(after, arrived)
+    assert hashes(old) | hashes(new) == before
+    for shard in (old, new):
+        assert all((grad == 7.0).all() for grad in shard.layers[1 - layer].gradients.payloads)
+        step(shard)
+    stayed = [shard_of(BEFORE, host) for host in range(2)]
+    for shard in stayed:
+        step(shard)
+    assert hashes(old) | hashes(new) == hashes(stayed[0]) | hashes(stayed[1]), "the next step differs"
+
+
 def test_data_that_arrives_corrupted_is_refused() -> None:
     data, into = _pack(shard_of(BEFORE, 0), [(0, 1)]), {}
     corrupted = data[:-1] + bytes([data[-1] ^ 1])

@@ -208,6 +208,15 @@ def test_no_plan_exceeds_the_memory_of_any_host() -> None:
     assert refused < 20 and moved > 50 and replicas > 100, (refused, moved, replicas)
 
 
+@pytest.mark.parametrize(("budget", "most"), [(16, 1), (31, 1), (32, 2), (50, 3), (1, 1)])
+def test_an_instalment_moves_as_many_experts_as_its_budget_has_bytes_for(budget: int, most: int) -> None:
+    """One at least, however large it is."""
+    before, after = (Placement(1, 2, (LayerPlacement(((host,),) * 7, ((1.0,),) * 7),)) for host in (0, 1))
+    parts = instalments(before, after, [[COST] * 7], hosts=hosts_of(1.0, 1.0), budget=budget)
+    moved = [len(old.home_moves(new)) for old, new in zip([before, *parts], parts, strict=False)]
+    assert moved == [most] * (7 // most) + [7 % most] * (7 % most > 0) and parts[-1].layers == after.layers
+
+
 def test_an_expert_too_large_for_any_host_is_named() -> None:
     hosts = [HostSpec(0, 1.0, 10), HostSpec(1, 1.0, 15, device="T4")]
     costs = [[ExpertCost(10, 1, 1.0), ExpertCost(16, 1, 1.0)]]

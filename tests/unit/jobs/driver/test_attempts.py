@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from jobs.driver.attempts import next_attempt
+from jobs.driver import attempts as module
+from jobs.driver.attempts import RunAttempts, next_attempt
 from jobs.driver.run_folder import OpenRun
 from raytrain.config.sections import RetryConfig
-from raytrain.errors import ClusterLost, ResourcesTaken, RunError
+from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution.attempt import take_attempt_number
+from raytrain.execution.driver_channel import AttemptResult
+from raytrain.plan.choice import Resolved
 from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
@@ -99,3 +104,38 @@ def test_a_run_that_another_command_took_over_is_left_alone(command: Command) ->
     with pytest.raises(RunError, match="another command has taken over"):
         command.loses()
     assert read_faults(command.run, since=1) == [] and command.run.current_attempt() == 2
+
+
+def test_an_elastic_run_goes_on_with_the_number_of_the_change_and_keeps_it_when_ray_is_lost(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grown, then a Ray that dies, then shrunk: each connection has the plan of the change before it."""
+    ends = [WorkersChange(5, "room"), LOST, WorkersChange(3, "less"), AttemptResult("done", "9 steps", steps=9)]
+    ran: list[tuple[int, Any]] = []
+
+    def fit_watched(_spec: Any, opened: OpenRun, *_: Any, **__: Any) -> AttemptResult:
+        ran.append((opened.claimed, opened.plan))
+        end = ends[len(ran) - 1]
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    def change_workers(opened: OpenRun, _inventory: Any, workers: Resolved) -> OpenRun:
+        return replace(opened, plan=f"{workers.value} workers ({workers.reason})")  # type: ignore[arg-type]
+
+    planner: Any = SimpleNamespace(open=lambda _: command.opened, change_workers=change_workers, phases=None)
+    monkeypatch.setattr(module, "connected", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(local=False)))
+    monkeypatch.setattr(module, "cluster_size", lambda _: (1, 0, 1))
+    for name in ("inventory_from_ray", "dashboard_url"):
+        monkeypatch.setattr(module, name, lambda: None)
+    monkeypatch.setattr("jobs.driver.watch.fit.fit_watched", fit_watched)
+    spec: Any = SimpleNamespace(retry=RetryConfig(), precision=SimpleNamespace(fallback=True))
+    signals: Any = SimpleNamespace(install=lambda: None, training=True)
+    attempts = RunAttempts(
+        spec, address="10.0.0.1:6379", planner=planner, data=None, signals=signals, console=Console(quiet=True),
+        verbose=False,
+    )  # fmt: skip
+    attempts.run()
+    assert attempts.result.steps == 9 and not signals.training
+    assert ran == [(1, None), (2, "5 workers (room)"), (3, "5 workers (room)"), (4, "3 workers (less)")]
+    assert [fault.error for fault in read_faults(command.run, since=1)] == ["ClusterLost"], "a change is no fault"

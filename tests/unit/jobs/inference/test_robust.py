@@ -238,6 +238,11 @@ def test_the_merge_refuses_parts_that_are_missing_or_of_another_job_and_lists_th
         run(resume="out")
     monkeypatch.undo()
     assert not [name for name in left() if name.startswith("predictions")]
+    foreign = Path("out/parts/unit-000007.parquet")
+    foreign.write_bytes(data)
+    with pytest.raises(RunError, match=r"1 files in .* are of no unit of this input: unit-000007.parquet"):
+        run(resume="out")
+    foreign.unlink()
     assert run(resume="out").table().equals(whole.table())
 
 

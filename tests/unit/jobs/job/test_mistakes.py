@@ -104,6 +104,7 @@ MISTAKES = {
     "report nowhere": ("got nowhere",),
     "keys lop": ("did you mean loop?",),
     "submit trane": ("did you mean train?",),
+    "check loop.max_step=3": ("did you mean loop.max_steps?",),
     "check --shrt": ("did you mean --short?",),
     "export": ("Missing argument 'RUN'", "--help"),
 }  # fmt: skip

@@ -79,11 +79,12 @@ def test_a_command_of_raytrain_is_asked_to_save_and_not_killed(clock: list[FakeC
     assert f"up to {'7' if 'record' in job else '60'} s (retry.stop_grace_s)" in said
 
 
-def test_one_that_does_not_save_is_stopped_by_ray_after_its_grace(clock: list[FakeCluster]) -> None:
-    cluster = FakeCluster(record=TRAIN)
+@pytest.mark.parametrize("grace_s", [7.0, 0.0])
+def test_one_that_does_not_save_is_stopped_by_ray_after_its_grace(clock: list[FakeCluster], grace_s: float) -> None:
+    cluster = FakeCluster(record={**TRAIN, "stop_grace_s": grace_s})
     ended, said = stopped(clock, cluster)
     assert (ended.verdict, cluster.asked, cluster.killed) == (130, 1, 1) and "asking Ray to stop it" in said
-    assert 7.0 + stop.CLOSE_S <= cluster.waited_s <= 7.0 + stop.CLOSE_S + 2
+    assert grace_s + stop.CLOSE_S <= cluster.waited_s <= grace_s + stop.CLOSE_S + 2
 
 
 @pytest.mark.parametrize("job", [{}, {"entrypoint": "ls /data/raytrain"}, {"record": TRAIN, "status": "PENDING"}])

@@ -135,6 +135,19 @@ def test_workers_that_never_take_an_attempt_end_the_run(run: RunFolder) -> None:
         other.after_exception(None, {0: RuntimeError("lost")})
 
 
+def test_failures_to_start_of_several_attempts_are_not_added_up(run: RunFolder) -> None:
+    """Over a long run each attempt may fail a few times before its number is taken."""
+    watcher = writer(run)
+    for _ in range(3):
+        for _ in range(START_FAILURES):
+            watcher.after_exception(None, {0: RuntimeError("no import")})
+        run.next_attempt(OWNER)
+    for _ in range(START_FAILURES):
+        watcher.after_exception(None, {0: RuntimeError("no import")})
+    with pytest.raises(RunError, match="before they could start"):
+        watcher.after_exception(None, {0: RuntimeError("no import")})
+
+
 def test_nothing_is_written_for_another_command(run: RunFolder) -> None:
     run.next_attempt({**OWNER, "pid": 2})
     with pytest.raises(RunError, match="another command has taken over"):

@@ -33,6 +33,17 @@ def test_room_for_more_is_used_once_it_has_lasted() -> None:
     assert decided(GROW_AFTER_S * 2, 0, 0, 0, waiting=False) == [None] * 3
 
 
+@pytest.mark.parametrize("waiting", [False, True])
+def test_room_that_comes_after_a_long_quiet_time_has_to_last_as_well(waiting: bool) -> None:
+    """A node that is there for two seconds restarts nothing."""
+    quiet, room = (4, 3) if waiting else (0, 1)
+    lasts = int((SHRINK_AFTER_S if waiting else GROW_AFTER_S) / 2)
+    changed = 3 if waiting else 5
+    assert decided(2.0, *[quiet] * 20, room, room, quiet, *[quiet] * 9, waiting=waiting) == [None] * 32
+    found = decided(2.0, *[quiet] * 20, *[room] * (lasts + 2), waiting=waiting)
+    assert found.index(changed) == 20 + -(-int(SHRINK_AFTER_S if waiting else GROW_AFTER_S) // 2)
+
+
 def test_workers_that_find_no_room_are_left_out_down_to_the_smallest_number() -> None:
     assert decided(SHRINK_AFTER_S, 3, 3, waiting=True) == [None, 3]
     assert decided(SHRINK_AFTER_S, 1, 1, 1, waiting=True) == [None] * 3, "below the smallest: wait for nodes"

@@ -30,6 +30,17 @@ def test_an_epoch_without_a_logged_step_keeps_its_row():
     assert rows[0]["eval_loss"] == 2.0 and rows[3]["last_step"] == 35
 
 
+def test_the_figures_of_an_epoch_are_of_its_last_row_its_mean_or_its_largest():
+    train = [
+        {"step": 10 * n, "epoch": n // 4, "loss": 9.0 - n, "lr": 0.1 / n, "peak_memory_bytes": 100 * (5 - n) ** 2}
+        for n in range(1, 8)
+    ]
+    first, second = history(RunRecords(name="run", path="run", train=train))
+    assert (first["lr"], first["last_train_loss"], first["train_loss"]) == (0.1 / 3, 6.0, 7.0)
+    assert (second["lr"], second["last_train_loss"], second["train_loss"]) == (0.1 / 7, 2.0, 3.5)
+    assert (first["peak_memory_bytes"], second["peak_memory_bytes"]) == (1600, 400)
+
+
 @pytest.mark.parametrize(
     ("result", "sentence"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,16 @@ def test_files_are_uploaded_continued_and_only_when_they_have_changed(tmp_path: 
         assert not Path(folder.path).is_relative_to(tmp_path), "an object store cannot append"
         Path(folder.path, "rank.log").write_text("first\n")
         Path(folder.path, "other.log").write_text("other")
+        Path(folder.path, "state.json").write_text("1 of 9")
         folder._upload()
+        Path(folder.path, "state.json").write_text("2 of 9")
+        os.utime(Path(folder.path, "state.json"), ns=(1, 1))  # another time, also on a coarse clock
         (tmp_path / "run" / "logs" / "other.log").write_text("not uploaded again")
         with open(Path(folder.path, "rank.log"), "a") as file:
             file.write("second\n")
     assert run.read_text("logs/rank.log") == "first\nsecond\n"
     assert run.read_text("logs/other.log") == "not uploaded again"
+    assert run.read_text("logs/state.json") == "2 of 9", "changed, with as many bytes"
     assert not Path(folder.path).exists()
     again = MirroredFolder(run, "logs", resumed=("rank.log", "none.log"))
     with open(Path(again.path, "rank.log"), "a") as file:

@@ -47,6 +47,27 @@ def test_of_many_at_once_one_creates_the_file(links: bool, tmp_path: Path, monke
     assert sum(made) == 1 and store.read_bytes("one") == b"%d" % made.index(True)
 
 
+def test_on_an_object_store_a_claim_that_another_has_overwritten_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have seen that the number is free: the later write has it, and the earlier takes the next."""
+    path = f"file://{tmp_path}/runs/a"
+    ours, theirs = RunFolder(path), RunFolder(path)
+    monkeypatch.setattr("raytrain.runs.lease.time.time", lambda: 1000.0)  # records that differ by their nonce alone
+    numbers: list[int] = []
+    write, free = ours.store.write_bytes, theirs.store.exists
+
+    def overtaken(name: str, data: bytes) -> None:
+        write(name, data)
+        if name.endswith("0001.json") and not numbers:
+            monkeypatch.setattr(theirs.store, "exists", lambda asked: asked != name and free(asked))
+            monkeypatch.setattr(theirs.store, "entries", lambda _folder: [])  # it looked before our write
+            numbers.append(theirs.next_attempt(this_process()))
+
+    monkeypatch.setattr(ours.store, "write_bytes", overtaken)
+    assert (ours.next_attempt(this_process()), numbers) == (2, [1])
+
+
 def test_attempts_that_are_claimed_at_once_have_different_numbers(tmp_path: Path) -> None:
     path = RunFolder.create(str(tmp_path), "run").path
     numbers = at_once(8, lambda number: RunFolder(path).next_attempt({**this_process(), "pid": number}))

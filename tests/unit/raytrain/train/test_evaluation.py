@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,10 @@ import torch
 from lab import GPT, MLP, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 from torch import Tensor, nn
 
-from cluster.telemetry.process import process_memory
 from cluster.telemetry.work import WORK
 from raytrain.data.rows.batches import Cursor
 from raytrain.train.device import rng_state
-from raytrain.train.evaluation import evaluate
-from raytrain.train.memory.allocator import give_back_freed_memory, keep_freed_memory
 from raytrain.train.session import Session
-from raytrain.trainable import MicroBatch
 
 Weights = dict[str, np.ndarray]
 
@@ -195,27 +190,3 @@ def test_an_eval_split_without_a_label_has_no_loss() -> None:
     held_out = token_rows(8, seed=1, empty=range(8))
     session = make_session(GPT, {"train": token_rows(48), "eval": held_out})
     assert math.isnan(session.evaluate(0)["loss"])
-
-
-@pytest.mark.covers("MEM-06")
-@pytest.mark.parametrize("clearing", [False, True])
-def test_a_thousand_batches_need_the_memory_of_a_hundred(clearing: bool) -> None:
-    """With and without freed memory given back every 50 of them: at most 1 MB for each hundred."""
-    session = make_session(MLP, {"train": class_rows(64), "eval_fraction": 0.25})
-    batch = session.loader.one(session.loader.global_batch(session.state.cursor).indices)
-    read: list[int] = []
-
-    def batches() -> Iterator[MicroBatch]:
-        for number in range(1100):  # the first hundred warm up
-            if clearing and number % 50 == 0:
-                give_back_freed_memory()
-            if number and number % 100 == 0:
-                read.append(process_memory().rss)
-            yield batch
-
-    try:
-        evaluate(session.step, batches(), workers=session.workers)
-    finally:
-        keep_freed_memory()
-    slope = np.polyfit(np.arange(len(read)), read, 1)[0]
-    assert len(read) == 10 and slope <= 1_000_000

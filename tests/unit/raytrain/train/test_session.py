@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import nn
 from raytrain.checkpoint.reader import load
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import CheckpointError
+from raytrain.plan.shares import Shares
 from raytrain.runs.folder import RunFolder
+from raytrain.train.device import set_determinism
 from raytrain.train.session import Session
 from raytrain.trainable import LossOutput, Trainable
 
@@ -25,7 +28,7 @@ def test_the_sessions_numbers_are_the_plans() -> None:
         MLP,
         {"train": class_rows(64), "eval": class_rows(8)},
         loop={"max_steps": 11, "eval_every": 3, "log_every": 4, "eval_batches": 2, "patience": 5, "min_delta": 0.1},
-        optim={"lr": 0.25, "warmup_steps": 3, "max_grad_norm": 0.7},
+        optim={"lr": 0.5, "scale_lr": "linear", "warmup_steps": 3, "max_grad_norm": 0.7},
         retry={"nonfinite_steps": 2},
     )
     limits = session.limits()
@@ -35,6 +38,31 @@ def test_the_sessions_numbers_are_the_plans() -> None:
     assert (schedule.peak, schedule.warmup_steps, schedule.max_steps) == (0.25, 3, 11)
     assert session.step.max_grad_norm == 0.7 and session.optimizers[0].param_groups[0]["lr"] == 0.25
     assert session.peak_memory() > 2**20
+
+
+@pytest.mark.parametrize(("threads", "deterministic"), [(1, True), (2, False)])
+def test_the_planned_threads_and_determinism_are_those_of_the_process(threads: int, deterministic: bool) -> None:
+    before = torch.get_num_threads()
+    try:
+        make_session(MLP, DATA, scale={"threads": threads}, loop={"deterministic": deterministic})
+        assert torch.get_num_threads() == threads
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+    finally:
+        torch.set_num_threads(before)
+        set_determinism(deterministic=False)
+
+
+def test_settings_that_are_measured_later_reach_the_step_the_loader_and_the_layers() -> None:
+    session = make_session(MLP, DATA, precision="bf16")
+    shares = Shares(micro_batch=4, rows=(4,), pass_s=(1.0,))
+    measured = replace(session.settings, micro_batch=4, shares=shares, inflight=2, fp32_layers=("layers.1",))
+    session.use(measured)
+    assert (session.loader.micro_batch, session.step.inflight, session.settings) == (4, 2, measured)
+    assert session.loader.batches.shares is shares
+    layers = session.trainable.module.get_submodule("layers")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        formats = [layer(torch.ones(1, layer.in_features)).dtype for layer in layers.children()]
+    assert formats == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 def test_the_eval_loop_is_off_without_an_eval_split() -> None:

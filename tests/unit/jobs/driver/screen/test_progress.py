@@ -16,6 +16,7 @@ from jobs.driver.screen.progress import (
     TrainingDisplay,
     figures,
 )
+from jobs.driver.screen.remaining import WINDOW_S, RemainingTime
 from raytrain.execution.driver_channel import RESTARTING, SETTING_UP
 
 
@@ -249,3 +250,21 @@ def test_an_activity_of_the_driver_says_what_is_missing(printed: Printed) -> Non
     printed.now += 5 * QUIET_S
     activity.tick()
     assert printed.lines[3:] == ["starting Ray"]
+
+
+def test_the_remaining_time_is_of_the_last_steps_and_not_of_a_slow_start() -> None:
+    """Of at least a window, also where steps are few and of unequal lengths."""
+    now = [0.0]
+    remaining = RemainingTime(lambda: now[0])
+    for step in range(0, 11):  # slow
+        remaining.see(step, 1000)
+        now[0] += WINDOW_S / 10
+    for step in range(11, 141):  # ten times as fast
+        remaining.see(step, 1000)
+        now[0] += WINDOW_S / 100
+    assert remaining.seconds() == pytest.approx((1000 - 140) * WINDOW_S / 100, rel=0.02)
+    few = RemainingTime(lambda: now[0])
+    for step, lasted in ((1, 0.8 * WINDOW_S), (2, 0.4 * WINDOW_S), (3, 0.0)):
+        few.see(step, 10)
+        now[0] += lasted
+    assert few.seconds() == pytest.approx(7 * 0.6 * WINDOW_S)

@@ -66,10 +66,20 @@ def test_efficiency_falls_from_one_with_the_batch() -> None:
     ("scale", "words"),
     [
         (NoiseScale(10.0, 8.0, 12.0, 8), "a smaller one would learn as much"),
+        (
+            NoiseScale(10.0, 8.0, 70.0, 8),
+            "(8 to 70): at twice the global batch of 32 a row is worth 57% of what it is now",
+        ),
+        (
+            NoiseScale(60.0, 20.0, 90.0, 8),
+            "(20 to 90): at twice the global batch of 32 a row is worth 74% of what it is now",
+        ),
         (NoiseScale(320.0, 256.0, math.inf, 8), "(256 or more)"),
         (NoiseScale(320.0, 256.0, 400.0, 8), "worth 92% of what it is now; a larger one"),
         (NoiseScale(32.0, 16.0, 64.0, 8), "(16 to 64): at twice the global batch of 32 a row is worth 67%"),
     ],
 )
 def test_the_advice_states_the_waste_of_a_larger_batch(scale: NoiseScale, words: str) -> None:
-    assert words in goodput_advice(scale, global_batch=32)
+    advice = goodput_advice(scale, global_batch=32)
+    assert words in advice
+    assert ("smaller" in advice, "larger" in advice) == (scale.high < 32, scale.low > 32), "the whole interval decides"

@@ -190,3 +190,14 @@ def test_packed_sequences_keep_their_lengths_on_the_host() -> None:
     moved = to_device({"sequence": packed}, "cpu")["sequence"]
     assert type(moved) is type(packed) and torch.equal(moved.data, packed.data)
     assert find_misplaced({"sequence": packed}, "meta") == ["batch.sequence.data"]
+
+
+@pytest.mark.parametrize("position", [0, 97, 103, 110])
+def test_rows_from_a_position_go_around_at_the_end_of_the_epoch(position: int) -> None:
+    """Also more of them than an epoch has, and from a position of a larger data set."""
+    split = TensorSplit({"x": torch.arange(103)})
+    batches = StepBatches(split, seed=3, global_batch_size=16, micro_batch=8)
+    order = split.order(3, 2).tolist()
+    for count in (5, 103, 250):
+        expected = [order[(position + n) % 103] for n in range(count)]
+        assert batches.rows_from(Cursor(2, position), count).tolist() == expected

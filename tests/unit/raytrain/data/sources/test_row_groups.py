@@ -123,6 +123,22 @@ def test_any_position_is_reached_without_the_earlier_batches(folder: Path) -> No
         assert [row for part in parts for row in part] == walked[448:512]
 
 
+@pytest.mark.parametrize(("groups", "window"), [(1, 1), (5, 1), (5, 2)])
+def test_the_rows_of_each_group_have_another_order_in_each_epoch_and_for_each_seed(groups: int, window: int) -> None:
+    """Also of a file with one group, where the order of the groups changes nothing."""
+    starts = np.arange(groups + 1) * 40
+
+    def inside(seed: int, epoch: int) -> list[list[int]]:
+        """The order of the rows of each group, whatever stands between them."""
+        order = GroupOrder(starts, seed=seed, epoch=epoch, window=window)
+        rows = order[0 : len(order)]
+        assert sorted(rows) == list(range(40 * groups))
+        return [[int(row) for row in rows if starts[n] <= row < starts[n + 1]] for n in range(groups)]
+
+    for one, other in (((5, 0), (5, 1)), ((5, 1), (5, 2)), ((5, 0), (6, 0))):
+        assert all(left != right for left, right in zip(inside(*one), inside(*other), strict=True)), (one, other)
+
+
 def in_windows_of_two(folder: Path) -> GroupSplit:
     source = opened(folder, eval_fraction=0.0).train
     assert isinstance(source, GroupSplit)

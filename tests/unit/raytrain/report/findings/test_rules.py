@@ -147,6 +147,16 @@ def test_overfitting_needs_a_falling_training_loss():
     assert name not in titles(records(train=rows(FALLING), evals=evals(2.6, 2.4, 2.2, 2.205)))
 
 
+def test_a_training_loss_that_turns_with_the_eval_loss_is_no_overfitting() -> None:
+    """It fell before the best evaluation, and is below its start at the end: it diverges all the same."""
+    title = "Overfitting: eval loss rises while training loss falls"
+    turns = [3.0 - 0.1 * n for n in range(20)] + [1.1 + 0.04 * n for n in range(20)]
+    late = evals(2.0, 1.2, 1.6, 1.9)
+    assert title not in titles(records(train=rows(turns), evals=late))
+    falls_on = [*turns[:20], *(1.1 - 0.01 * n for n in range(20))]
+    assert titles(records(train=rows(falls_on), evals=late))[title] == "warning"
+
+
 def test_skipped_steps_are_counted_from_losses_and_counters():
     counted = [0] * 20 + [4] * 20
     run = records(train=rows(["nan" if n == 7 else loss for n, loss in enumerate(FALLING)], skipped_steps=counted))
@@ -394,6 +404,24 @@ def test_warnings_of_telemetry_and_slowed_devices_are_findings() -> None:
     assert not titles(records(telemetry=[{"node": "n", "time": n, "devices": [cool]} for n in range(30)]))
 
 
+def test_of_many_devices_the_one_that_is_slowed_down_is_named() -> None:
+    """In a third of its own samples, a twenty-fourth of those of eight devices; its number is on both nodes."""
+
+    def devices(sample: int, hot: int | None) -> list[dict[str, Any]]:
+        slow = ["power cap", "thermal (software)"] if sample % 3 == 0 else ["power cap"]
+        return [{"device": f"cuda:{n}", "throttle": slow if n == hot else None} for n in range(4)]
+
+    telemetry = [
+        {"node": node, "time": n, "devices": devices(n, hot)}
+        for n in range(30)
+        for node, hot in (("a", None), ("b", 2))
+    ]
+    found = [one for one in diagnose(records(telemetry=telemetry)) if "slowed" in one.title]
+    assert [(one.title, one.evidence) for one in found] == [
+        ("cuda:2 of b is slowed down", "thermal (software) in 33% of 30 samples")
+    ]
+
+
 def test_graph_breaks_are_reported_with_their_number_and_reason():
     event = {"kind": "compile", "achieved": "2 of 2 parts", "graph_breaks": 4, "breaks_at": ["Data dependent operator"]}
     found = {one.title: one for one in diagnose(records(events=[{**event, "graph_breaks": 1}, event]))}
@@ -428,6 +456,33 @@ def test_steps_that_took_another_time_than_planned(planned: float | None, told: 
     assert one is None or (
         told in str(one.evidence) and one.severity == "info" and bool(one.remedy) == (planned == 0.1)
     )
+
+
+HOT = {"kind": "cuda", "device": "cuda:0", "utilisation": 20.0, "memory_run": 1 << 30}
+COOL = {**HOT, "utilisation": 95.0}
+
+
+@pytest.mark.parametrize(
+    ("title", "bad", "good"),
+    [
+        ("Experts are loaded unevenly", {"load_imbalance": 4.0}, {"load_imbalance": 1.2}),
+        ("Tokens are dropped", {"dropped_fraction": 0.3}, {"dropped_fraction": 0.0}),
+        ("Gradients are clipped at nearly every step", {"grad_norm": 3.0}, {"grad_norm": 0.5}),
+        ("The GPUs are not fully used", {"devices": [HOT]}, {"devices": [COOL]}),
+    ],
+)
+def test_findings_are_of_the_second_half_of_a_run(title: str, bad: dict[str, Any], good: dict[str, Any]) -> None:
+    """The first has warm-up, experts that are not balanced yet, and large gradients."""
+
+    def found(first: dict[str, Any], second: dict[str, Any]) -> bool:
+        halves = [first] * 40 + [second] * 40
+        falling = [3.0 - 0.02 * n for n in range(80)]
+        train = [row | {"step_time_s": 0.1} | half for row, half in zip(rows(falling), halves, strict=True)]
+        telemetry = [{"node": "a", "step": n, "devices": half.get("devices", [])} for n, half in enumerate(halves)]
+        clip = [ConfigRow("optim.max_grad_norm", 1.0, "default")]
+        return title in titles(records(train=train, telemetry=telemetry, config=clip))
+
+    assert found(bad, bad) and found(good, bad) and not found(bad, good)
 
 
 def test_uneven_experts_and_dropped_tokens():

@@ -1,0 +1,164 @@
+"""A whole attempt in this process: what the failure rules decided is what the steps do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lab import make_job, train
+from torch import nn
+
+from raytrain.checkpoint.reader import list_checkpoints, load
+from raytrain.data.rows.batches import Cursor
+from raytrain.execution import worker as module
+from raytrain.execution.driver_channel import AttemptResult
+from raytrain.execution.worker import Worker
+from raytrain.runs.faults import Fault, write_fault
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
+from raytrain.trainable import Trainable
+
+ROWS = 90
+"""Of 3 columns; 81 train: with batches of 16 an epoch ends inside a run of 6 steps."""
+OWNER = {"host": "h", "pid": 1, "start": 5}
+LOSS = nn.functional.cross_entropy
+
+
+class Attempts:
+    """Attempts of one run on a CSV file.
+
+    Attributes:
+        sizes, dtypes: rows of each forward pass of the last attempt in training, and the formats of the outputs.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        draw = np.random.default_rng(0)
+        rows = [(*row, int(sum(row) > 0)) for row in draw.normal(size=(ROWS, 3)).round(4).tolist()]
+        self.data = {"source": "csv", "path": str(folder / "rows.csv"), "label": "y"}
+        lines = ["a,b,c,y", *(",".join(map(str, row)) for row in rows)]
+        (folder / "rows.csv").write_text("\n".join(lines))
+        self.run = RunFolder.create(str(folder), "run")
+        self.run.next_attempt(OWNER)
+        self.sizes: list[int] = []
+        self.dtypes: set[torch.dtype] = set()
+        monkeypatch.setattr(module, "on_stop_request", lambda _channel, _then: None)
+
+    def job(self, **sections: Any) -> Any:
+        """Six steps, saved after each third. The module notes how many rows it is given."""
+        torch.manual_seed(1)
+        net, sizes, dtypes = nn.Linear(3, 2), self.sizes, self.dtypes
+
+        def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                sizes.append(len(batch["x"]))
+            made = net(batch["x"])
+            dtypes.add(made.dtype)
+            return LOSS(made, batch["labels"])
+
+        given = {"module": Trainable.from_module(net, loss=loss)}
+        sections = {"save": {"every": 3}, **sections, "loop": {"max_steps": 6, **sections.get("loop", {})}}
+        job, _ = make_job(given, self.data, run=self.run, **sections)
+        job.owner.update(OWNER)
+        return job
+
+    def attempt(self, **sections: Any) -> tuple[AttemptResult, Session]:
+        """The next attempt, from its number to the export."""
+        self.sizes.clear()
+        self.dtypes.clear()
+        channel = SimpleNamespace(report_progress=SimpleNamespace(remote=lambda _progress: None))
+        worker = Worker(self.job(**sections), workers=Workers(), local_rank=0, channel=channel)
+        result = worker.run(None)
+        assert result is not None and worker.session is not None
+        return result, worker.session
+
+    def failed(self, **fields: Any) -> None:
+        """The newest attempt has failed like this."""
+        known = {"step": 4, "error": "RuntimeError", "message": "it broke", "traceback": "t", "precision": "fp32"}
+        known |= {"rank": 0, "reduced": False, "final": False, "from_step": 0, "time": time.time(), **fields}
+        write_fault(self.run, Fault(attempt=self.run.current_attempt(), **known))
+
+    def losses(self) -> dict[int, float]:
+        """Of the steps after the first checkpoint."""
+        rows = self.run.read_rows(self.run.metrics)
+        return {row["step"]: row["loss"] for row in rows if row["kind"] == "train" and row["step"] > 3}
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in self.run.read_rows(self.run.events) if row["kind"] == kind]
+
+
+@pytest.fixture
+def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    return Attempts(tmp_path, monkeypatch)
+
+
+def plain_losses(attempts: Attempts, step: int, cursor: Cursor | None) -> dict[int, float]:
+    """The steps after a checkpoint, by a session that is given the cursor."""
+    session = Session(attempts.job(), workers=Workers())
+    session.prepare("fp32")
+    session.restore(load(attempts.run.checkpoint_dir(step)))
+    session.state.cursor = cursor or session.state.cursor
+    rows, _ = train(session)
+    session.close()
+    return dict(zip(rows.of("train", "step"), rows.losses, strict=True))
+
+
+@pytest.mark.parametrize("skipped", [None, Cursor(0, 64), Cursor(2, 16)], ids=["none", "same epoch", "later epoch"])
+def test_an_attempt_continues_with_the_rows_after_those_that_a_rollback_skipped(
+    attempts: Attempts, skipped: Cursor | None
+) -> None:
+    result, _ = attempts.attempt()
+    assert (result.status, result.steps) == ("done", 6)
+    whole = attempts.losses()
+    if skipped is not None:
+        rolled = {"kind": "decision", "what": "rollback", "value": 3, "reason": "a test"}
+        attempts.run.append_event({**rolled, "epoch": skipped.epoch, "position": skipped.position})
+    attempts.run.store.delete_tree("checkpoints/step_00000006")
+    attempts.failed()
+    result, _ = attempts.attempt()
+    assert (result.status, result.steps, attempts.events("attempt")[-1]["from_step"]) == ("done", 6, 3)
+    assert attempts.losses() == plain_losses(attempts, 3, skipped)
+    assert (attempts.losses() == whole) == (skipped is None)
+
+
+@pytest.mark.parametrize(("had", "then"), [(16, [8, 8]), (8, [4, 4, 4, 4]), (5, [3, 3, 3, 3, 3, 1])])
+def test_after_an_out_of_memory_error_the_passes_have_half_the_rows(
+    attempts: Attempts, had: int, then: list[int]
+) -> None:
+    attempts.failed(out_of_memory=True, micro_batch=had, error="OutOfMemoryError")
+    result, session = attempts.attempt(loop={"max_steps": 2})
+    assert result.status == "done" and attempts.sizes[: len(then)] == then
+    assert session.settings.micro_batch == then[0]
+
+
+def test_the_precision_that_the_rules_raise_is_that_of_the_steps(attempts: Attempts) -> None:
+    """Both of what followed from the faults: a failing half precision, and memory that had run out before."""
+    attempts.failed(out_of_memory=True, micro_batch=16, error="OutOfMemoryError", step=2, precision="bf16")
+    attempts.run.next_attempt(OWNER)
+    attempts.failed(precision="bf16", reduced=True)
+    result, session = attempts.attempt(precision={"dtype": "bf16", "fallback": True}, loop={"max_steps": 2})
+    assert result.status == "done" and session.precision == "fp32"
+    assert attempts.sizes == [8] * 4 and attempts.dtypes == {torch.float32}
+    assert attempts.events("attempt")[-1]["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(16, [4, 4, 4, 4]), (32, [16])], ids=["same job", "another batch"])
+def test_what_an_earlier_attempt_measured_is_used_for_the_same_settings(
+    attempts: Attempts, batch: int, sizes: list[int]
+) -> None:
+    settings = {"global_batch_size": batch, "workers": 1, "precision": "fp32", "fp32_layers": []}
+    record = {"value": 4, "reason": "measured", "settings": settings, "peak_bytes": None, "budget_bytes": None}
+    attempts.run.write_json(attempts.run.memory_probe, {"micro_batch": record})
+    _, session = attempts.attempt(loop={"max_steps": 1})
+    assert attempts.sizes == sizes and session.settings.micro_batch == sizes[0]
+
+
+def test_the_planned_interval_and_number_of_checkpoints_are_kept(attempts: Attempts) -> None:
+    attempts.attempt(save={"every": 2, "keep": 1}, loop={"max_steps": 7, "eval_every": 100})
+    assert [row["step"] for row in attempts.events("checkpoint")] == [2, 4, 6, 7]
+    assert [info.step for info in list_checkpoints(attempts.run)] == [7]
