@@ -30,7 +30,7 @@ LAYERS = {
     ],
     "experts": [
         "shapes", "config", "transport", "placement", "plan", "routing", "member", "exchange", "layer", "hosts",
-        "distribute", "models", "huggingface",
+        "hand_over", "distribute", "models", "huggingface",
     ],
 }  # fmt: skip
 """folder -> its entries from the lowest up. Imports inside functions count as well; those for types do not."""

@@ -145,8 +145,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         anchor = ctx.next_functions[0][0].next_functions[1][0]
-        if torch.is_grad_enabled() or not torch._C._will_engine_execute_node(anchor):
+        if not torch._C._will_engine_execute_node(anchor):  # torch.autograd.grad
             # the experts' weights have no graph here, and any backward adds to their gradients
-            refuse(ctx.call.client, ctx.call.layer, "gradients by torch.autograd.grad, or of gradients, through")
+            refuse(ctx.call.client, ctx.call.layer, "gradients by torch.autograd.grad through")
         ctx.call.start_backward(grad_RD)
         return grad_RD.new_empty(0), None

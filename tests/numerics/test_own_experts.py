@@ -60,8 +60,8 @@ def test_a_layer_that_only_some_micro_batches_call_is_named_with_the_rule_on_eve
         ("Penalty", r"reads the weights of the experts of layers\.0"),
         ("ListedPenalty", r"reads the weights of the experts of layers\.[01]"),
         ("NamedPenalty", r"reads the weights of the experts of layers\.1"),
-        ("GradientPenalty", r"of gradients, through the experts of layers\.1"),
-        ("Adversarial", r"torch\.autograd\.grad, .*through the experts of layers\.1"),
+        ("GradientPenalty", r"torch\.autograd\.grad through the experts of layers\.1"),
+        ("Adversarial", r"torch\.autograd\.grad through the experts of layers\.1"),
     ],
 )
 def test_a_loss_that_would_miss_the_experts_is_refused_in_the_first_step(kind: str, said: str) -> None:
