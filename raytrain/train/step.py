@@ -119,9 +119,9 @@ class TrainingStep:
         self.device_guard = DeviceGuard(trainable.module, device)
         self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
 
-    def forward(self, batch: Batch, *, global_weight: int) -> LossOutput:
-        """Loss of one micro-batch under the run's precision."""
-        with self.policy.autocast(self.device):
+    def forward(self, batch: Batch, *, global_weight: int, idle: bool = False) -> LossOutput:
+        """Loss of one micro-batch under the run's precision; `idle`: it has no rows of this worker."""
+        with self.reduction.forward_pass(idle=idle), self.policy.autocast(self.device):
             if self.trainable.takes_global_count:
                 return self.trainable.loss(self.trainable.module, batch, num_items_in_batch=global_weight)
             return self.trainable.loss(self.trainable.module, batch)
@@ -194,7 +194,7 @@ class TrainingStep:
             with self.policy.autocast(self.device):
                 return self.trainable.remote.idle()
         assert self.filler is not None
-        return _total(self.forward(self.filler(), global_weight=1)) * 0.0
+        return _total(self.forward(self.filler(), global_weight=1, idle=True)) * 0.0
 
     def run(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from raytrain.errors import OutOfMemory, lost_in
 from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
+from raytrain.train.parallel.fsdp.order import BlockOrder
 from raytrain.train.parallel.reduction import Losses
 from raytrain.trainable import Trainable
 
@@ -56,19 +58,28 @@ class ShardedReduction:
     The attempt ends, and the next one has half the micro-batch size (`raytrain.execution.recovery.failure_policy`).
     """
 
-    def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
+    def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device, order: BlockOrder) -> None:
         named = [(name, one) for name, one in trainable.module.named_parameters() if one.requires_grad]
         self.gradients: GradientBuffers = ShardGradients([parameter for _, parameter in named])
         self._names = [name for name, _ in named]
-        self._workers, self._device = workers, device
+        self._workers, self._device, self._order = workers, device, order
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
 
     def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
         """As in `Reduction`; raises OutOfMemory and never StepDropped."""
         pending = self._workers.start_all_reduce_ints(flags()) if self._device.type == "cpu" else None
         result = self.run_or_shortage(passes)
+        self._order.end()
         self._bad = ~torch.isfinite(result[0] + result[1])
         return result, (pending or self._workers.start_all_reduce_ints(flags()))()
+
+    @contextlib.contextmanager
+    def forward_pass(self, *, idle: bool = False) -> Iterator[None]:
+        """As in `Reduction`."""
+        self._order.begin()
+        yield
+        if not torch.is_grad_enabled():
+            self._order.end()
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result:
         """Run passes of this worker.

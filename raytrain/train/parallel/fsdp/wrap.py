@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from raytrain.errors import InputError
 from raytrain.models.blocks import Block, blocks_of, outside
 from raytrain.train.parallel.collectives import Workers
+from raytrain.train.parallel.fsdp.order import GATHER, SUM, BlockOrder
 from raytrain.train.parallel.fsdp.reduction import local
 from raytrain.train.parallel.fsdp.timed_collectives import TimedAllGather, TimedReduceScatter
 from raytrain.train.precision.layers import parts_named
@@ -53,7 +55,7 @@ class ShardingSizes:
 
 def shard(
     trainable: Trainable, *, device: torch.device, policy: PrecisionPolicy, workers: Workers,
-    fp32_layers: Sequence[str] = (),
+    fp32_layers: Sequence[str] = (), order: BlockOrder | None = None,
 ) -> ShardingSizes:  # fmt: skip
     """Shard the trainable's module in place over torch's default process group. Collective.
 
@@ -63,6 +65,7 @@ def shard(
             Parameters outside the blocks, norms and `fp32_layers` stay in the master format.
         workers: the seconds spent in collectives inside the passes are added to its `wait_s`.
         fp32_layers: names of layers that compute in the master format.
+        order: compares the collectives of the workers.
 
     Raises:
         InputError: the model has no blocks, or the named parameters cannot be sharded.
@@ -85,7 +88,7 @@ def shard(
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=master)
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=master if id(block) in kept else half)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=master)
-    configure(cast(FSDPModule, module), workers, overlap=device.type == "cuda")
+    configure(cast(FSDPModule, module), workers, overlap=device.type == "cuda", order=order)
     own = sum(local(parameter).nbytes for parameter in module.parameters())
     size = sum(parameter.nbytes for _, parameter in rest)
     return ShardingSizes(len(blocks), whole, own, largest, size, tuple(name for name, _ in rest))
@@ -130,7 +133,7 @@ def check(module: nn.Module, blocks: list[Block]) -> None:
         )  # fmt: skip
 
 
-def configure(module: FSDPModule, workers: Workers, *, overlap: bool) -> None:
+def configure(module: FSDPModule, workers: Workers, *, overlap: bool, order: BlockOrder | None = None) -> None:
     """Configure plain sums (the loss is normalised by the step's total weight), and when blocks are gathered.
 
     Args:
@@ -141,11 +144,13 @@ def configure(module: FSDPModule, workers: Workers, *, overlap: bool) -> None:
     if not overlap:
         # a separate stream would keep the gathered copy of a block until the next block is gathered
         module._set_unshard_async_op(True)
-    for part in cast(nn.Module, module).modules():
+    order = order or BlockOrder(workers, device=torch.device("cpu"))
+    for name, part in cast(nn.Module, module).named_modules():
         if isinstance(part, FSDPModule):
+            gathers, sums = (partial(order.meet, order.call_of(name, verb)) for verb in (GATHER, SUM))
             # torch's annotations name private base classes, but any object with their methods works
-            part.set_custom_all_gather(TimedAllGather(workers))  # pyright: ignore[reportArgumentType]
-            part.set_custom_reduce_scatter(TimedReduceScatter(workers))  # pyright: ignore[reportArgumentType]
+            part.set_custom_all_gather(TimedAllGather(workers, gathers))  # pyright: ignore[reportArgumentType]
+            part.set_custom_reduce_scatter(TimedReduceScatter(workers, sums))  # pyright: ignore[reportArgumentType]
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             # a parameter may receive a gradient on some workers only
