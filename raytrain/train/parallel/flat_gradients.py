@@ -92,6 +92,16 @@ class GradientBuffers:
         """Convert a view of a buffer to the gradient of `parameter`."""
         return view
 
+    def unused(self) -> list[bool]:
+        """For each parameter, whether it got no gradient in this step on this worker."""
+        return [False] * len(self._views)
+
+    def leave_out(self, unused: list[bool]) -> None:
+        """Let optimizers leave out parameters, as a plain loop does those without a gradient, until `zero_`."""
+        for (parameter, *_), without in zip(self._views, unused, strict=True):
+            if without:
+                parameter.grad = None
+
     def zero_(self) -> None:
         """Zero all gradients and make sure that autograd accumulates into the buffers.
 

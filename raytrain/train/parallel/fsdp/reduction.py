@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from raytrain.errors import OutOfMemory, lost_in
+from raytrain.errors import OutOfMemory, RaytrainError, first_line, lost_in
 from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
-from raytrain.train.parallel.fsdp.order import BlockOrder
+from raytrain.train.parallel.fsdp.passes import ShardedPasses, of_shards, unfit
 from raytrain.train.parallel.reduction import Losses
 from raytrain.trainable import Trainable
 
@@ -23,7 +23,24 @@ Result = TypeVar("Result")
 
 
 class ShardGradients(GradientBuffers):
-    """Flat buffers of this worker's rows of each gradient. FSDP2 adds into a `.grad` that exists already."""
+    """Flat buffers of this worker's rows of each gradient. FSDP2 adds into a `.grad` that exists already.
+
+    Args:
+        used: ids of the parameters that got a gradient (`raytrain.train.parallel.fsdp.passes`).
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, used: set[int]) -> None:
+        super().__init__(parameters)
+        self._used = used
+
+    def unused(self) -> list[bool]:
+        """As in `GradientBuffers`; FSDP2 sums zeros for a parameter without a gradient."""
+        return [id(parameter) not in self._used for parameter, *_ in self._views]
+
+    def zero_(self) -> None:
+        """As in `GradientBuffers`."""
+        super().zero_()
+        self._used.clear()
 
     def own(self, parameter: nn.Parameter) -> Tensor:
         """This worker's rows of it."""
@@ -58,42 +75,48 @@ class ShardedReduction:
     The attempt ends, and the next one has half the micro-batch size (`raytrain.execution.recovery.failure_policy`).
     """
 
-    def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device, order: BlockOrder) -> None:
+    def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device, passes: ShardedPasses) -> None:
         named = [(name, one) for name, one in trainable.module.named_parameters() if one.requires_grad]
-        self.gradients: GradientBuffers = ShardGradients([parameter for _, parameter in named])
+        self.gradients: GradientBuffers = ShardGradients([parameter for _, parameter in named], used=passes.used)
         self._names = [name for name, _ in named]
-        self._workers, self._device, self._order = workers, device, order
+        self._workers, self._device, self._passes = workers, device, passes
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
 
     def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
         """As in `Reduction`; raises OutOfMemory and never StepDropped."""
         pending = self._workers.start_all_reduce_ints(flags()) if self._device.type == "cpu" else None
         result = self.run_or_shortage(passes)
-        self._order.end()
+        self._passes.end()
         self._bad = ~torch.isfinite(result[0] + result[1])
-        return result, (pending or self._workers.start_all_reduce_ints(flags()))()
+        if pending is not None:
+            return result, pending()
+        own = flags()
+        summed = self._workers.start_all_reduce_ints([*own, *map(int, self.gradients.unused())])()
+        self._leave_out(summed[len(own) :])
+        return result, summed[: len(own)]
 
-    @contextlib.contextmanager
-    def forward_pass(self, *, idle: bool = False) -> Iterator[None]:
-        """As in `Reduction`."""
-        self._order.begin()
-        yield
-        if not torch.is_grad_enabled():
-            self._order.end()
+    def forward_pass(self, *, idle: bool = False) -> AbstractContextManager[None]:
+        """As in `Reduction`. Raises RunError where another worker calls other blocks."""
+        return self._passes.forward_pass(idle=idle)
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result:
         """Run passes of this worker.
 
         Raises:
             OutOfMemory: memory ran out.
+            InputError: the model does something that shards do not allow.
             CollectiveFailed: a collective inside a pass failed, as where another worker has died.
         """
         try:
             result = run_or_shortage(passes, device=self._device, who=f"rank {self._workers.rank}")
-        except RuntimeError as error:
-            if not _is_of_a_collective(error):
-                raise
-            raise lost_in(f"a collective of {self._workers.world_size} workers inside a pass", error) from error
+        except RaytrainError:
+            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError) and _is_of_a_collective(error):
+                raise lost_in(f"a collective of {self._workers.world_size} workers inside a pass", error) from error
+            if of_shards(error):
+                raise unfit(first_line(error)) from error
+            raise
         if isinstance(result, Shortage):
             raise OutOfMemory(str(result))
         return result
@@ -110,11 +133,21 @@ class ShardedReduction:
 
     def sum_of_squares(self) -> Tensor:
         """As in `Reduction`: over all shards; NaN where the loss of a worker
-        was not finite."""
+        was not finite. On a CPU the sum of each worker's flags of unused gradients travels with it."""
         squares = self.gradients.sum_of_squares()
         squares = torch.where(self._bad, torch.full_like(squares, torch.nan), squares)
-        self._workers.all_reduce([squares])
-        return squares
+        if self._device.type != "cpu":
+            self._workers.all_reduce([squares])
+            return squares
+        vector = torch.tensor([0.0, *map(float, self.gradients.unused())], dtype=torch.float64)
+        vector[0] = squares
+        self._workers.all_reduce([vector])
+        self._leave_out(vector.numpy()[1:])
+        return vector[0]
+
+    def _leave_out(self, without: Sequence[float]) -> None:
+        """Leave out the parameters that no worker used, by the number of workers without a gradient of each."""
+        self.gradients.leave_out([int(count) == self._workers.world_size for count in without])
 
     def nonfinite(self) -> list[str]:
         """As in `Reduction`: in the shards of all workers. Collective."""

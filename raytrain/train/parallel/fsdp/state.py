@@ -16,8 +16,9 @@ from raytrain.train.build import differences, refuse_other_model
 from raytrain.train.parallel.fsdp.reduction import like, local
 
 
-def cut(whole: Tensor, value: Tensor) -> Tensor:
-    """`value`, complete or this worker's rows, as a tensor sharded like `whole`; a view, or a copy on its device."""
+def cut(whole: Any, value: Any) -> Any:
+    """`value`, complete or this worker's rows, as a tensor sharded like `whole`; a view, or a copy on its device. What is
+    not sharded stays as it is, such as a module's extra state."""
     if not isinstance(whole, DTensor):
         return value
     own = local(whole)
@@ -28,7 +29,7 @@ def cut(whole: Tensor, value: Tensor) -> Tensor:
     return like(whole, value.to(device=own.device, dtype=own.dtype).contiguous())
 
 
-def load_sharded(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_sharded(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load weights, complete or this worker's rows, without communication.
 
     Raises:
@@ -58,11 +59,14 @@ def _as(parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def full_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+def full_state(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """Complete values by name, on the CPU, tied ones the same tensor; {} on workers without `keep`. Collective."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     gathered: dict[int, Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):  # extra state
+            found[name] = value
+            continue
         if id(value) not in gathered:
             full = _whole(value)
             WORK.add()

@@ -24,6 +24,7 @@ from raytrain.errors import InputError
 from raytrain.models.blocks import Block, blocks_of, outside
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.fsdp.order import GATHER, SUM, BlockOrder
+from raytrain.train.parallel.fsdp.passes import keep_parameters, kept_parameters
 from raytrain.train.parallel.fsdp.reduction import local
 from raytrain.train.parallel.fsdp.timed_collectives import TimedAllGather, TimedReduceScatter
 from raytrain.train.precision.layers import parts_named
@@ -83,11 +84,13 @@ def shard(
     half = MixedPrecisionPolicy(policy.autocast_dtype, policy.master_dtype, cast_forward_inputs=False)
     master = MixedPrecisionPolicy(None, policy.master_dtype, cast_forward_inputs=False)
     kept = {id(inner) for part in parts_named(module, fp32_layers) for inner in part.modules()}
+    originals = kept_parameters(module)
     for _, block in blocks:
         for layer in _in_master(block, kept) if policy.autocast_dtype is not None else ():
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=master)
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=master if id(block) in kept else half)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=master)
+    keep_parameters(module, originals)
     configure(cast(FSDPModule, module), workers, overlap=device.type == "cuda", order=order)
     own = sum(local(parameter).nbytes for parameter in module.parameters())
     size = sum(parameter.nbytes for _, parameter in rest)
