@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
 from experts.exchange.membership import Connection
-from jobs.driver.build import build, check_experts, check_shards, counted, opened, with_trace
+from jobs.driver.build import build, check_experts, counted, opened, with_trace
 from jobs.driver.checks.first_batch import (
     FirstBatch,
     FirstPass,
@@ -126,8 +126,6 @@ def check_on_driver(
     if spec.scale.sync_batchnorm and not any(isinstance(part, _BatchNorm) for part in trainable.module.modules()):
         seen = "true with a model without batch norms"
         raise InputError("scale.sync_batchnorm", got=seen, expected="false for this model")
-    if spec.scale.strategy == "fsdp":
-        check_shards(trainable)
     model_facts = formula_facts(spec, shapes)
     unknown = model_facts is None
     found = FirstPass()

@@ -19,10 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raytrain.errors import InputError
+from raytrain.train.module_checks import DATA_PARALLEL, SHARDS
 from raytrain.train.parallel.fsdp.order import BlockOrder
 
-KEY = "scale.strategy"
-DATA_PARALLEL = "scale.strategy data_parallel"
 SEEN_AT_MOST = 160
 """Characters of torch's own words in a message."""
 _OF_SHARDS = tuple(os.path.join("torch", "distributed", part, "") for part in ("fsdp", "tensor"))
@@ -71,7 +70,7 @@ class ShardedPasses:
     def _post_backward(self, group: Any, inner: Callable[[], None], *_unused: Any) -> None:
         if self._in_forward:
             raise InputError(
-                KEY, got="fsdp with a gradient that is taken inside forward or the loss, as by a gradient penalty",
+                SHARDS, got="fsdp with a gradient that is taken inside forward or the loss, as by a gradient penalty",
                 expected="gradients only in the backward of the step", remedy=DATA_PARALLEL,
             )  # fmt: skip
         if not self._idle:
@@ -112,7 +111,7 @@ def of_shards(error: BaseException) -> bool:
 def unfit(seen: str) -> InputError:
     """The error about a model that cannot be trained in shards, by what was seen of it."""
     return InputError(
-        KEY, got=f"fsdp with a model that does not work in shards ({seen[:SEEN_AT_MOST]})",
+        SHARDS, got=f"fsdp with a model that does not work in shards ({seen[:SEEN_AT_MOST]})",
         expected="parameters that are used only inside the forward of their own block, of the whole module,"
         " called as module(...): no penalties on parameters, other methods, or weights of another block",
         remedy=DATA_PARALLEL,
@@ -130,7 +129,7 @@ def _check_kept(one: Any) -> None:
     same = torch.equal(rows.view(torch.uint8), own.to(rows.dtype).view(torch.uint8))
     if not same or one._unsharded_param.data_ptr() != copy.data_ptr():
         raise InputError(
-            KEY, got=f"fsdp with a forward that changes the parameter {one._param_fqn}",
+            SHARDS, got=f"fsdp with a forward that changes the parameter {one._param_fqn}",
             expected="parameters that only the optimizer changes: a change to the gathered copy of a block is lost",
             remedy=f"make it a buffer, or {DATA_PARALLEL}",
         )  # fmt: skip

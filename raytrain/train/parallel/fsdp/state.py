@@ -16,9 +16,8 @@ from raytrain.train.build import differences, refuse_other_model
 from raytrain.train.parallel.fsdp.reduction import like, local
 
 
-def cut(whole: Any, value: Any) -> Any:
-    """`value`, complete or this worker's rows, as a tensor sharded like `whole`; a view, or a copy on its device. What is
-    not sharded stays as it is, such as a module's extra state."""
+def cut(whole: Tensor, value: Tensor) -> Tensor:
+    """`value`, complete or this worker's rows, as a tensor sharded like `whole`; a view, or a copy on its device."""
     if not isinstance(whole, DTensor):
         return value
     own = local(whole)
@@ -29,7 +28,7 @@ def cut(whole: Any, value: Any) -> Any:
     return like(whole, value.to(device=own.device, dtype=own.dtype).contiguous())
 
 
-def load_sharded(module: nn.Module, state: Mapping[str, Any]) -> None:
+def load_sharded(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load weights, complete or this worker's rows, without communication.
 
     Raises:
@@ -64,7 +63,7 @@ def full_state(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     gathered: dict[int, Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):  # extra state
+        if not isinstance(value, Tensor):  # of `get_extra_state`
             found[name] = value
             continue
         if id(value) not in gathered:

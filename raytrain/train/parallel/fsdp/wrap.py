@@ -7,7 +7,6 @@ the module runs.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +19,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from raytrain.errors import InputError
-from raytrain.models.blocks import Block, blocks_of, outside
+from raytrain.models.blocks import blocks_of, outside
+from raytrain.train.module_checks import SHARDS
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.fsdp.order import GATHER, SUM, BlockOrder
 from raytrain.train.parallel.fsdp.passes import keep_parameters, kept_parameters
@@ -30,8 +29,6 @@ from raytrain.train.parallel.fsdp.timed_collectives import TimedAllGather, Timed
 from raytrain.train.precision.layers import parts_named
 from raytrain.train.precision.policy import PrecisionPolicy
 from raytrain.trainable import Trainable
-
-KEY = "scale.strategy"
 
 
 @dataclass(frozen=True)
@@ -69,11 +66,10 @@ def shard(
         order: compares the collectives of the workers.
 
     Raises:
-        InputError: the model has no blocks, or the named parameters cannot be sharded.
+        InputError: the model has no blocks.
     """
     module = trainable.module
-    blocks = blocks_of(trainable, key=KEY)
-    check(module, blocks)
+    blocks = blocks_of(trainable, key=SHARDS)
     rest = outside(module, blocks)
     whole = sum(parameter.nbytes for parameter in module.parameters())
     largest = max(sum(parameter.nbytes for parameter in block.parameters()) for _, block in blocks)
@@ -107,33 +103,6 @@ def _in_master(part: nn.Module, kept: set[int]) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _in_master(child, kept)
-
-
-def check(module: nn.Module, blocks: list[Block]) -> None:
-    """Raise InputError naming the parameters that cannot be sharded: scalars, and those shared by several blocks."""
-    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
-    if scalars:
-        raise InputError(
-            KEY, got=f"fsdp with scalar parameters ({', '.join(scalars[:5])})", expected="parameters with rows",
-            remedy="give them the shape (1,), or scale.strategy data_parallel",
-        )  # fmt: skip
-    owners: dict[int, set[str]] = defaultdict(set)
-    for name, block in blocks:
-        for parameter in block.parameters():
-            owners[id(parameter)].add(name)
-    inside = {id(part) for _, block in blocks for part in block.modules()}
-    for part in module.modules():
-        if id(part) not in inside:
-            for parameter in part.parameters(recurse=False):
-                owners[id(parameter)].add("")
-    several = {key for key, names in owners.items() if len(names) > 1}
-    shared = [name for name, parameter in module.named_parameters() if id(parameter) in several]
-    if shared:
-        raise InputError(
-            KEY, got=f"fsdp with weights that a block shares with something outside it ({', '.join(shared[:5])})",
-            expected="weights that are tied within one block, or outside the blocks",
-            remedy="scale.strategy data_parallel",
-        )  # fmt: skip
 
 
 def configure(module: FSDPModule, workers: Workers, *, overlap: bool, order: BlockOrder | None = None) -> None:
