@@ -24,6 +24,7 @@ from jobs.driver.checks.first_batch import (
     data_key,
 )
 from jobs.driver.checks.sendable import check_sendable
+from jobs.driver.checks.sharded_pass import check_sharded_pass
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
 from raytrain.checkpoint.reader import list_checkpoints, read_manifest
@@ -132,6 +133,8 @@ def check_on_driver(
     if run_batch or unknown:
         first = FirstBatch(spec, source, shapes, trainable, on_cpu=certainly_on_cpu(spec))
         found = check_first_batch(first, run=run_batch, trace=unknown)
+        if run_batch and found.skipped is None and spec.scale.strategy == "fsdp":
+            check_sharded_pass(first)
     if model_facts is None:
         sized = counted(spec, trainable, where)
         model_facts = with_trace(sized, found.traced, recomputed=bool(spec.loop.activation_checkpointing))

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from raytrain.errors import InputError
+from raytrain.errors import InputError, RaytrainError, first_line
 from raytrain.train.module_checks import DATA_PARALLEL, SHARDS
 from raytrain.train.parallel.fsdp.order import BlockOrder
 
@@ -100,12 +101,24 @@ def groups_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
                     yield name, group
 
 
-def of_shards(error: BaseException) -> bool:
-    """Whether torch raised an error because parameters are sharded, or their gathered copy is freed."""
-    if isinstance(error, getattr(torch, "AcceleratorError", ())):  # of any operation before it
-        return False
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(part in name for name in files for part in _OF_SHARDS) or any(word in str(error) for word in _WORDS)
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Explain what torch raises inside because parameters are sharded, or their gathered copy is freed. Raises
+    InputError."""
+    try:
+        yield
+    except Exception as error:
+        other = isinstance(error, RaytrainError | getattr(torch, "AcceleratorError", ())) or is_of_a_collective(error)
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+        in_torch = any(part in name for name in files for part in _OF_SHARDS)
+        if other or not (in_torch or any(word in str(error) for word in _WORDS)):
+            raise
+        raise unfit(first_line(error)) from error
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """NCCL's errors have a type; gloo's are plain RuntimeErrors that name the source file in gloo."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def unfit(seen: str) -> InputError:

@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from raytrain.errors import OutOfMemory, RaytrainError, first_line, lost_in
+from raytrain.errors import OutOfMemory, lost_in
 from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
-from raytrain.train.parallel.fsdp.passes import ShardedPasses, of_shards, unfit
+from raytrain.train.parallel.fsdp.passes import ShardedPasses, explained, is_of_a_collective
 from raytrain.train.parallel.reduction import Losses
 from raytrain.trainable import Trainable
 
@@ -108,15 +107,12 @@ class ShardedReduction:
             CollectiveFailed: a collective inside a pass failed, as where another worker has died.
         """
         try:
-            result = run_or_shortage(passes, device=self._device, who=f"rank {self._workers.rank}")
-        except RaytrainError:
-            raise
-        except Exception as error:
-            if isinstance(error, RuntimeError) and _is_of_a_collective(error):
-                raise lost_in(f"a collective of {self._workers.world_size} workers inside a pass", error) from error
-            if of_shards(error):
-                raise unfit(first_line(error)) from error
-            raise
+            with explained():
+                result = run_or_shortage(passes, device=self._device, who=f"rank {self._workers.rank}")
+        except RuntimeError as error:
+            if not is_of_a_collective(error):
+                raise
+            raise lost_in(f"a collective of {self._workers.world_size} workers inside a pass", error) from error
         if isinstance(result, Shortage):
             raise OutOfMemory(str(result))
         return result
@@ -153,8 +149,3 @@ class ShardedReduction:
         """As in `Reduction`: in the shards of all workers. Collective."""
         bad = self._workers.all_reduce_ints([int(not good) for good in self.gradients.finite()])
         return [name for name, count in zip(self._names, bad, strict=True) if count]
-
-
-def _is_of_a_collective(error: RuntimeError) -> bool:
-    """NCCL's errors have a type; gloo's are plain RuntimeErrors that name the source file in gloo."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

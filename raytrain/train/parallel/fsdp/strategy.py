@@ -48,12 +48,12 @@ class Sharded:
             self._trainable, device=self._device, policy=policy, workers=self._workers, fp32_layers=fp32_layers,
             order=order,
         )  # fmt: skip
-        self._passes = ShardedPasses(module, order)
+        self.passes = ShardedPasses(module, order)
         self._master = policy.master_dtype
 
     def for_step(self, loader: BatchLoader) -> ForStep:
         """As in `ParallelStrategy`."""
-        reduction = ShardedReduction(self._trainable, workers=self._workers, device=self._device, passes=self._passes)
+        reduction = ShardedReduction(self._trainable, workers=self._workers, device=self._device, passes=self.passes)
         return {"reduction": reduction, "filler": Filler(loader)}
 
     def load(self, state: Mapping[str, Any]) -> None:
