@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +11,12 @@ import torch
 import torch.distributed as dist
 from lab import make_session, train
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
-from raytrain.errors import RaytrainError
+from jobs.driver.checks.job import check_on_driver
+from jobs.job.spec import load_spec
+from raytrain.errors import InputError, RaytrainError
 from raytrain.train.parallel.fsdp.order import BlockOrder
 from raytrain.train.session import Session
 from raytrain.trainable import Trainable
@@ -76,7 +81,7 @@ def attached() -> Trainable:
     """Hooks that close over their parameter, and attributes that forward and the optimizer read."""
     net = Net()
     for layer in net.layers:
-        weight = layer.up.weight  # pyright: ignore
+        weight: Any = layer.up.weight  # pyright: ignore
         weight.register_hook(lambda g, weight=weight: torch.cat([torch.zeros_like(g[:3]), g[3:] + 0.1 * weight[3:]]))
     net.head.weight.slow, net.extra.weight.share = True, 0.25  # pyright: ignore
     net.head.bias.register_hook(lambda g: g.clamp(-0.01, 0.01))
@@ -102,7 +107,7 @@ def attached() -> Trainable:
 class Sometimes(Net):
     """Parameters that some steps, or some workers, do not use."""
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         for index in [0, 1, 2] if self.step % 2 == 0 else [0, 1, 2, 3]:
             x = self.layers[index](x)
         y, rows = self.head(x), x[:, 0] > 0.9
@@ -179,3 +184,58 @@ def exchanges(_rank: int, _world: int, kind: str) -> list[int]:
     session.trainable.between_steps = lambda step: (after(step), counts.append(number[0]))  # pyright: ignore
     train(session)
     return counts
+
+
+# ---------------------------------------------------------------- the driver's comparison
+
+
+class Guest(Net):
+    """Is another model where its blocks are sharded, except for the kinds "same" and "random"."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.norm = kind, nn.BatchNorm1d(6)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("mask", torch.full((6, 6), float("-inf")).triu(1))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        apart = isinstance(self.layers[0].up.weight, DTensor)  # pyright: ignore
+        kind = self.kind if apart else ""
+        if kind == "ends":
+            os.kill(os.getpid(), 9)
+        if kind == "fails":
+            raise ValueError("no shards here")
+        y = super().forward(self.norm(x))
+        if kind == "state":
+            self.seen += 1.0
+        if kind == "gradient":
+            y = 0.01 * y.detach() + 0.99 * y
+        if self.kind == "random":
+            y = y * (1.0 + time.perf_counter() % 1.0)
+        return mse_loss(y, labels) / self.passes + float(kind == "loss")
+
+
+def guest(kind: str) -> nn.Module:
+    return Guest(kind)
+
+
+def guest_rows() -> dict[str, Any]:
+    return {"train": rows(), "eval": rows(7, seed=2)}
+
+
+def checked(_rank: int, _world: int, kinds: list[str], precision: str) -> list[tuple[str, str]]:
+    """(key, words) of the error with which the driver refuses each kind under fsdp, ("", "") without one. In a new
+    process: one that has run a backward pass cannot try another in a fork."""
+    answers = []
+    for kind in kinds:
+        job = {
+            "model": {"builder": "unshardable:guest", "kind": kind}, "data": {"source": "unshardable:guest_rows"},
+            "scale": {"strategy": "fsdp", "mode": "cpu"}, "precision": {"dtype": precision},
+        }  # fmt: skip
+        try:
+            assert check_on_driver(load_spec(None, mapping=job).spec).note is None
+            answers.append(("", ""))
+        except InputError as error:
+            answers.append((error.key, str(error)))
+    return answers

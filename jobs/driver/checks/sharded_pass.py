@@ -64,7 +64,7 @@ class ShardedPass(FirstBatch):
             with policy.autocast(CPU), passes:
                 output = trainable.loss(module, batch, **counted)
             total = output.loss if output.aux is None else output.loss + output.aux
-            total.backward()
+            self._backward(total)
         found: Sizes = {"the loss": _sizes(total.detach())}
         gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
         found |= {f"the gradient of {name}": _sizes(local(one)) for name, one in gradients.items()}

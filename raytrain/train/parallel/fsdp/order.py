@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from raytrain.errors import RunError, lost_in
 from raytrain.train.parallel.collectives import Workers
@@ -87,7 +88,7 @@ class BlockOrder:
     def _compare(self, at: int, call: int) -> None:
         own = torch.tensor([self._passes, at, call])
         rows = [torch.empty_like(own) for _ in range(self._workers.world_size)]
-        options = torch._C._distributed_c10d.AllgatherOptions()
+        options = AllgatherOptions()
         if self._reference is not None:
             options.timeout = timedelta(seconds=self._patience_s)
         try:

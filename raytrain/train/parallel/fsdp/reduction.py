@@ -138,12 +138,12 @@ class ShardedReduction:
         vector = torch.tensor([0.0, *map(float, self.gradients.unused())], dtype=torch.float64)
         vector[0] = squares
         self._workers.all_reduce([vector])
-        self._leave_out(vector.numpy()[1:])
+        self._leave_out([int(count) for count in vector.numpy()[1:]])
         return vector[0]
 
-    def _leave_out(self, without: Sequence[float]) -> None:
+    def _leave_out(self, without: Sequence[int]) -> None:
         """Leave out the parameters that no worker used, by the number of workers without a gradient of each."""
-        self.gradients.leave_out([int(count) == self._workers.world_size for count in without])
+        self.gradients.leave_out([count == self._workers.world_size for count in without])
 
     def nonfinite(self) -> list[str]:
         """As in `Reduction`: in the shards of all workers. Collective."""
