@@ -26,6 +26,7 @@ from raytrain.train.parallel.fsdp.order import BlockOrder
 SEEN_AT_MOST = 160
 """Characters of torch's own words in a message."""
 _OF_SHARDS = tuple(os.path.join("torch", "distributed", part, "") for part in ("fsdp", "tensor"))
+_OTHERS: tuple[type, ...] = (RaytrainError, MemoryError, getattr(torch, "AcceleratorError", MemoryError))
 _WORDS = ("DTensor", "storage of size 0")
 
 
@@ -108,9 +109,9 @@ def explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        other = isinstance(error, RaytrainError | getattr(torch, "AcceleratorError", ())) or is_of_a_collective(error)
         files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
         in_torch = any(part in name for name in files for part in _OF_SHARDS)
+        other = isinstance(error, _OTHERS) or "allocate memory" in str(error) or is_of_a_collective(error)
         if other or not (in_torch or any(word in str(error) for word in _WORDS)):
             raise
         raise unfit(first_line(error)) from error
