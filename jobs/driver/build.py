@@ -75,17 +75,6 @@ def _blocks(trainable: Trainable) -> tuple[int, ...] | None:
     return tuple(parameters_of(block) for _, block in found)
 
 
-def check_shards(trainable: Trainable) -> None:
-    """Check that a model has blocks and that all its parameters can be sharded.
-
-    Raises:
-        InputError: the model has no blocks, or the named parameters cannot be sharded.
-    """
-    from raytrain.train.parallel.fsdp.wrap import KEY, check  # torch's part of it takes a second to import
-
-    check(trainable.module, blocks_of(trainable, key=KEY))
-
-
 def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
     """Build the job's model; return it and the device it was built on. torch's random state is unchanged."""
     if spec.model.module is not None:

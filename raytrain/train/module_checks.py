@@ -6,6 +6,8 @@ on the meta device. What only a pass can show is checked by `jobs.driver.checks.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -14,9 +16,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from raytrain.checkpoint.snapshot import shape_of
 from raytrain.config.messages import abbreviated
 from raytrain.errors import CheckpointError, InputError
+from raytrain.models.blocks import blocks_of
 from raytrain.models.weights.initial import is_extra
 from raytrain.train.build import copy_of
 from raytrain.trainable import Trainable
+
+SHARDS = "scale.strategy"
+DATA_PARALLEL = "scale.strategy data_parallel"
 
 
 def check_module(trainable: Trainable, *, key: str, strategy: str) -> None:
@@ -31,6 +37,8 @@ def check_module(trainable: Trainable, *, key: str, strategy: str) -> None:
     """
     _refuse_lazy(trainable.module, key)
     _refuse_unsaveable(trainable, key, strategy)
+    if strategy == "fsdp":
+        _check_shards(trainable)
 
 
 def _refuse_lazy(module: nn.Module, key: str) -> None:
@@ -116,3 +124,46 @@ def _refuse_unloadable(module: nn.Module, state: dict[str, Any], key: str, strat
             key, got=wrong, expected="a state from which the module can be restored",
             remedy="undo in a load_state_dict pre-hook what a hook of state_dict does",
         )  # fmt: skip
+
+
+def _check_shards(trainable: Trainable) -> None:
+    """What cannot be split by rows, block by block. What only a pass can show is named by
+    `raytrain.train.parallel.fsdp.passes`."""
+    module = trainable.module
+    named = list(module.named_parameters())
+    shared = set(_shared_with_blocks(trainable))
+    tables = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    sparse = [name or type(module).__name__ for name, part in tables if part.sparse and part.weight.requires_grad]
+    for what, names, expected, remedy in (
+        ("scalar parameters", [name for name, one in named if one.ndim == 0],
+         "parameters with rows", "give them the shape (1,), or "),
+        ("weights that a block shares with something outside it", [name for name, one in named if id(one) in shared],
+         "weights that are tied within one block, or outside the blocks", ""),
+        ("complex parameters", [name for name, one in named if one.is_complex()],
+         "real parameters", "keep the real and imaginary parts in a last dimension of 2, or "),
+        ("parameters whose memory is not row-major", [name for name, one in named if not one.is_contiguous()],
+         "contiguous parameters", "module.to(memory_format=torch.contiguous_format), or "),
+        ("embeddings with sparse gradients", sparse, "sparse=False", "change it, or "),
+        ("hooks on accumulated gradients", [name for name, one in named if one._post_accumulate_grad_hooks],
+         "tensor hooks (register_hook), which see the gradient of each micro-batch", ""),
+    ):  # fmt: skip
+        if names:
+            raise InputError(
+                SHARDS, got=f"fsdp with {what} ({abbreviated(names, 5)})", expected=expected,
+                remedy=f"{remedy}{DATA_PARALLEL}",
+            )  # fmt: skip
+
+
+def _shared_with_blocks(trainable: Trainable) -> Iterator[int]:
+    """Yield the ids of parameters that belong to several blocks, or to a block and something outside it."""
+    blocks = blocks_of(trainable, key=SHARDS)
+    owners: dict[int, set[str]] = defaultdict(set)
+    for name, block in blocks:
+        for parameter in block.parameters():
+            owners[id(parameter)].add(name)
+    inside = {id(part) for _, block in blocks for part in block.modules()}
+    for part in trainable.module.modules():
+        if id(part) not in inside:
+            for parameter in part.parameters(recurse=False):
+                owners[id(parameter)].add("")
+    yield from (key for key, names in owners.items() if len(names) > 1)

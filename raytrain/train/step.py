@@ -133,9 +133,9 @@ class TrainingStep:
         self._agreeing = False
         self._passed = Passed(torch.zeros(()), torch.zeros(()))
 
-    def forward(self, batch: Batch, *, global_weight: int) -> LossOutput:
-        """Loss of one micro-batch under the run's precision."""
-        with self.policy.autocast(self.device):
+    def forward(self, batch: Batch, *, global_weight: int, idle: bool = False) -> LossOutput:
+        """Loss of one micro-batch under the run's precision; `idle`: it has no rows of this worker."""
+        with self.reduction.forward_pass(idle=idle), self.policy.autocast(self.device):
             if self.trainable.takes_global_count:
                 return self.trainable.loss(self.trainable.module, batch, num_items_in_batch=global_weight)
             return self.trainable.loss(self.trainable.module, batch)
@@ -247,7 +247,7 @@ class TrainingStep:
         """Take part in a micro-batch of other workers, in eval mode with a filler; a zero to call backward on."""
         if self.filler is not None:
             with self.changes.not_counted():
-                return _total(self.forward(self.filler(), global_weight=1)) * 0.0
+                return _total(self.forward(self.filler(), global_weight=1, idle=True)) * 0.0
         with self.policy.autocast(self.device):
             return self.trainable.remote.idle()
 

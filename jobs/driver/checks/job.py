@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
 from experts.exchange.membership import Connection
-from jobs.driver.build import build, check_experts, check_shards, counted, opened, with_trace
+from jobs.driver.build import build, check_experts, counted, opened, with_trace
 from jobs.driver.checks.first_batch import (
     FirstBatch,
     FirstPass,
@@ -23,6 +23,7 @@ from jobs.driver.checks.first_batch import (
     data_key,
 )
 from jobs.driver.checks.sendable import check_sendable
+from jobs.driver.checks.sharded_pass import check_sharded_pass
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
 from raytrain.checkpoint.reader import list_checkpoints, read_manifest
@@ -128,14 +129,14 @@ def check_on_driver(
     if spec.scale.sync_batchnorm and not any(isinstance(part, _BatchNorm) for part in trainable.module.modules()):
         seen = "true with a model without batch norms"
         raise InputError("scale.sync_batchnorm", got=seen, expected="false for this model")
-    if spec.scale.strategy == "fsdp":
-        check_shards(trainable)
     model_facts = formula_facts(spec, shapes)
     unknown = model_facts is None
     found = FirstPass()
     if run_batch or unknown:
         first = FirstBatch(spec, source, shapes, trainable, on_cpu=certainly_on_cpu(spec))
         found = check_first_batch(first, run=run_batch, trace=unknown)
+        if run_batch and found.skipped is None and spec.scale.strategy == "fsdp":
+            check_sharded_pass(first)
     if model_facts is None:
         sized = counted(spec, trainable, where)
         model_facts = with_trace(sized, found.traced, recomputed=bool(spec.loop.activation_checkpointing))

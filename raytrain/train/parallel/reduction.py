@@ -6,7 +6,9 @@ buffers (`FlatReduction`); `fsdp` sums inside the passes (`raytrain.train.parall
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -51,7 +53,8 @@ class Summed(NamedTuple):
 
 
 class Reduction(Protocol):
-    """How gradients are summed. Every method but `run_or_shortage` and `last_pass` is a collective.
+    """How gradients are summed. Every method but `run_or_shortage`, `last_pass` and, without
+    collectives in the passes, `forward_pass` is a collective.
 
     Attributes:
         gradients: where backward accumulates, and what norm, clip and optimizer use after `passed`.
@@ -68,6 +71,14 @@ class Reduction(Protocol):
         Raises:
             StepDropped: a worker ran out of memory, and all can retry the step.
             OutOfMemory: this worker ran out of memory, and the others cannot continue without it.
+        """
+        ...
+
+    def forward_pass(self, *, idle: bool = False) -> AbstractContextManager[None]:
+        """A context around the forward of each pass; where gradients are off, the pass ends with it.
+
+        Args:
+            idle: the pass has no rows of this worker.
         """
         ...
 
@@ -156,6 +167,10 @@ class FlatReduction:
         if raised[0] or isinstance(result, Shortage):
             raise self.dropped(result)
         return Summed(result, summed, agreed_weight(workers, self.gradients, result, unused, raised[1:]))
+
+    def forward_pass(self, *, idle: bool = False) -> AbstractContextManager[None]:
+        """As in `Reduction`: nothing is collective in it."""
+        return contextlib.nullcontext()
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result | Shortage:
         """As in `Reduction`."""

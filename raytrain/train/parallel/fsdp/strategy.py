@@ -14,6 +14,8 @@ from raytrain.train.build import load_module
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.filler import Filler
 from raytrain.train.parallel.fsdp.checkpoint import ShardSaver
+from raytrain.train.parallel.fsdp.order import BlockOrder
+from raytrain.train.parallel.fsdp.passes import ShardedPasses
 from raytrain.train.parallel.fsdp.reduction import ShardedReduction, local
 from raytrain.train.parallel.fsdp.state import full_state, load_optimizer, load_sharded
 from raytrain.train.parallel.fsdp.wrap import ShardingSizes, shard
@@ -41,14 +43,17 @@ class Sharded:
         module = self._trainable.module
         place(module, device=None, master=policy.master_dtype)
         self._workers.broadcast([*module.parameters(), *module.buffers()])
+        order = BlockOrder(self._workers, device=self._device)
         self._sharded = shard(
-            self._trainable, device=self._device, policy=policy, workers=self._workers, fp32_layers=fp32_layers
-        )
+            self._trainable, device=self._device, policy=policy, workers=self._workers, fp32_layers=fp32_layers,
+            order=order,
+        )  # fmt: skip
+        self.passes = ShardedPasses(module, order)
         self._master = policy.master_dtype
 
     def for_step(self, loader: BatchLoader) -> ForStep:
         """As in `ParallelStrategy`."""
-        reduction = ShardedReduction(self._trainable, workers=self._workers, device=self._device)
+        reduction = ShardedReduction(self._trainable, workers=self._workers, device=self._device, passes=self.passes)
         return {"reduction": reduction, "filler": Filler(loader)}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ class TimedCollective:
     Adds the seconds of each call to `Workers.wait_s`. On a CPU the collective has finished when the call returns; FSDP2
     would wait for it immediately anyway, since nothing is prefetched. On a GPU the stream of the collective waits, and
     neither the host nor the stream of the computation.
+
+    Args:
+        meet: called before each collective (`raytrain.train.parallel.fsdp.order`).
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, workers: Workers, meet: Callable[[], None]) -> None:
+        self._workers, self._meet = workers, meet
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the buffer of a collective."""
@@ -47,6 +50,7 @@ class TimedAllGather(TimedCollective):
     ) -> Any:
         """Same signature and result as `dist.all_gather_single`."""
         start = time.perf_counter()
+        self._meet()
         work = _gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return self._timed(start, work, output_tensor)
 
@@ -59,5 +63,6 @@ class TimedReduceScatter(TimedCollective):
     ) -> Any:
         """Same signature and result as `dist.reduce_scatter_single`."""
         start = time.perf_counter()
+        self._meet()
         work = _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return self._timed(start, work, output_tensor)

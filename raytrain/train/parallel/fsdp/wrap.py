@@ -7,9 +7,9 @@ the module runs.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,16 +19,16 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from raytrain.errors import InputError
-from raytrain.models.blocks import Block, blocks_of, outside
+from raytrain.models.blocks import blocks_of, outside
+from raytrain.train.module_checks import SHARDS
 from raytrain.train.parallel.collectives import Workers
+from raytrain.train.parallel.fsdp.order import GATHER, SUM, BlockOrder
+from raytrain.train.parallel.fsdp.passes import keep_parameters, kept_parameters
 from raytrain.train.parallel.fsdp.reduction import local
 from raytrain.train.parallel.fsdp.timed_collectives import TimedAllGather, TimedReduceScatter
 from raytrain.train.precision.layers import parts_named
 from raytrain.train.precision.policy import PrecisionPolicy
 from raytrain.trainable import Trainable
-
-KEY = "scale.strategy"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ShardingSizes:
 
 def shard(
     trainable: Trainable, *, device: torch.device, policy: PrecisionPolicy, workers: Workers,
-    fp32_layers: Sequence[str] = (),
+    fp32_layers: Sequence[str] = (), order: BlockOrder | None = None,
 ) -> ShardingSizes:  # fmt: skip
     """Shard the trainable's module in place over torch's default process group. Collective.
 
@@ -63,13 +63,13 @@ def shard(
             Parameters outside the blocks, norms and `fp32_layers` stay in the master format.
         workers: the seconds spent in collectives inside the passes are added to its `wait_s`.
         fp32_layers: names of layers that compute in the master format.
+        order: compares the collectives of the workers.
 
     Raises:
-        InputError: the model has no blocks, or the named parameters cannot be sharded.
+        InputError: the model has no blocks.
     """
     module = trainable.module
-    blocks = blocks_of(trainable, key=KEY)
-    check(module, blocks)
+    blocks = blocks_of(trainable, key=SHARDS)
     rest = outside(module, blocks)
     whole = sum(parameter.nbytes for parameter in module.parameters())
     largest = max(sum(parameter.nbytes for parameter in block.parameters()) for _, block in blocks)
@@ -80,12 +80,14 @@ def shard(
     half = MixedPrecisionPolicy(policy.autocast_dtype, policy.master_dtype, cast_forward_inputs=False)
     master = MixedPrecisionPolicy(None, policy.master_dtype, cast_forward_inputs=False)
     kept = {id(inner) for part in parts_named(module, fp32_layers) for inner in part.modules()}
+    originals = kept_parameters(module)
     for _, block in blocks:
         for layer in _in_master(block, kept) if policy.autocast_dtype is not None else ():
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=master)
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=master if id(block) in kept else half)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=master)
-    configure(cast(FSDPModule, module), workers, overlap=device.type == "cuda")
+    keep_parameters(module, originals)
+    configure(cast(FSDPModule, module), workers, overlap=device.type == "cuda", order=order)
     own = sum(local(parameter).nbytes for parameter in module.parameters())
     size = sum(parameter.nbytes for _, parameter in rest)
     return ShardingSizes(len(blocks), whole, own, largest, size, tuple(name for name, _ in rest))
@@ -103,34 +105,7 @@ def _in_master(part: nn.Module, kept: set[int]) -> Iterator[nn.Module]:
             yield from _in_master(child, kept)
 
 
-def check(module: nn.Module, blocks: list[Block]) -> None:
-    """Raise InputError naming the parameters that cannot be sharded: scalars, and those shared by several blocks."""
-    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
-    if scalars:
-        raise InputError(
-            KEY, got=f"fsdp with scalar parameters ({', '.join(scalars[:5])})", expected="parameters with rows",
-            remedy="give them the shape (1,), or scale.strategy data_parallel",
-        )  # fmt: skip
-    owners: dict[int, set[str]] = defaultdict(set)
-    for name, block in blocks:
-        for parameter in block.parameters():
-            owners[id(parameter)].add(name)
-    inside = {id(part) for _, block in blocks for part in block.modules()}
-    for part in module.modules():
-        if id(part) not in inside:
-            for parameter in part.parameters(recurse=False):
-                owners[id(parameter)].add("")
-    several = {key for key, names in owners.items() if len(names) > 1}
-    shared = [name for name, parameter in module.named_parameters() if id(parameter) in several]
-    if shared:
-        raise InputError(
-            KEY, got=f"fsdp with weights that a block shares with something outside it ({', '.join(shared[:5])})",
-            expected="weights that are tied within one block, or outside the blocks",
-            remedy="scale.strategy data_parallel",
-        )  # fmt: skip
-
-
-def configure(module: FSDPModule, workers: Workers, *, overlap: bool) -> None:
+def configure(module: FSDPModule, workers: Workers, *, overlap: bool, order: BlockOrder | None = None) -> None:
     """Configure plain sums (the loss is normalised by the step's total weight), and when blocks are gathered.
 
     Args:
@@ -141,11 +116,13 @@ def configure(module: FSDPModule, workers: Workers, *, overlap: bool) -> None:
     if not overlap:
         # a separate stream would keep the gathered copy of a block until the next block is gathered
         module._set_unshard_async_op(True)
-    for part in cast(nn.Module, module).modules():
+    order = order or BlockOrder(workers, device=torch.device("cpu"))
+    for name, part in cast(nn.Module, module).named_modules():
         if isinstance(part, FSDPModule):
+            gathers, sums = (partial(order.meet, order.call_of(name, verb)) for verb in (GATHER, SUM))
             # torch's annotations name private base classes, but any object with their methods works
-            part.set_custom_all_gather(TimedAllGather(workers))  # pyright: ignore[reportArgumentType]
-            part.set_custom_reduce_scatter(TimedReduceScatter(workers))  # pyright: ignore[reportArgumentType]
+            part.set_custom_all_gather(TimedAllGather(workers, gathers))  # pyright: ignore[reportArgumentType]
+            part.set_custom_reduce_scatter(TimedReduceScatter(workers, sums))  # pyright: ignore[reportArgumentType]
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             # a parameter may receive a gradient on some workers only

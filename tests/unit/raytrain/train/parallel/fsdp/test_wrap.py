@@ -14,10 +14,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from raytrain.errors import CheckpointError, CollectiveFailed, InputError, OutOfMemory, RunError
-from raytrain.models.blocks import blocks_of
+from raytrain.train.module_checks import check_module
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.fsdp import wrap
-from raytrain.train.parallel.fsdp.wrap import check
 from raytrain.train.precision.policy import policy_for
 from raytrain.train.session import Session
 from raytrain.trainable import LossOutput, Trainable
@@ -38,7 +37,7 @@ def session(rows: dict[str, Any] | None = None, **sections: Any) -> Session:
 def refused(module: nn.Module, blocks: str) -> str:
     trainable = Trainable(module, lambda *_: LossOutput(torch.zeros(())), blocks=blocks)
     with pytest.raises(InputError) as caught:
-        check(module, blocks_of(trainable, key="scale.strategy"))
+        check_module(trainable, key="model.builder", strategy="fsdp")
     assert caught.value.key == "scale.strategy"
     return str(caught.value)
 

@@ -1,0 +1,190 @@
+"""What the passes of a sharded model do, as seen from torch's FSDP2: which parameters get a gradient, and what it would
+lose or compute wrong without an error.
+
+A gathered block is a copy: what a forward writes into its parameters is gone when the copy is freed, and a gradient
+taken inside a forward frees blocks that the rest of it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from raytrain.errors import InputError, RaytrainError, first_line
+from raytrain.train.module_checks import DATA_PARALLEL, SHARDS
+from raytrain.train.parallel.fsdp.order import BlockOrder
+
+SEEN_AT_MOST = 160
+"""Characters of torch's own words in a message."""
+_OF_SHARDS = tuple(os.path.join("torch", "distributed", part, "") for part in ("fsdp", "tensor"))
+_OTHERS: tuple[type, ...] = (RaytrainError, MemoryError, getattr(torch, "AcceleratorError", MemoryError))
+_WORDS = ("DTensor", "storage of size 0")
+
+
+class ShardedPasses:
+    """Watches the passes of a sharded module.
+
+    Args:
+        order: compares the collectives of the workers.
+
+    Attributes:
+        used: ids of the parameters that got a gradient since they were last cleared, on this worker; those that only
+            passes without rows reached are not among them.
+        first: whether the values of gathered parameters are checked in each pass, rather than their version counters.
+    """
+
+    def __init__(self, module: nn.Module, order: BlockOrder) -> None:
+        self.used: set[int] = set()
+        self.first = True
+        self._order = order
+        self._in_forward = self._idle = False
+        self._versions: dict[int, int] = {}
+        for _, group in groups_of(module):
+            group.post_backward = partial(self._post_backward, group, group.post_backward)
+            group.reshard = partial(self._reshard, group, group.reshard)
+
+    @contextlib.contextmanager
+    def forward_pass(self, *, idle: bool) -> Iterator[None]:
+        """As in `raytrain.train.parallel.reduction.Reduction`."""
+        self._order.begin()
+        self._in_forward, self._idle = True, idle
+        try:
+            yield
+        finally:
+            self._in_forward = False
+        if not torch.is_grad_enabled():
+            self._order.end()
+
+    def end(self) -> None:
+        """End the passes of a step. Raises RunError where other workers have more."""
+        self._order.end()
+        self.first = False
+
+    def _post_backward(self, group: Any, inner: Callable[[], None], *_unused: Any) -> None:
+        if self._in_forward:
+            raise InputError(
+                SHARDS, got="fsdp with a gradient that is taken inside forward or the loss, as by a gradient penalty",
+                expected="gradients only in the backward of the step", remedy=DATA_PARALLEL,
+            )  # fmt: skip
+        if not self._idle:
+            for one in group.fsdp_params:
+                whole = getattr(one, "_unsharded_param", None)
+                if whole is not None and whole.grad is not None:
+                    self.used.add(id(one.sharded_param))
+        inner()
+
+    def _reshard(self, group: Any, inner: Callable[[], None]) -> None:
+        for one in group.fsdp_params if group.is_unsharded else ():
+            version = one._unsharded_param._version
+            limited = getattr(one._module_info.module, "max_norm", None) is not None  # ForwardChanges sees to its rows
+            if not limited and (self.first or self._versions.get(id(one)) != version):
+                self._versions[id(one)] = version
+                _check_kept(one)
+        inner()
+
+
+def groups_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each part that FSDP2 gathers as one, and torch's object for it."""
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 has one
+            for group in [state._fsdp_param_group] if several is None else several:
+                if group is not None:
+                    yield name, group
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Explain what torch raises inside because parameters are sharded, or their gathered copy is freed. Raises
+    InputError."""
+    try:
+        yield
+    except Exception as error:
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+        in_torch = any(part in name for name in files for part in _OF_SHARDS)
+        other = isinstance(error, _OTHERS) or "allocate memory" in str(error) or is_of_a_collective(error)
+        if other or not (in_torch or any(word in str(error) for word in _WORDS)):
+            raise
+        raise unfit(first_line(error)) from error
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """NCCL's errors have a type; gloo's are plain RuntimeErrors that name the source file in gloo."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def unfit(seen: str) -> InputError:
+    """The error about a model that cannot be trained in shards, by what was seen of it."""
+    return InputError(
+        SHARDS, got=f"fsdp with a model that does not work in shards ({seen[:SEEN_AT_MOST]})",
+        expected="parameters that are used only inside the forward of their own block, of the whole module,"
+        " called as module(...): no penalties on parameters, other methods, or weights of another block",
+        remedy=DATA_PARALLEL,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _check_kept(one: Any) -> None:
+    """Check that this worker's rows of a gathered parameter are what it holds, before the copy is freed."""
+    if len(one.all_gather_outputs) != 1:
+        return
+    copy, own = one.all_gather_outputs[0], one._sharded_param_data
+    size = own.numel()
+    rows = copy.narrow(0, size * one.mesh_info.shard_mesh_rank, size)
+    same = torch.equal(rows.view(torch.uint8), own.to(rows.dtype).view(torch.uint8))
+    if not same or one._unsharded_param.data_ptr() != copy.data_ptr():
+        raise InputError(
+            SHARDS, got=f"fsdp with a forward that changes the parameter {one._param_fqn}",
+            expected="parameters that only the optimizer changes: a change to the gathered copy of a block is lost",
+            remedy=f"make it a buffer, or {DATA_PARALLEL}",
+        )  # fmt: skip
+
+
+def keep_parameters(module: nn.Module, originals: Mapping[tuple[int, str], nn.Parameter]) -> None:
+    """Keep what users attached to parameters, after a module was sharded: attributes and tensor hooks.
+
+    The parameter that the user knows becomes the gathered copy, so that a hook, and what it closes over, see whole
+    values, and the gradient of each micro-batch before it is summed, as without shards. The sharded parameter, which
+    optimizers see, has the same attributes.
+
+    Args:
+        originals: parameters with attributes or hooks before the module was sharded, by the id of their module and
+            their name in it.
+    """
+    for _, group in groups_of(module):
+        for one in group.fsdp_params:
+            info = one._module_info
+            original = originals.get((id(info.module), info.param_name))
+            if original is None:
+                continue
+            one.sharded_param.__dict__.update(vars(original))
+            one.init_dtype_attrs(group.mp_policy)
+            held = one._sharded_param_data
+            one.init_all_gather_outputs(
+                [held.numel()], [one.param_dtype or held.dtype], group._all_gather_process_group.size(), held.device
+            )
+            one.init_unsharded_param()
+            original.grad = None
+            original.data = one._unsharded_param.data
+            one._unsharded_param = original
+            one.free_unsharded_param()
+
+
+def kept_parameters(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
+    """The `originals` of `keep_parameters`, before the module is sharded."""
+    return {
+        (id(part), name): parameter
+        for part in module.modules()
+        for name, parameter in part.named_parameters(recurse=False)
+        if vars(parameter) or parameter._backward_hooks
+    }
