@@ -136,7 +136,7 @@ def test_a_replaced_buffer_is_restored() -> None:
     assert module.calls is first and float(first) == 0.0
 
 
-class Counter(nn.Linear):
+class CountsPasses(nn.Linear):
     """Counts its passes in an extra state."""
 
     seen = 0
@@ -153,7 +153,7 @@ class Counter(nn.Linear):
 
 
 def test_an_extra_state_is_restored() -> None:
-    module = nn.Sequential(Counter(2, 2), Counter(2, 2))
+    module = nn.Sequential(CountsPasses(2, 2), CountsPasses(2, 2))
     module(torch.ones(1, 2))
     with preserve_model(Trainable.from_module(module), torch.device("cpu")):
         module(torch.ones(1, 2))
