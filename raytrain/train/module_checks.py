@@ -66,7 +66,7 @@ def _refuse_unsaveable(trainable: Trainable, key: str, strategy: str) -> None:
     on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     try:
         state = module.state_dict()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         if on_meta:  # an extra state that reads values: the session checks it
             return
         raise
