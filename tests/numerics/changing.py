@@ -17,7 +17,7 @@ from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 
-ROWS, FEATURES, VOCABULARY, STEPS, RATE = 14, 6, 11, 4, 0.1
+ROWS, FEATURES, VOCABULARY, STEPS, RATE = 14, 6, 60, 4, 0.1
 
 
 def features() -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Taught(Net):
-    """A frozen part follows the head in each training pass from the `begins`-th on."""
+    """A frozen layer follows the head in each training pass from the `begins`-th on."""
 
     def __init__(self, begins: int = 1) -> None:
         super().__init__()
@@ -122,7 +122,10 @@ class Taught(Net):
             self.passes += 1
             if self.passes >= self.begins:
                 self.follow()
-        return {"loss": super().forward(x, labels)["loss"] + F.mse_loss(self.teacher(x).tanh(), self.head(x).tanh())}
+        return {"loss": super().forward(x, labels)["loss"] + F.mse_loss(self.taught(x), self.head(x).tanh())}
+
+    def taught(self, x: Tensor) -> Tensor:
+        return self.teacher(x).sum(1, keepdim=True).tanh()
 
 
 class Assigned(Taught):
@@ -131,6 +134,23 @@ class Assigned(Taught):
     def follow(self) -> None:
         for own, its in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
             own.data = own.data * 0.5 + its.data * 0.5
+
+
+class Scaled(Taught):
+    """The teacher is a batch norm in eval mode: its weight is no statistic that a norm records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.BatchNorm1d(FEATURES).requires_grad_(False)
+
+    def follow(self) -> None:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5).add_(self.head.weight[0], alpha=0.5)
+
+    def train(self, mode: bool = True) -> Scaled:
+        super().train(mode)
+        self.teacher.eval()
+        return self
 
 
 class Projected(Net):
@@ -146,6 +166,7 @@ TEACHERS: dict[str, Callable[[], nn.Module]] = {
     "in place": Taught,
     "assigned": Assigned,
     "late": lambda: Taught(begins=3),
+    "scaled": Scaled,
     "projected": Projected,
 }
 

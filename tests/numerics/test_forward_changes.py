@@ -93,7 +93,7 @@ def test_a_batch_norm_of_timm_keeps_its_forward() -> None:
 @pytest.mark.parametrize("name", list(changing.TEACHERS))
 def test_a_parameter_that_forward_changes_is_the_same_on_every_worker(name: str) -> None:
     (first, *_) = compared(name, 3, "data_parallel", {})  # the third worker has no rows, so its own stays behind
-    moved = {"head.weight"} if name == "projected" else {"teacher.weight", "teacher.bias"}
+    moved = {"projected": {"head.weight"}, "scaled": {"teacher.weight"}}.get(name, {"teacher.weight", "teacher.bias"})
     assert {one for names in first["sent"] for one in names} == moved
 
 
