@@ -19,6 +19,8 @@ from raytrain.errors import CheckpointError, InputError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.weights.initial import is_extra
 from raytrain.train.build import copy_of
+from raytrain.train.parallel.forward_changes import limited_weights
+from raytrain.train.placing import is_trained
 from raytrain.trainable import Trainable
 
 SHARDS = "scale.strategy"
@@ -36,6 +38,7 @@ def check_module(trainable: Trainable, *, key: str, strategy: str) -> None:
         InputError: naming the part of the module, and what to change.
     """
     _refuse_lazy(trainable.module, key)
+    _refuse_untrainable(trainable.module, key)
     _refuse_unsaveable(trainable, key, strategy)
     if strategy == "fsdp":
         _check_shards(trainable)
@@ -51,6 +54,23 @@ def _refuse_lazy(module: nn.Module, key: str) -> None:
                     expected="parameters and buffers with sizes",
                     remedy="call it with one batch where it is made, or replace the Lazy class by one with sizes",
                 )  # fmt: skip
+
+
+def _refuse_untrainable(module: nn.Module, key: str) -> None:
+    """Parameters that an update would change several times, or that hold quantized values."""
+    for name, parameter in module.named_parameters():
+        wrong = ""
+        if parameter.numel() and any(
+            stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        ):
+            wrong = f"the expanded parameter {name}, whose elements share memory"
+        elif parameter.requires_grad and not is_trained(parameter):
+            wrong = f"the parameter {name} of {parameter.dtype}, which requires a gradient"
+        if wrong:
+            raise InputError(
+                key, got=wrong, expected="parameters of float16, bfloat16, float32, float64 or their complex "
+                "counterparts, with memory of their own", remedy="clone() it, or requires_grad_(False)",
+            )  # fmt: skip
 
 
 def _refuse_unsaveable(trainable: Trainable, key: str, strategy: str) -> None:
@@ -134,7 +154,14 @@ def _check_shards(trainable: Trainable) -> None:
     shared = set(_shared_with_blocks(trainable))
     tables = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     sparse = [name or type(module).__name__ for name, part in tables if part.sparse and part.weight.requires_grad]
+    limited = limited_weights(module)  # what backward gathers again is not limited
+    tied = [
+        name for name, part in module.named_modules() for one in part.parameters(recurse=False)
+        if one in limited and part not in limited[one]
+    ]  # fmt: skip
     for what, names, expected, remedy in (
+        ("layers that share the weight of an embedding with max_norm", tied,
+         "a weight that only embeddings with max_norm have", ""),
         ("scalar parameters", [name for name, one in named if one.ndim == 0],
          "parameters with rows", "give them the shape (1,), or "),
         ("weights that a block shares with something outside it", [name for name, one in named if id(one) in shared],

@@ -22,8 +22,8 @@ def place(module: nn.Module, *, device: torch.device | None, master: torch.dtype
     Args:
         device: None leaves it where it is.
     """
-    formats = {one.dtype.to_real() for one in module.parameters() if _is_trained(one)}
-    targets = {id(one): _like(one, master) for one in module.parameters() if _is_trained(one)}
+    formats = {one.dtype.to_real() for one in module.parameters() if is_trained(one)}
+    targets = {id(one): _like(one, master) for one in module.parameters() if is_trained(one)}
     targets |= {id(one): _like(one, master) for one in module.buffers() if one.dtype.to_real() in formats}
     parameters = {id(one) for one in module.parameters()}
 
@@ -59,7 +59,8 @@ def kept_in_eval(module: nn.Module) -> list[str]:
     return found
 
 
-def _is_trained(parameter: Tensor) -> bool:
+def is_trained(parameter: Tensor) -> bool:
+    """Whether it has a format in which weights can be trained."""
     real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
     return real.is_floating_point and real.itemsize in TRAINED_BYTES
 

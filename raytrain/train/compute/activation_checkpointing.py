@@ -136,7 +136,7 @@ class _StateBefore:
         for (_, table, name, one), copy in zip(self._held, self._copies, strict=True):
             table[name] = one if copy is None else copy.clone()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for (_, table, name, _), after in zip(self._held, self._after.pop(), strict=True):
             table[name] = after
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from raytrain.config.messages import abbreviated
-from raytrain.errors import InputError
 from raytrain.train.parallel.collectives import Workers
 
 SAMPLED = 16
@@ -49,9 +47,6 @@ class ForwardChanges:
             for weight, layers in self._limited.items()
             if workers.world_size > 1 or is_sharded(weight)
         ]
-        for part in module.modules():
-            if hasattr(part, "unshard"):  # as FSDP2 makes them
-                _RefuseChanges(part)
 
     def before_passes(self) -> None:
         """Before the passes of a step."""
@@ -156,39 +151,6 @@ class _Lookups:
         self.reset()
 
 
-class _RefuseChanges:
-    """Hooks of a part that FSDP2 gathers: they refuse a forward that changes parameters. What is gathered is a copy,
-    freed with what was changed in it, and a shard has the rows of one worker. After the first training pass only
-    parameters that are frozen are watched, without values."""
-
-    def __init__(self, part: nn.Module) -> None:
-        self._first = True
-        self._before: list[tuple[str, nn.Parameter, _Mark]] = []
-        # FSDP2's own hooks gather before the first, and free after the second
-        self._hooks = [
-            part.register_forward_pre_hook(self._note), part.register_forward_hook(self._check, prepend=True)
-        ]  # fmt: skip
-
-    def _note(self, part: nn.Module, _: Any) -> None:
-        limited = limited_weights(part) if self._first else {}
-        named = list(part.named_parameters()) if self._first else [(name, one) for name, one, _ in self._before]
-        self._before = [(name, one, _Mark(one, sampled=self._first)) for name, one in named if one not in limited]
-
-    def _check(self, part: nn.Module, *_: Any) -> None:
-        changed = [name for name, one, mark in self._before if _Mark(one, sampled=self._first).differs(mark)]
-        if changed:
-            raise InputError(
-                "scale.strategy", got=f"fsdp with a forward that changes parameters ({abbreviated(changed, 3)} of"
-                f" {type(part).__name__})", expected="a forward that changes only buffers",
-                remedy="scale.strategy data_parallel, or make them buffers",
-            )  # fmt: skip
-        if part.training and self._first:
-            self._first = False
-            self._before = [held for held in self._before if not (held[1].requires_grad or is_sharded(held[1]))]
-            for hook in () if self._before else self._hooks:
-                hook.remove()
-
-
 def limited_weights(module: nn.Module) -> dict[nn.Parameter, list[nn.Embedding | nn.EmbeddingBag]]:
     """The weights of embeddings with `max_norm`, each with those that look up its rows."""
     found: dict[nn.Parameter, list[nn.Embedding | nn.EmbeddingBag]] = {}
@@ -219,17 +181,13 @@ class _Mark:
     """A parameter at some time: its version, its storage, and a few elements. Reads no device value."""
 
     @torch.no_grad()
-    def __init__(self, parameter: nn.Parameter, *, sampled: bool = True) -> None:
+    def __init__(self, parameter: nn.Parameter) -> None:
         self.version, self._storage = parameter._version, parameter.untyped_storage()._cdata
-        self._sample: Tensor | None = None
-        if sampled:
-            own: Tensor = getattr(parameter, "to_local", parameter.detach)().detach().reshape(-1)
-            self._sample = own[:: max(1, len(own) // SAMPLED)].clone()
+        own: Tensor = getattr(parameter, "to_local", parameter.detach)().detach().reshape(-1)
+        self._sample = own[:: max(1, len(own) // SAMPLED)].clone()
 
     def differs(self, other: _Mark) -> bool:
-        """Whether the parameter was changed in between. Reads the device where version and storage are the same, and
-        elements are known."""
+        """Whether the parameter was changed in between. Reads the device where version and storage are the same."""
         if (self.version, self._storage) != (other.version, other._storage):
             return True
-        one, before = self._sample, other._sample
-        return one is not None and before is not None and not torch.equal(one, before)
+        return not torch.equal(self._sample, other._sample)

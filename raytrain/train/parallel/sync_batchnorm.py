@@ -59,12 +59,17 @@ class SyncedForward:
             part.training = before
         self._reached = self._reached or mode.reached
         if not self._reached:
-            raise InputError(
-                KEY, got=f"true with the batch norm {self._name} ({type(part).__name__}), whose forward does not call"
-                " torch.nn.functional.batch_norm", expected="batch norms that call it, as torch's own do",
-                remedy=f"call it in {type(part).__name__}.forward, or {KEY} false",
-            )  # fmt: skip
+            raise _not_synchronized(part, self._name, "does not call torch.nn.functional.batch_norm")
         return output
+
+
+def _not_synchronized(part: nn.Module, name: str, why: str) -> InputError:
+    kind = type(part).__name__
+    return InputError(
+        KEY, got=f"true with the batch norm {name} ({kind}), whose forward {why}",
+        expected="batch norms that call torch.nn.functional.batch_norm, as torch.nn.BatchNorm does",
+        remedy=f"call it in {kind}.forward, or {KEY} false",
+    )  # fmt: skip
 
 
 class _OverWorkers(TorchFunctionMode):
@@ -184,8 +189,10 @@ def synchronize(module: nn.Module, workers: Workers) -> Members | None:
         own = part.forward
         if isinstance(own, SyncedForward):  # of an earlier session of this module
             own = own.own
-        elif type(part) is nn.SyncBatchNorm:  # torch's own needs a GPU, and as many passes on every worker
+        elif getattr(own, "__func__", None) is nn.SyncBatchNorm.forward:  # needs a GPU, and equally many passes
             own = partial(_BatchNorm.forward, part)
+        elif isinstance(part, nn.SyncBatchNorm):
+            raise _not_synchronized(part, name, "may communicate by itself")
         part.forward = SyncedForward(part, own, members, name)  # type: ignore[method-assign]
     return members if found else None
 

@@ -49,10 +49,6 @@ class ShardGradients(GradientBuffers):
         """The view as the gradient of the sharded parameter."""
         return like(parameter, view)
 
-    def unused(self) -> list[bool]:
-        """None: FSDP2 adds zeros where a worker has no gradient."""
-        return [False] * len(self._views)
-
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
