@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from raytrain.errors import InputError
-from raytrain.train.parallel.forward_changes import limited_weights
+from raytrain.train.changeable import limited_weights
 from raytrain.trainable import Trainable
 
 
