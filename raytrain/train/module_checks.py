@@ -19,7 +19,7 @@ from raytrain.errors import CheckpointError, InputError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.weights.initial import is_extra
 from raytrain.train.build import copy_of
-from raytrain.train.parallel.forward_changes import limited_weights
+from raytrain.train.changeable import limited_weights
 from raytrain.train.placing import is_trained
 from raytrain.trainable import Trainable
 

@@ -184,7 +184,8 @@ class Looked(Net):
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         looked = [part(x) for name, part in self.named_children() if name.startswith("embedding")]
-        return super().forward(sum(one.mean(1) if one.ndim == 3 else one for one in looked), labels)
+        rows = torch.stack([one.mean(1) if one.ndim == 3 else one for one in looked]).sum(0)
+        return super().forward(rows, labels)
 
 
 def tied() -> nn.Module:

@@ -13,6 +13,7 @@ from gang import run_gang
 from torch import nn
 
 from raytrain.errors import InputError
+from raytrain.train.changeable import may_change
 from raytrain.train.module_checks import check_module
 from raytrain.train.parallel.forward_changes import ForwardChanges
 from raytrain.train.parallel.sync_batchnorm import synchronize
@@ -114,8 +115,6 @@ def test_a_sharded_model_refuses_a_forward_that_changes_parameters(name: str) ->
 
 
 def test_a_frozen_base_with_small_adapters_is_never_copied() -> None:
-    from raytrain.train.parallel.forward_changes import may_change
-
     base = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 2))
     assert may_change(base) == []
     taught = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raytrain.errors import RunError
+from raytrain.train.changeable import may_change
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import StepDropped
-from raytrain.train.parallel.forward_changes import ForwardChanges, may_change
 
 if TYPE_CHECKING:
     from raytrain.train.loader import BatchLoader
+    from raytrain.train.parallel.forward_changes import ForwardChanges
     from raytrain.train.state import Reporter
     from raytrain.train.step import TrainingStep
 

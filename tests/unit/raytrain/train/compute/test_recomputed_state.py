@@ -160,7 +160,8 @@ def test_a_recomputed_block_changes_its_state_once_and_reads_what_the_pass_read(
         for one, other in zip(stepped(made, step), stepped(plain, step), strict=True):
             assert torch.equal(one, other), (kind.__name__, step)
         if step == 0:
-            made.train(), plain.train()
+            made.train()
+            plain.train()
     assert dict(made.named_buffers()).keys() == dict(plain.named_buffers()).keys()
 
 
