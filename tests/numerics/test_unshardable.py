@@ -18,7 +18,7 @@ RECOMPUTED = {"loop": {"activation_checkpointing": True}}
     [
         ("swapped", "rank 0 gathers layers.1 where rank 1 gathers layers.2"),
         ("short", "rank 0 gathers layers.3 where rank 1"),
-        ("in evaluation", "rank 0 gathers layers.2 where rank 1 gathers layers.3"),
+        ("in evaluation", "rank 0 gathers layers.3 where rank 1 ends the pass"),
     ],
 )
 def test_another_order_of_blocks_is_named_on_every_worker_before_anything_is_committed(kind: str, seen: str) -> None:
@@ -39,7 +39,7 @@ def test_a_worker_that_leaves_the_known_order_alone_names_it_within_its_patience
 def test_any_order_that_all_workers_share_trains_as_data_parallel_does(kind: str, sections: dict[str, Any]) -> None:
     builder, evaluated = (
         f"ordered {kind}",
-        {"evaluate": True, **sections, "optim": {"weight_decay": 0.0, "momentum": 0.0}},
+        {"evaluate": 7, **sections, "optim": {"weight_decay": 0.0, "momentum": 0.0}},
     )
     one = run_gang(unshardable.trained, builder, "data_parallel", evaluated, world_size=2)[0]
     ranks = run_gang(unshardable.trained, builder, "fsdp", evaluated, world_size=3)
@@ -71,6 +71,14 @@ def test_parameters_without_a_gradient_stay_as_in_a_plain_loop(name: str) -> Non
         assert max(abs(a - b) for a, b in zip(losses, ranks[0]["losses"], strict=True)) < 1e-12
         gaps = {key: float(abs(value - ranks[0]["weights"][key]).max()) for key, value in weights.items()}
         assert max(gaps.values()) < 1e-12, gaps
+
+
+def test_a_pass_without_rows_uses_nothing() -> None:
+    """Of three rows in micro-batches of one, the second worker has one: it joins the other pass with a row of its own,
+    which uses what the three rows do not."""
+    few = {"loop": {"global_batch_size": 3, "micro_batch_size": 1}}
+    one, other = (run_gang(unshardable.trained, "sometimes", "fsdp", few, world_size=n)[0] for n in (1, 2))
+    assert close(one, other) < 1e-12
 
 
 def plain(name: str) -> tuple[list[float], dict[str, Any]]:
