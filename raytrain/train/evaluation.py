@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.telemetry.work import WORK
-from raytrain.train.mean_weight import graph_alone
+from raytrain.train.mean_weight import CountedLabels, graph_alone
 from raytrain.train.memory.allocator import release_cached
 from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.parallel.collectives import Workers
@@ -66,10 +66,11 @@ def _scored(
             if micro.weight == 0:
                 continue
             passes -= 1
+            labels = CountedLabels.of(micro.batch)
             graph = step.tells_weight and not step.collective_passes
             with graph_alone() if graph else contextlib.nullcontext():
                 output = step.forward(micro.batch, global_weight=micro.weight)
-            share = step.weigh(output, micro)
+            share = step.weigh(output, micro.weight, labels)
             for name, value in {"loss": output.loss, **output.metrics}.items() if share else ():
                 total[name] = total.get(name, torch.zeros((), dtype=torch.float64, device=step.device)) + (
                     value.detach().double() * share

@@ -10,46 +10,73 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from raytrain.trainable import IGNORED_LABEL, LossOutput
+from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput
 
-MEAN = 1
-"""Number of the reduction "mean" in torch's loss functions."""
+MEAN, SUM = 1, 2
+"""Numbers of the reductions in torch's loss functions."""
 MOST_NODES = 64
 PASSED_THROUGH = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze",
                   "Clone", "Alias", "Expand")  # fmt: skip
 """Operations on a mean after which it is a mean over the same things, or a sum of means."""
-ELEMENTWISE = ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "SoftMarginLoss")
-"""Losses whose mean is over the elements of their input."""
+NAMED = ("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "SoftMarginLoss")
+"""Losses with a reduction of their own; all but the first average over the elements of their input."""
 
 
-def told_weight(output: LossOutput, labels: Any, *, read: bool) -> float | None:
+class CountedLabels(NamedTuple):
+    """The labels of a batch as the loader has counted them; taken before forward, which may write into them."""
+
+    labels: Any
+    version: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> CountedLabels:
+        """Those of a batch."""
+        labels = batch.get("labels")
+        return cls(labels, labels._version if isinstance(labels, Tensor) else 0)
+
+    def are(self, target: Tensor) -> bool:
+        """Whether a loss function got exactly these."""
+        labels = self.labels
+        if not isinstance(labels, Tensor) or labels._version != self.version:
+            return False
+        return target.data_ptr() == labels.data_ptr() and target.numel() == labels.numel()
+
+
+def told_weight(output: LossOutput, counted: CountedLabels, *, read: bool) -> float | None:
     """What `output.loss` is a mean over; None where nothing says so, or where it is the labels other than -100.
 
-    Means over different things in one loss tell nothing, nor does a plain `mean` or quotient beside something unknown.
-    May read the device, where only its values tell the weight.
+    Means over different things in one loss tell nothing, but a loss function of torch's counts for more than a plain
+    `mean` or quotient beside it, such as a penalty; and these tell nothing beside something unknown. May read the
+    device, where only its values tell the weight.
 
     Args:
         read: whether to look at the graph where the model has not returned a weight.
     """
     if output.weight is not None:
         return float(output.weight)
-    found: set[float] = set()
-    plain = unknown = False
+    named: set[float] = set()
+    plain: set[float] = set()
+    unknown = False
     for kind, node in _reductions(output.loss) if read else ():
-        weight = _weight_of(kind, node, labels)
         if kind == "":
             unknown = True
-        elif weight is None:
-            return None
+        elif kind == "Mean":
+            plain.add(float(node._saved_self_sym_numel))
+        elif kind == "Div":
+            plain.add(float(node._saved_other))
+        elif kind.startswith("NllLoss"):
+            if _counts_labels(node, counted):
+                return None
+            named.add(float(node._saved_total_weight))
         else:
-            found.add(weight)
-            plain |= kind.startswith(("Mean", "SumDiv"))
-    return None if len(found) != 1 or (plain and unknown) else found.pop()
+            named.add(float(node._saved_self.numel()))
+    found = named or plain
+    return None if len(found) != 1 or (unknown and not named) else found.pop()
 
 
 @contextlib.contextmanager
@@ -80,10 +107,11 @@ def _reductions(loss: Tensor) -> Iterator[tuple[str, Any]]:
         if node is None:  # a constant
             continue
         kind, inner = _kind(node), [below for below, _ in node.next_functions]
-        if kind.startswith(("NllLoss", "Mean", *ELEMENTWISE)):
+        scalars = _scalars_in(node, inner) if kind in ("Mean", "Sum") else None
+        if scalars is not None:  # of losses that are scalars already
+            nodes += scalars
+        elif _is_mean(node) or (kind == "Div" and inner[1:] in ([], [None]) and _is_sum(inner[0])):
             yield kind, node
-        elif kind == "Div" and _kind(inner[0]) == "Sum" and inner[1:] in ([], [None]):
-            yield "SumDiv", node
         elif kind in PASSED_THROUGH:
             nodes += inner
         else:
@@ -94,24 +122,34 @@ def _kind(node: Any) -> str:
     return "" if node is None else node.name().partition("Backward")[0]
 
 
-def _weight_of(kind: str, node: Any, labels: Any) -> float | None:
-    """The weight of one mean; None for the labels other than -100, and for a sum."""
-    if kind == "":
-        return None
-    if kind.startswith("Mean"):
-        return float(node._saved_self_sym_numel)
-    if kind == "SumDiv":
-        return float(node._saved_other)
-    if node._saved_reduction != MEAN:
-        return None
-    if kind.startswith("NllLoss"):
-        return None if _counts_labels(node, labels) else float(node._saved_total_weight)
-    return float(node._saved_self.numel())
+def _scalars_in(node: Any, inner: list[Any]) -> list[Any] | None:
+    """What a mean or sum of a scalar, or of stacked scalars, is computed from; None for one over several elements."""
+    sizes = tuple(node._saved_self_sym_sizes)
+    if _kind(inner[0]) == "Stack":
+        parts = [below for below, _ in inner[0].next_functions]
+        return parts if sizes == (len(parts),) else None
+    below = inner[0]
+    while _kind(below) in PASSED_THROUGH:
+        below = below.next_functions[0][0]
+    # over one row of losses it has no mean below it
+    return inner if _is_mean(below) and all(size == 1 for size in sizes) else None
 
 
-def _counts_labels(node: Any, labels: Any) -> bool:
-    """Whether an `nll_loss` averages over exactly the given labels other than -100, which the loader has counted."""
-    target = node._saved_target
+def _is_mean(node: Any) -> bool:
+    kind = _kind(node)
+    return kind == "Mean" or (kind.startswith(NAMED) and node._saved_reduction == MEAN)
+
+
+def _is_sum(node: Any) -> bool:
+    """Whether a numerator is a sum over elements, perhaps of several sums, times constants."""
+    kind = _kind(node)
+    if kind.startswith(NAMED):
+        return node._saved_reduction == SUM
+    inner = [] if node is None else [below for below, _ in node.next_functions if below is not None]
+    return kind == "Sum" or (kind in PASSED_THROUGH and bool(inner) and all(map(_is_sum, inner)))
+
+
+def _counts_labels(node: Any, counted: CountedLabels) -> bool:
+    """Whether an `nll_loss` averages over exactly the labels other than -100 that the loader has counted."""
     ignored = node._saved_ignore_index % 2**64 == IGNORED_LABEL % 2**64
-    same = isinstance(labels, Tensor) and target.data_ptr() == labels.data_ptr() and target.numel() == labels.numel()
-    return ignored and node._saved_weight is None and same
+    return ignored and node._saved_weight is None and counted.are(node._saved_target)

@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from raytrain.data.rows.contract import Batch
 from raytrain.data.transfer import rebuild, tensors_of
-from raytrain.train.mean_weight import silence, told_weight
+from raytrain.train.mean_weight import CountedLabels, silence, told_weight
 from raytrain.train.memory.retry import SavedState
 from raytrain.trainable import LossOutput, Trainable
 
@@ -56,7 +56,7 @@ def norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.abs().square().sum()) for tensor in tensors))
 
 
-def combined_shares(trainable: Trainable, outputs: Sequence[tuple[LossOutput, int, Any]]) -> list[float]:
+def combined_shares(trainable: Trainable, outputs: Sequence[tuple[LossOutput, int, CountedLabels]]) -> list[float]:
     """What the loss of each micro-batch of a step is multiplied by, as in `raytrain.train.step`; given with the weight
     and the labels of its batch, before any backward."""
     if trainable.takes_global_count:
@@ -123,7 +123,11 @@ def _run(trainable: Trainable, batches: Sequence[tuple[Batch, int]]) -> Passes:
     saved, before = SavedState(module, torch.device("cpu")), _generators()
     saved.take()
     counted = {"num_items_in_batch": sum(weight for _, weight in batches)} if trainable.takes_global_count else {}
-    outputs = [(trainable.loss(module, batch, **counted), weight, batch.get("labels")) for batch, weight in batches]
+    labels = [CountedLabels.of(batch) for batch, _ in batches]
+    outputs = [
+        (trainable.loss(module, batch, **counted), weight, held)
+        for (batch, weight), held in zip(batches, labels, strict=True)
+    ]
     module.zero_grad()
     loss, largest = 0.0, 0.0
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]

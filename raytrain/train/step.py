@@ -29,7 +29,7 @@ from torch import Tensor
 
 from raytrain.data.loading.checks import DeviceGuard
 from raytrain.errors import RunError
-from raytrain.train.mean_weight import silence, told_weight
+from raytrain.train.mean_weight import CountedLabels, silence, told_weight
 from raytrain.train.optim.build import Schedule, takes_skip_on_device
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.forward_changes import ForwardChanges
@@ -169,9 +169,10 @@ class TrainingStep:
             if micro.weight == 0:  # nothing to average over: its mean is NaN, and so is NaN times 0
                 continue
             ran += 1
+            labels = CountedLabels.of(micro.batch)
             output = self.forward(micro.batch, global_weight=global_weight)
             alone = micro.last and ran == 1 and self.workers.world_size == 1 and self.weight_unit is not None
-            weight = micro.weight if alone else self.weigh(output, micro)
+            weight = micro.weight if alone else self.weigh(output, micro.weight, labels)
             share = 1.0 if self.trainable.takes_global_count else weight / global_weight
             self._add(output, weight, share, told=weight != micro.weight)
             total = _total(output) if share == 1.0 else _total(output) * share
@@ -185,17 +186,22 @@ class TrainingStep:
             with self._without_rows(), mode:
                 yield self.idle()
 
-    def weigh(self, output: LossOutput, micro: MicroBatch) -> float:
-        """What a loss is a mean over, in the loader's unit."""
+    def weigh(self, output: LossOutput, counted: int, labels: CountedLabels) -> float:
+        """What a loss is a mean over, in the loader's unit.
+
+        Args:
+            counted: the weight that the loader has counted.
+            labels: of the batch, from before its forward.
+        """
         if self.trainable.takes_global_count or not (self._reads_weight or output.weight is not None):
-            return micro.weight
-        told = told_weight(output, micro.batch.get("labels"), read=self._reads_weight)
+            return counted
+        told = told_weight(output, labels, read=self._reads_weight)
         self.tells_weight |= told is not None
-        self._agree_unit(1.0 if told is None else told / micro.weight)
+        self._agree_unit(1.0 if told is None else told / counted)
         if told == 0.0:
             silence(output)
         unit = self.weight_unit or 1.0
-        return micro.weight if told is None or told == unit * micro.weight else told / unit
+        return counted if told is None or told == unit * counted else told / unit
 
     def _agree_unit(self, own: float) -> None:
         """Agree on `weight_unit` in the first passes: that of the first worker with one. A collective in the first step

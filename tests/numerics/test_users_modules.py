@@ -87,9 +87,9 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def assert_as_plain(module: nn.Module, data: dict[str, Tensor], *, near: float = 2e-5, **more: Any) -> None:
-    losses, state, _ = trained(module, data, **more)
     options = {name: more[name] for name in ("steps", "optim") if name in more}
-    expected, weights = plain(module, data, **options)
+    expected, weights = plain(module, {name: value.clone() for name, value in data.items()}, **options)
+    losses, state, _ = trained(module, data, **more)
     assert losses == pytest.approx(expected, rel=near, abs=near)
     assert apart(state, weights) <= 20 * near
 
@@ -419,6 +419,11 @@ def selected(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none")[labels != 1].mean()
 
 
+def written(logits: Tensor, labels: Tensor) -> Tensor:
+    labels[labels == 0] = -100
+    return F.cross_entropy(logits, labels)
+
+
 def returned(logits: Tensor, labels: Tensor) -> dict[str, Any]:
     share = 1.0 + labels.float()
     each = F.cross_entropy(logits, labels, reduction="none")
@@ -433,7 +438,24 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "with a penalty": lambda logits, labels: (
         F.cross_entropy(logits, labels, ignore_index=1) + 0.1 * logits.new_zeros(())
     ),
+    "with a mean as a penalty": lambda logits, labels: (
+        F.cross_entropy(logits, labels, ignore_index=1) + 0.1 * WEIGHTS.square().mean()
+    ),
     "masked": masked,
+    "a mean of a scalar": lambda logits, labels: F.cross_entropy(logits, labels, ignore_index=0).unsqueeze(0).mean(),
+    "a mean of losses": lambda logits, labels: torch.stack(
+        [F.cross_entropy(logits, labels, weight=WEIGHTS), 0.5 * F.nll_loss(logits, labels, weight=WEIGHTS)]
+    ).mean(),
+    "a sum of losses": lambda logits, labels: torch.stack(
+        [F.cross_entropy(logits, labels, weight=WEIGHTS), 0.5 * F.nll_loss(logits, labels, weight=WEIGHTS)]
+    ).sum(),
+    "a sum over a count": lambda logits, labels: (
+        F.cross_entropy(logits, labels, ignore_index=0, reduction="sum") / (labels != 0).sum()
+    ),
+    "minus a sum over a count": lambda logits, labels: (
+        -(logits.log_softmax(1).gather(1, labels[:, None])[:, 0] * (labels != 1)).sum() / (labels != 1).sum()
+    ),
+    "labels written into": written,
     "selected": selected,
     "returned": returned,
     "elements": lambda logits, labels: F.binary_cross_entropy_with_logits(logits, F.one_hot(labels, 3).float()),
@@ -444,7 +466,9 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("name", list(MEANS))
 def test_a_mean_is_the_same_in_any_number_of_micro_batches(name: str, micro: int) -> None:
     """Also where a micro-batch has nothing to average over: rows 0 and 1 are of the class that some leave out."""
-    assert_as_plain(built(lambda: Classes(MEANS[name])), {"x": drawn(8, 4), "labels": LABELS}, steps=4, micro=micro)
+    assert_as_plain(
+        built(lambda: Classes(MEANS[name])), {"x": drawn(8, 4), "labels": LABELS.clone()}, steps=4, micro=micro
+    )
 
 
 def test_a_mean_over_pixels_without_the_ignored_ones() -> None:

@@ -22,6 +22,7 @@ from raytrain.train.device import seed_everything
 from raytrain.train.loader import cast_floating
 from raytrain.train.module_checks import SHARDS
 from raytrain.train.parallel.collectives import Workers
+from raytrain.train.parallel.forward_changes import ForwardChanges
 from raytrain.trainable import labels_weight
 
 TOLERANCES = {"fp64": 1e-9, "bf16": 0.1}
@@ -59,12 +60,15 @@ class ShardedPass(FirstBatch):
             kept = self.spec.precision.fp32_layers
             strategy.place(policy, fp32_layers=[] if isinstance(kept, str) else kept)
             passes = strategy.passes.forward_pass(idle=False)
+        changes = ForwardChanges(module, Workers())
+        changes.before_passes()
         seed_everything(self.spec.seed)
         with explained():
             with policy.autocast(CPU), passes:
                 output = trainable.loss(module, batch, **counted)
             total = output.loss if output.aux is None else output.loss + output.aux
             self._backward(total)
+        changes.after_passes()
         found: Sizes = {"the loss": _sizes(total.detach())}
         gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
         found |= {f"the gradient of {name}": _sizes(local(one)) for name, one in gradients.items()}
