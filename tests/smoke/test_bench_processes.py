@@ -45,27 +45,6 @@ def test_every_layout_and_implementation_is_checked_and_timed_in_turn(tmp_path: 
     assert all(claim["verdict"] == "not measurable here" for claim in document["claims"])
 
 
-@pytest.mark.covers("PAR-05")
-def test_strategies_are_predicted_and_measured_in_turn(tmp_path: Path) -> None:
-    out = tmp_path / "strategies.json"
-    assert bench_verb("strategies", ["settle_s=0"], out=str(out), quick=True, as_json=False) == 0
-    document = json.loads(out.read_text())
-    (check,) = document["gate"]["checks"]
-    assert check["passed"] and check["name"] == "experts: every strategy trains the same"
-    names = {"1 process", "1 worker, 2 expert hosts"}
-    assert {name: len(arm["values"]) for name, arm in document["arms"].items()} == {f"experts: {n}": 3 for n in names}
-    found = document["values"]["jobs"]["experts"]
-    assert {name: len(losses) for name, losses in found["losses"].items()} == dict.fromkeys(names, 4)
-    rows = found["strategies"]
-    assert {row["name"] for row in rows} == names and all(row["predicted_s"] > 0 for row in rows)
-    assert [row["predicted_s"] for row in rows] == sorted(row["predicted_s"] for row in rows)
-    assert found["predicted_best"] == rows[0]["name"] and found["fastest"] in names
-    (ratio,) = document["ratios"]
-    assert ratio["goal"] == {"at_least": None, "at_most": 1.1}
-    best, fastest = (document["arms"][f"experts: {found[name]}"]["values"] for name in ("predicted_best", "fastest"))
-    assert ratio["values"] == [a / b for a, b in zip(best, fastest, strict=True)]
-
-
 @pytest.mark.timeout(240)
 def test_experts_move_and_the_losses_stay_the_same_bit_for_bit(tmp_path: Path) -> None:
     out = tmp_path / "moves.json"
@@ -114,68 +93,3 @@ def test_our_run_in_ray_equals_ddp_under_torchrun_and_both_rates_are_reported(
     assert values["threads"] == 1 and set(values["samples_per_s"]) == set(values["losses"])
     assert values["samples_per_s"]["ours"] == pytest.approx(4 / (sum(ours) / 2))
     assert len(values["losses"]["ours"]) == 5 and values["cpu_s_per_step"]["ours"] > 0
-
-
-@pytest.mark.timeout(240)
-def test_three_arms_run_in_turn_and_train_equally(tmp_path: Path) -> None:
-    out = tmp_path / "overlap.json"
-    assert bench_verb("overlap", [], out=str(out), quick=True, as_json=False) == 0
-    document = json.loads(out.read_text())
-    assert document["gate"]["passed"] and len(document["gate"]["checks"]) == 2
-    assert {name: len(arm["values"]) for name, arm in document["arms"].items()} == dict.fromkeys(
-        ("after", "during", "undivided"), 3
-    )
-    values = document["values"]
-    assert values["buckets"] > 2 and values["waited_s"].keys() == document["arms"].keys()
-    rounds = values["auto"]["rounds"]
-    assert len(rounds["after"]) == len(rounds["during"]) >= 1 and isinstance(values["auto"]["value"], bool)
-    assert [ratio["name"] for ratio in document["ratios"]] == ["after / during", "undivided / after"]
-    assert {claim["verdict"] for claim in document["claims"]} == {"not measurable here"}
-
-
-@pytest.mark.timeout(120)
-def test_a_session_trains_with_and_without_telemetry_in_turn(tmp_path: Path) -> None:
-    out = tmp_path / "telemetry.json"
-    assert bench_verb("telemetry", [], out=str(out), quick=True, as_json=False) == 0
-    document = json.loads(out.read_text())
-    assert document["gate"]["passed"] and document["values"]["samples"] >= 3
-    assert {name: len(arm["values"]) for name, arm in document["arms"].items()} == {"with telemetry": 3, "without": 3}
-    assert 0 < document["values"]["sample_s"] < 0.1
-
-
-def test_a_single_bucket_fails_the_gate(tmp_path: Path) -> None:
-    out = tmp_path / "overlap.json"
-    assert bench_verb("overlap", ["bucket_mb=64"], out=str(out), quick=True, as_json=False) == 1
-    document = json.loads(out.read_text())
-    assert not document["gate"]["passed"] and document["ratios"] == []
-
-
-@pytest.mark.timeout(240)
-def test_both_arms_run_in_turn_and_the_slow_worker_gets_fewer_rows(tmp_path: Path) -> None:
-    out = tmp_path / "unequal.json"
-    keys = ["slowness=12"]  # a difference far above the noise
-    assert bench_verb("unequal", keys, out=str(out), quick=True, as_json=False) == 0
-    document = json.loads(out.read_text())
-    assert document["gate"]["passed"] and len(document["gate"]["checks"]) == 2
-    assert {name: len(arm["values"]) for name, arm in document["arms"].items()} == {
-        "equal shares": 3, "measured shares": 3
-    }  # fmt: skip
-    values = document["values"]
-    assert sum(values["rows"]) == 12 and values["rows"][0] > values["rows"][1]
-    assert values["pass_s"][1] > values["pass_s"][0] > 0 and values["probe_s"] > 0
-    assert document["ratios"][0]["goal"]["at_least"] == 1.35
-    assert document["claims"][0]["verdict"] == "not measurable here"
-
-
-@pytest.mark.timeout(300)
-def test_estimates_puts_what_is_predicted_beside_what_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "estimates.json"
-    code = bench_verb("estimates", ['only=["own module"]', "threads=1"], out=str(out), quick=True, as_json=False)
-    document = json.loads(out.read_text())
-    assert code == 0 and document["gate"]["passed"]
-    (row,) = document["values"]["jobs"]
-    assert row["time_ratio"] == row["predicted_s"] / row["measured_s"] and len(row["times"]) == 2
-    assert row["measured_bytes"] == max(row["peaks"]) - row["floor"]
-    assert row["memory_ratio"] == row["predicted_bytes"] / row["measured_bytes"]
-    assert 0.9 <= row["memory_ratio"] <= 1.25, "a user's module is traced"
-    assert any("own module" in line for line in document["values"]["table"])

@@ -84,20 +84,6 @@ def test_bf16_saves_at_least_half_the_bytes_for_backward_and_the_ratio_is_report
     assert sum("fewer bytes of activations" in claim["effect"] for claim in document["claims"]) == 2
 
 
-def test_out_of_memory_errors_are_compared_with_the_same_steps_without(bench: Callable[..., Any]) -> None:
-    document = bench("oom")
-    values, (ratio,) = document["values"], document["ratios"]
-    steps = [error["step"] for error in values["errors"]]
-    assert len(steps) == 3 == len(set(steps)) and ratio["goal"] == {"at_least": None, "at_most": 2.5}
-    assert ratio["values"][0] == values["seconds"]["errors"][steps[0] - 1] / values["seconds"]["clean"][steps[0] - 1]
-    assert 1 in values["micro_batch_sizes"] and 2 in values["micro_batch_sizes"], "halved, and grown back"
-    assert [check["name"] for check in document["gate"]["checks"]] == [
-        "each error is recorded as one event",
-        "weights equal those of the run without errors",
-        "both ranks hold the same weights",
-    ]
-
-
 def test_checkpoint_stalls_of_both_kinds_and_the_same_bytes(bench: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     document = bench("checkpoint", f"dir={tmp_path / 'disk'}")

@@ -1,1 +1,1 @@
-"""What failures cost: deaths of workers and hosts, and kills at any moment."""
+"""What failures cost: deaths of workers and hosts."""

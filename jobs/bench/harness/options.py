@@ -16,9 +16,8 @@ from cluster.devices.inventory import local_inventory
 
 FOLDER = Path(__file__).parents[1]
 ORDER = (
-    "loop", "precision", "checkpoint", "memory", "estimates", "attention", "compile", "placement", "moves", "unequal",
-    "overlap", "recovery", "restart", "kills", "telemetry", "oom", "experts", "strategies", "data", "clone", "pinned",
-    "tune", "infer", "scaling", "peers", "lr", "all",
+    "loop", "precision", "checkpoint", "memory", "attention", "compile", "placement", "moves", "recovery", "restart",
+    "experts", "data", "clone", "pinned", "tune", "infer", "scaling", "peers", "lr", "all",
 )  # fmt: skip
 """Order of `bench --list` and of bench `all`; benches that are not listed come last."""
 

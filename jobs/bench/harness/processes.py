@@ -31,8 +31,6 @@ ANSWER_TIMEOUT_S = 180.0
 #: Seconds within which a process must exit after its last block.
 EXIT_TIMEOUT_S = 20.0
 LOG_TAIL = 2000
-#: Workers of a `training_pair`.
-PAIR = 2
 
 
 @contextlib.contextmanager
@@ -110,10 +108,9 @@ class ArmServer:
         address: path of the socket; exported as `ADDRESS` while the server is open.
     """
 
-    def __init__(self, *, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rtb-"))  # mode 0700, and short: socket paths end at 107 bytes
         self.address = str(self.folder / "s")
-        self._answer_timeout_s = answer_timeout_s
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.address)
         self._listener.listen(64)
@@ -158,7 +155,7 @@ class ArmServer:
                 if not alive():
                     raise RunError(f"the arm {arm!r} ended before its first step") from None
                 continue
-            connection.settimeout(self._answer_timeout_s)
+            connection.settimeout(ANSWER_TIMEOUT_S)
             line = JsonConnection(connection)
             hello = line.receive()
             self._connections.setdefault(hello["arm"], []).append(line)
@@ -254,26 +251,6 @@ class ArmProcesses:
 
     def _is_alive(self) -> bool:
         return all(process.poll() is None for process in self._processes)
-
-
-@contextlib.contextmanager
-def training_pair(
-    arm: str, settings_of: Callable[[Path], dict[str, Any]], *, answer_timeout_s: float = ANSWER_TIMEOUT_S
-) -> Iterator[ArmProcesses]:
-    """Two workers of one thread each that run `jobs.bench.training.<arm>_member` and are ready.
-
-    Args:
-        settings_of: returns their settings, and may write files to the given folder. "store" is added, the file that
-            they use as rendezvous (see `sessions.serve_pair`).
-    """
-    with ArmServer(answer_timeout_s=answer_timeout_s) as server:
-        settings = {**settings_of(server.folder), "store": str(server.folder / "store")}
-        one_thread = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        pair = ArmProcesses(
-            server, arm, f"jobs.bench.training.{arm}_member", settings, processes=PAIR, environment=one_thread
-        )
-        pair.await_ready()
-        yield pair
 
 
 def log_tail(log: Path) -> str:

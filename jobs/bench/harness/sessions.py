@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from jobs.bench.harness.measuring import alternate
-from jobs.bench.harness.processes import PAIR, serve_blocks
 from jobs.driver.session import session_of
 from raytrain.autotune.startup.precision import measure_precision
 from raytrain.execution.reporter import SilentReporter
 from raytrain.plan.choice import Deferred
-from raytrain.train.memory.allocator import keep_freed_memory
 
 
 class TrainingArm(Protocol):
@@ -64,31 +58,10 @@ class SessionArm:
         seconds = self.run(steps)
         return {"seconds": seconds, "cpu_s": time.process_time() - cpu, "losses": self.losses[before:]}
 
-    def run_together(self, steps: int) -> dict[str, Any]:
-        """`run_block` of a worker in a group: all workers start at the same time."""
-        self.session.workers.all_reduce_ints([0])
-        return self.run_block(steps)
-
 
 def alternate_steps(arms: Mapping[str, TrainingArm], *, steps: int, blocks: int) -> dict[str, list[float]]:
     """Train blocks of `steps` steps of each arm in turn; returns the seconds per step, see `alternate`."""
     return alternate({name: lambda arm=arm: arm.run(steps) / steps for name, arm in arms.items()}, blocks=blocks)
-
-
-def serve_pair(
-    arm: str, open_member: Callable[[dict[str, Any], int], Callable[[dict[str, Any]], dict[str, Any]]]
-) -> None:
-    """The main function of a process of a `training_pair`: joins the gloo group of both, then answers the bench.
-
-    Args:
-        open_member: takes the settings and the rank, returns the function that answers a request.
-    """
-    settings, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    keep_freed_memory()
-    store = dist.FileStore(settings["store"], PAIR)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PAIR)
-    serve_blocks(arm, rank, open_member(settings, rank))
-    dist.destroy_process_group()
 
 
 @contextlib.contextmanager
