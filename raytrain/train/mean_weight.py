@@ -23,6 +23,8 @@ MOST_NODES = 64
 PASSED_THROUGH = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze",
                   "Clone", "Alias", "Expand")  # fmt: skip
 """Operations on a mean after which it is a mean over the same things, or a sum of means."""
+ROUNDING = 1e-5
+"""Relative difference of two sums of the same class weights."""
 NAMED = ("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "SoftMarginLoss")
 """Losses with a reduction of their own; all but the first average over the elements of their input."""
 
@@ -59,24 +61,34 @@ def told_weight(output: LossOutput, counted: CountedLabels, *, read: bool) -> fl
     """
     if output.weight is not None:
         return float(output.weight)
-    named: set[float] = set()
-    plain: set[float] = set()
+    named: list[float] = []
+    plain: list[float] = []
     unknown = False
     for kind, node in _reductions(output.loss) if read else ():
         if kind == "":
             unknown = True
+        elif kind == "Zero":
+            plain.append(0.0)
         elif kind == "Mean":
-            plain.add(float(node._saved_self_sym_numel))
+            plain.append(float(node._saved_self_sym_numel))
         elif kind == "Div":
-            plain.add(float(node._saved_other))
+            plain.append(_divisor(node, output.loss))
         elif kind.startswith("NllLoss"):
             if _counts_labels(node, counted):
                 return None
-            named.add(float(node._saved_total_weight))
+            named.append(float(node._saved_total_weight))
         else:
-            named.add(float(node._saved_self.numel()))
+            named.append(float(node._saved_self.numel()))
     found = named or plain
-    return None if len(found) != 1 or (unknown and not named) else found.pop()
+    if not found or (unknown and not named) or max(found) - min(found) > ROUNDING * max(found):
+        return None
+    return found[0]
+
+
+def _divisor(node: Any, loss: Tensor) -> float:
+    """The count in `sum() / count`; a sum of nothing over `count.clamp(min=1)` is a mean over nothing."""
+    count = float(node._saved_other)
+    return 0.0 if count == 1.0 and float(loss.detach()) == 0.0 else count
 
 
 @contextlib.contextmanager
@@ -108,7 +120,9 @@ def _reductions(loss: Tensor) -> Iterator[tuple[str, Any]]:
             continue
         kind, inner = _kind(node), [below for below, _ in node.next_functions]
         scalars = _scalars_in(node, inner) if kind in ("Mean", "Sum") else None
-        if scalars is not None:  # of losses that are scalars already
+        if kind == "Mul" and inner[1:] == [None] and _is_zero(node._saved_other):  # x.sum() * 0, for no rows
+            yield "Zero", node
+        elif scalars is not None:  # of losses that are scalars already
             nodes += scalars
         elif _is_mean(node) or (kind == "Div" and inner[1:] in ([], [None]) and _is_sum(inner[0])):
             yield kind, node
@@ -116,6 +130,11 @@ def _reductions(loss: Tensor) -> Iterator[tuple[str, Any]]:
             nodes += inner
         else:
             yield "", node
+
+
+def _is_zero(factor: Any) -> bool:
+    """Whether it is the number 0, which torch keeps on the CPU; values on a device are not read."""
+    return isinstance(factor, Tensor) and factor.ndim == 0 and factor.device.type == "cpu" and float(factor) == 0.0
 
 
 def _kind(node: Any) -> str:

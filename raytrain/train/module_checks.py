@@ -149,36 +149,39 @@ def _refuse_unloadable(module: nn.Module, state: dict[str, Any], key: str, strat
 def _check_shards(trainable: Trainable) -> None:
     """What cannot be split by rows, block by block. What only a pass can show is named by
     `raytrain.train.parallel.fsdp.passes`."""
-    module = trainable.module
-    named = list(module.named_parameters())
-    shared = set(_shared_with_blocks(trainable))
-    tables = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    sparse = [name or type(module).__name__ for name, part in tables if part.sparse and part.weight.requires_grad]
-    limited = limited_weights(module)  # what backward gathers again is not limited
-    tied = [
-        name for name, part in module.named_modules() for one in part.parameters(recurse=False)
-        if one in limited and part not in limited[one]
-    ]  # fmt: skip
-    for what, names, expected, remedy in (
-        ("layers that share the weight of an embedding with max_norm", tied,
-         "a weight that only embeddings with max_norm have", ""),
-        ("scalar parameters", [name for name, one in named if one.ndim == 0],
-         "parameters with rows", "give them the shape (1,), or "),
-        ("weights that a block shares with something outside it", [name for name, one in named if id(one) in shared],
-         "weights that are tied within one block, or outside the blocks", ""),
-        ("complex parameters", [name for name, one in named if one.is_complex()],
-         "real parameters", "keep the real and imaginary parts in a last dimension of 2, or "),
-        ("parameters whose memory is not row-major", [name for name, one in named if not one.is_contiguous()],
-         "contiguous parameters", "module.to(memory_format=torch.contiguous_format), or "),
-        ("embeddings with sparse gradients", sparse, "sparse=False", "change it, or "),
-        ("hooks on accumulated gradients", [name for name, one in named if one._post_accumulate_grad_hooks],
-         "tensor hooks (register_hook), which see the gradient of each micro-batch", ""),
-    ):  # fmt: skip
+    for what, names, expected, remedy in _unshardable(trainable):
         if names:
             raise InputError(
                 SHARDS, got=f"fsdp with {what} ({abbreviated(names, 5)})", expected=expected,
                 remedy=f"{remedy}{DATA_PARALLEL}",
             )  # fmt: skip
+
+
+def _unshardable(trainable: Trainable) -> Iterator[tuple[str, list[str], str, str]]:
+    """Yield (what, names of those that are it, expected, remedy)."""
+    module = trainable.module
+    named = list(module.named_parameters())
+    limited = limited_weights(module)  # what backward gathers again is not limited
+    tied = [
+        name for name, part in module.named_modules() for one in part.parameters(recurse=False)
+        if one in limited and part not in limited[one]
+    ]  # fmt: skip
+    tables = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    sparse = [name or type(module).__name__ for name, part in tables if part.sparse and part.weight.requires_grad]
+    yield ("layers that share the weight of an embedding with max_norm", tied,
+           "a weight that only embeddings with max_norm have", "")  # fmt: skip
+    yield ("scalar parameters", [name for name, one in named if one.ndim == 0],
+           "parameters with rows", "give them the shape (1,), or ")  # fmt: skip
+    yield ("complex parameters", [name for name, one in named if one.is_complex()],
+           "real parameters", "keep the real and imaginary parts in a last dimension of 2, or ")  # fmt: skip
+    yield ("parameters whose memory is not row-major", [name for name, one in named if not one.is_contiguous()],
+           "contiguous parameters", "module.to(memory_format=torch.contiguous_format), or ")  # fmt: skip
+    yield "embeddings with sparse gradients", sparse, "sparse=False", "change it, or "
+    yield ("hooks on accumulated gradients", [name for name, one in named if one._post_accumulate_grad_hooks],
+           "tensor hooks (register_hook), which see the gradient of each micro-batch", "")  # fmt: skip
+    shared = set(_shared_with_blocks(trainable))
+    yield ("weights that a block shares with something outside it", [name for name, one in named if id(one) in shared],
+           "weights that are tied within one block, or outside the blocks", "")  # fmt: skip
 
 
 def _shared_with_blocks(trainable: Trainable) -> Iterator[int]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from raytrain.train.parallel.flat_gradients import fills_memory
-
 #: Bytes of an element of the formats in which weights are trained; narrower ones (float8) hold quantized values.
 TRAINED_BYTES = (2, 4, 8)
 
@@ -76,3 +74,13 @@ def _is_pretrained(part: nn.Module) -> bool:
         for kind in type(part).__mro__
     )
     return named and any(parameter.requires_grad for parameter in part.parameters())
+
+
+def fills_memory(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, without gaps or overlaps, in some order of the dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda one: (one[1], one[0])):
+        if size != 1 and stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True

@@ -28,6 +28,7 @@ LOSS, GRADIENT = 1e-4, 1e-3
 SMALL_LOSS, SMALL_GRADIENT = 0.1, 1e-4
 """Below these, what cancels may be larger than the result: differences are relative to these instead."""
 WHOLE = "loop.micro_batch_size whole computes each global batch in one pass of one worker"
+RETURNED = 'return what the loss is a mean over as "weight" beside it'
 
 
 class Passes(NamedTuple):
@@ -103,7 +104,7 @@ def split_changes(
             f"{again.loss:.6g}: forward depends on how often it was called (a counter, or a random generator of its "
             f"own), and so on micro-batches and workers; {WHOLE}, so that it is called once a step"
         )
-    why = "what forward computes from several rows, or a mean over something else than the weight of a batch"
+    why = f"what forward computes from several rows, or a mean over something else than its rows or labels: {RETURNED}"
     if one.equals(two, times=2.0):
         why = "the loss looks like a sum over the rows, where a mean is expected"
     elif norms and not synchronized:

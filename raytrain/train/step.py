@@ -157,6 +157,7 @@ class TrainingStep:
             self._interleave(totals)
         else:
             for total in totals:
+                self.gradients.attach()
                 total.backward()
         self.gradients.check()
         self._check_frozen()
@@ -247,6 +248,7 @@ class TrainingStep:
     def _backward_in_thread(self, total: Tensor) -> None:
         if self.device.type == "cuda":  # a new thread starts with device 0
             torch.cuda.set_device(self.device)
+        self.gradients.attach()
         total.backward()
 
     def idle(self) -> Tensor:

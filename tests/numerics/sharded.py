@@ -69,12 +69,6 @@ def trained(_rank: int, _world: int, strategy: str, sections: dict[str, Any]) ->
     return found(session_of(strategy, **sections))
 
 
-def fastest_step(_rank: int, _world: int, strategy: str, sections: dict[str, Any]) -> float:
-    """Seconds of the fastest step: other work on the machine can only make a step slower."""
-    session = make_session(GPT, {"train": token_rows(ROWS)}, **{**sections, "scale": {"strategy": strategy}})
-    return min(train(session)[0].of("train", "step_time_s"))
-
-
 # ---------------------------------------------------------------- what a builder of one's own may do
 
 

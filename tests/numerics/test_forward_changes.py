@@ -109,9 +109,9 @@ def test_a_resumed_run_has_the_teacher_of_the_unbroken_one(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["in place", "assigned", "late", "projected"])
 def test_a_sharded_model_refuses_a_forward_that_changes_parameters(name: str) -> None:
     sections = {"scale": {"strategy": "fsdp"}, "loop": {"micro_batch_size": 7}}
-    for text in run_gang(changing.refused, name, sections, world_size=2):
-        which = "head.weight" if name == "projected" else "teacher.weight, teacher.bias"
-        assert text.startswith(f"scale.strategy: got fsdp with a forward that changes parameters ({which} of ")
+    for text in run_gang(changing.refused, name, sections, world_size=1):
+        which = "head.weight" if name == "projected" else "teacher."
+        assert text.startswith(f"scale.strategy: got fsdp with a forward that changes the parameter {which}"), text
 
 
 def test_a_frozen_base_with_small_adapters_is_never_copied() -> None:
@@ -177,5 +177,5 @@ def test_a_sharded_weight_with_max_norm_cannot_be_tied_to_a_head() -> None:
     model[1].weight = model[0].weight
     trainable = Trainable.from_module(model, loss=lambda module, batch: module(batch["x"]).sum())
     check_module(trainable, key="model.module", strategy="data_parallel")
-    with pytest.raises(InputError, match=r"scale\.strategy: got fsdp with 1 \(Linear\), which shares the weight"):
+    with pytest.raises(InputError, match=r"scale\.strategy: got fsdp with layers that share the weight"):
         check_module(trainable, key="model.module", strategy="fsdp")

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sharded
-import torch
 from gang import run_gang
-from lab import BOX, FIXED, GPT, token_rows
-
-from cluster.devices.inventory import Node
-from jobs.driver.plan import plan_job
-from jobs.job.spec import load_spec
-from raytrain.train.compute.calibrate import calibrate
+from lab import GPT
 
 MOE = {**GPT, "builder": "experts.models:moe_gpt"}
 RECOMPUTED = {"loop": {"activation_checkpointing": True}}
@@ -159,25 +152,3 @@ def test_rows_that_cannot_be_written_are_reported_and_prevent_the_checkpoint(tmp
     first, second = run_gang(sharded.unwritable, str(tmp_path), world_size=2)
     assert first.startswith("RunError: rank 1: ") and "No space left" in first and "No space left" in second
     assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-@pytest.mark.covers("PAR-05")
-def test_strategies_that_differ_clearly_train_in_the_order_that_the_plan_predicts() -> None:
-    """Of a small model, whose shards travel for longer than it computes: FSDP takes several times as long."""
-    rates = replace(calibrate(torch.device("cpu")), busy=False)  # other tests use the cores too
-    loop = {"global_batch_size": 4, "micro_batch_size": 4, "max_steps": 30, "log_every": 1}
-    job = {**FIXED, "model": GPT, "data": {"train": token_rows(sharded.ROWS)}, "loop": loop}
-    two = replace(BOX, nodes=(Node("box", 2, 16 << 30),))
-    planned = {
-        one.name: one.seconds or 0.0 for one in plan_job(load_spec(mapping=job), inventory=two, rates=rates).strategies
-    }
-    trained = {
-        name: max(run_gang(sharded.fastest_step, strategy, {"loop": loop}, world_size=workers))
-        for name, strategy, workers in (
-            ("1 process", "data_parallel", 1), ("2 data-parallel workers", "data_parallel", 2),
-            ("2 FSDP workers", "fsdp", 2),
-        )
-    }  # fmt: skip
-    assert planned.keys() == trained.keys()
-    for seconds in (planned, trained):
-        assert 0 < max(seconds["1 process"], seconds["2 data-parallel workers"]) < seconds["2 FSDP workers"]

@@ -456,6 +456,15 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Any]] = {
         -(logits.log_softmax(1).gather(1, labels[:, None])[:, 0] * (labels != 1)).sum() / (labels != 1).sum()
     ),
     "labels written into": written,
+    "smoothed, with classes left out": lambda logits, labels: F.cross_entropy(
+        logits, labels, weight=WEIGHTS, label_smoothing=0.1, ignore_index=0
+    ),
+    "a sum over a count that is at least one": lambda logits, labels: (
+        (F.cross_entropy(logits, labels, reduction="none") * (labels == 2)).sum() / (labels == 2).sum().clamp(min=1)
+    ),
+    "zero for no rows": lambda logits, labels: (
+        F.cross_entropy(logits[labels == 2], labels[labels == 2]) if (labels == 2).any() else logits.sum() * 0
+    ),
     "selected": selected,
     "returned": returned,
     "elements": lambda logits, labels: F.binary_cross_entropy_with_logits(logits, F.one_hot(labels, 3).float()),
@@ -469,6 +478,24 @@ def test_a_mean_is_the_same_in_any_number_of_micro_batches(name: str, micro: int
     assert_as_plain(
         built(lambda: Classes(MEANS[name])), {"x": drawn(8, 4), "labels": LABELS.clone()}, steps=4, micro=micro
     )
+
+
+class TwoPlayers(nn.Module):
+    """The second is trained by a loss of its own; forward discards what the first has left in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g, self.d = nn.Linear(4, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.d.zero_grad()
+        fake = self.g(x)
+        return F.softplus(-self.d(fake)).mean() + F.mse_loss(self.d(fake.detach()), labels)
+
+
+@pytest.mark.parametrize("micro", [8, 4])
+def test_a_forward_that_zeroes_gradients(micro: int) -> None:
+    assert_as_plain(built(TwoPlayers), rows(), steps=3, micro=micro)
 
 
 def test_a_mean_over_pixels_without_the_ignored_ones() -> None:

@@ -103,16 +103,18 @@ class GradientBuffers:
         return view
 
     def zero_(self) -> None:
-        """Zero all gradients and make sure that autograd accumulates into the buffers.
-
-        Restores the views where user code has set a `.grad` to None or to another tensor.
-        """
+        """Zero all gradients and make sure that autograd accumulates into the buffers."""
         for payload in self.payloads:
             payload.zero_()
+        self.attach()
+        self._versions = [grad._version for _, grad, _ in self._views]
+
+    def attach(self) -> None:
+        """Make autograd accumulate into the buffers, also where a forward has called `zero_grad`, whose part of the
+        step's gradient is not complete before the last micro-batch."""
         for parameter, grad, _ in self._views:
             if parameter.grad is not grad:
                 parameter.grad = grad
-        self._versions = [grad._version for _, grad, _ in self._views]
 
     def unused(self) -> list[bool]:
         """For each parameter, whether no backward since `zero_` has reached it here. Reads no device value."""
@@ -182,13 +184,3 @@ class GradientBuffers:
 def memory_order(tensor: Tensor) -> list[int]:
     """The dimensions from the outermost to the innermost in memory: 0, 2, 3, 1 for channels_last."""
     return sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-
-
-def fills_memory(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side in memory, without gaps or overlaps, in some order of the dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda one: (one[1], one[0])):
-        if size != 1 and stride != expected:
-            return tensor.numel() == 0
-        expected *= size
-    return True
