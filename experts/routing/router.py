@@ -108,7 +108,6 @@ class TopKRouter(nn.Module):
             weight_BS: of each valid token in the auxiliary loss, which is a weighted mean; None = 1. Only tokens with a
                 positive weight are counted.
         """
-        B, S, _ = x_BSD.shape
         logits_BSE = self._logits(x_BSD)
         scores_BSE = self._scores(self._perturbed(logits_BSE))
         indices_BSK = (scores_BSE + self.bias_E).topk(self.top_k, dim=-1).indices
@@ -131,10 +130,10 @@ class TopKRouter(nn.Module):
         if self.traced and self.seen is None and self.training and not inside_backward():
             self.seen = (indices_BSK, weights_BSK.detach(), valid_BS)
         return Routing(
-            indices_TK=indices_BSK.view(B * S, -1),
-            weights_TK=weights_BSK.view(B * S, -1),
+            indices_TK=indices_BSK.flatten(0, 1),
+            weights_TK=weights_BSK.flatten(0, 1),
             counts_E=counts_BE.sum(0),
-            kept_TK=None if kept_BSK is None else kept_BSK.view(B * S, -1),
+            kept_TK=None if kept_BSK is None else kept_BSK.flatten(0, 1),
             aux=aux,
         )
 

@@ -85,7 +85,7 @@ def plan_job(
     facts = None if sized is None else sized.experts
     warnings = [*plan.warnings, *unchecked, *warn_of_named_devices(spec)]
     passes = plan.accumulation.value_or(2) * (workers or plan.workers).value
-    if split is not None and (passes > 1 or spec.loop.micro_batch_size == "auto"):  # an out-of-memory may split it
+    if split is not None and spec.loop.micro_batch_size != "whole":  # an out-of-memory may split one pass
         warnings.append(split if passes > 1 else f"{split}; one pass takes the global batch unless memory runs out")
     warnings += idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)
     hosts = _explained_for_own_builder(plan.hosts, spec, seen=model_facts is not None)

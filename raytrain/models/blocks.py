@@ -52,11 +52,17 @@ def repeated(module: nn.Module) -> list[Block]:
     """Return the outermost modules of the class that appears at least twice in a list (`ModuleList`, `ModuleDict`,
     `Sequential`) and owns the most parameters; [] if no class repeats."""
     listed = list(_in_lists(module))
-    counts = Counter((id(owner), type(part)) for owner, _, part in listed)
+    counts = Counter((id(owner), _class_of(part)) for owner, _, part in listed)
     kinds = dict.fromkeys(kind for (_, kind), count in counts.items() if count > 1)  # in the order of the model
-    candidates = [_outermost([(name, part) for _, name, part in listed if type(part) is kind]) for kind in kinds]
+    candidates = [_outermost([(name, part) for _, name, part in listed if _class_of(part) is kind]) for kind in kinds]
     # among classes with equally many parameters prefer fewer, larger modules: a block, not its parts
     return max(candidates, key=lambda blocks: (_parameters(blocks), -len(blocks)), default=[])
+
+
+def _class_of(part: nn.Module) -> type[nn.Module]:
+    """The class that its author wrote: `torch.nn.utils.parametrize` makes another one for each module."""
+    kind = type(part)
+    return kind.__bases__[0] if "parametrizations" in part._modules else kind
 
 
 def outside(module: nn.Module, blocks: Iterable[Block]) -> list[tuple[str, nn.Parameter]]:

@@ -38,6 +38,10 @@ from raytrain.trainable import MicroBatch
 
 #: Parameters that a message about nonfinite gradients names.
 NAMED_AT_MOST = 5
+UNTOLD = (
+    "the loss adds means over different counts, or is compiled as a whole: its micro-batches count by their rows or "
+    'labels, which may differ from one mean over the global batch; return what it is a mean over as "weight" beside it'
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -77,6 +81,7 @@ class TrainingLoop:
         self._nonfinite = NonFinite(self.step.device)
         self._culprit = ""
         self._clears = 0
+        self._said_untold = False
         self._skipped_before = 0
         self._interval = LogInterval()
         self.activity = ""
@@ -127,6 +132,10 @@ class TrainingLoop:
                 raise
             raise RunError(f"step {number}: {why}") from error
         self._retry.after_step(number)
+        split = self.step.workers.world_size > 1 or self.loader.passes(indices) > 1
+        if self.step.untold and split and not self._said_untold:
+            self._said_untold = True
+            self.reporter.event("decision", what="loss_weight", value="rows or labels", step=number, reason=UNTOLD)
         self._report_sent(self._buffers.after_step(), step=number)
         state.step, state.weight_unit = number, self.step.weight_unit
         self._epoch, state.cursor = state.cursor.epoch, following

@@ -9,6 +9,7 @@ of a `sum() / count`.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -50,7 +51,8 @@ class CountedLabels(NamedTuple):
 
 
 def told_weight(output: LossOutput, counted: CountedLabels, *, read: bool) -> float | None:
-    """What `output.loss` is a mean over; None where nothing says so, or where it is the labels other than -100.
+    """What `output.loss` is a mean over; None where nothing says so, or where it is the labels other than -100; NaN
+    where it cannot be told: a sum of means over different counts, or compiled code.
 
     Means over different things in one loss tell nothing, but a loss function of torch's counts for more than a plain
     `mean` or quotient beside it, such as a penalty; and these tell nothing beside something unknown. May read the
@@ -61,12 +63,14 @@ def told_weight(output: LossOutput, counted: CountedLabels, *, read: bool) -> fl
     """
     if output.weight is not None:
         return float(output.weight)
+    if read and output.loss.grad_fn is None and torch.is_grad_enabled():
+        return 0.0  # a constant, for no rows
     named: list[float] = []
     plain: list[float] = []
-    unknown = False
+    unknown = hidden = False
     for kind, node in _reductions(output.loss) if read else ():
         if kind == "":
-            unknown = True
+            unknown, hidden = True, hidden or node.name().startswith("CompiledFunction")
         elif kind == "Zero":
             plain.append(0.0)
         elif kind == "Mean":
@@ -80,9 +84,9 @@ def told_weight(output: LossOutput, counted: CountedLabels, *, read: bool) -> fl
         else:
             named.append(float(node._saved_self.numel()))
     found = named or plain
-    if not found or (unknown and not named) or max(found) - min(found) > ROUNDING * max(found):
-        return None
-    return found[0]
+    if not found or (unknown and not named):
+        return math.nan if hidden else None
+    return found[0] if max(found) - min(found) <= ROUNDING * max(found) else math.nan
 
 
 def _divisor(node: Any, loss: Tensor) -> float:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -38,6 +39,12 @@ def check_module(trainable: Trainable, *, key: str, strategy: str) -> None:
         InputError: naming the part of the module, and what to change.
     """
     _refuse_lazy(trainable.module, key)
+    scripted = [name for name, part in trainable.module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted and key == "model.module":  # torch does not copy their parameters as parameters
+        raise InputError(
+            key, got=f"a module with TorchScript parts ({abbreviated(scripted, 3)}), which cannot be copied to workers",
+            expected="parts of torch.nn", remedy="script them in a function that builds the model: model.builder",
+        )  # fmt: skip
     _refuse_untrainable(trainable.module, key)
     _refuse_unsaveable(trainable, key, strategy)
     if strategy == "fsdp":
@@ -172,6 +179,7 @@ def _unshardable(trainable: Trainable) -> Iterator[tuple[str, list[str], str, st
            "a weight that only embeddings with max_norm have", "")  # fmt: skip
     yield ("scalar parameters", [name for name, one in named if one.ndim == 0],
            "parameters with rows", "give them the shape (1,), or ")  # fmt: skip
+    yield ("empty parameters", [name for name, one in named if not one.numel()], "parameters with elements", "")
     yield ("complex parameters", [name for name, one in named if one.is_complex()],
            "real parameters", "keep the real and imaginary parts in a last dimension of 2, or ")  # fmt: skip
     yield ("parameters whose memory is not row-major", [name for name, one in named if not one.is_contiguous()],

@@ -113,6 +113,8 @@ class Session:
         optim = job.optim.model_copy(update={"lr": lr})
         make, blocks = self.trainable.optimizers, muons_blocks(self.trainable, optim)
         self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr, blocks=blocks)
+        if make:
+            self.strategy.watch(self.optimizers)
         self.loader = self._open_loader()
         schedule = Schedule(
             optim, lr=lr, warmup_steps=int(job.planned("warmup_steps")), max_steps=int(job.planned("max_steps"))
@@ -147,11 +149,13 @@ class Session:
         found = self.strategy.for_step(self.loader)
         if synced is None and not (self.trainable.communicates and self.workers.world_size > 1):
             return found
-        reduction = CollectiveReduction(self.trainable, workers=self.workers, device=self.device)
-        own: ForStep = {"reduction": reduction, "filler": Filler(self.loader)}
+        own: ForStep = {"filler": Filler(self.loader), **found}  # under fsdp passes are collective anyway
+        if "reduction" not in own:
+            own["reduction"] = CollectiveReduction(self.trainable, workers=self.workers, device=self.device)
         if synced is not None:
             own["without_rows"] = synced.without_rows
-        own.update(found)  # under fsdp passes are collective anyway
+            names = (name for name, _ in self.trainable.module.named_modules())
+            synced.watch(own["reduction"].order, names)  # pyright: ignore[reportAttributeAccessIssue]
         return own
 
     def _open_loader(self) -> BatchLoader:

@@ -18,6 +18,7 @@ micro-batches, so that gradients and random draws are the same to the last bit.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -130,7 +131,9 @@ class TrainingStep:
         the first worker that has one. Kept in checkpoints, as its rounding must be the same after a resume."""
         self.tells_weight = False
         """Whether a loss has told what it is a mean over, so that evaluations ask it too."""
-        self._agreeing = False
+        self.untold = False
+        """Whether a loss was a mean over something that could not be told, so that it counts by rows or labels."""
+        self._agreeing = self._looked = False
         self._passed = Passed(torch.zeros(()), torch.zeros(()))
 
     def forward(self, batch: Batch, *, global_weight: int, idle: bool = False) -> LossOutput:
@@ -171,12 +174,17 @@ class TrainingStep:
                 continue
             ran += 1
             labels = CountedLabels.of(micro.batch)
+            before = None if self._looked else self.gradients.unused()
             output = self.forward(micro.batch, global_weight=global_weight)
+            if before is not None:
+                self._look(before, split=ran > 1 or not micro.last or self.workers.world_size > 1)
             alone = micro.last and ran == 1 and self.workers.world_size == 1 and self.weight_unit is not None
             weight = micro.weight if alone else self.weigh(output, micro.weight, labels)
             share = 1.0 if self.trainable.takes_global_count else weight / global_weight
             self._add(output, weight, share, told=weight != micro.weight)
             total = _total(output) if share == 1.0 else _total(output) * share
+            if not (weight or total.requires_grad or self.collective_passes):  # a constant, for no rows
+                continue
             if micro.last and not self.collective_passes:
                 self.reduction.last_pass()
             yield self.scale.scale(total)
@@ -197,6 +205,8 @@ class TrainingStep:
         if self.trainable.takes_global_count or not (self._reads_weight or output.weight is not None):
             return counted
         told = told_weight(output, labels, read=self._reads_weight)
+        if told is not None and math.isnan(told):
+            self.untold, told = True, None
         self.tells_weight |= told is not None
         self._agree_unit(1.0 if told is None else told / counted)
         if told == 0.0:
@@ -212,6 +222,15 @@ class TrainingStep:
             self._agreeing = False
             found = (value for (value,) in self.workers.all_gather_floats([own]) if value)
             self.weight_unit = next(found, None)
+
+    def _look(self, before: list[bool], *, split: bool) -> None:
+        """In the first pass, raise RunError where forward itself has computed gradients, and the step is split."""
+        self._looked = True
+        if split and self.gradients.unused() != before:
+            raise RunError(
+                "forward calls backward: gradients that it leaves are of a micro-batch of one worker, and would be "
+                "added up over all of them; add that loss to the one it returns, or set loop.micro_batch_size whole"
+            )
 
     def _add(self, output: LossOutput, weight: float, share: float, *, told: bool) -> None:
         loss, aux, before, ever = self._passed

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raytrain.errors import RaytrainError
 from raytrain.train.device import seed_everything
 from raytrain.trainable import Trainable
 from tests.numerics.lab import make_session, train
@@ -78,6 +79,34 @@ class Branch(nn.Module):
         return F.cross_entropy(y, labels)
 
 
+class Domains(nn.Module):
+    """A batch norm for each kind of row, of another width each, called where there are such rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o, self.norms = nn.Linear(6, 3), nn.ModuleList([nn.BatchNorm1d(6), nn.BatchNorm1d(3)])
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        some = x[:, 0] > 0.9
+        y = self.o(self.norms[0](x) if some.any() else x)
+        return F.cross_entropy(self.norms[1](y), labels)
+
+
+class ReadsBlock(nn.Module):
+    """A number of a block's weight, read outside it: each shard would give another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.o = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scale = 1 + 0.1 * self.layers[0].weight.detach().norm().item()
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.cross_entropy(self.o(x), labels) * scale
+
+
 class Mean(nn.Module):
     def __init__(self, how: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -106,7 +135,7 @@ def told(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "images": Images, "fourier": Fourier, "sliced": Sliced, "branch": Branch, "weighted": lambda: Mean(weighted),
-    "ignoring": lambda: Mean(ignoring), "told": lambda: Mean(told),
+    "domains": Domains, "reads a block": ReadsBlock, "ignoring": lambda: Mean(ignoring), "told": lambda: Mean(told),
 }  # fmt: skip
 
 
@@ -157,3 +186,12 @@ def plain(kind: str, steps: int, *, dtype: torch.dtype = torch.float64) -> dict[
         optimizer.step()
         losses.append(loss.item())
     return {"losses": losses, "full": values(module)}
+
+
+def refused(rank: int, world_size: int, kind: str, sections: Mapping[str, Any]) -> str:
+    """The error that ends a run."""
+    try:
+        live(rank, world_size, kind, sections, 2)
+    except RaytrainError as error:
+        return str(error)
+    return ""

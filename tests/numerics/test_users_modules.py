@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain.errors import RunError
+from raytrain.models.blocks import repeated
 from raytrain.train.session import Session
 from raytrain.trainable import LossOutput, Trainable
 from tests.numerics.lab import Rows, make_session, train
@@ -580,3 +581,48 @@ def test_a_compiled_model_tells_what_its_loss_is_a_mean_over() -> None:
     for name in ("class weights", "ignore_index"):
         module = built(lambda name=name: Classes(MEANS[name]))
         assert_as_plain(module, data, steps=3, micro=2, near=1e-5, loop={"compile": "default"})
+
+
+class CallsBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.o = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.a(x)
+        if self.training:
+            (0.1 * hidden.square().mean()).backward(retain_graph=True)
+        return F.mse_loss(self.o(hidden), labels)
+
+
+def test_a_forward_that_calls_backward_is_refused_where_its_step_is_split() -> None:
+    assert_as_plain(built(CallsBackward), rows(), steps=3)
+    with pytest.raises(RunError, match=r"forward calls backward: .* loop\.micro_batch_size whole"):
+        trained(built(CallsBackward), rows(), micro=4)
+
+
+def test_means_over_different_counts_say_that_they_cannot_be_weighed() -> None:
+    def two(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, ignore_index=0) + F.cross_entropy(logits, labels, ignore_index=1)
+
+    data = {"x": drawn(8, 4), "labels": LABELS}
+    for micro, said in ((4, 1), (8, 0)):
+        events = trained(built(lambda: Classes(two)), data, micro=micro, steps=3)[2].events
+        found = [one for one in events if one.get("what") == "loss_weight"]
+        assert len(found) == said and all('"weight"' in one["reason"] for one in found)
+
+
+def test_a_constant_loss_of_a_micro_batch_without_labels_counts_for_nothing() -> None:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        known = labels != 0
+        return F.cross_entropy(logits[known], labels[known]) if known.any() else torch.zeros(())
+
+    assert_as_plain(built(lambda: Classes(loss)), {"x": drawn(8, 4), "labels": LABELS}, steps=3, micro=1)
+
+
+def test_layers_with_parametrizations_are_blocks_of_one_class() -> None:
+    spectral = torch.nn.utils.parametrizations.spectral_norm
+    module = built(
+        lambda: nn.Sequential(nn.ModuleList(spectral(nn.Linear(4, 4)) for _ in range(3)), nn.Bilinear(4, 4, 1))
+    )
+    assert [name for name, _ in repeated(module)] == ["0.0", "0.1", "0.2"]

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from jobs.driver.checks.job import check_on_driver
 from jobs.job.spec import load_spec
 from raytrain.errors import InputError, RaytrainError
-from raytrain.train.parallel.fsdp.order import BlockOrder
+from raytrain.train.parallel.order import BlockOrder
 from raytrain.train.session import Session
 from raytrain.trainable import Trainable
 
@@ -172,7 +172,7 @@ def failed(_rank: int, _world: int, kind: str, patience_s: float) -> tuple[str, 
 def exchanges(_rank: int, _world: int, kind: str) -> list[int]:
     """How often a worker has asked the others, after each step."""
     session, counts = session_of(f"ordered {kind}"), []
-    order: Any = session.strategy.passes._order  # pyright: ignore
+    order: Any = session.strategy.passes.order  # pyright: ignore
     inner, number = order._compare, [0]
 
     def compare(*given: Any) -> None:

@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from raytrain.autotune.probe.arms import TimedArm, timed_arms
 from raytrain.autotune.search.arms import choose_overlap
 from raytrain.autotune.startup.choice import DeferredChoice, Record, record_of
@@ -49,8 +47,8 @@ class OverlapChoice(DeferredChoice):
 
 def _no_overlap(session: Session) -> str:
     """Why there is nothing to measure, the same on every worker; "" where there is."""
-    if any(isinstance(part, nn.SyncBatchNorm) for part in session.trainable.module.modules()):
-        return "a SyncBatchNorm runs collectives inside backward, with which the all-reduces must not interleave"
+    if session.step.filler is not None:
+        return "the model runs collectives inside backward, with which the all-reduces must not interleave"
     if not could_overlap(session.step.gradients, session.workers):
         total = sum(flat.nbytes for flat in session.step.gradients.buffers)
         return f"the gradients are one bucket of {total:,} bytes, which is whole only when backward is over"

@@ -44,6 +44,10 @@ class ParallelStrategy(Protocol):
         """Arguments for `TrainingStep`."""
         ...
 
+    def watch(self, optimizers: Sequence[Any]) -> None:
+        """Explain what fails in the first step of a user's own optimizers because of how the model is held."""
+        ...
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Load weights. Raises CheckpointError naming what does not fit."""
         ...
@@ -92,6 +96,9 @@ class Replicated:
     def for_step(self, loader: BatchLoader) -> ForStep:
         """As in `ParallelStrategy`: the step's defaults."""
         return {}
+
+    def watch(self, optimizers: Sequence[Any]) -> None:
+        """As in `ParallelStrategy`: nothing."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """As in `ParallelStrategy`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,12 @@ from raytrain.config.messages import abbreviated
 from raytrain.errors import InputError, OutOfMemory
 from raytrain.train.memory.oom import Shortage
 from raytrain.train.parallel.collectives import Workers
+from raytrain.train.parallel.order import NORMS_RULE, BlockOrder
 from raytrain.train.parallel.reduction import FlatReduction, Result
+from raytrain.trainable import Trainable
 
 KEY = "scale.sync_batchnorm"
+AVERAGES, SUMS = "averages", "averages the gradients of"
 _ARGUMENTS = inspect.signature(torch.nn.functional.batch_norm)
 
 
@@ -50,7 +53,7 @@ class SyncedForward:
         part, idle = self._part, self._members.idle
         if self._members.workers.world_size == 1 or not (part in self._members.training if idle else part.training):
             return self.own(*inputs, **named)
-        mode = _OverWorkers(self._members)
+        mode = _OverWorkers(self._members, self._name)
         before, part.training = part.training, True  # without rows too: it counts its passes as on the other workers
         try:
             with mode:
@@ -79,9 +82,9 @@ class _OverWorkers(TorchFunctionMode):
         reached: whether a batch norm was computed.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, name: str) -> None:
         super().__init__()
-        self._members, self.reached = members, False
+        self._members, self._name, self.reached = members, name, False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,8 +104,10 @@ class _OverWorkers(TorchFunctionMode):
         if weight is None:
             weight = input.new_ones(input.shape[1], dtype=torch.float32)
         bias = torch.zeros_like(weight) if bias is None else bias
-        workers, idle = self._members.workers, self._members.idle
-        output, mean, variance, count = _Normalise.apply(input, weight, bias, eps, workers, idle)
+        members, name = self._members, self._name
+        members.meet(name, AVERAGES)
+        meet = partial(members.meet, name, SUMS)
+        output, mean, variance, count = _Normalise.apply(input, weight, bias, eps, members.workers, members.idle, meet)
         with torch.no_grad():
             if running_mean is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -124,6 +129,18 @@ class Members:
     def __init__(self, workers: Workers, parts: list[_BatchNorm]) -> None:
         self.workers, self.parts, self.idle = workers, parts, False
         self.training: set[_BatchNorm] = set()
+        self._order: BlockOrder | None = None
+        self._calls: dict[tuple[str, str], int] = {}
+
+    def watch(self, order: BlockOrder, names: Iterable[str]) -> None:
+        """Compare the collectives of the norms of these names with those of the other workers."""
+        self._order = order
+        self._calls = {(name, verb): order.call_of(name, verb) for name in names for verb in (AVERAGES, SUMS)}
+
+    def meet(self, name: str, verb: str) -> None:
+        """Before a collective of a norm. Raises RunError where another worker calls something else."""
+        if self._order is not None:
+            self._order.meet(self._calls[name, verb])
 
     @contextlib.contextmanager
     def without_rows(self) -> Iterator[None]:
@@ -140,7 +157,14 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, eps: float, workers: Workers, idle: bool
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        workers: Workers,
+        idle: bool,
+        meet: Callable[[], None],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels, dims = input.shape[1], [0, *range(2, input.dim())]
         wide = input if input.dtype == torch.float64 else input.float()
@@ -159,7 +183,7 @@ class _Normalise(torch.autograd.Function):
         normal = (wide - mean.to(wide.dtype).view(shape)) * inverse.to(wide.dtype).view(shape)
         ctx.save_for_backward(normal, weight, inverse)
         ctx.workers, ctx.idle, ctx.count, ctx.dims, ctx.shape = workers, idle, count, dims, shape
-        ctx.dtype = input.dtype
+        ctx.dtype, ctx.meet = input.dtype, meet
         output = normal * weight.to(wide.dtype).view(shape) + bias.to(wide.dtype).view(shape)
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
@@ -172,13 +196,14 @@ class _Normalise(torch.autograd.Function):
             grad = torch.zeros_like(grad)
         sums = torch.stack([grad.sum(ctx.dims).double(), (grad * normal).sum(ctx.dims).double()])
         own = sums.clone()
+        ctx.meet()
         ctx.workers.all_reduce([sums])
         of_grad, of_product = ((row / ctx.count).to(normal.dtype).view(ctx.shape) for row in sums)
         scale = (weight.double() * inverse).to(normal.dtype).view(ctx.shape)
         by_input = (grad - of_grad - normal * of_product) * scale
         if ctx.idle:
             by_input = torch.zeros_like(by_input)
-        return by_input.to(ctx.dtype), own[1].to(weight.dtype), own[0].to(weight.dtype), None, None, None
+        return by_input.to(ctx.dtype), own[1].to(weight.dtype), own[0].to(weight.dtype), None, None, None, None
 
 
 def synchronize(module: nn.Module, workers: Workers) -> Members | None:
@@ -211,11 +236,28 @@ def refuse_torchs_own(module: nn.Module, workers: Workers) -> None:
 
 class CollectiveReduction(FlatReduction):
     """A `FlatReduction` whose passes contain collectives, which a worker without memory cannot leave: the attempt ends,
-    and the next one has half the micro-batch size."""
+    and the next one has half the micro-batch size.
+
+    Attributes:
+        order: compares the collectives of batch norms with those of the other workers.
+    """
+
+    def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
+        super().__init__(trainable, workers=workers, device=device)
+        self.order = BlockOrder(workers, device=device, rule=NORMS_RULE)
+
+    @contextlib.contextmanager
+    def forward_pass(self, *, idle: bool = False) -> Iterator[None]:
+        """As in `Reduction`. Raises RunError where another worker calls other batch norms."""
+        self.order.begin()
+        yield
+        if not torch.is_grad_enabled():
+            self.order.end()
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result:
-        """As in `Reduction`. Raises OutOfMemory."""
+        """As in `Reduction`. Raises OutOfMemory, and RunError as `forward_pass`."""
         result = super().run_or_shortage(passes)
         if isinstance(result, Shortage):
             raise OutOfMemory(str(result))
+        self.order.end()
         return result

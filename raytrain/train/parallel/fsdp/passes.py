@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from raytrain.errors import InputError, RaytrainError, first_line
 from raytrain.train.module_checks import DATA_PARALLEL, SHARDS
-from raytrain.train.parallel.fsdp.order import BlockOrder
+from raytrain.train.parallel.order import BlockOrder
 
 SEEN_AT_MOST = 160
 """Characters of torch's own words in a message."""
@@ -37,6 +39,7 @@ class ShardedPasses:
         order: compares the collectives of the workers.
 
     Attributes:
+        order: as above.
         used: ids of the parameters that got a gradient since they were last cleared, on this worker; those that only
             passes without rows reached are not among them.
         first: whether the values of gathered parameters are checked in each pass, rather than their version counters.
@@ -45,9 +48,11 @@ class ShardedPasses:
     def __init__(self, module: nn.Module, order: BlockOrder) -> None:
         self.used: set[int] = set()
         self.first = True
-        self._order = order
+        self.order = order
         self._in_forward = self._idle = False
         self._versions: dict[int, int] = {}
+        # a compiler would compile another variant for a mode that is on in one pass only
+        self._compiled = any(type(vars(part).get("forward")).__name__ == "_Compiled" for part in module.modules())
         for _, group in groups_of(module):
             group.post_backward = partial(self._post_backward, group, group.post_backward)
             group.reshard = partial(self._reshard, group, group.reshard)
@@ -55,18 +60,19 @@ class ShardedPasses:
     @contextlib.contextmanager
     def forward_pass(self, *, idle: bool) -> Iterator[None]:
         """As in `raytrain.train.parallel.reduction.Reduction`."""
-        self._order.begin()
+        self.order.begin()
         self._in_forward, self._idle = True, idle
         try:
-            yield
+            with ShardsRefused() if self.first and not self._compiled else contextlib.nullcontext():
+                yield
         finally:
             self._in_forward = False
         if not torch.is_grad_enabled():
-            self._order.end()
+            self.order.end()
 
     def end(self) -> None:
         """End the passes of a step. Raises RunError where other workers have more."""
-        self._order.end()
+        self.order.end()
         self.first = False
 
     def _post_backward(self, group: Any, inner: Callable[[], None], *_unused: Any) -> None:
@@ -90,6 +96,43 @@ class ShardedPasses:
                 self._versions[id(one)] = version
                 _check_kept(one)
         inner()
+
+
+class ShardsRefused(TorchFunctionMode):
+    """Inside, computing with a sharded parameter is an error. In a forward it is one of another block, or of one that
+    was not called; some operations, such as `norm().item()`, would return what this worker's rows alone give.
+
+    Args:
+        numbers: refuse only reading numbers.
+    """
+
+    NUMBERS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__")
+
+    def __init__(self, *, numbers: bool = False) -> None:
+        super().__init__()
+        self._numbers = numbers
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        counts = name in self.NUMBERS if self._numbers else name not in ("__get__", "__set__")
+        if counts and any(isinstance(one, DTensor) for one in (*args, *(kwargs or {}).values())):
+            what = "an optimizer of its own that reads numbers" if self._numbers else f"{name} of a weight"
+            raise unfit(f"{what} outside its block sees the rows of one worker")
+        return func(*args, **(kwargs or {}))
+
+
+def watch_first_step(optimizer: Any) -> None:
+    """Explain what fails in the first step of a user's own optimizer because its parameters are sharded."""
+    step = optimizer.step
+
+    def first(*inputs: Any, **named: Any) -> Any:
+        optimizer.step = step
+        with explained(), ShardsRefused(numbers=True):
+            return step(*inputs, **named)
+
+    optimizer.step = first
 
 
 def groups_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -79,6 +79,7 @@ class ShardedReduction:
         self.gradients: GradientBuffers = ShardGradients([parameter for _, parameter in named], used=passes.used)
         self._names = [name for name, _ in named]
         self._workers, self._device, self._passes = workers, device, passes
+        self.order = passes.order
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
 
     def passed(self, passes: Callable[[], Passed], *, flags: Callable[[], list[int]]) -> Summed:

@@ -14,11 +14,11 @@ from raytrain.train.build import load_module
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.filler import Filler
 from raytrain.train.parallel.fsdp.checkpoint import ShardSaver
-from raytrain.train.parallel.fsdp.order import BlockOrder
-from raytrain.train.parallel.fsdp.passes import ShardedPasses
+from raytrain.train.parallel.fsdp.passes import ShardedPasses, watch_first_step
 from raytrain.train.parallel.fsdp.reduction import ShardedReduction, local
 from raytrain.train.parallel.fsdp.state import full_state, load_optimizer, load_sharded
 from raytrain.train.parallel.fsdp.wrap import ShardingSizes, shard
+from raytrain.train.parallel.order import BlockOrder
 from raytrain.train.parallel.strategy import ForStep
 from raytrain.train.placing import place
 from raytrain.train.precision.policy import PrecisionPolicy
@@ -55,6 +55,11 @@ class Sharded:
         """As in `ParallelStrategy`."""
         reduction = ShardedReduction(self._trainable, workers=self._workers, device=self._device, passes=self.passes)
         return {"reduction": reduction, "filler": Filler(loader)}
+
+    def watch(self, optimizers: Sequence[Any]) -> None:
+        """As in `ParallelStrategy`."""
+        for optimizer in optimizers:
+            watch_first_step(optimizer)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """As in `ParallelStrategy`: complete weights, or this worker's rows of them."""

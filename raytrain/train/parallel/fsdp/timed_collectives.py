@@ -25,7 +25,7 @@ class TimedCollective:
     neither the host nor the stream of the computation.
 
     Args:
-        meet: called before each collective (`raytrain.train.parallel.fsdp.order`).
+        meet: called before each collective (`raytrain.train.parallel.order`).
     """
 
     def __init__(self, workers: Workers, meet: Callable[[], None]) -> None:

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from raytrain.models.blocks import blocks_of, outside
 from raytrain.train.module_checks import SHARDS
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.fsdp.order import GATHER, SUM, BlockOrder
 from raytrain.train.parallel.fsdp.passes import keep_parameters, kept_parameters
 from raytrain.train.parallel.fsdp.reduction import local
 from raytrain.train.parallel.fsdp.timed_collectives import TimedAllGather, TimedReduceScatter
+from raytrain.train.parallel.order import GATHER, SUM, BlockOrder
 from raytrain.train.precision.layers import parts_named
 from raytrain.train.precision.policy import PrecisionPolicy
 from raytrain.trainable import Trainable

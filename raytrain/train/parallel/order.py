@@ -21,6 +21,14 @@ from raytrain.errors import RunError, lost_in
 from raytrain.train.parallel.collectives import Workers
 
 PATIENCE_S = 60.0
+SHARDED_RULE = (
+    "scale.strategy: fsdp needs one order of blocks on all workers; does a branch on the rows, a random draw or a list"
+    " of experts choose the blocks? Call every block on every worker, or use scale.strategy data_parallel"
+)
+NORMS_RULE = (
+    "scale.sync_batchnorm needs one order of batch norms on all workers; does a branch on the rows choose them? Call"
+    " every one on every worker, or use scale.sync_batchnorm false"
+)
 GATHER, SUM = "gathers", "sums the gradients of"
 _END = -1
 _TIMED_OUT = ("timed out", "timeout")
@@ -30,11 +38,15 @@ class BlockOrder:
     """Compares the collectives of each pass with those of the other workers. All workers create it together.
 
     Args:
+        rule: what is needed, and what to do, separated by "; ".
         patience_s: how long a worker that leaves the reference waits for the others to leave it too; less where the
             process group itself waits for less.
     """
 
-    def __init__(self, workers: Workers, *, device: torch.device, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, workers: Workers, *, device: torch.device, patience_s: float = PATIENCE_S, rule: str = SHARDED_RULE
+    ) -> None:
+        self._rule = rule
         self._workers = workers
         self._group: Any = None
         self._patience_s = patience_s
@@ -113,8 +125,5 @@ class BlockOrder:
         return "ends the pass" if call == _END else self._calls[call]
 
     def _refused(self, seen: str) -> RunError:
-        return RunError(
-            f"scale.strategy: fsdp needs one order of blocks on all workers, but in pass {self._passes} {seen}; does a"
-            " branch on the rows, a random draw or a list of experts choose the blocks?"
-            " Call every block on every worker, or use scale.strategy data_parallel"
-        )
+        needs, _, remedy = self._rule.partition("; ")
+        return RunError(f"{needs}, but in pass {self._passes} {seen}; {remedy}")
