@@ -78,9 +78,13 @@ class BatchLoader:
     @classmethod
     def open(
         cls, job: TrainJob, settings: StepSettings, source: Source, *, workers: Workers, device: torch.device,
-        weight: Callable[[Batch], int] | None, dtype: torch.dtype,
+        weight: Callable[[Batch], int] | None, dtype: torch.dtype, whole: bool = False,
     ) -> BatchLoader:  # fmt: skip
-        """Open the loader of a plan over a prepared source (`raytrain.data.loading.prepare`). The caller closes it."""
+        """Open the loader of a plan over a prepared source (`raytrain.data.loading.prepare`). The caller closes it.
+
+        Args:
+            whole: as above; also where the job forbids to split global batches.
+        """
         data = data_plan(job)
         batches = StepBatches(
             source.train,
@@ -102,7 +106,9 @@ class BatchLoader:
         )
         if weight is shifted_labels_weight and source.first_labels_ignored:
             weight = None  # the split knows the weights without reading a batch
-        whole = job.loop.micro_batch_size == "whole"  # the loss of an evaluation is of as many rows as in training
+        whole = (
+            whole or job.loop.micro_batch_size == "whole"
+        )  # the loss of an evaluation is of as many rows as in training
         loader = cls(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads, whole=whole)
         if settings.tokens_per_batch is not None:
             loader._report_waste(settings.tokens_per_batch)

@@ -164,7 +164,9 @@ class Session:
             self.source, data_plan(self.job), device=self.device, device_name=device_name(self.device), report=self.say
         )
         own = {"workers": self.workers, "weight": self.trainable.weight, "dtype": self.policy.master_dtype}
-        return BatchLoader.open(self.job, self.settings, self.source, device=self.device, **own)
+        return BatchLoader.open(
+            self.job, self.settings, self.source, device=self.device, whole=self.trainable.communicates, **own
+        )
 
     def close(self) -> None:
         """Stop prefetching; may be called twice, and before `prepare`."""
