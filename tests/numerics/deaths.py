@@ -263,9 +263,9 @@ class Doomed(HostServer):
     def _vote(self, header: Header, counts: list[list[int]]) -> None:
         inner = self.shard.commit
 
-        def commit(agreed: Any) -> None:
+        def commit(agreed: Any, **options: Any) -> None:
             self.meets(COMMIT, header.step)
-            inner(agreed)
+            inner(agreed, **options)
 
         self.shard.commit = commit  # type: ignore[method-assign]
         super()._vote(header, counts)
