@@ -609,6 +609,7 @@ FLAGS = {
     "data.storage": Flag(trained, "storage", "resident", "stream"),
     "data.loader_workers": Flag(trained, "loaders", "0", "2", job=items_job),
     "data.collate": Flag(trained, "losses", "null", "flag_collate:negated", job=collate_job),
+    "data.drop_last": Flag(trained, "batches", "false", "true", ("loop.global_batch_size=24", "loop.max_steps=4")),
     "data.prefetch": Flag(trained, "loaders", "1", "3", ("data.loader_workers=1",), items_job),
     "data.tokens_per_batch": experts("batches", "null", "24"),
     "data.eval_fraction": Flag(trained, "evals", "0.0", "0.5"),
