@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import own_experts
 import pytest
 import torch
 from gang import run_gang
-from own_experts import failed, record, same, session_of, trained
+from guest_experts import failed, record, same, session_of, trained
 from torch.nn import functional as F
 
 from raytrain.data.rows.batches import Cursor, rank_micro_batches
 from raytrain.errors import InputError
 from raytrain.train.compute.compile import CompiledParts
 
-BUILDER = {"builder": "own_experts:build"}
+BUILDER = {"builder": "guest_experts:build"}
 ROW_BY_ROW = {"loop": {"micro_batch_size": 1}}
 """Seven rows on two workers: one has four passes, the other three."""
 AGAIN = {"loop": {"micro_batch_size": 1, "activation_checkpointing": True}}
@@ -135,7 +134,7 @@ def test_a_model_that_gathers_over_the_workers_runs_equally_many_passes_on_each(
 
     The reference is one process that computes the losses of both workers in each pass.
     """
-    model = {"builder": "own_experts:gathers", "communicates": True}
+    model = {"builder": "guest_experts:gathers", "communicates": True}
     first, second = (made[0] for made in run_gang(trained, [(model, {"loop": {"micro_batch_size": 1}})], world_size=2))
     assert first["loss"] == second["loss"] and len(first["loss"]) == 4
     for name, value in first["weights"].items():

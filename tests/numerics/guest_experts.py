@@ -231,7 +231,7 @@ def failed(rank: int, world_size: int, model: dict[str, Any], sections: dict[str
 
 def all_rows(kind: str) -> Net:
     """A model of this kind as the session starts with it."""
-    return session_of({"builder": "own_experts:build", "kind": kind}).trainable.module  # type: ignore[return-value]
+    return session_of({"builder": "guest_experts:build", "kind": kind}).trainable.module  # type: ignore[return-value]
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any], *, atol: float = 1e-12) -> None:
