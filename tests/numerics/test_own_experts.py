@@ -80,11 +80,11 @@ def test_a_function_between_steps_that_would_miss_the_experts_is_refused() -> No
 @pytest.mark.parametrize("kind", ["Net", "Again", "NoGrad"])
 def test_the_experts_of_a_layer_without_gradients_stay_as_they_are(kind: str) -> None:
     """As in a plain loop, whose optimizer finds no gradients: neither weight decay nor momentum moves them."""
-    net = own_experts.all_rows(kind)
+    net = guest_experts.all_rows(kind)
     groups = [{"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1},
               {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
     optimizer = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.99))
-    batch = {name: value.double() for name, value in own_experts.rows().items()}
+    batch = {name: value.double() for name, value in guest_experts.rows().items()}
     losses = []
     for _ in range(4):
         optimizer.zero_grad()
@@ -95,7 +95,7 @@ def test_the_experts_of_a_layer_without_gradients_stay_as_they_are(kind: str) ->
         losses.append(loss.item())
     loop = {"global_batch_size": 14, "micro_batch_size": 14}
     session = session_of({**BUILDER, "kind": kind}, "colocated", loop=loop, **ADAMW)
-    first = {name: value.clone() for name, value in own_experts.all_rows(kind).state_dict().items()}
+    first = {name: value.clone() for name, value in guest_experts.all_rows(kind).state_dict().items()}
     found = record(session)
     np.testing.assert_allclose(found["loss"], losses, rtol=0, atol=1e-9)
     moved = {name for name, value in first.items() if not np.array_equal(value.numpy(), found["weights"][name])}
@@ -150,7 +150,7 @@ def test_a_model_that_gathers_over_the_workers_runs_equally_many_passes_on_each(
 def simulated(session: Any, module: Any) -> list[float]:
     """Both workers' passes of each step in one graph; the filler is the first row of the data, with weight zero."""
     optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1), []
-    data = own_experts.rows()["x"].double()
+    data = guest_experts.rows()["x"].double()
     batches, cursor = session.loader.batches, Cursor(epoch=0, position=0)
     for _ in range(4):
         indices, cursor = batches.global_batch(cursor)
