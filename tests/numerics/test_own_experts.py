@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import guest_experts
 import numpy as np
 import pytest
 import torch
