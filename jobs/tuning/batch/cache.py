@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from cluster.environment import package_version
 from jobs.job.facts import has_experts
 from jobs.job.spec import JobSpec
 from jobs.tuning.batch.device_kinds import Kind
@@ -102,7 +102,7 @@ def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked, kind: Kind) 
         device_bytes=kind.device_bytes,
         threads=int(search.alone_plan.threads.value),  # type: ignore[union-attr]
         workers=search.workers,
-        versions={name: metadata.version(name) for name in ("torch", "raytrain")},
+        versions={name: package_version(name) or "" for name in ("torch", "raytrain")},
     )
     return {**signature.facts, "data": encode(search.alone_spec)["data"], "fp32_layers": spec.precision.fp32_layers}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Literal
 
 import numpy as np
@@ -28,7 +29,11 @@ class StreamSplit(SplitView):
         self.pinned = pinned
 
     def gather(self, indices: np.ndarray) -> Batch:
-        return self.moved(self.split.gather(indices))
+        token = _INTO_PINNED.set(self.pinned)
+        try:
+            return self.moved(self.split.gather(indices))
+        finally:
+            _INTO_PINNED.reset(token)
 
     def moved(self, host: Batch) -> Batch:
         """A batch of the host, on the device."""
@@ -123,8 +128,8 @@ class PartialTensor:
     def _take_flat(self, flat: np.ndarray, in_head: np.ndarray) -> Tensor:
         if in_head.all():
             return self.head.index_select(0, _index_tensor(flat, self.device))
-        streamed = self.tail.index_select(0, torch.from_numpy(flat[~in_head] - self.head.shape[0]))
-        streamed = to_device(pin(streamed) if self.device.type == "cuda" else streamed, self.device)
+        streamed = _select(self.tail, flat[~in_head] - self.head.shape[0], pinned=self.device.type == "cuda")
+        streamed = to_device(streamed, self.device)
         if not in_head.any():
             return streamed
         rows = torch.empty((len(flat), *self.head.shape[1:]), dtype=self.dtype, device=self.device)
@@ -140,11 +145,22 @@ def _index_tensor(index: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(index)).to(device, non_blocking=True)
 
 
+_INTO_PINNED: ContextVar[bool] = ContextVar("into_pinned", default=False)
+"""Whether rows that this thread gathers on the host are on their way through pinned memory."""
+
+
+def _select(column: Tensor, index: np.ndarray, *, pinned: bool) -> Tensor:
+    """Rows of a column; `pinned`: written to pinned memory at once, of which torch reuses blocks. Gathered to ordinary
+    memory first, a batch of 256 MiB took 42 ms on an H200's host: new pages, and a second copy."""
+    to = torch.empty((len(index), *column.shape[1:]), dtype=column.dtype, pin_memory=True) if pinned else None
+    return torch.index_select(column, 0, _index_tensor(index, column.device), out=to)
+
+
 def take(column: Column, index: np.ndarray) -> Tensor:
     """Rows of a column by index (an array of any shape), on the device of the column."""
     if isinstance(column, PartialTensor):
         return column.take(index)
-    rows = column.index_select(0, _index_tensor(index.reshape(-1), column.device))
+    rows = _select(column, index.reshape(-1), pinned=_INTO_PINNED.get() and column.device.type == "cpu")
     return rows if index.ndim == 1 else rows.reshape(*index.shape, *rows.shape[1:])
 
 
