@@ -15,7 +15,9 @@ class Line:
         gpus, nodes: how many it needs at least.
         shows: what it shows.
         expected: what must come out.
-        test: the tests of this folder that it runs; "" for a training run.
+        test: the tests of this folder that it runs; "" for a training run or a measurement.
+        measure: the subject of `measure.py`, and its arms.
+        alone: it takes times or fills the memory, so that nothing may run beside it.
         job: keys of the training run, over those of `test_runs.JOB`.
         equals: the line whose losses it must have.
         kills: the process that is killed in the middle: "ExpertHost", "TrainWorker", or "" for none.
@@ -31,6 +33,8 @@ class Line:
     shows: str
     expected: str
     test: str = ""
+    measure: str = ""
+    alone: bool = False
     job: dict[str, Any] = field(default_factory=dict)
     nodes: int = 1
     equals: str = ""
@@ -64,36 +68,58 @@ def _layouts(gpus: int, prefix: str, *, nodes: int = 1, across: bool = False) ->
 LINES = [
     Line("machine", 1, "the driver, torch and raytrain see the same GPUs",
          "names, memory and capability agree; nothing is unusable", test="test_kernels.py -k machine"),
+    Line("one", 1, "one process trains a mixture of experts, evaluates and saves", "done; the loss falls"),
+    Line("numerics", 1, "12 steps in each format against float64 on the CPU; pinned and streamed rows",
+         "within 1e-9, 1e-4, 5e-3 (TF32), 3e-2 (bf16), 1e-2 (fp16); rows equal to the bit", measure="numerics"),
     Line("devices", 1, "fp32, bf16 and fp16 train; every tensor is on the device; rows are copied ahead",
          "all pass on cuda", test="test_devices.py"),
-    Line("memory", 1, "memory that runs out is recognised: the allocator, the CUDA runtime, cuBLAS",
-         "each counts as out of memory, and the process goes on", test="test_kernels.py -k memory"),
-    Line("expert-host", 1, "an expert host runs out of memory: the step is dropped there, and it goes on",
-         "the shortage is recorded, and the next rows are computed as before", test="test_kernels.py -k expert_host",
-         on_cpu=False),
-    Line("grouped", 1, "the grouped product of experts equals the loop, experts without rows included",
-         "\"used\"; on a GPU below 8.0, or with a wrong kernel, the reason why not", test="test_kernels.py -k grouped"),
-    Line("compile", 1, "each mode of loop.compile trains and evaluates; CUDA graphs of the full model too",
-         "losses of the eager model, within 1 %; no part is eager", test="test_kernels.py -k compiled", on_cpu=False,
-         minutes=8),
-    Line("fsdp-overlap", 2, "all-gathers of FSDP run while blocks compute",
-         "a part of the gathering time is hidden", test="test_kernels.py -k overlap", on_cpu=False),
-    Line("one", 1, "one process trains a mixture of experts, evaluates and saves", "done; the loss falls"),
     Line("one-bf16", 1, "bf16 autocast and the grouped product",
          "the losses of `one`, within 5 %; below capability 8.0 the plan falls back to fp16, and to the loop",
          job={"precision.dtype": "bf16"}, equals="one"),
-    Line("one-auto", 1, "what the start measures: precision, micro-batch, overlap", "done; decisions are in the report",
-         job={"precision.dtype": "auto", "loop.micro_batch_size": "auto"}),
+    Line("infer", 1, "a trained model answers rows on a GPU",
+         "every row is answered; nine of ten answers are those of the CPU", verb="infer", equals="one"),
+    Line("oom", 1, "rows that do not fit: the step is retried in halves",
+         "the losses of smaller micro-batches; no byte stays behind", measure="oom"),
+    Line("compile", 1, "each mode of loop.compile trains and evaluates; CUDA graphs of the full model too",
+         "losses of the eager model, within 1 %; no part is eager", test="test_kernels.py -k compiled", on_cpu=False,
+         minutes=8),
     Line("one-deterministic", 1, "loop.deterministic: two runs are equal bit by bit", "equal losses, all digits",
          job={"loop.deterministic": True}, equals="one"),
+    Line("one-auto", 1, "what the start measures: precision, micro-batch, overlap", "done; decisions are in the report",
+         job={"precision.dtype": "auto", "loop.micro_batch_size": "auto"}),
     Line("one-memory", 1, "a worker runs out of memory once: the step is retried in smaller micro-batches",
          f"an event `out_of_memory`; {SAME}", job={"model.builder": "hungry:moe_gpt"}, equals="one", on_cpu=False),
+    Line("grouped", 1, "the grouped product of experts equals the loop, experts without rows included",
+         "\"used\"; on a GPU below 8.0, or with a wrong kernel, the reason why not", test="test_kernels.py -k grouped"),
+    Line("expert-host", 1, "an expert host runs out of memory: the step is dropped there, and it goes on",
+         "the shortage is recorded, and the next rows are computed as before", test="test_kernels.py -k expert_host",
+         on_cpu=False),
     Line("tune", 1, "trials of `tune` in processes of their own", "done; best.yaml is written", verb="tune",
          minutes=10, on_cpu=False),
-    Line("infer", 1, "a trained model answers rows on a GPU",
-         "every row is answered; nine of ten answers are those of the CPU", verb="infer"),
+    Line("nccl", 1, "a communicator of one member", "it is made, used and ended within its limits", measure="nccl",
+         on_cpu=False),
+    Line("ceilings", 1, "products, copies and launches at best", "figures", measure="ceilings", alone=True),
+    Line("step", 1, "a step of GPT-2 124M in bf16, 16 x 1024 tokens, eager and compiled, against a plain loop",
+         "at most 1.02 of the plain loop; planned memory within 10 %; MFU at least 0.45 on an H100 or H200",
+         measure="step", alone=True, minutes=8, on_cpu=False),
+    Line("checkpoint", 1, "how long a checkpoint of GPT-2 stops the loop", "at most 0.1 s; it holds what the step left",
+         measure="checkpoint", alone=True, on_cpu=False),
+    Line("infer-speed", 1, "generated tokens per second, batch 1, 16, 64", "at least those of transformers",
+         measure="infer", alone=True, on_cpu=False),
+    Line("launches", 1, "kernels of a step beyond the plain loop's", "at most 40", measure="launches", alone=True,
+         on_cpu=False),
+    Line("host", 1, "the host's time of a step beyond the plain loop's", "at most 0.8 ms", measure="host", alone=True,
+         on_cpu=False),
+    Line("scaler", 1, "fp16: an overflow is skipped on the device", "weights unchanged; the scale halved",
+         measure="scaler", alone=True, on_cpu=False),
+    Line("storage", 1, "a step whose rows are large: resident, pinned, streamed", "figures", measure="storage",
+         alone=True, on_cpu=False),
+    Line("memory", 1, "memory that runs out is recognised: the allocator, the CUDA runtime, cuBLAS",
+         "each counts as out of memory, and the process goes on", test="test_kernels.py -k memory", alone=True),
     Line("subset", 2, "CUDA_VISIBLE_DEVICES shows the second GPU only", f"the plan says so; {SAME}", equals="one",
          environ={"CUDA_VISIBLE_DEVICES": "1"}, on_cpu=False),
+    Line("fsdp-overlap", 2, "all-gathers of FSDP run while blocks compute",
+         "a part of the gathering time is hidden", test="test_kernels.py -k overlap", on_cpu=False),
     *_layouts(2, "two"),
     Line("two-deterministic", 2, "loop.deterministic over NCCL: two runs are equal bit by bit",
          "equal losses, all digits", job={"scale.workers": 2, "loop.deterministic": True}, equals="one"),
@@ -124,7 +150,7 @@ LINES = [
          kills="TrainWorker", minutes=6),
     *_layouts(16, "all", nodes=2),
 ]  # fmt: skip
-"""In the order in which they run: a line that fails early explains those after it."""
+"""In the order in which they run: what would hurt most if it were not known comes first."""
 
 
 def markdown() -> str:
