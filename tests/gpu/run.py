@@ -115,11 +115,13 @@ def main() -> int:
 def _side_by_side(lines: list[Line], address: str) -> list[list[Line]]:
     """The lines in groups that run at the same time: those of one GPU that take no times and do not fill its memory."""
     groups: list[list[Line]] = []
+    open_group = False
     for line in lines:
         shares = not (line.alone or line.gpus > 1 or line.kills or address)
-        if not (shares and groups and groups[-1][-1].gpus == 1 and not groups[-1][-1].alone and not address):
+        if not (shares and open_group):
             groups.append([])
         groups[-1].append(line)
+        open_group = shares
     return groups
 
 

@@ -12,7 +12,7 @@ from raytrain.data.rows.contract import Split
 from raytrain.data.rows.map_style import DatasetSplit, PartialDataset
 from raytrain.data.rows.ragged import Ragged, RaggedSplit
 from raytrain.data.rows.residency import PartialTensor, StreamSplit, place_split
-from raytrain.data.rows.splits import TextSplit
+from raytrain.data.rows.splits import TensorSplit, TextSplit
 from raytrain.data.sources.in_memory import object_split
 
 
@@ -116,3 +116,31 @@ def test_rows_that_are_held_out_are_padded_as_all_rows_are() -> None:
     held_out, whole = split.select(chosen).gather(np.arange(3)), split.gather(chosen)
     assert held_out.keys() == whole.keys() and all(same(held_out[name], whole[name]) for name in whole)
     assert 999 in whole["input_ids"], "nothing was padded"
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_rows_are_gathered_into_pinned_memory_and_not_copied_there(
+    pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    made: dict[int, torch.Tensor] = {}
+    empty = torch.empty
+
+    def recorded(*size: Any, pin_memory: bool = False, **keys: Any) -> torch.Tensor:
+        block = empty(*size, **keys)  # a CPU has no pinned memory
+        if pin_memory:
+            asked.append(tuple(block.shape))
+            made[block.data_ptr()] = block
+        return block
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in made)
+    columns = {"x": torch.arange(24.0).view(8, 3), "y": torch.arange(8)}
+    split = StreamSplit(TensorSplit(columns), device="cpu", pinned=pinned)
+    batch = split.gather(np.array([6, 1, 1]))
+    assert batch["x"].tolist() == [[18.0, 19.0, 20.0], [3.0, 4.0, 5.0], [3.0, 4.0, 5.0]]
+    assert batch["y"].tolist() == [6, 1, 1]
+    assert asked == ([(3, 3), (3,)] if pinned else [])
+    assert all((value.data_ptr() in made) == pinned for value in batch.values())
+    assert StreamSplit(TensorSplit(columns), device="cpu").gather(np.array([0]))["y"].tolist() == [0]
+    assert len(asked) == 2 * pinned, "what is gathered for another purpose afterwards is not"
