@@ -94,15 +94,11 @@ def quantize(module: nn.Module) -> Quantization:
     return found
 
 
-def saved_bytes(module: nn.Module, *, value_bytes: int) -> int:
-    """Bytes that `quantize` would save; the module may be on the meta device.
-
-    Args:
-        value_bytes: of a weight as it is now.
-    """
+def saved_bytes(module: nn.Module) -> int:
+    """Bytes that `quantize` would save; the module may be on the meta device."""
     scale_bytes = 4
     return sum(
-        (value_bytes - 1) * child.weight.numel() - scale_bytes * child.out_features
+        (child.weight.element_size() - 1) * child.weight.numel() - scale_bytes * child.out_features
         for _, _, child in _own_linears(module)
     )
 
