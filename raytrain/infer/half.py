@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,33 +57,21 @@ def _names_of_products(part: nn.Module) -> tuple[str, ...]:
 
 @functools.cache
 def _reads_weights(kind: type) -> bool:
-    """Whether the code of a module's class, or a function that it calls, names the weights of its layers. Its own
-    initialisation came before, and transformers' models are written for weights in half precision."""
+    """Whether the code of a module's class, or a function that it calls, names the weights of its layers. What its
+    initialisation did with them is over, and transformers' models are written for weights in half precision."""
     if kind in PRODUCTS or hasattr(kind, "stacked_matrices") or kind.__module__.startswith("transformers."):
         return False
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
-            if "init" not in name and isinstance(function, FunctionType) and _names(function, set()) & READING:
-                return True
-    return False
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    held = [value for base in bases for name, value in vars(base).items() if "init" not in name]
+    made = [inspect.unwrap(getattr(one, "fget", None) or getattr(one, "__func__", one)) for one in held]
+    return any(_names(one.__code__, one, set()) & READING for one in made if isinstance(one, FunctionType))
 
 
-def _names(function: FunctionType, seen: set[Any]) -> set[str]:
-    """Attributes, globals and texts that a function names, and those that the functions which it calls name."""
-    found: set[str] = set()
-    for code in _codes(function.__code__) if function not in seen else ():
-        found |= {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
+def _names(code: CodeType, function: FunctionType, seen: set[FunctionType]) -> set[str]:
+    """Attributes, globals and texts that the code of a function names, and those of the functions that it calls."""
     seen.add(function)
-    for name in list(found):
-        called = function.__globals__.get(name)
-        if isinstance(called, FunctionType) and not called.__module__.startswith(("torch.", "transformers.")):
-            found |= _names(called, seen)
-    return found
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _codes(one)
+    found = {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
+    inner = [(one, function) for one in code.co_consts if isinstance(one, CodeType)]
+    called = [function.__globals__.get(name) for name in code.co_names]
+    own = [one for one in called if isinstance(one, FunctionType) and not one.__module__.startswith("torch.")]
+    return found.union(*(_names(*one, seen) for one in inner + [(one.__code__, one) for one in own if one not in seen]))
