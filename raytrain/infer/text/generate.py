@@ -5,21 +5,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raytrain.infer.text.one_token import REFUSED, OneTokenPasses
 from raytrain.models.cache import KeyValueCache
 from raytrain.trainable import MASK, in_eval
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 50
 
-#: Tokens of a row that the host reads at once: a read waits for the device. Elsewhere that costs nothing, and ended rows
-#: would be computed on.
+#: Tokens of a row that the host reads at once, as a read waits for the device. Elsewhere it waits for nothing, and rows
+#: that have ended would be computed on.
 BLOCKS = {"cuda": 16}
+#: Devices on which the passes of one token are captured.
+STATIC = {"cuda"}
 #: Ended rows are computed on up to this share of a batch: to drop them copies the caches of all others.
 ENDED = 0.25
 
@@ -128,9 +132,12 @@ class _Batch:
             room = min(room, self.context - longest + 1)
         if room < 1:
             return
-        new_cache: Callable[..., Any] = getattr(self.module, "new_cache", KeyValueCache)  # of a model over stages
+        static = self.device.type in STATIC and self.module not in REFUSED
+        own = partial(KeyValueCache, static=static)
+        new_cache: Callable[..., Any] = getattr(self.module, "new_cache", own)  # of a model over stages
         cache = new_cache([len(row.prompt) for row in self.rows], capacity=longest + room - 1)
         logits_BV = self._forward([row.prompt for row in self.rows], cache)
+        passes = OneTokenPasses(self.module, cache)
         block: list[Tensor] = []  # tokens that the host has not seen
         for left in reversed(range(room)):
             block.append(self._choose(logits_BV))
@@ -143,7 +150,7 @@ class _Batch:
                 if kept is not None:
                     cache.keep(kept)
                     tokens_B = tokens_B[kept]
-            logits_BV = _logits(self.module(input_ids=tokens_B.unsqueeze(1), cache=cache))[:, -1]
+            logits_BV = passes(tokens_B, left=left)
 
     def _windows(self) -> list[list[int]]:
         return [row.ids if self.context is None else row.ids[-self.context :] for row in self.rows]
@@ -222,7 +229,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> Tensor:
-    """The next token of each row, (B,). Of equally likely tokens those of lower number come first, also among the top k.
+    """The next token of each row, (B,). Of equally likely tokens the lower numbers come first, also in the top k.
 
     Args:
         logits_BV: any format; tokens are ordered by it in float32.
