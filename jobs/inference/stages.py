@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 
@@ -32,8 +33,6 @@ PROMPT_TOKENS = 512
 HALF = ("bf16", "fp16")
 #: What the plan says of stages whose parts are timed before the first unit.
 MEASURED = "by bytes, until the parts are timed before the first unit"
-#: Weights stay in float32; autocast converts what a product needs.
-WEIGHT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def choose_stages(target: Target, *, rows: int) -> StageChoice:
 
 def _for_memory(target: Target, memory: InferenceMemory, limit: int) -> StageChoice:
     """The fewest stages of a model whose whole copy a device has no room for."""
-    int8 = memory.total - saved_bytes(skeleton_of(target.model).module, value_bytes=WEIGHT_BYTES)
+    int8 = memory.total - saved_bytes(skeleton_of(target.model).module)
     try:
         plan = _fewest(target, _parts(target), memory, limit)
     except InputError as error:
@@ -161,7 +160,12 @@ def memory_of(target: Target, *, rows: int) -> InferenceMemory | None:
     path = model.model.keys.get("path")
     if model.model.init_from is None and not isinstance(path, str):
         return None
-    weights = WEIGHT_BYTES * stored_weights(model).parameters
+    weights = 4 * stored_weights(model).parameters
+    if model.dtype in HALF:
+        with contextlib.suppress(RuntimeError):  # of a builder that computes with its weights: the estimate stays high
+            module = skeleton_of(model).module
+            model.halve(module)
+            weights = sum(parameter.nbytes for parameter in module.parameters())
     sizes = sizes_of_keys(model.model.keys, model.facts)
     if sizes is None and isinstance(path, str):
         sizes = sizes_of_config(read_config(path))

@@ -17,6 +17,7 @@ from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.tables import ColumnChoice, column_kind
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
+from raytrain.infer.half import halve
 from raytrain.infer.input.rows import KEY
 from raytrain.infer.predictor import (
     MODEL_KEY,
@@ -101,9 +102,10 @@ class InferenceModel:
         """
         if module is None:
             module = self._built().module
-            if infer.quantize is not None and not _fits(module, torch.device(self.device)):
+            small = infer.quantize is not None and not _fits(module, torch.device(self.device))
+            if small:
                 quantize(module)
-            module = self._ready(module)
+            module = self._ready(module, halved=small or infer.quantize is None)
         autocast = self.autocast()
         if self.is_classifier(module):
             prompt = prompt_of(
@@ -121,11 +123,20 @@ class InferenceModel:
             torch.manual_seed(self.seed)  # weights that are not loaded are the same in every worker
             return build_trainable(model, sections=dict(self.sections), facts=dict(self.facts))
 
-    def _ready(self, module: nn.Module) -> nn.Module:
-        module = module.to(self.device).eval()
-        for parameter in module.parameters():
-            parameter.requires_grad_(False)
-        return module
+    def _ready(self, module: nn.Module, *, halved: bool = True) -> nn.Module:
+        """On its device, without gradients.
+
+        Args:
+            halved: with products in the format of its passes; not yet where float32 weights become int8.
+        """
+        if halved:
+            self.halve(module)
+        return module.to(self.device).eval().requires_grad_(False)
+
+    def halve(self, module: nn.Module, *, untie: bool = True) -> None:
+        """Convert the weights of products to the format of its passes (`raytrain.infer.half`), if that is another."""
+        if self.dtype in HALF:
+            halve(module, HALF[self.dtype], untie=untie)
 
     def beside_others(self) -> tuple[nn.Module, RemoteState]:
         """This process's part of a model whose builder hands others to processes of their own, with their weights.

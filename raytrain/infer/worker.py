@@ -141,7 +141,9 @@ class InferenceWorker:
         table = rows.read(0, min(COMPARED_ROWS, rows.rows), list(predictor.columns))
         refused = predictor.refused(table)
         left = [row for row in range(table.num_rows) if row not in refused]
-        return quantize_compared(predictor, table.take(left)).to_json()
+        compared = quantize_compared(predictor, table.take(left))
+        self.work.model.halve(predictor.module)  # what is left: int8 values are those of float32
+        return compared.to_json()
 
     def close(self) -> None:
         """End the stages of a divided model."""

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+#: Tokens for which a static cache keeps its span.
+SPAN = 128
+
 
 @dataclass
 class _Layer:
@@ -24,20 +27,27 @@ class KeyValueCache:
     Args:
         lengths: tokens of each prompt, at least 1.
         capacity: tokens of the longest row at the end.
+        static: later passes have the same operations on the same memory until `span` changes: what a CUDA graph needs.
 
     Attributes:
         lengths: tokens of each row before the pass, on the host.
         positions_B: the same, on the device of the first keys.
+        span: columns that a later pass of a static cache reads, at least those of the next pass; None if not static.
+        counts: whether a pass that has ended is counted; else it may be made again.
     """
 
-    def __init__(self, lengths: list[int], *, capacity: int) -> None:
+    def __init__(self, lengths: list[int], *, capacity: int, static: bool = False) -> None:
         self.lengths = [0] * len(lengths)
         self.positions_B = torch.zeros(len(lengths), dtype=torch.int64)
-        self._prompts, self._capacity = list(lengths), capacity
+        self._prompts, self._capacity = list(lengths), -(-capacity // 8) * 8  # attention wants masks that are aligned
         self._paddings = [max(lengths) - length for length in lengths]
         self._begin, self._end = 0, max(lengths)
         self._layers: dict[int, _Layer] = {}
         self._seen: Tensor | None = None  # (B, 1, 1, capacity): 0 for tokens, -inf for padding; None without padding
+        self.span = self._span() if static else None
+        self.counts = True
+        self._masks: dict[int | None, Tensor] = {}  # of a static cache by window: as `_seen`, and no later column
+        self._at = torch.tensor([self._end])
 
     @property
     def is_empty(self) -> bool:
@@ -52,6 +62,16 @@ class KeyValueCache:
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
         """Add a layer's keys and values of a later pass; return the attention of its queries, all (B, H, 1, d)."""
         held, at = self._layers[id(layer)], self._end
+        if self.span is not None:
+            if window not in self._masks:
+                self._at, mask = self._at.to(q.device), self._mask(q)
+                mask[..., at + 1 :] = -torch.inf
+                mask[..., : 0 if window is None else max(0, at + 1 - window)] = -torch.inf
+                self._masks[window] = mask
+            held.keys.index_copy_(2, self._at, k)
+            held.values.index_copy_(2, self._at, v)
+            read = (held.keys[:, :, : self.span], held.values[:, :, : self.span])
+            return F.scaled_dot_product_attention(q, *read, self._masks[window][..., : self.span])
         held.keys[:, :, at : at + 1], held.values[:, :, at : at + 1] = k, v
         begin = self._begin if window is None else max(self._begin, at + 1 - window)
         mask = None if self._seen is None else self._seen[..., begin : at + 1]
@@ -84,7 +104,8 @@ class KeyValueCache:
         if self.is_empty:
             last = torch.tensor(self._prompts, device=x_BSD.device) - 1
             x_BSD = x_BSD[torch.arange(len(last), device=x_BSD.device), last].unsqueeze(1)
-        self.advance()
+        if self.counts:
+            self.advance()
         return x_BSD
 
     def advance(self) -> None:
@@ -94,8 +115,20 @@ class KeyValueCache:
             self.positions_B = torch.tensor(self.lengths, device=self.positions_B.device)
         else:
             self.lengths = [length + 1 for length in self.lengths]
-            self.positions_B = self.positions_B + 1
+            self.positions_B += 1
             self._end += 1
+            if self.span is None:
+                return
+            self.span = self.span if self._end < self.span else self._span()
+            self._at += 1
+            for window, mask in self._masks.items() if self._end < self._capacity else ():
+                mask.index_fill_(3, self._at, 0.0)
+                if window is not None and self._end >= window:
+                    mask.index_fill_(3, self._at - window, -torch.inf)
+
+    def _span(self) -> int:
+        """At least `SPAN` columns from here, in steps of as many."""
+        return min(self._capacity, (self._end // SPAN + 2) * SPAN)
 
     def keep(self, rows: list[int]) -> None:
         """Keep these rows only, in this order: the others have ended."""
@@ -106,6 +139,7 @@ class KeyValueCache:
         self.positions_B = self.positions_B[index]
         if self._seen is not None:
             self._seen = self._seen[index] if max(self._paddings) > self._begin else None
+        self._masks = {window: mask[index] for window, mask in self._masks.items()}
         for held in self._layers.values():
             for name in ("keys", "values"):
                 full: Tensor = getattr(held, name)

@@ -57,7 +57,7 @@ class StageSplit:
 
 
 def skeleton_of(model: InferenceModel) -> Trainable:
-    """The model without memory for its parameters.
+    """The model without memory for its parameters, which have the formats that they are held in.
 
     Raises:
         InputError: the builder refuses its keys, or the model has no weights in files.
@@ -67,6 +67,7 @@ def skeleton_of(model: InferenceModel) -> Trainable:
         config = config.model_copy(update={"init": "random"})  # its weights are read by the stages
     with torch.random.fork_rng(devices=[]), without_parameters():
         trainable = build_trainable(config, sections=dict(model.sections), facts=dict(model.facts), initial=False)
+    model.halve(trainable.module, untie=False)
     trainable.module.eval()
     return trainable
 
@@ -86,6 +87,7 @@ def load_stage(model: InferenceModel, split: StageSplit, stage: int, device: tor
     module, stored = skeleton_of(model).module, stored_weights(model)
     check_weights(module, stored)
     reader = fill_stage(module, stored, split.plan, stage, device=device)
+    model.halve(module)  # a head that is tied to an embedding
     made = ModelStage(module, split.plan, stage, device=device, autocast=model.on(str(device)).autocast())
     made.bytes_read = reader.bytes_read
     return made

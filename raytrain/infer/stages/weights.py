@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,15 +90,11 @@ def check_weights(module: nn.Module, stored: StoredWeights) -> None:
 
 
 def fill_stage(
-    module: nn.Module, stored: StoredWeights, plan: StagePlan, stage: int, *, device: torch.device,
-    convert: Callable[[str, Tensor], Tensor] | None = None,
-) -> RangedTensors:  # fmt: skip
+    module: nn.Module, stored: StoredWeights, plan: StagePlan, stage: int, *, device: torch.device
+) -> RangedTensors:
     """Read the tensors of a stage into a module that was built without parameters.
 
     What other stages hold and no module is called for (parameters of the model itself) is poisoned.
-
-    Args:
-        convert: of a tensor's name and value on the device, e.g. to another format.
     """
     reader, own = RangedTensors(stored), _names_of(module, plan, range(plan.bounds[stage], plan.bounds[stage + 1]))
     state = module.state_dict(keep_vars=True)
@@ -110,8 +106,7 @@ def fill_stage(
         tensor = state[name]
         if id(tensor) not in made:
             known = next((one for one in names_of[id(tensor)] if one in stored.shapes), name)
-            value = reader.read(known).to(tensor.dtype).to(device)
-            made[id(tensor)] = value if convert is None else convert(name, value)
+            made[id(tensor)] = reader.read(known).to(tensor.dtype).to(device)
         set_tensor(module, name, made[id(tensor)])
     _tie(module, own, state)
     prefixes = tuple(f"{one}." for part in plan.parts for one in part.names)

@@ -5,17 +5,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raytrain.infer.text.one_token import REFUSED, OneTokenPasses
 from raytrain.models.cache import KeyValueCache
 from raytrain.trainable import MASK, in_eval
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 50
+
+#: Tokens of a row that the host reads at once, as a read waits for the device. Elsewhere it waits for nothing, and rows
+#: that have ended would be computed on.
+BLOCKS = {"cuda": 16}
+#: Devices on which the passes of one token are captured.
+STATIC = {"cuda"}
+#: Ended rows are computed on up to this share of a batch: to drop them copies the caches of all others.
+ENDED = 0.25
 
 Decode = Callable[[list[int]], str]
 
@@ -50,6 +60,7 @@ class _Row:
     number: int
     prompt: list[int]
     answer: list[int] = field(default_factory=list)
+    ended: bool = False
 
     @property
     def ids(self) -> list[int]:
@@ -102,7 +113,7 @@ class _Batch:
     ) -> None:
         self.module, self.sampling, self.context, self.decode = module, sampling, context, decode
         self.device = next(module.parameters()).device
-        self.alive = list(rows)
+        self.rows = list(rows)  # of the batch; ended ones leave it together
         self.uniforms_BN = self._uniforms()
         self.masked = MASK in inspect.signature(module.forward).parameters
         self.step = 0
@@ -111,31 +122,38 @@ class _Batch:
         """Generate until every row has ended."""
         if getattr(self.module, "takes_cache", False):
             self._cached()
-        while self.alive and self.step < self.sampling.max_new_tokens:
-            self._append(self._choose(self._forward(self._windows(), None)))
+        while self._keep(0) != [] and self.step < self.sampling.max_new_tokens:
+            self._append([self._choose(self._forward(self._windows(), None))])
 
     def _cached(self) -> None:
-        longest = max(len(row.prompt) for row in self.alive)
+        longest = max(len(row.prompt) for row in self.rows)
         room = self.sampling.max_new_tokens
         if self.context is not None:
             room = min(room, self.context - longest + 1)
         if room < 1:
             return
-        new_cache: Callable[..., Any] = getattr(self.module, "new_cache", KeyValueCache)  # of a model over stages
-        cache = new_cache([len(row.prompt) for row in self.alive], capacity=longest + room - 1)
-        logits_BV = self._forward([row.prompt for row in self.alive], cache)
+        static = self.device.type in STATIC and self.module not in REFUSED
+        own = partial(KeyValueCache, static=static)
+        new_cache: Callable[..., Any] = getattr(self.module, "new_cache", own)  # of a model over stages
+        cache = new_cache([len(row.prompt) for row in self.rows], capacity=longest + room - 1)
+        logits_BV = self._forward([row.prompt for row in self.rows], cache)
+        passes = OneTokenPasses(self.module, cache)
+        block: list[Tensor] = []  # tokens that the host has not seen
         for left in reversed(range(room)):
-            tokens_B = self._choose(logits_BV)
-            kept = self._append(tokens_B)
-            if not left or not kept:
-                return
-            if len(kept) < len(tokens_B):
-                cache.keep(kept)
-                tokens_B = tokens_B[kept]
-            logits_BV = _logits(self.module(input_ids=tokens_B.unsqueeze(1), cache=cache))[:, -1]
+            block.append(self._choose(logits_BV))
+            tokens_B = block[-1]
+            if not left or len(block) == BLOCKS.get(self.device.type, 1):
+                self._append(block)
+                block, kept = [], self._keep(ENDED)
+                if not left or kept == []:
+                    return
+                if kept is not None:
+                    cache.keep(kept)
+                    tokens_B = tokens_B[kept]
+            logits_BV = passes(tokens_B, left=left)
 
     def _windows(self) -> list[list[int]]:
-        return [row.ids if self.context is None else row.ids[-self.context :] for row in self.alive]
+        return [row.ids if self.context is None else row.ids[-self.context :] for row in self.rows]
 
     def _forward(self, given: list[list[int]], cache: Any | None) -> Tensor:
         """(B, V) logits of each row's next token."""
@@ -165,25 +183,32 @@ class _Batch:
             np.random.Generator(np.random.Philox(key=[sampling.seed % 2**64, row.number % 2**64])).random(
                 sampling.max_new_tokens
             )
-            for row in self.alive
+            for row in self.rows
         ]
         return torch.from_numpy(np.stack(draws)).to(self.device)
 
     def _choose(self, logits_BV: Tensor) -> Tensor:
         """(B,): each row's next token, on the model's device."""
+        self.step += 1
         if self.uniforms_BN is None:
             return logits_BV.argmax(-1)
-        return choose(logits_BV.double(), self.sampling, self.uniforms_BN[:, self.step])
+        return choose(logits_BV, self.sampling, self.uniforms_BN[:, self.step - 1])
 
-    def _append(self, tokens_B: Tensor) -> list[int]:
-        """Give each row its next token; drop rows that have ended. Returns the places of those that continue."""
-        self.step += 1
-        tokens = tokens_B.tolist()
-        kept = [place for place, row in enumerate(self.alive) if not self._ends(row, tokens[place])]
-        if len(kept) < len(tokens):
-            self.alive = [self.alive[place] for place in kept]
-            if self.uniforms_BN is not None:
-                self.uniforms_BN = self.uniforms_BN[kept]
+    def _append(self, block: list[Tensor]) -> None:
+        """Read the tokens of some passes, and give them to the rows that they do not end."""
+        for row, tokens in zip(self.rows, torch.stack(block, 1).tolist(), strict=True):
+            for token in tokens:
+                row.ended = row.ended or self._ends(row, token)
+
+    def _keep(self, share: float) -> list[int] | None:
+        """Drop the rows that have ended, if they are more than this share or all; returns the places of the others, if
+        rows were dropped."""
+        kept = [place for place, row in enumerate(self.rows) if not row.ended]
+        if kept and len(self.rows) - len(kept) <= share * len(self.rows):
+            return None
+        self.rows = [self.rows[place] for place in kept]
+        if self.uniforms_BN is not None:
+            self.uniforms_BN = self.uniforms_BN[kept]
         return kept
 
     def _ends(self, row: _Row, token: int) -> bool:
@@ -204,20 +229,20 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> Tensor:
-    """The next token of each row, (B,).
+    """The next token of each row, (B,). Of equally likely tokens the lower numbers come first, also in the top k.
 
     Args:
-        logits_BV: float64.
+        logits_BV: any format; tokens are ordered by it in float32.
         uniforms_B: float64 in [0, 1), one draw for each row.
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
-    top_k = sampling.top_k
-    if top_k is not None and top_k < logits_BV.shape[1]:
-        least = logits_BV.topk(top_k).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
-    probabilities = torch.softmax(logits_BV / sampling.temperature, dim=-1)
-    ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
+    V = logits_BV.shape[1]
+    bits = (logits_BV.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # as large as its number is
+    keys = (ordered << 32) + torch.arange(V - 1, -1, -1, device=bits.device)  # no two are equal
+    tokens = V - 1 - (keys.topk(min(sampling.top_k or V, V)).values & 0xFFFFFFFF)
+    ordered = torch.softmax(logits_BV.gather(1, tokens).double() / sampling.temperature, dim=-1)
     total = ordered.cumsum(-1)
     if sampling.top_p is not None:
         ordered = ordered.masked_fill(total - ordered >= sampling.top_p, 0.0)

@@ -86,6 +86,23 @@ def test_each_weight_is_within_half_a_step_of_its_outputs_own_scale() -> None:
         assert made(x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("features", "outputs"), [(64, 8), (7, 5), (192, 33), (100, 3), (1, 1)])
+def test_in_bf16_products_of_any_shape_are_those_of_the_values_rounded_twice(
+    features: int, outputs: int, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    made = Int8Linear(nn.Linear(features, outputs, bias=bias))
+    for rows in (1, 3, 16, 17, 40):
+        x = torch.randn(2, rows, features).bfloat16()[: 1 if rows == 16 else 2]
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found = made(x.float())
+            product = x.double() @ (made.values * made.scale.double().unsqueeze(1)).T
+            exact = product if made.bias is None else product + made.bias
+        assert found.dtype == torch.bfloat16 and found.shape == exact.shape
+        assert ((found.double() - exact).abs() <= 2**-8 * 1.02 * (exact.abs() + product.abs())).all()
+
+
 def test_a_trained_classifier_keeps_its_answers_in_a_quarter_of_the_bytes(trained: dict[str, Tensor]) -> None:
     """And says so: the answers to the first rows are compared before and after."""
     x, labels = task(1000, seed=3)

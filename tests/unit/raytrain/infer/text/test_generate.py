@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,11 @@ from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
 from experts.models import moe_gpt
+from raytrain.infer.text import generate as generation
+from raytrain.infer.text import one_token
 from raytrain.infer.text.generate import Sampling, choose, cut_at_stop, generate
+from raytrain.models import cache
+from raytrain.models.cache import KeyValueCache
 from raytrain.models.gpt import gpt
 
 PROMPTS = [[1, 2, 3], [4] * 20, [7, 8], [9] * 11, [5]]
@@ -86,6 +92,83 @@ def test_rows_that_end_leave_the_batch_and_change_no_other() -> None:
     assert len(ended[1]) == whole[1].index(end) <= 4 and max(map(len, ended)) > 4
 
 
+def played_again(made: list[int]) -> Any:
+    """In the place of `one_token.record`: the graph is the function itself; `made` notes the rows of each."""
+
+    def record(run: Any, device: torch.device) -> tuple[Any, Tensor]:
+        assert device.type == "cpu"
+        run()
+        output = run()
+        made.append(len(output))
+        return lambda: output.copy_(run()), output
+
+    return record
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("kind", "window"), [("gpt", None), ("gpt", 5), ("gpt", 150), ("moe", None)])
+def test_a_static_cache_passes_made_again_and_blocks_of_tokens_change_no_answer(
+    kind: str, window: int | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """270 new tokens: two spans of the cache, and rows that end within a block, at its end and after the cache's."""
+    module = language_model(kind, window=window, context=250)
+    sampling = Sampling(270, temperature, top_k=20, top_p=0.9, seed=3)
+    whole = generate(module, PROMPTS, sampling=sampling, context=250)
+    ends = replace(sampling, end_ids=frozenset({whole[1][31], whole[3][90]}))
+    ended = generate(module, PROMPTS, sampling=ends, context=250)
+    stops = replace(sampling, stop=(f" {whole[2][40]} {whole[2][41]} ",))
+    words: Any = {"decode": lambda ids: "".join(f" {one} " for one in ids).replace("  ", " ")}
+    stopped = generate(module, PROMPTS, sampling=stops, context=250, **words)
+    made: list[int] = []
+    monkeypatch.setattr(generation, "STATIC", {"cpu"})
+    monkeypatch.setattr(generation, "BLOCKS", {"cpu": 16})
+    monkeypatch.setattr(cache, "SPAN", 64)
+    monkeypatch.setattr(one_token, "record", played_again(made))
+    assert generate(module, PROMPTS, sampling=sampling, context=250) == whole and made == [5, 5]
+    assert generate(module, PROMPTS, sampling=ends, context=250) == ended != whole
+    assert generate(module, PROMPTS, sampling=stops, context=250, **words) == stopped != whole
+    assert min(made[2:]) < 5, "rows that end leave, and the pass is made for fewer"
+
+
+@pytest.mark.parametrize("spoilt", ["before", "after"])
+def test_a_pass_that_cannot_be_captured_is_made_by_the_module_and_not_tried_again(
+    spoilt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, tries = language_model("gpt"), []
+    expected = generate(module, PROMPTS, sampling=Sampling(30), context=64)
+
+    def record(run: Any, device: torch.device) -> Any:
+        tries.append(device)
+        if spoilt == "after":
+            run()
+        raise RuntimeError("it waits for the device\nhere")
+
+    monkeypatch.setattr(generation, "STATIC", {"cpu"})
+    monkeypatch.setattr(one_token, "record", record)
+    for _ in range(2):
+        assert generate(module, PROMPTS, sampling=Sampling(30), context=64) == expected
+    assert len(tries) == 1
+    assert capsys.readouterr().err == "passes of one token are not captured: it waits for the device\n"
+    monkeypatch.setattr(one_token, "record", lambda run, device: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        generate(language_model("gpt"), PROMPTS, sampling=Sampling(30), context=64)
+
+
+def test_caches_are_copied_only_when_a_share_of_the_rows_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = language_model("gpt")
+    prompts = [[row, row + 1] for row in range(12)]
+    whole = generate(module, prompts, sampling=Sampling(30, 1.0), context=64)
+    ends = Sampling(30, 1.0, end_ids=frozenset(range(3)))
+    kept: list[int] = []
+    keep = KeyValueCache.keep
+    monkeypatch.setattr(KeyValueCache, "keep", lambda held, rows: (kept.append(len(rows)), keep(held, rows))[1])
+    found = generate(module, prompts, sampling=ends, context=64)
+    first = [next((at for at, token in enumerate(row) if token < 3), 30) for row in whole]
+    assert found == [row[:at] for row, at in zip(whole, first, strict=True)]
+    assert 0 < len(kept) < len(set(first)) - 1, "more rows ended at different places"
+    assert all(after <= 0.75 * before for before, after in pairwise([12, *kept]))
+
+
 def test_stop_texts_end_an_answer() -> None:
     sizes = []
     module = Successor()
@@ -125,6 +208,20 @@ def test_draws_follow_the_probabilities() -> None:
     squared = probabilities**2 / (probabilities**2).sum()
     assert shares(temperature=0.5) == pytest.approx(squared.tolist(), abs=0.002)
     assert shares(temperature=0.0) == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_top_k_of_equal_tokens_are_those_of_lower_number_in_any_batch(dtype: torch.dtype) -> None:
+    """Logits in bf16 are often equal; the draws run through the chosen ones from the likeliest to the least likely."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, -0.0, 2.0, 0.0], [-1.0, -3.0, -2.0, -1.0, -2.0, -2.0, -5.0]]).to(dtype)
+    even = (torch.arange(400, dtype=torch.float64) + 0.5) / 400
+
+    def order(row: int, top_k: int | None) -> list[int]:
+        found = choose(logits[row].expand(400, 7), Sampling(1, 1.0, top_k=top_k), even).tolist()
+        return list(dict.fromkeys(found))
+
+    assert order(0, 3) == [1, 2, 3] and order(0, 5) == [1, 2, 3, 5, 0] and order(0, None) == [1, 2, 3, 5, 0, 4, 6]
+    assert order(1, 1) == [0] and order(1, 3) == [0, 3, 2] and order(1, 6) == order(1, None)[:6] == [0, 3, 2, 4, 5, 1]
 
 
 def test_modes_random_state_and_weights_are_unchanged() -> None:

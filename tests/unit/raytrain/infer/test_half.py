@@ -1,0 +1,215 @@
+"""Products' weights in half precision: the outputs of autocast to the bit, in half of the bytes, and what stays."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experts.config import ExpertsConfig
+from experts.models import moe_gpt
+from jobs.inference.stages import memory_of
+from raytrain.config.sections import InferConfig, ModelConfig
+from raytrain.infer.half import halve
+from raytrain.infer.model import InferenceModel
+from raytrain.infer.quantize import Int8Linear
+from raytrain.infer.stages.plan import plan_stages
+from raytrain.infer.stages.sequence import parts_of
+from raytrain.infer.stages.split import SplitModule, StageSplit, load_stage, local_pipeline, skeleton_of
+from raytrain.infer.text.generate import Sampling, generate
+from raytrain.infer.worker import InferenceWorker, Work
+from raytrain.models.cnn import cnn
+from raytrain.models.gpt import gpt
+from raytrain.models.weights.stored import export_weights
+
+SIZES: dict[str, Any] = {"layers": 2, "heads": 2, "width": 32, "context": 24, "vocab_size": 50}
+IDS = torch.arange(27).reshape(3, 9) % 50
+
+
+class Plain(nn.Module):
+    """Uses its layers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.proj, self.norm = nn.Conv1d(1, 4, 3), nn.Linear(4, 4), nn.LayerNorm(4)
+        nn.init.normal_(self.proj.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.norm(self.conv(x.unsqueeze(1)).mean(-1)))
+
+
+class Reads(Plain):
+    """Multiplies by a weight, beside its product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.proj.weight[0]
+
+
+def sum_of_squares(layer: nn.Linear) -> Tensor:
+    """Reads for another."""
+    return layer.weight.square().sum()
+
+
+class ReadsElsewhere(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum_of_squares(self.proj)
+
+
+class ReadsByName(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + getattr(self.proj, "weight").sum()  # noqa: B009
+
+
+class OutsideAutocast(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+class Shares(Plain):
+    """Two layers have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(4, 4)
+        self.again.weight = self.proj.weight
+
+
+def formats(module: nn.Module) -> dict[str, torch.dtype]:
+    return {name: one.dtype for name, one in module.named_parameters(remove_duplicate=False)}
+
+
+def transformers_model(kind: str) -> nn.Module:
+    library: Any = pytest.importorskip("transformers")
+    if kind == "gpt2":
+        return library.GPT2LMHeadModel(library.GPT2Config(vocab_size=50, n_positions=24, n_embd=32, n_layer=2,
+            n_head=2, eos_token_id=None, bos_token_id=None))  # fmt: skip
+    return library.LlamaForCausalLM(library.LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=24))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gpt", "moe", "gpt2", "llama"])
+def test_language_models_give_the_logits_of_autocast_to_the_bit(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    if kind in ("gpt", "moe"):
+        made: Any = gpt(**SIZES) if kind == "gpt" else moe_gpt(**SIZES, experts=ExpertsConfig(bias=True))
+        module = made.module
+    else:
+        module = transformers_model(kind)
+    module = module.eval().requires_grad_(False)
+    converted = copy.deepcopy(module)
+    halve(converted, dtype)
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        expected, found = (one(input_ids=IDS)["logits"] for one in (module, converted))
+        assert torch.equal(found, expected)
+    matrices = {name: one for name, one in formats(converted).items() if converted.get_parameter(name).ndim > 1}
+    kept = {name for name, one in matrices.items() if one == torch.float32}
+    tables = {"gpt": {"tokens.weight", "positions"}, "gpt2": {"transformer.wte.weight", "transformer.wpe.weight"},
+              "llama": {"model.embed_tokens.weight"}}  # fmt: skip
+    vectors = {f"blocks.{layer}.feed_forward.{name}" for layer in (0, 1)
+               for name in ("router.weight", "experts.b1", "experts.b2")}  # fmt: skip
+    assert kept == (tables["gpt"] | vectors if kind == "moe" else tables[kind])
+    if kind != "llama":  # the tied head
+        assert formats(module) == dict.fromkeys(formats(module), torch.float32)
+
+
+@pytest.mark.parametrize("kind", [Plain, Reads, ReadsElsewhere, ReadsByName, OutsideAutocast, Shares])
+def test_a_users_layers_are_converted_only_where_nothing_else_reads_their_weights(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    module, x = kind().eval(), torch.randn(5, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+        halve(module, torch.bfloat16)
+        assert torch.equal(module(x), expected)
+    half = {name for name, one in formats(module).items() if one == torch.bfloat16}
+    conv = {"conv.weight", "conv.bias"}
+    wanted = {Plain: conv | {"proj.weight", "proj.bias"}, Shares: conv | {"proj.bias", "again.bias"}}
+    assert half == wanted.get(kind, set())
+
+
+def test_layers_with_hooks_or_another_forward_stay_and_so_do_wide_ones() -> None:
+    hooked, patched, wide = Plain(), Plain(), Plain().double()
+    hooked.proj.register_forward_hook(lambda layer, given, made: made * layer.weight[0, 0])
+    patched.proj.forward = lambda x: F.linear(x, patched.proj.weight.square())
+    for module in (hooked, patched, wide):
+        halve(module, torch.bfloat16)
+        assert formats(module)["proj.weight"] == (torch.float64 if module is wide else torch.float32)
+        assert (formats(module)["conv.weight"] == torch.bfloat16) is (module is not wide)
+
+
+def stored(folder: Path, dtype: str = "bf16", **sizes: Any) -> InferenceModel:
+    torch.manual_seed(0)
+    keys = {**SIZES, **sizes}
+    path = str(folder / "model.safetensors")
+    export_weights(gpt(**keys).module.state_dict(), path)
+    config = ModelConfig.model_validate({"builder": "raytrain.models.gpt:gpt", "init_from": path, **keys})
+    return InferenceModel(config, facts={"vocab_size": keys["vocab_size"]}, dtype=dtype)
+
+
+@pytest.mark.parametrize(("layers", "vocabulary"), [(2, 50), (5, 300)])
+def test_what_is_loaded_and_what_the_plan_says_is_half_of_the_products(
+    layers: int, vocabulary: int, tmp_path: Path
+) -> None:
+    held: dict[str, int] = {}
+    for dtype in ("fp32", "bf16"):
+        model = stored(tmp_path, dtype, layers=layers, vocab_size=vocabulary)
+        module = model.load(InferConfig(), pa.schema([("prompt", pa.string())])).module
+        held[dtype] = sum(one.nbytes for one in module.parameters())
+        infer = SimpleNamespace(max_new_tokens=4)
+        target: Any = SimpleNamespace(model=model, spec=SimpleNamespace(infer=infer))
+        estimate = memory_of(target, rows=1)
+        assert estimate is not None and estimate.weights == held[dtype]
+    products, head = layers * 12 * 32 * 32, vocabulary * 32
+    assert held["fp32"] - held["bf16"] == 2 * products - 2 * head
+
+
+def test_int8_weights_are_made_of_float32_and_what_is_left_is_halved(tmp_path: Path) -> None:
+    model, schema = stored(tmp_path, vocab_size=256), pa.schema([("prompt", pa.string())])
+    module = model.load(InferConfig(quantize="int8"), schema).module
+    assert set(formats(module).values()) == {torch.float32}, "not before they are quantised"
+    whole = gpt(**SIZES | {"vocab_size": 256}).module
+    whole.load_state_dict(module.state_dict())
+    rows: Any = SimpleNamespace(schema=schema, rows=2, read=lambda *_: pa.table({"prompt": ["ab", "c"]}))
+    worker = InferenceWorker(Work(model, InferConfig(quantize="int8", max_new_tokens=3), rows, "", 1, 0), "w")
+    made = worker.load().predictor.module
+    layer = made.get_submodule("blocks.0.attention.qkv")
+    assert isinstance(layer, Int8Linear)
+    assert torch.equal(layer.values, Int8Linear(whole.get_submodule("blocks.0.attention.qkv")).values)  # pyright: ignore[reportArgumentType]
+    assert formats(made)["head.weight"] == torch.bfloat16 and formats(made)["tokens.weight"] == torch.float32
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_hold_the_same_weights_and_say_the_same(stages: int, tmp_path: Path) -> None:
+    model = stored(tmp_path, layers=3)
+    whole = model.load(InferConfig(), pa.schema([("prompt", pa.string())])).module
+    trainable = skeleton_of(model)
+    plan = plan_stages(parts_of(trainable), stages)
+    wide = parts_of(skeleton_of(replace(model, dtype="fp32")))
+    assert [part.bytes for part in plan.parts][1] < 0.51 * wide[1].bytes
+    split = StageSplit(plan, 2)
+    last = load_stage(model, split, stages - 1, torch.device("cpu"))
+    assert formats(last.module)["head.weight"] == torch.bfloat16
+    pipeline = local_pipeline(model, split, threads=1)
+    module = SplitModule(skeleton_of(model).module, pipeline, inflight=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = generate(whole, [[1, 2, 3], [4]], sampling=Sampling(8), context=24)
+    assert generate(module, [[1, 2, 3], [4]], sampling=Sampling(8), context=24) == expected
+    pipeline.close()
+
+
+def test_images_keep_the_format_that_the_model_asks_a_weight_for() -> None:
+    module = cnn(channels=[4], image_shape=[8, 8], num_classes=3).module.eval()
+    x = torch.arange(128, dtype=torch.uint8).reshape(2, 8, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+        halve(module, torch.bfloat16)
+        assert torch.equal(module(x), expected)
