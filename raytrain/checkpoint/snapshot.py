@@ -173,9 +173,6 @@ def split_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     return distinct, tied
 
 
-UPDATED = "optimizer"
-"""The part that nothing but an optimizer step changes."""
-
 CHUNK, ALIGNED = 2 * 2**20, 512
 """Bytes of pinned memory: the least that is allocated, and what the places of its tensors are multiples of."""
 
@@ -215,17 +212,16 @@ class Staging:
             training = torch.cuda.current_stream(device)
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
             stream.wait_stream(training)  # the copies run after all work that the training has queued so far
-            for updated in (False, True):
+            for late in (False, True):
                 with torch.cuda.stream(stream):
                     for key, tensor in wanted.items():
-                        if tensor.device == device and (key[0] == UPDATED) is updated:
+                        if tensor.device == device and (key[0] == "optimizer") is late:
                             self._buffers[key].copy_(tensor, non_blocking=True)
                             tensor.record_stream(stream)  # it may be a copy that only a state_dict refers to
-                if not updated:
+                if not late:
                     training.wait_stream(stream)
-            arrived = torch.cuda.Event(blocking=True)
-            arrived.record(stream)
-            self._arrived.append(arrived)
+            self._arrived.append(torch.cuda.Event(blocking=True))
+            self._arrived[-1].record(stream)
         _UNREAD.extend(self._arrived)
         for key, tensor in wanted.items():
             if not tensor.is_cuda:
@@ -238,25 +234,22 @@ class Staging:
             self._arrived.pop().synchronize()
 
     def _allocate(self, wanted: Mapping[tuple[str, str], Tensor]) -> None:
-        """Makes `_buffers` fit. torch rounds pinned memory up to a power of two: tensors share chunks of these sizes,
-        from the largest one that is still filled to the smallest. (Registering memory of any size would need another
-        allocator beside torch's, which keeps what a replaced session has freed.)"""
-        held = {key: (buffer.shape, buffer.dtype) for key, buffer in self._buffers.items()}
-        fitting = [key for key, tensor in wanted.items() if held.get(key) == (tensor.shape, tensor.dtype)]
-        self._buffers = {key: self._buffers[key] for key in fitting}
+        """Makes the buffers fit. torch rounds pinned memory up to a power of two: the larger tensors first, they share
+        chunks of the largest such size that they fill. (Registering memory of any size with CUDA would need another
+        allocator beside torch's, which keeps for the next session what this one frees.)"""
+        shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in wanted.items()}
+        self._buffers = {key: one for key, one in self._buffers.items() if shapes.get(key) == (one.shape, one.dtype)}
         missing = {key: tensor for key, tensor in wanted.items() if key not in self._buffers}
         self._buffers |= {key: torch.empty(t.shape, dtype=t.dtype) for key, t in missing.items() if not t.is_cuda}
-        pinned = {key: ALIGNED * max(1, -(-t.nbytes // ALIGNED)) for key, t in missing.items() if t.is_cuda}
-        left, chunks = sum(pinned.values()), list[list[Any]]()  # [memory, bytes of it in use]
-        for key, size in sorted(pinned.items(), key=lambda item: -item[1]):
-            chunk = next((one for one in chunks if one[1] + size <= len(one[0])), None)
-            if chunk is None:
+        sizes = {key: ALIGNED * max(1, -(-t.nbytes // ALIGNED)) for key, t in missing.items() if t.is_cuda}
+        left, chunk = sum(sizes.values()), torch.empty(0, dtype=torch.uint8)
+        for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
+            if size > len(chunk):
                 room = max(CHUNK, 1 << (size - 1).bit_length(), 1 << (left.bit_length() - 1))
-                chunk = [torch.empty(room, dtype=torch.uint8, pin_memory=True), 0]
-                chunks.append(chunk)
+                chunk = torch.empty(room, dtype=torch.uint8, pin_memory=True)
             tensor = missing[key]
-            self._buffers[key] = chunk[0][chunk[1] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            chunk[1], left = chunk[1] + size, left - size
+            self._buffers[key] = chunk[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            chunk, left = chunk[size:], left - size
 
 
 def _own(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

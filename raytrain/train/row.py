@@ -94,15 +94,8 @@ def read_row(
     loss_share, aux_share, norm, skip, skipped, longest, scale = values[:7]
     elapsed = max(time.perf_counter() - interval.since, 1e-9)
     times = sorted(interval.recent_s)
-    own = [
-        interval.step_s / interval.steps,
-        interval.data_s / interval.steps,
-        interval.waited_s / interval.steps,
-        float(peak_memory()),
-        full_rate(),
-        loss_share,
-        aux_share,
-    ]
+    means = [seconds / interval.steps for seconds in (interval.step_s, interval.data_s, interval.waited_s)]
+    own = [*means, float(peak_memory()), full_rate(), loss_share, aux_share]
     own += [] if log is None else log.host_values()
     workers = step.workers.all_gather_floats(own)
     step_s, data_s, waited_s, peak, full, losses, auxes = zip(*(row[:7] for row in workers), strict=True)

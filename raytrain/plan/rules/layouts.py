@@ -73,8 +73,7 @@ def choose_layout(
     if machines.on_gpu and len(machines.gpus) == 1:
         return Resolved(0, "one GPU holds the full model")
     dtype = str(precision.candidates[-1])
-    unknown = machines.on_gpu and any(peak_of(gpu.name, dtype) is None for gpu in machines.gpus)
-    if unknown:
+    if machines.on_gpu and any(peak_of(gpu.name, dtype) is None for gpu in machines.gpus):
         return _without_sizes(machines)
     each = loop.micro_batch_size if isinstance(loop.micro_batch_size, int) else None
 

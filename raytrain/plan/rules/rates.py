@@ -136,19 +136,14 @@ def gpu_rates(machines: DevicePool, dtype: str, *, unequal: bool) -> ProcessRate
 def gpu_flops(machines: DevicePool, dtype: str, *, unequal: bool) -> float | None:
     """FLOPs per second that training reaches on the slowest GPU, or the mean of all GPUs if shares are unequal; None if
     a GPU is not in the table."""
-    peaks = [peak_of(gpu.name, dtype) for gpu in machines.gpus]
-    found = [GPU_SHARE * peak for peak in peaks if peak is not None]
-    if not found or len(found) < len(peaks):
+    found = [GPU_SHARE * (peak_of(gpu.name, dtype) or 0.0) for gpu in machines.gpus]
+    if not found or not all(found):
         return None
     return sum(found) / len(found) if unequal else min(found)
 
 
 def peak_of(name: str, what: str) -> float | None:
-    """A GPU's data-sheet peak of `PEAKS` (per second); None if the table lacks it or `what`, and for a MIG slice.
-
-    Args:
-        name: from NVML, torch or Ray.
-    """
+    """What of `PEAKS` a GPU reaches in a second, by any name; None where the table lacks it, and for a MIG slice."""
     words = f" {name.upper().replace('-', ' ')} "
     found = next((peaks for kind, peaks in GPUS.items() if f" {kind} " in words), None)
     return None if found is None or what not in PEAKS or " MIG " in words else 1e12 * found[PEAKS.index(what)]
