@@ -16,7 +16,7 @@ from raytrain.plan.facts import ExpertFacts, HeldExperts
 from raytrain.plan.rules.accelerators import is_named
 from raytrain.plan.rules.hosts import kinds_of_hosts, number_of_hosts
 from raytrain.plan.rules.memory import trained_bytes
-from raytrain.plan.rules.rates import peak_flops
+from raytrain.plan.rules.rates import peak_of
 
 
 def shared_out(
@@ -35,7 +35,7 @@ def shared_out(
     def over(holders: int) -> list[HeldExperts]:
         specs = equal_hosts(holders)
         if len(kinds) == holders:
-            rates = [peak_flops(kind or "", dtype) for kind in kinds]
+            rates = [peak_of(kind or "", dtype) for kind in kinds]
             if all(rates):
                 specs = [replace(spec, speed=rate or 1.0) for spec, rate in zip(specs, rates, strict=True)]
         placement = place_first(rules, costs, specs)

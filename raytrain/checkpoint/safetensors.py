@@ -80,8 +80,8 @@ def write_tensors(
     """Writes one safetensors file: header length, JSON header, raw little-endian data.
 
     Args:
-        tensors: on the CPU, any strides. Larger element sizes go first, which keeps every tensor aligned
-            (the format allows no gaps).
+        tensors: on any device, with any strides; each comes to the CPU when it is written. Larger element sizes go
+            first, which keeps every tensor aligned (the format allows no gaps).
         metadata: text that is stored with the tensors.
 
     Errors: CheckpointError for a dtype that the format or we do not know.
@@ -148,5 +148,5 @@ def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    plain = tensor.detach().resolve_conj().resolve_neg()  # a conjugated view has the bytes of its base
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()  # a conjugated view has the bytes of its base
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data

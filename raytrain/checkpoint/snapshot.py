@@ -36,7 +36,7 @@ class Snapshot:
     """The state after `step` steps, independent of the running training.
 
     Attributes:
-        tensors: part -> name -> CPU tensor, each distinct one once.
+        tensors: part -> name -> tensor, each distinct one once.
         state: the caller's JSON state, in skeleton form.
         skeletons: part -> the nesting of its tensors.
         tied: part -> other name of a tensor -> the name it is saved under.
@@ -173,44 +173,83 @@ def split_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     return distinct, tied
 
 
+CHUNK, ALIGNED = 2 * 2**20, 512
+"""Bytes of pinned memory: the least that is allocated, and what the places of its tensors are multiples of."""
+
+_UNREAD: list[torch.cuda.Event] = []
+
+
+def before_update(device: torch.device) -> None:
+    """Lets the optimizer step that is queued next wait, on its device, until no copy of a `Staging` needs the state."""
+    while _UNREAD:
+        torch.cuda.current_stream(device).wait_event(_UNREAD.pop())
+
+
 class Staging:
     """CPU buffers for snapshots, reused by the next one: at most one snapshot is in flight.
 
-    Buffers for CUDA tensors are pinned; their copies run on a side stream and are complete on return.
+    Tensors of a GPU are copied into pinned memory on a side stream, and have arrived after `wait`. Forward may change
+    any tensor of a model (batch norm, `max_norm`, teachers), so the device computes nothing until its copies are done.
+    Those of the optimizers, the most of the state, overlap with the next passes; their next step waits for them.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._arrived: list[torch.cuda.Event] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+        """Bytes of the memory that the buffers are in."""
+        memory = {buffer.untyped_storage()._cdata: buffer.untyped_storage() for buffer in self._buffers.values()}
+        return sum(storage.nbytes() for storage in memory.values())
 
     def copy(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Copies part -> name -> tensor; what an earlier call returned is overwritten."""
         wanted = {(part, name): tensor for part, named in parts.items() for name, tensor in named.items()}
-        self._buffers = {key: self._fitting(key, tensor) for key, tensor in wanted.items()}
-        devices = {tensor.device for tensor in wanted.values() if tensor.is_cuda}
-        for device in devices:  # the copies run after all work that the training has queued so far
+        self._allocate(wanted)
+        for device in {tensor.device for tensor in wanted.values() if tensor.is_cuda}:
+            training = torch.cuda.current_stream(device)
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-            stream.wait_stream(torch.cuda.current_stream(device))
+            stream.wait_stream(training)  # the copies run after all work that the training has queued so far
+            for late in (False, True):
+                with torch.cuda.stream(stream):
+                    for key, tensor in wanted.items():
+                        if tensor.device == device and (key[0] == "optimizer") is late:
+                            self._buffers[key].copy_(tensor, non_blocking=True)
+                            tensor.record_stream(stream)  # it may be a copy that only a state_dict refers to
+                if not late:
+                    training.wait_stream(stream)
+            self._arrived.append(torch.cuda.Event(blocking=True))
+            self._arrived[-1].record(stream)
+        _UNREAD.extend(self._arrived)
         for key, tensor in wanted.items():
-            if tensor.is_cuda:
-                with torch.cuda.stream(self._streams[tensor.device]):
-                    self._buffers[key].copy_(tensor, non_blocking=True)
-            else:
+            if not tensor.is_cuda:
                 self._buffers[key].copy_(tensor)
-        for device in devices:
-            self._streams[device].synchronize()
         return {part: {name: self._buffers[part, name] for name in named} for part, named in parts.items()}
 
-    def _fitting(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
-        held = self._buffers.get(key)
-        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
-            return held
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    def wait(self) -> None:
+        """Returns when everything is in the buffers; from any thread."""
+        while self._arrived:
+            self._arrived.pop().synchronize()
+
+    def _allocate(self, wanted: Mapping[tuple[str, str], Tensor]) -> None:
+        """Makes the buffers fit. torch rounds pinned memory up to a power of two: the larger tensors first, they share
+        chunks of the largest such size that they fill. (Registering memory of any size with CUDA would need another
+        allocator beside torch's, which keeps for the next session what this one frees.)"""
+        shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in wanted.items()}
+        self._buffers = {key: one for key, one in self._buffers.items() if shapes.get(key) == (one.shape, one.dtype)}
+        missing = {key: tensor for key, tensor in wanted.items() if key not in self._buffers}
+        self._buffers |= {key: torch.empty(t.shape, dtype=t.dtype) for key, t in missing.items() if not t.is_cuda}
+        sizes = {key: ALIGNED * max(1, -(-t.nbytes // ALIGNED)) for key, t in missing.items() if t.is_cuda}
+        left, chunk = sum(sizes.values()), torch.empty(0, dtype=torch.uint8)
+        for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
+            if size > len(chunk):
+                room = max(CHUNK, 1 << (size - 1).bit_length(), 1 << (left.bit_length() - 1))
+                chunk = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+            tensor = missing[key]
+            self._buffers[key] = chunk[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            chunk, left = chunk[size:], left - size
 
 
 def _own(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -229,7 +268,7 @@ def take_snapshot(
         parts: part -> nested state, or an object with `state_dict()`. A part becomes a file, so its name
             consists of letters, digits, `_` and `-`.
         state: small JSON state (step, cursor, ...), without tensors.
-        staging: buffers for the copies. None: no copy, the snapshot refers to the live (CPU) tensors.
+        staging: buffers for the copies, complete after its `wait`. None: the snapshot refers to the live tensors.
 
     Errors: CheckpointError naming what cannot be saved.
     """

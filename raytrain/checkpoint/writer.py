@@ -53,9 +53,9 @@ class _Delay:
 class CheckpointWriter:
     """Writes the checkpoints of one attempt; used by one thread of rank 0.
 
-    With `asynchronous`, `save` copies the state into reusable CPU buffers and returns, and one background thread
-    writes them; a second `save` waits for the first, so there is one copy of the state in flight. An error of the
-    thread is raised by the next `save`, `wait` or `close`.
+    With `asynchronous`, `save` copies the state into reusable CPU buffers (`Staging`) and returns, and one background
+    thread writes them; a second `save` waits for the first, so there is one copy of the state in flight. An error of
+    the thread is raised by the next `save`, `wait` or `close`.
 
     A save with a `delay_s` stays in those buffers for that time before it is written. Any later call that waits for it
     writes it at once, except a save that replaces it.
@@ -63,7 +63,7 @@ class CheckpointWriter:
     Args:
         run_folder: the run that the checkpoints belong to.
         keep: number of latest checkpoints to keep, besides the best by eval loss.
-        asynchronous: False writes in the caller's thread, without a copy.
+        asynchronous: False writes in the caller's thread; a GPU's tensors are copied one at a time.
         fence: raises if a newer attempt owns the run folder; called before every file and before COMPLETE.
         world_size: written into the manifest.
         shard_bytes: a part larger than this is split into several files.
@@ -109,15 +109,15 @@ class CheckpointWriter:
         return self._staging.nbytes if self._staging else 0
 
     def rehearse(self, parts: Mapping[str, Any]) -> float | None:
-        """Allocates the buffers and times a copy into them, without writing; None if saving is synchronous.
+        """Allocates the buffers and times a copy into them, without writing; None after a save and without a thread.
 
-        The first copy into new memory takes far longer than later ones, so it is made at the start and not in a step.
+        The first copy into new memory takes far longer than later ones, so it is made as soon as optimizers have state.
         The returned time (seconds) is the stall that `solve_interval` needs.
         """
-        if self._staging is None:
+        if self._staging is None or self.stalls:
             return None
-        self.wait()
         take_snapshot(parts, {}, step=0, staging=self._staging)
+        self._staging.wait()
         began = time.perf_counter()
         take_snapshot(parts, {}, step=0, staging=self._staging)
         return time.perf_counter() - began
@@ -201,6 +201,8 @@ class CheckpointWriter:
     def _write_later(
         self, delay: _Delay, snapshot: Snapshot, about: dict[str, Any], remote: RemoteCheckpoint | None
     ) -> None:
+        if self._staging is not None:
+            self._staging.wait()
         if delay.wait():
             self._write(snapshot, about, remote)
 

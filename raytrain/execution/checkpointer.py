@@ -83,8 +83,6 @@ class CheckpointSaver:
             if self.workers.rank == 0
             else None
         )
-        if self.writer is not None:  # the first copy allocates its memory, which takes many times longer
-            self.writer.rehearse(session.parts())
         self._remote = session.strategy.remote_checkpoint(session.parts, run)
         self._about = {
             "source_facts": session.facts, "tokenizer": session.source.tokenizer, "reads": dict(session.source.reads),
@@ -95,6 +93,8 @@ class CheckpointSaver:
     def due(self, step: int) -> bool:
         """Rank 0: whether a checkpoint is due after `step`."""
         if step - self._begin_step == WARM_UP_STEPS:
+            if self.writer is not None:
+                self.writer.rehearse(self.session.parts())
             self._steady = self._mark(step)
         if self._every == "auto" and self._interval is None:
             late = time.perf_counter() - self._begin >= MOST_WORK_AT_RISK_S

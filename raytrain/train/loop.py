@@ -57,6 +57,7 @@ class TrainingLoop:
         should_stop: rank 0's stop flag (a signal arrived), read once a step; with several workers before the step.
         peak_memory: `() -> bytes` for the logged rows.
         memory: further figures of this worker's memory for the logged rows.
+        full_rate: samples per second of this worker's device at its peak, for their MFU; 0 where unknown.
         clock: the attempt's, where several loops make up one attempt.
         sizing: the micro-batch size, across out-of-memory errors.
         switches: what the session has switched on.
@@ -71,6 +72,7 @@ class TrainingLoop:
     should_stop: Callable[[], bool]
     peak_memory: Callable[[], int]
     memory: Callable[[], dict[str, int]] = dict
+    full_rate: Callable[[], float] = float
     clock: Clock = field(default_factory=Clock)
     sizing: MicroBatchSize
     switches: Switches
@@ -254,7 +256,7 @@ class TrainingLoop:
         """Write a row; returns the longest run of failed steps since the last one."""
         row = read_row(
             self.step, output, self._interval, self._nonfinite, number=state.step, epoch=self._epoch,
-            skipped_before=self._skipped_before, peak_memory=self.peak_memory,
+            skipped_before=self._skipped_before, peak_memory=self.peak_memory, full_rate=self.full_rate,
             extra={**self.switches.metrics(), **self.memory(), **self._counts(state)},
         )  # fmt: skip
         state.final_loss = row.record.loss

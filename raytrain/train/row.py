@@ -73,13 +73,14 @@ class LoggedRow:
 
 def read_row(
     step: TrainingStep, output: StepOutput, interval: LogInterval, nonfinite: NonFinite, *, number: int, epoch: int,
-    skipped_before: int, peak_memory: Callable[[], int], extra: dict[str, Any],
+    skipped_before: int, peak_memory: Callable[[], int], full_rate: Callable[[], float], extra: dict[str, Any],
 ) -> LoggedRow:  # fmt: skip
     """Read the device once, gather the workers' values once, and build the row. Collective.
 
     Args:
         number, epoch: of the step.
         skipped_before: steps that were skipped before this loop began.
+        full_rate: samples per second of this worker's device at its peak; 0 where unknown.
         extra: further values for the record.
     """
     trainable, scaler = step.trainable, step.scale
@@ -93,18 +94,12 @@ def read_row(
     loss_share, aux_share, norm, skip, skipped, longest, scale = values[:7]
     elapsed = max(time.perf_counter() - interval.since, 1e-9)
     times = sorted(interval.recent_s)
-    own = [
-        interval.step_s / interval.steps,
-        interval.data_s / interval.steps,
-        interval.waited_s / interval.steps,
-        float(peak_memory()),
-        loss_share,
-        aux_share,
-    ]
+    means = [seconds / interval.steps for seconds in (interval.step_s, interval.data_s, interval.waited_s)]
+    own = [*means, float(peak_memory()), full_rate(), loss_share, aux_share]
     own += [] if log is None else log.host_values()
     workers = step.workers.all_gather_floats(own)
-    step_s, data_s, waited_s, peak, losses, auxes = zip(*(row[:6] for row in workers), strict=True)
-    model = None if log is None else log.close(number, of_model, [row[6:] for row in workers])
+    step_s, data_s, waited_s, peak, full, losses, auxes = zip(*(row[:7] for row in workers), strict=True)
+    model = None if log is None else log.close(number, of_model, [row[7:] for row in workers])
     record = StepRecord(
         step=number,
         epoch=epoch,
@@ -118,6 +113,7 @@ def read_row(
         data_time_s=sum(data_s) / len(data_s),
         peak_memory_bytes=int(max(peak)),
         loss_scale=scale if scaler.enabled else None,
+        mfu=interval.samples / elapsed / sum(full) if all(full) else None,
         extra={
             **spreads(times, step_s=step_s, data_s=data_s, waited_s=waited_s, peak=peak),
             "data_cpu_share": interval.data_cpu_s / elapsed,

@@ -17,6 +17,7 @@ from raytrain.data.loading.checks import verify_placement
 from raytrain.data.loading.prepare import ReportEvent, prepare_source
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import open_source
+from raytrain.plan.rules.rates import peak_of
 from raytrain.train.build import build_of, restore_remote, source_facts
 from raytrain.train.clock import Clock
 from raytrain.train.compute.switches import Switches
@@ -265,7 +266,7 @@ class Session:
             step=self.step, loader=self.loader, evaluate=self.evaluate if self.source.eval is not None else None,
             limits=self.limits(), reporter=reporter, saver=saver or NeverSaves(), should_stop=should_stop,
             peak_memory=self.peak_memory, memory=partial(memory_in_use, self.device), clock=clock or Clock(),
-            sizing=self.sizing, switches=self.switches,
+            sizing=self.sizing, switches=self.switches, full_rate=self.full_rate,
         )  # fmt: skip
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -283,6 +284,16 @@ class Session:
         """Return the module with all its weights on rank 0, at the end of training. Collective."""
         self.switches.end()
         return self.strategy.full_module(lambda: build_of(self.job, facts=self.facts, initial=False))
+
+    def full_rate(self) -> float:
+        """Samples per second of this worker's device (its share of it) at the data-sheet peak of the precision in use;
+        0 where the peak or the FLOPs of a sample are unknown, or other processes compute a part of them."""
+        planned, flops = self.job.plan.model_facts, self.trainable.flops_per_sample
+        if flops is None and planned is not None and not self.job.loop.activation_checkpointing:
+            flops = planned.flops_per_sample  # a trace with recomputed blocks would count these twice
+        peak = peak_of(device_name(self.device), str(self.precision))
+        alone = self.job.plan.value("hosts", None) in ("none", 0, "colocated")
+        return peak / flops / self.sharing if alone and peak and flops else 0.0
 
     def peak_memory(self) -> int:
         """Peak bytes of this worker since the last call: the device allocator's on a GPU, the process's resident set on

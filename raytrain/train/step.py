@@ -28,6 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from raytrain.checkpoint.snapshot import before_update
 from raytrain.data.loading.checks import DeviceGuard
 from raytrain.errors import RunError
 from raytrain.train.mean_weight import CountedLabels, silence, told_weight
@@ -367,6 +368,7 @@ class TrainingStep:
 
     def update(self, agreed: GlobalStep, *, step: int) -> float:
         """The part of a commit that computes: clip, and step the optimizers unless skipped. Returns the lr."""
+        before_update(self.device)
         if self.max_grad_norm is not None:
             coefficient = (self.max_grad_norm / (agreed.norm + 1e-6)).clamp(max=1.0)
             # gradients of a skipped step are not scaled, so that the nonfinite ones can be named

@@ -18,7 +18,7 @@ from raytrain.plan.facts import ModelFacts
 from raytrain.plan.rules.accelerators import is_named
 from raytrain.plan.rules.devices import DevicePool
 from raytrain.plan.rules.hosts import gpus_of_hosts, number_of_hosts
-from raytrain.plan.rules.rates import GPU_FLOPS, ProcessRates, peak_flops, rates_of
+from raytrain.plan.rules.rates import GPUS, ProcessRates, peak_of, rates_of
 from raytrain.plan.rules.step_time import (
     StepWork,
     layout_name,
@@ -73,8 +73,7 @@ def choose_layout(
     if machines.on_gpu and len(machines.gpus) == 1:
         return Resolved(0, "one GPU holds the full model")
     dtype = str(precision.candidates[-1])
-    unknown = machines.on_gpu and any(peak_flops(gpu.name, dtype) is None for gpu in machines.gpus)
-    if unknown:
+    if machines.on_gpu and any(peak_of(gpu.name, dtype) is None for gpu in machines.gpus):
         return _without_sizes(machines)
     each = loop.micro_batch_size if isinstance(loop.micro_batch_size, int) else None
 
@@ -140,9 +139,9 @@ def slow_kind(machines: DevicePool, dtype: str) -> tuple[str, int] | None:
     names = {gpu.name for gpu in machines.gpus}
     if len(names) < 2:
         return None
-    slowest = min(sorted(names), key=lambda name: peak_flops(name, dtype) or 0.0)
+    slowest = min(sorted(names), key=lambda name: peak_of(name, dtype) or 0.0)
     gpus = [gpu for gpu in machines.gpus if gpu.name == slowest]
-    kind = next(kind for kind in GPU_FLOPS if is_named(gpus[0], kind))
+    kind = next(kind.split()[0] for kind in GPUS if is_named(gpus[0], kind))
     if any(is_named(gpu, kind) for gpu in machines.gpus if gpu.name != slowest):
         return None
     return kind, len(gpus)

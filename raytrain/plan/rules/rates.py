@@ -5,7 +5,6 @@ Pure: devices, inventory and a measured calibration in, rates out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.devices.calibration import MachineRates, RatesAtThreads
@@ -14,17 +13,25 @@ from cluster.wording import counted
 from raytrain.plan.rules.devices import DevicePool
 from raytrain.plan.text import seconds_text
 
-GPU_FLOPS = {
-    "B200": (1100e12, 2250e12), "H200": (494e12, 989e12), "H100": (494e12, 989e12), "A100": (156e12, 312e12),
-    "L40S": (183e12, 362e12), "A40": (75e12, 150e12), "A10": (62e12, 125e12), "L4": (60e12, 121e12),
-    "V100": (15.7e12, 125e12), "T4": (8.1e12, 65e12), "4090": (82e12, 165e12), "3090": (36e12, 71e12),
+PEAKS = ("fp32", "tf32", "bf16", "fp16", "memory")
+
+GPUS = {
+    "B200": (75, 1100, 2250, 2250, 7.7), "H200 NVL": (60, 418, 835, 835, 4.8), "H200": (67, 494, 989, 989, 4.8),
+    "H100 NVL": (60, 418, 835, 835, 3.9), "H100 PCIE": (51, 378, 756, 756, 2.0), "H100": (67, 494, 989, 989, 3.35),
+    "A100": (19.5, 156, 312, 312, 1.55), "L40S": (91.6, 183, 362, 362, 0.86), "A40": (37.4, 74.8, 150, 150, 0.7),
+    "A10": (31.2, 62.5, 125, 125, 0.6), "L4": (30.3, 60, 121, 121, 0.3), "V100": (15.7, 15.7, 15.7, 125, 0.9),
+    "T4": (8.1, 8.1, 8.1, 65, 0.32), "4090": (82.6, 82.6, 165, 165, 1.0), "3090": (35.6, 35.6, 71, 71, 0.94),
+    "MI300X": (163, 654, 1307, 1307, 5.3),
 }  # fmt: skip
-"""Name -> dense peak in (tf32, or fp32 where there is no tf32; half precision), from NVIDIA's data sheets."""
+"""Neighbouring words of a GPU's name -> 1e12 FLOPs per second of dense products in each format of `PEAKS`, and 1e12
+bytes per second of its memory; longer names of a kind come first. From the data sheets of NVIDIA (which give sparse
+products of H100, H200 and B200, twice as fast), its white papers (4090, 3090: sums in fp32) and AMD. Formats that a
+GPU has no units for are computed in fp32. The A100's memory is that of 40 GB."""
 
 GPU_SHARE = 0.4
 """Fraction of its peak that training reaches on a GPU: a usual model FLOPs utilisation."""
 
-GPU_MEMORY, GPU_OPERATION_S, GPU_TRIP_S = 1e12, 8e-6, 1e-5
+GPU_OPERATION_S, GPU_TRIP_S = 8e-6, 1e-5
 
 ASSUMED = MachineRates(
     "cpu",
@@ -122,26 +129,24 @@ def gpu_rates(machines: DevicePool, dtype: str, *, unequal: bool) -> ProcessRate
     near = len({node.host for node, _ in machines.pool}) == 1
     wire, link = (50e9, "50 GB/s between GPUs of a node") if near else (3e9, "3 GB/s between nodes")
     source = f"{name} at {GPU_SHARE:.0%} of its data-sheet peak, {link}, assumed"
-    return ProcessRates(
-        flops, GPU_MEMORY, GPU_MEMORY, GPU_OPERATION_S, GPU_TRIP_S, wire, float(len(machines.gpus)), source
-    )
+    memory = min(peak_of(gpu.name, "memory") or 1e12 for gpu in machines.gpus)
+    return ProcessRates(flops, memory, memory, GPU_OPERATION_S, GPU_TRIP_S, wire, float(len(machines.gpus)), source)
 
 
 def gpu_flops(machines: DevicePool, dtype: str, *, unequal: bool) -> float | None:
     """FLOPs per second that training reaches on the slowest GPU, or the mean of all GPUs if shares are unequal; None if
     a GPU is not in the table."""
-    peaks = [peak_flops(gpu.name, dtype) for gpu in machines.gpus]
-    found = [GPU_SHARE * peak for peak in peaks if peak is not None]
-    if not found or len(found) < len(peaks):
+    found = [GPU_SHARE * (peak_of(gpu.name, dtype) or 0.0) for gpu in machines.gpus]
+    if not found or not all(found):
         return None
     return sum(found) / len(found) if unequal else min(found)
 
 
-def peak_flops(name: str, dtype: str) -> float | None:
-    """A GPU's data-sheet peak; None if it is not in the table."""
-    peaks: Mapping[str, tuple[float, float]] = GPU_FLOPS
-    found = next((pair for known, pair in peaks.items() if known in name.upper().replace("-", " ").split()), None)
-    return None if found is None else found[dtype in ("bf16", "fp16")]
+def peak_of(name: str, what: str) -> float | None:
+    """What of `PEAKS` a GPU reaches in a second, by any name; None where the table lacks it, and for a MIG slice."""
+    words = f" {name.upper().replace('-', ' ')} "
+    found = next((peaks for kind, peaks in GPUS.items() if f" {kind} " in words), None)
+    return None if found is None or what not in PEAKS or " MIG " in words else 1e12 * found[PEAKS.index(what)]
 
 
 def name_of_slowest(machines: DevicePool) -> str:

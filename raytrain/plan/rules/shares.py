@@ -13,7 +13,7 @@ from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.facts import ModelFacts
 from raytrain.plan.rules.devices import DevicePool
-from raytrain.plan.rules.rates import GPU_SHARE, peak_flops
+from raytrain.plan.rules.rates import GPU_SHARE, peak_of
 from raytrain.plan.rules.workers import spread
 from raytrain.plan.shares import SPLITS, Shares, gain_over_equal
 
@@ -59,7 +59,7 @@ def choose_shares(
         return Deferred(MEASURED, (), f"{EVENLY}; {same}")
     precision = choices["precision"]
     dtype = str(precision.candidates[0])
-    peaks = {kind: peak_flops(kind, dtype) for kind in kinds}
+    peaks = {kind: peak_of(kind, dtype) for kind in kinds}
     unknown = [kind for kind, peak in peaks.items() if peak is None]
     if unknown:
         return Deferred(MEASURED, (), f"{EVENLY}; the peak rate is unknown for {', '.join(unknown)}")

@@ -93,6 +93,7 @@ class ShardSaver:
     def _write(self, rows: dict[str, dict[str, Tensor]], folder: str) -> None:
         rank = self._workers.rank
         try:
+            self._staging.wait()
             files, parts = write_parts(
                 open_store(folder), rows, fence=lambda: None, shard_bytes=self._shard_bytes, suffix=f".rank{rank:05d}"
             )

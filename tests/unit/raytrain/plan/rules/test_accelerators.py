@@ -22,7 +22,7 @@ from raytrain.errors import InputError
 from raytrain.execution.trainer import accelerator_type
 from raytrain.plan.plan import Plan, make_plan
 from raytrain.plan.rules.accelerators import is_named
-from raytrain.plan.rules.rates import peak_flops
+from raytrain.plan.rules.rates import peak_of
 from raytrain.runs.folder import RunFolder
 
 HEAD = Device("cuda", "NVIDIA H100 80GB HBM3", 80 << 30, (9, 0), "GPU-1", 0)
@@ -134,4 +134,4 @@ def test_expert_hosts_ask_for_rays_spelling_too(
 def test_a_device_is_named_by_neighbouring_words_of_its_name() -> None:
     assert is_named(HEAD, "nvidia-h100") and is_named(HEAD, "h100 80gb") and not is_named(HEAD, "nvidia 80gb")
     assert not is_named(HEAD, "H10") and not is_named(HEAD, "")
-    assert peak_flops("h100", "bf16") == peak_flops("NVIDIA H100 80GB HBM3", "bf16")
+    assert peak_of("h100", "bf16") == peak_of("NVIDIA H100 80GB HBM3", "bf16")
