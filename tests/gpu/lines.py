@@ -43,6 +43,7 @@ class Line:
 
 
 SAME = "the losses of `one`, within 0.1 %"
+HALF = {"scale.gpus_per_worker": 0.5}
 
 
 def _layouts(gpus: int, prefix: str, *, nodes: int = 1, across: bool = False) -> list[Line]:
@@ -88,6 +89,14 @@ LINES = [
          job={"loop.deterministic": True}, equals="one"),
     Line("one-memory", 1, "a worker runs out of memory once: the step is retried in smaller micro-batches",
          f"an event `out_of_memory`; {SAME}", job={"model.builder": "hungry:moe_gpt"}, equals="one", on_cpu=False),
+    Line("shared-ddp", 1, "two workers on one GPU: gloo sums the gradients through the host", SAME, equals="one",
+         job={"scale.workers": 2, **HALF}),
+    Line("shared-colocated", 1, "two workers on one GPU with half of the experts each", SAME, equals="one",
+         job={"scale.workers": 2, "experts.hosts": "colocated", **HALF}),
+    Line("shared-host", 1, "a worker and an expert host on one GPU", SAME, equals="one",
+         job={"scale.workers": 1, "experts.hosts": 1, **HALF}),
+    Line("shared-hosts", 1, "a worker and two expert hosts on one GPU", SAME, equals="one",
+         job={"scale.workers": 1, "experts.hosts": 2, "scale.gpus_per_worker": 0.33}),
     Line("tune", 1, "trials of `tune` in processes of their own", "done; best.yaml is written", verb="tune",
          minutes=10, on_cpu=False),
     Line("infer", 1, "a trained model answers rows on a GPU",

@@ -131,7 +131,7 @@ def gpu_flops(machines: DevicePool, dtype: str, *, unequal: bool) -> float | Non
     """FLOPs per second that training reaches on the slowest GPU, or the mean of all GPUs if shares are unequal; None if
     a GPU is not in the table."""
     peaks = [peak_flops(gpu.name, dtype) for gpu in machines.gpus]
-    found = [GPU_SHARE * peak for peak in peaks if peak is not None]
+    found = [GPU_SHARE * peak / machines.per_gpu for peak in peaks if peak is not None]
     if not found or len(found) < len(peaks):
         return None
     return sum(found) / len(found) if unequal else min(found)
