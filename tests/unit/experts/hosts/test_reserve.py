@@ -12,6 +12,7 @@ import ray.exceptions
 from experts.hosts import reserve
 from experts.hosts.reserve import start_hosts
 from raytrain.config.sections import RetryConfig
+from raytrain.execution.trainer import worker_resources
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
@@ -80,7 +81,9 @@ def test_hosts_reserve_what_workers_do(started: Any, tmp_path: Path, device: str
     """On GPUs: that part of one; Ray counts in ten-thousandths, so that three thirds fit."""
     _, given = started(2, device=device, per_gpu=per_gpu)
     assert given["arguments"]["gpus"] == share
-    request = reserve._request(plan_of(2, device=device, per_gpu=per_gpu), RunFolder(str(tmp_path)))
+    plan = plan_of(2, device=device, per_gpu=per_gpu)
+    request = reserve._request(plan, RunFolder(str(tmp_path)))
+    assert request.workers == [worker_resources(plan, local=False)] * 3
     resources = [*request.hosts, *request.workers]
     assert len(resources) == 5 and {one.get("GPU", 0) for one in resources} == {share}
 
