@@ -88,6 +88,8 @@ class ColocatedConnection:
     device: str
     dtype: str = "fp32"
     """Planned number format of the experts' products."""
+    through_host: bool = False
+    """Workers share a GPU, so that rows travel through the host."""
 
     def close(self) -> None:
         """Nothing was started."""
@@ -106,6 +108,7 @@ class ColocatedConnection:
             workers=workers,
             holders=list(range(workers)),
             device=torch.device(self.device),
+            through_host=self.through_host,
             interface=self.interface,
         )
         kinds, speeds = self._measured_speeds(group, shapes)

@@ -308,6 +308,7 @@ class ExpertDirectory:
         spec = GenerationSpec(
             generation, workers, len(members), self._address, self._interface, self._device, self._placement, specs,
             deaths=self._deaths[self._deaths_recorded :], num_deaths=len(self._deaths), note=self._note(before),
+            through_host=0 < self._gpus < 1,
         )  # fmt: skip
         for rank, index in enumerate(members):
             self._places[index].host.join.remote(spec, rank)

@@ -47,6 +47,7 @@ class GenerationSpec:
         address: host and port of the store.
         interface: of gloo and NCCL; None takes the one by which Ray reaches each member.
         device: "cpu" or "cuda", of the hosts.
+        through_host: several members share a GPU, so that rows travel through the host.
         placement: in force at the start.
         specs: of the hosts.
         deaths: of hosts that are not recorded yet; `num_deaths` counts all of the run.
@@ -64,6 +65,7 @@ class GenerationSpec:
     deaths: list[Death] = field(default_factory=list)
     num_deaths: int = 0
     note: str = ""
+    through_host: bool = False
 
     def title_of(self, rank: int) -> str:
         """Name of a member in messages."""
@@ -117,7 +119,8 @@ def open_group(spec: GenerationSpec, *, rank: int, lost: Reason = lambda: None) 
     try:
         places = _rendezvous(store, name, spec, own=MemberPlace.of(device), rank=rank, limit=limit, lost=lost)
         nodes = [place.node for place in places]
-        _refuse_shared_gpus(places, spec)
+        if not spec.through_host:
+            _refuse_shared_gpus(places, spec)
         return JointGroup(
             store,
             name=name,
@@ -126,6 +129,7 @@ def open_group(spec: GenerationSpec, *, rank: int, lost: Reason = lambda: None) 
             workers=spec.workers,
             holders=list(range(spec.workers, size)),
             device=device,
+            through_host=spec.through_host,
             interface=spec.interface,
             watched=True,
             lost=lost,
@@ -234,7 +238,7 @@ def _workers_groups(spec: GenerationSpec, *, rank: int, device: torch.device, lo
     store = connect(spec.address, who=spec.title_of(rank), limit=RENDEZVOUS_S)
     name = f"generation-{spec.number}/workers"
     flags = gloo(store, f"{name}/flags", rank, spec.workers, interface=spec.interface, timeout_s=1800.0)
-    if not uses_nccl(device):
+    if not uses_nccl(device) or spec.through_host:  # gloo sums and broadcasts tensors of a GPU through the host itself
         return flags, flags
     payload = nccl(
         store, f"{name}/payload", rank, spec.workers, device=device, interface=spec.interface, timeout_s=1800.0,

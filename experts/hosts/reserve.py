@@ -101,9 +101,8 @@ def start_hosts(
         return HostsOfRun(None)
     if hosts == "colocated":
         dtype = str(plan.precision.candidates[0])
-        return HostsOfRun(
-            ColocatedConnection(run_path=run.path, interface=interface, device=_value(plan.device), dtype=dtype)
-        )
+        device, shared = _value(plan.device), plan.per_gpu > 1
+        return HostsOfRun(ColocatedConnection(run.path, interface, device, dtype, through_host=shared))
     reservation = None if local else Reservation(_request(plan, run), begin=begin)
     begin("starting the expert hosts")
     return _start(
@@ -138,7 +137,7 @@ def _start(
     options = {"num_cpus": 0, "max_concurrency": concurrency, "scheduling_strategy": on_this_node()}
     actor: Any = ray.remote(ExpertDirectory)
     directory = actor.options(**options).remote(
-        hosts=number, threads=threads, gpus=int(on_gpu), loopback=local, interface=interface,
+        hosts=number, threads=threads, gpus=plan.gpu_share if on_gpu else 0, loopback=local, interface=interface,
         group=None if reservation is None else reservation.group, host_wait_s=retry.host_wait_s,
         host_silence_s=retry.host_silence_s, dtype=str(plan.precision.candidates[0]), speeds=recorded_speeds(run.path),
         limits=limits, telemetry=telemetry,
@@ -167,21 +166,21 @@ def _request(plan: Plan, run: RunFolder) -> Request:
     """The resources of the hosts and of the workers of a plan."""
     from raytrain.execution.trainer import accelerator_type, worker_resources
 
-    on_gpu, threads = _value(plan.device) == "cuda", int(_value(plan.threads) or 1)
+    gpu, threads = plan.gpu_share if _value(plan.device) == "cuda" else 0, int(_value(plan.threads) or 1)
     worker, kind = worker_resources(plan, local=False), accelerator_type(plan, local=False)
     if kind is not None:
         worker[f"accelerator_type:{kind}"] = TYPE_SHARE
     return Request(
         # a host without a type of its own is on the GPUs that scale.accelerator names, as the workers are
-        hosts=[_bundle(own or kind, gpu=on_gpu, threads=threads) for own in kinds_of_hosts(_value(plan.hosts))],
+        hosts=[_bundle(own or kind, gpu=gpu, threads=threads) for own in kinds_of_hosts(_value(plan.hosts))],
         workers=[dict(worker) for _ in range(int(_value(plan.workers)))],
         strategy=_value(plan.placement),
         name=f"the run {run.path}",
     )
 
 
-def _bundle(kind: str | None, *, gpu: bool, threads: int) -> Bundle:
+def _bundle(kind: str | None, *, gpu: float, threads: int) -> Bundle:
     """Resources of one host; a node has one unit of the resource that names its accelerator type."""
     if not gpu:
         return {"CPU": threads}
-    return {"GPU": 1} if kind is None else {"GPU": 1, f"accelerator_type:{kind}": TYPE_SHARE}
+    return {"GPU": gpu} if kind is None else {"GPU": gpu, f"accelerator_type:{kind}": TYPE_SHARE}

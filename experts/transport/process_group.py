@@ -42,6 +42,7 @@ class JointGroup:
         holders: ranks that own experts: those after the workers, or the workers where experts are colocated.
         device: of the rows; a CUDA device uses NCCL for them, and gloo for everything else. Without an index it is the
             current GPU of the calling thread.
+        through_host: rows are copied to the host and sent over gloo, as members share a GPU.
         interface: network interface, such as "lo"; None takes those of the environment, else gloo and NCCL choose.
         timeout_s: of every call; `abort` reports a death long before.
         lost: polled until all members are connected: why the generation is over, None while it lives.
@@ -58,24 +59,25 @@ class JointGroup:
         workers: int,
         holders: list[int],
         device: torch.device,
+        through_host: bool = False,
         interface: str | None = None,
         timeout_s: float = 1800.0,
         watched: bool = False,
         lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.rank, self.size, self.workers, self.holders = rank, size, workers, holders
-        self.device = device = with_index(device)
+        self.device, self.through_host = with_index(device), through_host
         self.seconds = 0.0
         self.timeout = timedelta(seconds=timeout_s)
         self._aborted, self._watched = "", watched
         self._control = gloo(store, f"{name}/control", rank, size, interface=interface, timeout_s=timeout_s)
         self._others = [(rank + step) % size for step in range(1, size)]  # members start with different peers
         self._payload: dict[Channel, Any] = {}
-        if uses_nccl(device):
+        if uses_nccl(device) and not through_host:
             partners = [other for other in self._others if rank in holders or other in holders]
             for channel in (Channel.TO_HOLDERS, Channel.TO_WORKERS):
                 self._payload[channel] = nccl(
-                    store, f"{name}/{channel.value}", rank, size, device=device, interface=interface,
+                    store, f"{name}/{channel.value}", rank, size, device=self.device, interface=interface,
                     timeout_s=timeout_s, limit_s=RENDEZVOUS_S, partners=partners, lost=lost,
                 )  # fmt: skip
 
@@ -91,7 +93,8 @@ class JointGroup:
         receives = [int(rank < self.workers and holds and rank not in dropped) for rank in range(self.size)]
         sent = torch.empty((0, size), dtype=torch.int64) if rows is None else rows
         received = torch.empty((sum(receives), size), dtype=torch.int64)
-        Exchange(self, self._send_pairwise(sent, received, sends, receives, HEADERS), sent, received).wait()
+        works = self._send_pairwise(sent, received, sends, receives, HEADERS)
+        Exchange(self, works, sent, received, into=received).wait()
         return received.tolist()
 
     def exchange(
@@ -112,12 +115,15 @@ class JointGroup:
         received = send.new_empty((sum(receive_counts), *send.shape[1:])) if into is None else into
         send, payload = send.contiguous(), self._payload.get(channel)
         if payload is None:
-            works = self._send_pairwise(send, received, send_counts, receive_counts, ROWS)
-            return Exchange(self, works, send, received)
+            staged = received if channel is Channel.CONTROL or not self.through_host else _on_host(received)
+            if staged is not received:
+                send = _on_host(send).copy_(send)  # waits for the device, like the copy of what arrives
+            works = self._send_pairwise(send, staged, send_counts, receive_counts, ROWS)
+            return Exchange(self, works, send, staged, into=received)
         incoming, outgoing = received.split(receive_counts), send.split(send_counts)
         incoming[self.rank].copy_(outgoing[self.rank])
         works = self._timed(lambda: exchange_pairs(payload, incoming, outgoing, others=self._others))
-        return Exchange(self, works, send, received, on_device=True)
+        return Exchange(self, works, send, received, into=received, on_device=True)
 
     def _send_pairwise(
         self, sent: Tensor, received: Tensor, send_counts: list[int], receive_counts: list[int], tag: int
@@ -190,25 +196,33 @@ class JointGroup:
 
 
 class Exchange:
-    """An exchange in flight; keeps the sent tensor alive until it has ended."""
+    """An exchange in flight; keeps the sent tensor alive until it has ended. What is received on the host is then
+    copied `into` the rows on the device, if that is another tensor."""
 
     def __init__(
-        self, group: JointGroup, works: list[Any], sent: Tensor, received: Tensor, *, on_device: bool = False
-    ) -> None:
+        self, group: JointGroup, works: list[Any], sent: Tensor, received: Tensor, *, into: Tensor,
+        on_device: bool = False,
+    ) -> None:  # fmt: skip
         self._group, self._works, self._sent, self._received = group, works, sent, received
-        self._on_device = on_device
+        self._into, self._on_device = into, on_device
 
     def wait(self) -> Tensor:
         """Return the rows received, in the order of the ranks."""
         works, self._works = self._works, []
         if works:
             self._group._timed(lambda: self._finish(works))
-        return self._received
+        if self._into is not self._received:
+            self._received = self._into.copy_(self._received)
+        return self._into
 
     def _finish(self, works: list[Any]) -> None:
         for work in works:
             # gloo's messages do not use the group's timeout; given one, NCCL would wait for the device
             work.wait() if self._on_device else work.wait(self._group.timeout)
+
+
+def _on_host(rows: Tensor) -> Tensor:
+    return torch.empty_like(rows, device="cpu", pin_memory=rows.device.type == "cuda")
 
 
 def uses_nccl(device: torch.device) -> bool:

@@ -21,7 +21,7 @@ from raytrain.config.decode import encode
 from raytrain.plan.choice import Resolved
 from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.plan import Plan, make_plan
-from raytrain.plan.rules.devices import pick_devices
+from raytrain.plan.rules.devices import divided, pick_devices
 from raytrain.plan.rules.hosts import separate_hosts
 from raytrain.plan.rules.memory import ShareOut
 
@@ -80,7 +80,8 @@ def plan_job(
     )  # fmt: skip
     on_gpu = plan.device.value_or(None) == "cuda"
     if on_gpu and separate_hosts(plan.hosts) and sized is not None and sized.experts is not None:
-        check_room(sized.experts, spec.experts, machines.devices(), hosts=separate_hosts(plan.hosts))
+        gpus = divided(machines.devices(), plan.per_gpu)
+        check_room(sized.experts, spec.experts, gpus, hosts=separate_hosts(plan.hosts))
     assert isinstance(plan.hosts, Resolved) and isinstance(plan.workers, Resolved)  # never deferred
     facts = None if sized is None else sized.experts
     warnings = [*plan.warnings, *unchecked, *warn_of_named_devices(spec)]

@@ -111,7 +111,8 @@ def cluster_size(plan: Plan | None) -> tuple[int, int, int]:
         return RAY_PROCESSES, 0, 0
     assert isinstance(plan.workers, Resolved) and isinstance(plan.device, Resolved)  # never deferred
     processes = int(plan.workers.value) + separate_hosts(plan.hosts)
-    return processes + RAY_PROCESSES, processes if plan.device.value == "cuda" else 0, processes
+    gpus = -(-processes // plan.per_gpu) if plan.device.value == "cuda" else 0
+    return processes + RAY_PROCESSES, gpus, processes
 
 
 @contextlib.contextmanager

@@ -27,6 +27,12 @@ def _ordered(value: tuple[int, int]) -> tuple[int, int]:
     return value
 
 
+def _divides_a_gpu(value: float) -> float:
+    if 1 / value - int(1 / value + 1e-9) > 0.05:  # 0.33 is a third; what 0.4 leaves of a GPU nobody could use
+        raise ValueError("not a GPU divided by a whole number")
+    return value
+
+
 def _python_object(value: Any) -> Any:
     """Objects come from Python; a plain YAML scalar here is a mistake, a placeholder of `encode` is not."""
     is_scalar = isinstance(value, (bool, int, float, str))
@@ -50,6 +56,11 @@ WorkerRange = Annotated[
     BeforeValidator(_list_as_tuple),
     AfterValidator(_ordered),
     Field(json_schema_extra={"expected": "[min, max] with 1 <= min <= max"}),
+]
+GpuShare = Annotated[
+    float,
+    Field(gt=0, le=1, json_schema_extra={"expected": "1, or 1 divided by a whole number, such as 0.5"}),
+    AfterValidator(_divides_a_gpu),
 ]
 Auto = Literal["auto"]
 _PATH = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
@@ -287,6 +298,12 @@ class ScaleConfig(Section):
     )
     accelerator: Text | None = Field(
         default=None, examples=["cuda:0"], description="cpu, cuda, cuda:0, or a type such as H100"
+    )
+    gpus_per_worker: GpuShare = Field(
+        default=1.0,
+        examples=[0.5],
+        description="part of a GPU that each worker and each expert host gets; below 1, to develop with few GPUs, they "
+        "communicate through the host",
     )
     threads: Count | Auto = Field(default="auto", description="CPU threads of each worker")
     shares: Literal["auto", "equal"] = Field(

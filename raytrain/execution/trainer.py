@@ -124,7 +124,7 @@ def worker_resources(plan: Plan, *, local: bool) -> dict[str, float]:
     """What one worker reserves: on a shared cluster, a CPU worker reserves the cores it computes on."""
     on_gpu = _value(plan.device) == "cuda"
     cpus = 1 if on_gpu or local else int(_value(plan.threads) or 1)
-    return {"CPU": cpus, "GPU": 1} if on_gpu else {"CPU": cpus}
+    return {"CPU": cpus, "GPU": plan.gpu_share} if on_gpu else {"CPU": cpus}
 
 
 def accelerator_type(plan: Plan, *, local: bool) -> str | None:

@@ -22,6 +22,7 @@ import ray
 import ray.train
 import torch
 from ray import cloudpickle
+from ray.train.torch import get_device
 from torch import nn
 
 from cluster.forks import keep_parents_objects
@@ -82,7 +83,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
         data = kept(channel, "data") if config["data"] else None
         local_rank = ray.train.get_context().get_local_rank()
         node = ray.get_runtime_context().get_node_id()
-        worker = Worker(job, workers=workers, local_rank=local_rank, channel=channel, node=node)
+        # of GPUs that workers share, their ranks do not tell which one Ray has given this worker a part of
+        own = get_device().index if job.plan.per_gpu > 1 else local_rank
+        worker = Worker(job, workers=workers, local_rank=own, channel=channel, node=node)
         every, limit = job.telemetry_every if local_rank == 0 else 0.0, job.cluster.memory_limit
         sampled = node_telemetry(job.run_path, every=every, limit=limit, channel=channel, tags=worker.position)
         with sampled, watched_memory(worker.soft_limit(), every=job.telemetry_every, warn=worker.warn_of_memory):
@@ -100,7 +103,7 @@ class Worker:
     """One attempt on one worker.
 
     Args:
-        local_rank: rank among the workers of this machine.
+        local_rank: rank among the workers of this machine, or the index of its GPU where they share them.
         channel: the `DriverChannel` actor, used by rank 0.
         node: Ray's id of this node, for the faults recorded here.
     """

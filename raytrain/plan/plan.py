@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -40,6 +41,7 @@ from raytrain.plan.rules.devices import (
     choose_devices,
     choose_fp32_layers,
     choose_precision,
+    share_gpus,
     warn_of_lesser_devices,
     warn_of_mixed_gpus,
 )
@@ -79,11 +81,12 @@ class Plan:
 
     Every choice is a `Resolved` or a `Deferred`, or None where it does not apply: `inflight` without remote experts,
     `overlap` where nothing can overlap, `best_saves` without evaluations, `compile`, `cudnn_benchmark` and
-    `sync_batchnorm` where they are off, `shares` where equal shares are configured, `fp32_layers` where none is
-    configured, `resident_rows` unless only a part of the rows is kept on the device. `warnings` lists each fall-back
-    and each doubtful setting; `config` is the full configuration with its defaults, `sources` says where each dotted
-    key of it came from (default, recipe, file, python or command line). `strategies` are the ways to distribute the job
-    with their predicted times, the fastest first; empty where the sizes of the model are unknown.
+    `sync_batchnorm` where they are off, `processes_per_gpu` where each has a whole GPU, `shares` where equal shares are
+    configured, `fp32_layers` where none is configured, `resident_rows` unless only a part of the rows is kept on the
+    device. `warnings` lists each fall-back and each doubtful setting; `config` is the full configuration with its
+    defaults, `sources` says where each dotted key of it came from (default, recipe, file, python or command line).
+    `strategies` are the ways to distribute the job with their predicted times, the fastest first; empty where the sizes
+    of the model are unknown.
     """
 
     mode: Choice
@@ -93,6 +96,7 @@ class Plan:
     placement: Choice
     strategy: Choice
     backend: Choice
+    processes_per_gpu: Choice | None = field(default=None, kw_only=True)
     overlap: Choice | None = field(default=None, kw_only=True)
     threads: Choice
     precision: Choice
@@ -145,6 +149,16 @@ class Plan:
         choice = self.choices().get(name)
         return default if choice is None else choice.value_or(default)
 
+    @property
+    def per_gpu(self) -> int:
+        """The number of processes that share each GPU."""
+        return self.value("processes_per_gpu", 1)
+
+    @property
+    def gpu_share(self) -> float:
+        """The part of a GPU that Ray reserves for a worker or an expert host."""
+        return 1 if self.per_gpu == 1 else math.floor(1e4 / self.per_gpu) / 1e4  # Ray counts in ten-thousandths
+
     def rows(self) -> list[tuple[str, str, str]]:
         """(name, value, reason) of each decision, as text for a table; decisions that do not apply are left out."""
         known = ((n, c) for n, c in self.choices().items() if c.value_or(True) is not None)
@@ -192,7 +206,7 @@ def make_plan(
     """
     warnings, total = list[str](), choose_global_batch(loop, data_facts)
     scale, why_one = one_worker_for_whole(scale, loop)
-    machines = choose_devices(scale, inventory, warnings)
+    machines = share_gpus(scale, choose_devices(scale, inventory, warnings), experts_hosts, warnings)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
     alone = replace(alone, reason=why_one or alone.reason)
     inputs = StrategyInputs(
@@ -302,11 +316,21 @@ def _machine_choices(
         "workers": workers,
         "placement": choose_placement(counts, machines),
         "strategy": choose_strategy(scale, hosts, workers=workers.value),
-        "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
+        **_communication(scale, machines),
         **({} if overlap is None else {"overlap": overlap}),
         **({} if synced is None else {"sync_batchnorm": synced}),
         "threads": choose_threads(scale, counts, machines, inventory, warnings, other_processes=other_processes),
         "precision": precision_under_fsdp(scale, by_device, on_gpu=machines.on_gpu),
+    }
+
+
+def _communication(scale: ScaleConfig, machines: DevicePool) -> dict[str, Choice]:
+    if machines.per_gpu == 1:
+        return {"backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors")}
+    shared = f"{machines.per_gpu} processes share each GPU, for development: slower than one"
+    return {
+        "backend": Resolved("gloo", "copies through the host, as NCCL refuses two processes on one GPU"),
+        "processes_per_gpu": Resolved(machines.per_gpu, f"scale.gpus_per_worker {scale.gpus_per_worker:g}: {shared}"),
     }
 
 

@@ -70,8 +70,8 @@ class Session:
         self.workers = workers
         self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
-        self.sharing = processes_sharing(self.device, workers)
-        """Number of workers on this device (on a CPU: on this node), including this one."""
+        self.sharing = max(processes_sharing(self.device, workers), job.plan.per_gpu)
+        """Number of processes on this device, expert hosts included (on a CPU: workers on this node)."""
         fraction, limit = job.cluster.memory_fraction, job.cluster.memory_limit
         limit_device_memory(self.device, fraction=fraction, limit=limit, processes=self.sharing)
         set_determinism(deterministic=job.loop.deterministic)

@@ -47,6 +47,7 @@ class Line:
 
 
 SAME = "the losses of `one`, within 0.1 %"
+HALF = {"scale.gpus_per_worker": 0.5}
 
 
 def _layouts(gpus: int, prefix: str, *, nodes: int = 1, across: bool = False) -> list[Line]:
@@ -89,6 +90,14 @@ LINES = [
          job={"precision.dtype": "auto", "loop.micro_batch_size": "auto"}),
     Line("one-memory", 1, "a worker runs out of memory once: the step is retried in smaller micro-batches",
          f"an event `out_of_memory`; {SAME}", job={"model.builder": "hungry:moe_gpt"}, equals="one", on_cpu=False),
+    Line("shared-ddp", 1, "two workers on one GPU: gloo sums the gradients through the host", SAME, equals="one",
+         job={"scale.workers": 2, **HALF}),
+    Line("shared-colocated", 1, "two workers on one GPU with half of the experts each", SAME, equals="one",
+         job={"scale.workers": 2, "experts.hosts": "colocated", **HALF}),
+    Line("shared-host", 1, "a worker and an expert host on one GPU", SAME, equals="one",
+         job={"scale.workers": 1, "experts.hosts": 1, **HALF}),
+    Line("shared-hosts", 1, "a worker and two expert hosts on one GPU", SAME, equals="one",
+         job={"scale.workers": 1, "experts.hosts": 2, "scale.gpus_per_worker": 0.33}),
     Line("grouped", 1, "the grouped product of experts equals the loop, experts without rows included",
          "\"used\"; on a GPU below 8.0, or with a wrong kernel, the reason why not", test="test_kernels.py -k grouped"),
     Line("expert-host", 1, "an expert host runs out of memory: the step is dropped there, and it goes on",

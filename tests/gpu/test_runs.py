@@ -227,6 +227,8 @@ def test_a_run(line: Line) -> None:
     plan = json.loads(recorded)["choices"]
     assert plan["device"]["value"] == ("cpu" if on_cpu else "cuda"), plan["device"]
     assert plan["workers"]["value"] == workers_of(line)
+    if line.name.startswith("shared-") and not on_cpu:
+        assert plan["backend"]["value"] == "gloo" and plan["processes_per_gpu"]["value"] > 1
     if line.job.get("precision.dtype") == "bf16":
         assert plan["precision"]["value"] == ("fp16" if old else "bf16"), plan["precision"]
     if not on_cpu and (line.across or line.gpus > int(os.environ.get("RAYTRAIN_GPU_LARGEST", "99"))):

@@ -63,6 +63,7 @@ class Scene:
         spoil: the host for which the bytes of a move are corrupted.
         frozen: patterns of the names of weights that are not trained.
         nccl: rows travel by a stand-in with the rules of NCCL; set by `on_nccl`, in all members' processes.
+        through_host: rows are copied to and from buffers of the host, as where members share a GPU.
     """
 
     workers: int
@@ -82,6 +83,7 @@ class Scene:
     spoil: int | None = None
     frozen: tuple[str, ...] = ()
     nccl: bool = False
+    through_host: bool = False
 
     @property
     def size(self) -> int:
@@ -178,6 +180,7 @@ def joint_group(scene: Scene, rank: int) -> JointGroup:
         workers=scene.workers,
         holders=list(range(scene.workers)) if colocated else list(range(scene.workers, scene.size)),
         device=torch.device("cpu"),
+        through_host=scene.through_host,
         interface="lo",
         timeout_s=60.0,
     )

@@ -138,7 +138,9 @@ class _Fit:
             interface="lo" if cluster.local else spec.cluster.interface,
             retry=spec.retry,
             begin=activity.begin,
-            limits=ProcessLimits(spec.cluster.memory_fraction, memory_limit, spec.loop.deterministic),
+            limits=ProcessLimits(
+                spec.cluster.memory_fraction, memory_limit, spec.loop.deterministic, opened.plan.per_gpu
+            ),
             telemetry=HostTelemetry(opened.run.path, spec.telemetry.every, memory_limit, self.channel),
         )
         self.progress: Mapping[str, Any] = {}

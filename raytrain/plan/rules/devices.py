@@ -7,8 +7,9 @@ reason and in `warnings`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cluster.checks.wanted import DeviceSize, check_wanted
 from cluster.config import ClusterConfig
@@ -24,16 +25,25 @@ FP16_CAPABILITY = (7, 0)
 
 @dataclass(frozen=True)
 class DevicePool:
-    """The kind of device chosen, and the accelerators that the workers can use by node (empty on CPU)."""
+    """The kind of device chosen, and the accelerators that the workers can use by node (empty on CPU).
+
+    Each device is for one process: where `per_gpu` processes share a GPU, it is there as many times.
+    """
 
     mode: Resolved
     device: Resolved
     accelerator: Resolved
     pool: tuple[tuple[Node, tuple[Device, ...]], ...]
+    per_gpu: int = 1
 
     @property
     def gpus(self) -> list[Device]:
         return [device for _, devices in self.pool for device in devices]
+
+    @property
+    def unit(self) -> str:
+        """What one process gets, in messages."""
+        return "GPU" if self.per_gpu == 1 else "GPU share"
 
     @property
     def on_gpu(self) -> bool:
@@ -76,6 +86,42 @@ def choose_devices(scale: ScaleConfig, inventory: Inventory, warnings: list[str]
             why += f" {text}" + (", as Ray names it" if required else "; every GPU of the cluster is one")
         accelerator = Resolved(required or "cuda", why)
     return DevicePool(mode, device, accelerator, pool)
+
+
+def share_gpus(scale: ScaleConfig, machines: DevicePool, hosts: Any, warnings: list[str]) -> DevicePool:
+    """The machines with each GPU divided as `scale.gpus_per_worker` says.
+
+    Args:
+        hosts: `experts.hosts`.
+
+    Raises:
+        InputError: a layout that needs whole GPUs.
+    """
+    per_gpu = int(1 / scale.gpus_per_worker + 1e-9)
+    if per_gpu == 1:
+        return machines
+    if not machines.on_gpu:
+        warnings.append(f"scale.gpus_per_worker {scale.gpus_per_worker:g} changes nothing: this run is on CPUs")
+        return machines
+    whole = "scale.strategy fsdp" if scale.strategy == "fsdp" else f"experts.hosts {hosts}"
+    if scale.strategy == "fsdp" or isinstance(hosts, dict):
+        raise InputError(
+            "scale.gpus_per_worker", got=f"{scale.gpus_per_worker:g} with {whole}", expected="1 with it",
+            remedy="data-parallel workers, colocated experts and a number of expert hosts can share GPUs",
+        )  # fmt: skip
+    pool = tuple((node, divided(own, per_gpu)) for node, own in machines.pool)
+    return replace(machines, pool=pool, per_gpu=per_gpu)
+
+
+def divided(gpus: Iterable[Device], per_gpu: int) -> tuple[Device, ...]:
+    """Each GPU as what each of `per_gpu` processes gets: a device with that part of its memory."""
+    return tuple(
+        replace(
+            gpu, memory_bytes=gpu.memory_bytes // per_gpu, uuid=f"{gpu.uuid or gpu.index}/{part}",
+            free_bytes=None if gpu.free_bytes is None else gpu.free_bytes // per_gpu,
+        )
+        for gpu in gpus for part in range(per_gpu)
+    )  # fmt: skip
 
 
 def _required(text: str, pool: Sequence[tuple[Node, tuple[Device, ...]]], inventory: Inventory) -> str | None:

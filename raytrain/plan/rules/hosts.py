@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.devices.inventory import Device, Inventory
+from cluster.wording import counted
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
@@ -66,7 +67,7 @@ def leave_gpus_to_hosts(
     left = len(machines.without(gpus_of_hosts(requested, machines, inventory)).gpus)
     if not least_workers(scale) <= left < workers.value:
         return workers
-    return Resolved(left, f"one per remaining GPU; {number_of_hosts(requested)} go to the expert hosts")
+    return Resolved(left, f"one per remaining {machines.unit}; {number_of_hosts(requested)} go to the expert hosts")
 
 
 def least_workers(scale: ScaleConfig) -> int:
@@ -274,7 +275,7 @@ def _check_left(
     keys = "experts.hosts" if scale.workers == "auto" else "experts.hosts or scale.workers"
     most = f"at most {there - least}" if there > least else "0 or colocated"
     expected = "fewer, or colocated" if isinstance(requested, dict) else most
-    gpus = "there is 1 GPU" if there == 1 else f"there are {there} GPUs"
+    gpus = f"there {'is' if there == 1 else 'are'} {counted(there, machines.unit)}"
     title = host_kinds_text(requested) if isinstance(requested, dict) else str(requested)
     raise InputError(
         "experts.hosts", got=title if scale.workers == "auto" else f"{title} with {workers} workers",

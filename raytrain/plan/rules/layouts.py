@@ -134,7 +134,7 @@ def _candidates(
 
 def slow_kind(machines: DevicePool, dtype: str) -> tuple[str, int] | None:
     """(accelerator type of the slowest kind of GPU, how many); None with one kind, and where a node has several."""
-    if any(len({gpu.name for gpu in gpus}) > 1 for _, gpus in machines.pool):
+    if machines.per_gpu > 1 or any(len({gpu.name for gpu in gpus}) > 1 for _, gpus in machines.pool):
         return None
     names = {gpu.name for gpu in machines.gpus}
     if len(names) < 2:

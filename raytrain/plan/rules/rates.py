@@ -136,7 +136,7 @@ def gpu_rates(machines: DevicePool, dtype: str, *, unequal: bool) -> ProcessRate
 def gpu_flops(machines: DevicePool, dtype: str, *, unequal: bool) -> float | None:
     """FLOPs per second that training reaches on the slowest GPU, or the mean of all GPUs if shares are unequal; None if
     a GPU is not in the table."""
-    found = [GPU_SHARE * (peak_of(gpu.name, dtype) or 0.0) for gpu in machines.gpus]
+    found = [GPU_SHARE * (peak_of(gpu.name, dtype) or 0.0) / machines.per_gpu for gpu in machines.gpus]
     if not found or not all(found):
         return None
     return sum(found) / len(found) if unequal else min(found)

@@ -43,7 +43,7 @@ def count_workers(
     if "single_gpu" in (mode, scale.mode):
         return Resolved(1, f"mode {mode}")
     if machines.on_gpu:
-        count, reason = len(machines.gpus), "one per GPU"
+        count, reason = len(machines.gpus), f"one per {machines.unit}"
     else:
         count = max(1, sum(node.cpus > 0 for node in inventory.nodes))
         reason = "on CPUs one worker uses all cores with its threads, and each further one takes more memory"
@@ -69,7 +69,7 @@ def _count_elastic(
     each = scale.threads if isinstance(scale.threads, int) and not machines.on_gpu else 1
     cores = sum(node.cpus // each for node in inventory.nodes)
     there = 1 if single else len(machines.gpus) if machines.on_gpu else cores
-    have = counted(there, "GPU" if machines.on_gpu else "CPU core")
+    have = counted(there, machines.unit if machines.on_gpu else "CPU core")
     if each > 1:
         have = f"{counted(inventory.cpus, 'CPU core')}, room for {counted(there, 'worker')} of {each} threads"
     reason = f"scale.workers [{least}, {most}], and the machines have {have}"
@@ -87,7 +87,7 @@ def _check_requested(
     elif scale.workers == 1 and machines.mode.value == "multi_gpu":
         expected, remedy = "2 or more with scale.mode multi_gpu", "scale.mode single_gpu trains on one"
     elif machines.on_gpu and requested > gpus:
-        expected, remedy = f"at most {gpus}, one per GPU", there
+        expected, remedy = f"at most {gpus}, one per {machines.unit}", there
     elif not machines.on_gpu and requested > CPU_OVERLOAD * max(1, inventory.cpus):
         expected, remedy = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core", there
     elif requested > global_batch:

@@ -102,14 +102,16 @@ class Directory(ExpertDirectory):
 
     newest: Any = None
 
-    def __init__(self, hosts: int = 2, *, fails: frozenset[int] = frozenset(), wait_s: float = LIMIT_S) -> None:
+    def __init__(
+        self, hosts: int = 2, *, fails: frozenset[int] = frozenset(), wait_s: float = LIMIT_S, gpus: float = 0
+    ) -> None:
         self.made: list[Host] = []
         self.starting = threading.Event()
         """Hosts become ready only while it is set."""
         self.starting.set()
         self._fails = fails
         super().__init__(
-            hosts=hosts, threads=1, gpus=0, loopback=True, interface=None, group=None, host_wait_s=wait_s,
+            hosts=hosts, threads=1, gpus=gpus, loopback=True, interface=None, group=None, host_wait_s=wait_s,
             host_silence_s=0.2,
         )  # fmt: skip
         Directory.newest = self
@@ -121,6 +123,7 @@ class Directory(ExpertDirectory):
         return next((host for host in self.made for call in calls if host.ping is call), None)
 
     def _create_actor(self, options: dict[str, Any]) -> Any:
+        self.options = options
         number = len(self.made) + 1
         self.made.append(Host(number, starts=number not in self._fails, starting=self.starting))
         return self.made[-1]
@@ -352,3 +355,14 @@ def test_a_host_that_responds_again_stays() -> None:
         module.SAY_SILENT_S = module_say
     assert "has not responded since" in lines[0] and "responds again" in lines[1]
     assert len(directory.made) == 2 and directory.joined_by(gang=1)[0].deaths == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "through_host"), [(0, "cpu", False), (1, "cuda", False), (0.5, "cuda", True)]
+)
+def test_hosts_with_a_part_of_a_gpu_exchange_rows_through_the_host(
+    gpus: float, device: str, through_host: bool
+) -> None:
+    directory = Directory(1, gpus=gpus)
+    (spec, _) = directory.joined_by(1)
+    assert (spec.device, spec.through_host, directory.options["num_gpus"]) == (device, through_host, gpus)

@@ -70,18 +70,19 @@ def test_a_group_opened_after_the_end_is_aborted_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "hip", "environ", "refused"),
+    ("other", "hip", "environ", "through_host", "refused"),
     [
-        (("boot-a", "0000:17:00"), None, "", True),
-        (("boot-a", "0000:31:00"), None, "", False),
-        (("boot-b", "0000:17:00"), None, "", False),
-        (("boot-a", "0000:17:00"), None, "1", False),
-        (("boot-a", "0000:17:00"), "6.4", "", False),
+        (("boot-a", "0000:17:00"), None, "", False, True),
+        (("boot-a", "0000:17:00"), None, "", True, False),
+        (("boot-a", "0000:31:00"), None, "", False, False),
+        (("boot-b", "0000:17:00"), None, "", False, False),
+        (("boot-a", "0000:17:00"), None, "1", False, False),
+        (("boot-a", "0000:17:00"), "6.4", "", False, False),
     ],
 )
 def test_members_on_parts_of_one_gpu_are_refused_by_name(
     address: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: tuple[str, str], hip: str | None,
-    environ: str, refused: bool,
+    environ: str, through_host: bool, refused: bool,
 ) -> None:  # fmt: skip
     """As Ray gives two MIG devices of one GPU to a worker and to a host: each sees its own as cuda:0."""
     (tmp_path / "boot_id").write_text("boot-a\n")
@@ -90,16 +91,26 @@ def test_members_on_parts_of_one_gpu_are_refused_by_name(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(generation, "JointGroup", lambda *_given, **more: more["device"])
+    monkeypatch.setattr(generation, "JointGroup", lambda *_given, **more: (more["device"], more["through_host"]))
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", environ or "0")
-    two = replace(spec(address), workers=1, hosts=1, device="cuda")
+    two = replace(spec(address), workers=1, hosts=1, device="cuda", through_host=through_host)
     store = connect(address, who="expert host 0", limit=5.0)
     store.set("generation-1/place/1", json.dumps({"node": "b", "machine": other[0], "gpu": other[1]}))
     if refused:
         with pytest.raises(RunError, match=r"worker 0 and expert host 0 use the same GPU 0000:17:00 of b.*MIG"):
             open_group(two, rank=0)
     else:
-        assert open_group(two, rank=0) == torch.device("cuda", 0)
+        assert open_group(two, rank=0) == (torch.device("cuda", 0), through_host)
+
+
+@pytest.mark.parametrize("through_host", [True, False])
+def test_workers_that_share_a_gpu_sum_gradients_over_gloo(monkeypatch: pytest.MonkeyPatch, through_host: bool) -> None:
+    """gloo copies tensors of a GPU to the host by itself; NCCL would refuse two ranks on one."""
+    for name in ("connect", "gloo", "nccl"):
+        monkeypatch.setattr(generation, name, lambda *_given, name=name, **_more: name)
+    two = replace(spec(("127.0.0.1", 1)), device="cuda", through_host=through_host)
+    found = generation._workers_groups(two, rank=0, device=torch.device("cuda", 0), lost=lambda: None)
+    assert found == (("gloo" if through_host else "nccl"), "gloo")
 
 
 def test_a_member_joins_over_the_interface_of_its_rays_address(address: Any, monkeypatch: pytest.MonkeyPatch) -> None:

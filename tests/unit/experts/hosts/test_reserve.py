@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import ray.exceptions
 
+from experts.hosts import reserve
 from experts.hosts.reserve import start_hosts
 from raytrain.config.sections import RetryConfig
+from raytrain.execution.trainer import worker_resources
 from raytrain.plan.choice import Resolved
+from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
 
 NODE = "ab" * 28
@@ -21,9 +24,12 @@ class Died(ray.exceptions.RayError):
     """The directory has died."""
 
 
-def plan_of(hosts: Any) -> Any:
-    values = {"hosts": hosts, "device": "cpu", "threads": 2, "workers": 3, "precision": "fp32"}
-    return SimpleNamespace(**{name: Resolved(value, "a test") for name, value in values.items()})
+def plan_of(hosts: Any, *, device: str = "cpu", per_gpu: int = 1) -> Any:
+    values = {"hosts": hosts, "device": device, "threads": 2, "workers": 3, "precision": "fp32", "placement": "PACK",
+              "accelerator": "cuda"}  # fmt: skip
+    choices = {name: Resolved(value, "a test") for name, value in values.items()}
+    shared = SimpleNamespace(value=lambda name, default: per_gpu, per_gpu=per_gpu)
+    return SimpleNamespace(**choices, per_gpu=per_gpu, gpu_share=Plan.gpu_share.fget(shared))
 
 
 @pytest.fixture
@@ -47,10 +53,10 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: NODE))
     run = RunFolder.create(str(tmp_path), "a")
 
-    def start(hosts: Any) -> tuple[Any, dict[str, Any]]:
+    def start(hosts: Any, **machine: Any) -> tuple[Any, dict[str, Any]]:
         retry = RetryConfig(host_wait_s=7.0, host_silence_s=9.0)
         begun: list[str] = []
-        made = start_hosts(plan_of(hosts), run, local=True, interface="lo", retry=retry, begin=begun.append)
+        made = start_hosts(plan_of(hosts, **machine), run, local=True, interface="lo", retry=retry, begin=begun.append)
         return made, {**given, "begun": begun}
 
     return start
@@ -66,6 +72,28 @@ def test_the_directory_lives_on_the_drivers_node(started: Any) -> None:
     assert (arguments["hosts"], arguments["threads"]) == (2, 2)
     assert (arguments["host_wait_s"], arguments["host_silence_s"]) == (7.0, 9.0)
     assert given["begun"] == ["starting the expert hosts"] and not hosts.reserved
+
+
+@pytest.mark.parametrize(
+    ("device", "per_gpu", "share"), [("cpu", 1, 0), ("cuda", 1, 1), ("cuda", 2, 0.5), ("cuda", 3, 0.3333)]
+)
+def test_hosts_reserve_what_workers_do(started: Any, tmp_path: Path, device: str, per_gpu: int, share: float) -> None:
+    """On GPUs: that part of one; Ray counts in ten-thousandths, so that three thirds fit."""
+    _, given = started(2, device=device, per_gpu=per_gpu)
+    assert given["arguments"]["gpus"] == share
+    plan = plan_of(2, device=device, per_gpu=per_gpu)
+    request = reserve._request(plan, RunFolder(str(tmp_path)))
+    assert request.workers == [worker_resources(plan, local=False)] * 3
+    resources = [*request.hosts, *request.workers]
+    assert len(resources) == 5 and {one.get("GPU", 0) for one in resources} == {share}
+
+
+@pytest.mark.parametrize(("per_gpu", "through_host"), [(1, False), (2, True)])
+def test_colocated_experts_on_shared_gpus_exchange_rows_through_the_host(
+    started: Any, per_gpu: int, through_host: bool
+) -> None:
+    hosts, _ = started("colocated", device="cuda", per_gpu=per_gpu)
+    assert (hosts.connection.through_host, hosts.connection.device) == (through_host, "cuda")
 
 
 @pytest.mark.parametrize("value", [0, "none"])

@@ -92,6 +92,7 @@ def test_defaults_are_those_of_the_design(section: type[Section], values: dict[s
         (ModelConfig, "builder", ["a.b:c", None], ["a", "a:b:c", "a.:b", "a b:c", 7]),
         (TelemetryConfig, "observers", [[], ["my_mod:Observer"]], ["my_mod:Observer", [1], None]),
         (ClusterConfig, "memory_fraction", [1, 0.1], [0, 1.01]),
+        (ScaleConfig, "gpus_per_worker", [1, 0.5, 0.33, 0.3333, 0.25, 0.1], [0, -0.5, 1.5, 2, 0.4, 0.34, 0.75]),
         (InferConfig, "batch_size", [1, "auto"], [0, None]),
         (TuneConfig, "max_trials", [1, None], [0, "all"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lab import make_job, train
+from ray import cloudpickle
 from torch import nn
 
 from raytrain.checkpoint.reader import list_checkpoints, load
@@ -18,6 +20,7 @@ from raytrain.data.rows.batches import Cursor
 from raytrain.execution import worker as module
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.execution.worker import Worker
+from raytrain.plan.plan import Plan
 from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
@@ -162,3 +165,24 @@ def test_the_planned_interval_and_number_of_checkpoints_are_kept(attempts: Attem
     attempts.attempt(save={"every": 2, "keep": 1}, loop={"max_steps": 7, "eval_every": 100})
     assert [row["step"] for row in attempts.events("checkpoint")] == [2, 4, 6, 7]
     assert [info.step for info in list_checkpoints(attempts.run)] == [7]
+
+
+@pytest.mark.parametrize(("per_gpu", "rank", "index"), [(1, 2, 2), (2, 2, 1), (2, 1, 1)])
+def test_a_worker_with_a_part_of_a_gpu_is_on_the_one_that_ray_gave_it(
+    monkeypatch: pytest.MonkeyPatch, attempts: Attempts, per_gpu: int, rank: int, index: int
+) -> None:
+    """Three workers and a host on two GPUs: the host has a part of the first, so the second worker is on the second."""
+    job, made = attempts.job(), list[int]()
+    for name in ("keep_freed_memory", "keep_parents_objects", "import_from"):
+        monkeypatch.setattr(module, name, lambda *_given: None)
+    monkeypatch.setattr(Plan, "per_gpu", per_gpu)
+    monkeypatch.setattr(module, "Workers", lambda: SimpleNamespace(rank=rank))
+    monkeypatch.setattr(module.ray.train, "get_context", lambda: SimpleNamespace(get_local_rank=lambda: rank))
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    monkeypatch.setattr(module, "get_device", lambda: torch.device("cuda", 1))
+    monkeypatch.setattr(module, "kept", lambda _channel, _name: cloudpickle.dumps(job))
+    for name in ("rank_log", "signs_of_life", "node_telemetry", "watched_memory"):
+        monkeypatch.setattr(module, name, lambda *_given, **_more: contextlib.nullcontext())
+    monkeypatch.setattr(Worker, "run", lambda worker, _data: made.append(worker.local_rank))
+    module.train_loop_per_worker({"import_path": "", "run_path": job.run_path, "channel": None, "data": False})
+    assert made == [index]

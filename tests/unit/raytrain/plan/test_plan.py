@@ -14,6 +14,7 @@ from cluster.devices.inventory import Device, Inventory, Node
 from cluster.wording import counted
 from experts.config import ExpertsConfig
 from experts.plan.bytes import shared_out
+from jobs.driver.runtime import cluster_size
 from raytrain.config.sections import (
     DataConfig,
     LoopConfig,
@@ -24,6 +25,7 @@ from raytrain.config.sections import (
     ScaleConfig,
 )
 from raytrain.errors import InputError
+from raytrain.execution.trainer import worker_resources
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.facts import DataFacts, ExpertFacts, ModelFacts, PassFacts
 from raytrain.plan.plan import Plan, make_plan
@@ -858,6 +860,51 @@ def test_hosts_that_cannot_be_had_are_refused_with_both_keys() -> None:
         plan(experts_hosts=2, scale={"strategy": "data_parallel"})
     with pytest.raises(InputError, match=r"scale\.strategy: got expert_parallel with a model without experts"):
         plan(scale={"strategy": "expert_parallel"})
+
+
+@pytest.mark.parametrize(
+    ("inventory", "share", "hosts", "workers", "per_gpu", "reserved"),
+    [
+        (ONE_GPU, 0.5, 0, 2, 2, 0.5), (ONE_GPU, 0.5, 1, 1, 2, 0.5), (ONE_GPU, 0.33, 2, 1, 3, 0.3333),
+        (FOUR_GPUS, 0.5, 3, 5, 2, 0.5), (FOUR_GPUS, 0.25, "colocated", 16, 4, 0.25), (FOUR_GPUS, 1.0, 1, 3, 1, 1),
+    ],
+)  # fmt: skip
+def test_processes_share_gpus_over_gloo(
+    inventory: Inventory, share: float, hosts: Any, workers: int, per_gpu: int, reserved: float
+) -> None:
+    made = plan(inventory, experts_hosts=hosts, scale={"workers": workers, "gpus_per_worker": share})
+    assert (value(made, "workers"), value(made, "hosts")) == (workers, hosts)
+    assert (made.per_gpu, made.gpu_share, worker_resources(made, local=False)["GPU"]) == (per_gpu, reserved, reserved)
+    assert cluster_size(made)[1] == len(inventory.devices())
+    shared = per_gpu > 1
+    assert value(made, "backend") == ("gloo" if shared else "nccl")
+    assert (f"{per_gpu} processes share each GPU, for development" in str(made.rows())) == shared
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    with pytest.raises(InputError, match=f"experts.hosts|at most {per_gpu * len(inventory.devices())}, one per GPU"):
+        plan(inventory, experts_hosts=hosts, scale={"workers": workers + 1, "gpus_per_worker": share})
+
+
+def test_workers_and_hosts_that_share_a_gpu_have_their_part_of_its_memory() -> None:
+    """The batch that fits a whole A100 does not fit half of one."""
+    large = replace(MODEL, activation_bytes_per_sample=GIB)
+    loop = {"global_batch_size": 60, "micro_batch_size": 60}
+
+    def too_large(share: float) -> bool:
+        made = plan(ONE_GPU, model_facts=large, loop=loop, scale={"workers": 1, "gpus_per_worker": share})
+        return any("lower loop.micro_batch_size" in line for line in made.warnings)
+
+    assert not too_large(1.0) and too_large(0.5)
+
+
+def test_gpus_are_shared_by_whole_processes_and_where_rows_can_go_through_the_host() -> None:
+    halves = {"gpus_per_worker": 0.5}
+    assert "fsdp" in refused("scale.gpus_per_worker", inventory=TWO_KINDS, scale={**halves, "strategy": "fsdp"})
+    assert "T4" in refused("scale.gpus_per_worker", inventory=TWO_KINDS, experts_hosts={"T4": 1}, scale=halves)
+    made = plan(scale={**halves, "workers": 2})
+    assert "processes_per_gpu" not in made.choices() and value(made, "backend") == "gloo"
+    assert any("scale.gpus_per_worker 0.5 changes nothing" in line for line in made.warnings)
+    said = refused("experts.hosts", inventory=ONE_GPU, experts_hosts=2, scale=halves)
+    assert "there are 2 GPU shares" in said
 
 
 TWO_KINDS = machines(

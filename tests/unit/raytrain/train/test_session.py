@@ -14,8 +14,10 @@ from torch import nn
 from raytrain.checkpoint.reader import load
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import CheckpointError
+from raytrain.plan.plan import Plan
 from raytrain.plan.shares import Shares
 from raytrain.runs.folder import RunFolder
+from raytrain.train import session as module
 from raytrain.train.device import set_determinism
 from raytrain.train.session import Session
 from raytrain.trainable import LossOutput, Trainable
@@ -38,6 +40,18 @@ def test_the_sessions_numbers_are_the_plans() -> None:
     assert (schedule.peak, schedule.warmup_steps, schedule.max_steps) == (0.25, 3, 11)
     assert session.step.max_grad_norm == 0.7 and session.optimizers[0].param_groups[0]["lr"] == 0.25
     assert session.peak_memory() > 2**20
+
+
+@pytest.mark.parametrize(("workers", "shared", "sharing"), [(1, 1, 1), (1, 2, 2), (2, 2, 2), (2, 3, 3)])
+def test_processes_on_one_gpu_divide_its_memory_also_with_expert_hosts(
+    monkeypatch: pytest.MonkeyPatch, workers: int, shared: int, sharing: int
+) -> None:
+    """A worker sees the other workers; of hosts only the plan knows."""
+    limited: list[int] = []
+    monkeypatch.setattr(module, "processes_sharing", lambda _device, _workers: workers)
+    monkeypatch.setattr(module, "limit_device_memory", lambda _device, **limits: limited.append(limits["processes"]))
+    monkeypatch.setattr(Plan, "per_gpu", shared)
+    assert [make_session(MLP, DATA).sharing] == limited == [sharing]
 
 
 @pytest.mark.parametrize(("threads", "deterministic"), [(1, True), (2, False)])
