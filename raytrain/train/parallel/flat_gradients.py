@@ -116,7 +116,7 @@ class GradientBuffers:
         """Free the memory for good; the buffers are unusable afterwards."""
         for parameter, *_ in self._views:
             parameter.grad = None
-        self._squares = None
+        self._squares, self._takes, self._taking = None, False, False
         for held in (self._views, self.buffers, self.payloads):
             held.clear()
 
