@@ -99,13 +99,15 @@ class BatchLoader:
         )
         batches.shares = settings.shares
         pool = open_pool(source, data)
+        if weight is shifted_labels_weight and source.first_labels_ignored:
+            weight = None  # the split knows the weights without reading a batch
+        # a function that weighs resident rows reads the device: in the upload's stream, that does not wait for training
+        copied = data.storage in ("pinned", "partial") or (data.storage == "resident" and weight is not None)
         # a dataset read in this process shares its random generators with the model: never prefetch its rows
-        ahead = device.type == "cuda" and data.storage in ("pinned", "partial") and (pool or not reads_items(source))
+        ahead = device.type == "cuda" and copied and (pool or not reads_items(source))
         uploads: BatchUploader[MicroBatch] | None = (
             BatchUploader(device, parts=lambda micro: micro.batch) if ahead else None
         )
-        if weight is shifted_labels_weight and source.first_labels_ignored:
-            weight = None  # the split knows the weights without reading a batch
         whole = (
             whole or job.loop.micro_batch_size == "whole"
         )  # the loss of an evaluation is of as many rows as in training

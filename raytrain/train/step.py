@@ -161,8 +161,7 @@ class TrainingStep:
             self._interleave(totals)
         else:
             for total in totals:
-                self.gradients.attach()
-                total.backward()
+                self._backward(total)
         self.gradients.check()
         self._check_frozen()
         return self._passed
@@ -268,8 +267,12 @@ class TrainingStep:
     def _backward_in_thread(self, total: Tensor) -> None:
         if self.device.type == "cuda":  # a new thread starts with device 0
             torch.cuda.set_device(self.device)
+        self._backward(total)
+
+    def _backward(self, total: Tensor) -> None:
         self.gradients.attach()
         total.backward()
+        self.gradients.take()
 
     def idle(self) -> Tensor:
         """Take part in a micro-batch of other workers, in eval mode with a filler; a zero to call backward on."""

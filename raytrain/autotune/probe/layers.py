@@ -118,6 +118,7 @@ class LayerProbe:
             output = step.trainable.loss(step.trainable.module, self._micro.batch, **extra)
         total = output.loss if output.aux is None else output.loss + output.aux
         total.backward()
+        step.gradients.check()
         return float(total.detach()), float(step.gradients.sum_of_squares().sqrt())
 
     def _rank_zeros(self, changes: list[LayerChange]) -> list[LayerChange]:

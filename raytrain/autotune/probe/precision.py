@@ -72,6 +72,7 @@ class _Pass:
             output = call(self._trainable.module, self._micro.batch, **extra)
         loss: Tensor = output.loss if output.aux is None else output.loss + output.aux  # type: ignore[attr-defined]
         loss.backward()
+        self._gradients.check()
         self._loss = loss.detach()
 
     def values(self) -> tuple[float, float]:

@@ -219,6 +219,7 @@ class StepProbe:
         if self.eval_split is not None:
             self._evaluate(len(rows))
         self.step.gradients.zero_()
+        self.step.gradients.check()  # of zeros, for the optimizer
 
     def _evaluate(self, micro: int) -> None:
         split, module = self.eval_split, self.step.trainable.module

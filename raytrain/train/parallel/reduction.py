@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
+from raytrain.train.parallel import flat_gradients
 from raytrain.train.parallel.buckets import BUCKET_BYTES, BucketSums
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
@@ -134,8 +135,9 @@ class FlatReduction:
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         own = [parameter for parameter in trainable.module.parameters() if parameter.requires_grad]
-        size = BUCKET_BYTES["cpu" if device.type == "cpu" else "cuda"]
-        self.gradients = GradientBuffers(own, bucket_bytes=size, with_flags=True)
+        alone = workers.world_size == 1 and device.type != "cpu"  # nothing to overlap: larger ones, and fewer kernels
+        size = flat_gradients.BUCKET_BYTES if alone else BUCKET_BYTES["cpu" if device.type == "cpu" else "cuda"]
+        self.gradients = GradientBuffers(own, bucket_bytes=size, with_flags=True, takes=True)
         self.workers = workers
         self.sums = BucketSums(self.gradients, workers=workers)
         self._trainable, self._device = trainable, device
@@ -157,7 +159,7 @@ class FlatReduction:
         pending = pending or workers.start_all_reduce_ints([*flags(), *map(int, raised)])
         self.gradients.flag(raised)
         if not short:  # the gradients may be finite although the loss is not
-            self.gradients.mark_(~torch.isfinite(result.loss + result.aux))
+            self.gradients.mark_(result.loss + result.aux)
         self.sums.finish(learn=not short)
         summed = pending()
         if not inside:

@@ -48,11 +48,13 @@ class SquareSum:
         self._outs = [out.view(view.shape[:-1]) for out, view in zip(outs, self._rows, strict=True)]
 
     def __call__(self) -> Tensor:
-        """The sum as a float64 scalar on the device of the first tensor."""
+        """The sum as a float64 scalar on the device of the tensors."""
+        if self._device.type != "cpu":
+            return sum_on_device(self._others)
         sums = [_exact_sum(one) for one in self._others]
         if self._exact:
             sums.append(self._sum_of_rows())
-        return sums[0] if len(sums) == 1 else torch.stack([one.to(self._device) for one in sums]).sum()
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def _sum_of_rows(self) -> Tensor:
         for view, out in zip(self._rows, self._outs, strict=True):
@@ -69,6 +71,12 @@ class SquareSum:
 def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of all gradients, a float64 scalar on the device of the first; see `SquareSum`."""
     return SquareSum(gradients)()
+
+
+def sum_on_device(gradients: Sequence[Tensor]) -> Tensor:
+    """As `sum_of_squares` on a GPU, whose kernel converts to float64 while it reads: few launches for all tensors."""
+    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).square().sum()
 
 
 def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -113,8 +121,6 @@ def _views(rows: Tensor) -> list[Tensor]:
 
 def _exact_sum(flat: Tensor) -> Tensor:
     """The sum in float64 throughout."""
-    if flat.device.type != "cpu":  # its kernel converts to float64 while it reads
-        return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     converted = torch.empty(min(PIECE, flat.numel()), dtype=torch.float64)
     sums = []
     for piece in flat.split(PIECE):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lab import token_rows
+from lab import MLP, class_rows, make_session, token_rows
 from torch import Tensor
 
 from raytrain.data.rows.batches import Cursor, StepBatches
@@ -17,6 +17,7 @@ from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import DevicePlacementError
 from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
 from raytrain.train.loader import BatchLoader, cast_floating
+from raytrain.trainable import labels_weight
 
 CPU = torch.device("cpu")
 ROWS = {"x": torch.arange(50.0).reshape(50, 1), "labels": torch.arange(50) % 3}
@@ -165,3 +166,20 @@ def test_a_limited_evaluation_scores_the_same_rows_in_micro_batches_of_any_size(
     loader.micro_batch = 1
     smaller = [micro.weight for micro in loader.eval_batches(split, limit=2)]
     assert len(smaller) > len(planned) and sum(smaller) == sum(planned) == 2 * loader.batches.global_batch_size
+
+
+@pytest.mark.parametrize(("storage", "weight", "ahead"), [
+    ("resident", labels_weight, True), ("resident", None, False), ("stream", labels_weight, False),
+])  # fmt: skip
+def test_on_a_gpu_a_function_weighs_resident_rows_in_the_stream_of_uploads(
+    storage: str, weight: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There its device read waits for the rows alone; in the stream of the training it would wait for all work."""
+    session = make_session(MLP, {"train": class_rows(32), "storage": storage, "eval_fraction": 0.0})
+    started: list[Any] = []
+    monkeypatch.setattr("raytrain.train.loader.BatchUploader", lambda device, *, parts: started.append(device))
+    gpu = torch.device("cuda", 0)
+    more = {"workers": session.workers, "weight": weight, "dtype": torch.float32}
+    BatchLoader.open(session.job, session.settings, session.source, device=gpu, **more)
+    BatchLoader.open(session.job, session.settings, session.source, device=CPU, **more)
+    assert started == [gpu] * ahead
