@@ -198,6 +198,7 @@ class StepProbe:
     # -- memory -----------------------------------------------------------------------------------
 
     def _read_memory(self, micro: int, readings: _Readings, *, budget: int | None) -> None:
+        self.session.switches.forget_graphs()  # of other sizes, which would count in the floor
         with exact_memory(self.device):
             # before the meter starts: what the model and its kernels allocate permanently is not due to rows
             rows = self._choice.rows(micro, passes=ACCUMULATED, longest=True)

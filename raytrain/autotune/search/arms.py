@@ -10,6 +10,7 @@ from statistics import median
 
 from raytrain.autotune.search.precision import CHANCE, WORTHWHILE_GAIN, chance_of_rounds
 from raytrain.plan.choice import Resolved
+from raytrain.plan.text import seconds_text
 
 
 def choose_inflight(seconds: Mapping[int, float], failed: Mapping[int, str] | None = None) -> Resolved:
@@ -42,3 +43,21 @@ def choose_overlap(seconds: Mapping[str, Sequence[float]]) -> Resolved:
     reason = f"all-reduces started inside the last backward measured {middle:.2f} times as fast as after it"
     chosen = middle >= 1 + WORTHWHILE_GAIN and chance_of_rounds(won, rounds) <= CHANCE
     return Resolved(chosen, f"{reason}, faster in {won} of {rounds} rounds")
+
+
+def choose_compiled(ratio: float, gain_s: float, *, steps: int, spent_s: float, failed: str = "") -> Resolved:
+    """Compiled code if it is faster by more than noise; what compiling has taken is spent either way.
+
+    Args:
+        ratio: eager over compiled seconds of the same passes.
+        gain_s: seconds that it saves in the `steps` that are left.
+        spent_s: seconds of the compilation.
+        failed: why compiled passes cannot be used.
+    """
+    if failed:
+        return Resolved("off", f"compiled passes failed while measured: {failed}")
+    reason = f"compiled passes measured {ratio:.2f} times as fast as eager ones"
+    if ratio < 1 + WORTHWHILE_GAIN:
+        return Resolved("off", reason)
+    saved = f"{seconds_text(gain_s)} less in the {steps:,} steps left, after {seconds_text(spent_s)} of compilation"
+    return Resolved("default", f"{reason}: {saved}")

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from raytrain.data.rows.contract import Source, SplitView
+from raytrain.data.rows.splits import TensorSplit
 from raytrain.models.attention import MaskCache
 from raytrain.train.compute.activation_checkpointing import recompute
 from raytrain.train.compute.compile import CompiledParts
@@ -26,10 +28,17 @@ class Switches:
     Args:
         job: its `loop` section and plan set the options.
         trainable: changed in place.
+        source: whose batches the model gets.
         workers: either all of them compile, or none.
+        compiled: whether to compile; see `StepSettings`.
     """
 
-    def __init__(self, job: TrainJob, trainable: Trainable, *, device: torch.device, workers: Workers) -> None:
+    def __init__(
+        self, job: TrainJob, trainable: Trainable, source: Source, *, device: torch.device, workers: Workers,
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
+        self._job, self._trainable, self._device, self._workers = job, trainable, device, workers
+        self._fixed = _fixed_shapes(source) and job.data.tokens_per_batch is None and trainable.worst_case is None
         loop, self._notices = job.loop, list[tuple[str, dict[str, Any]]]()
         self.cudnn = CudnnBenchmark(loop.cudnn_benchmark, device=device, deterministic=loop.deterministic)
         held = (part.__dict__.get("masks") for part in trainable.module.modules())
@@ -39,26 +48,40 @@ class Switches:
         parts: list[Any] = list(trainable.module.modules())
         self._comparing = [part for part in parts if hasattr(type(part), "compare_kernels")]
         self.compiled: CompiledParts | None = None
-        if loop.compile != "off":
-            self._compile(job, trainable, device=device, workers=workers)
+        if compiled:
+            self.compile()
         if loop.activation_checkpointing:  # outside the compiled parts: backward calls the compiled part again
             recompute(trainable, every=int(loop.activation_checkpointing))
 
-    def _compile(self, job: TrainJob, trainable: Trainable, *, device: torch.device, workers: Workers) -> None:
-        planned = job.plan.compile
+    def missing(self) -> str | None:
+        """Why a worker's machine cannot compile; None where all can. Collective."""
+        planned = self._job.plan.compile
         why = planned.reason if planned is not None and planned.value_or(None) == "off" else None
-        why = why or missing_for_compile(device.type)
-        if sum(workers.all_reduce_ints([int(why is not None)])):
-            why = why or "another worker's machine cannot compile"
+        why = why or missing_for_compile(self._device.type)
+        some = self._workers.all_reduce_ints([int(why is not None)])[0]
+        return why or ("another worker's machine cannot compile" if some else None)
+
+    def compile(self) -> None:
+        """Compile the model's parts, on all workers or on none. Collective."""
+        job, trainable, device = self._job, self._trainable, self._device
+        if (why := self.missing()) is not None:
             refused = {"requested": job.loop.compile, "achieved": "off", "reasons": [why], "seconds": 0.0, "parts": []}
             self._notices.append(("compile", refused))
             return
-        parts = parts_to_compile(trainable, job.loop, on_gpu=device.type == "cuda")
+        on_gpu, sharded = device.type == "cuda", job.planned("strategy") == "fsdp"
+        parts = parts_to_compile(trainable, job.loop, on_gpu=on_gpu, sharded=sharded)
         if trainable.reads_weight and any(part is trainable.module for _, part in parts):
             # a compiled graph would hide what the loss is a mean over (`raytrain.train.mean_weight`)
             for function in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
                 torch._dynamo.disallow_in_graph(function)
-        self.compiled = CompiledParts(parts, mode=job.loop.compile)
+        mode = "default" if job.loop.compile == "auto" else job.loop.compile
+        graphs = on_gpu and mode == "reduce-overhead"
+        self.compiled = CompiledParts(parts, mode=mode, static=self._fixed, graphs=graphs)
+
+    def forget_graphs(self) -> None:
+        """See `CompiledParts.forget_graphs`."""
+        if self.compiled is not None:
+            self.compiled.forget_graphs()
 
     def compare_kernels(self, device: torch.device, policy: PrecisionPolicy) -> None:
         """Have the modules that can choose between kernels compare them, before anything is measured."""
@@ -92,3 +115,18 @@ class Switches:
         session that takes over the module compiles it again."""
         if self.compiled is not None:
             self.compiled.off()
+
+    def stay_eager(self) -> None:
+        """Switch compilation off, as if it had not been tried."""
+        self.end()
+        self.compiled = None
+
+
+def _fixed_shapes(source: Source) -> bool:
+    """Whether all rows have the same shape, so that batches differ in their number of rows only."""
+    for split in (source.train, source.eval):
+        while isinstance(split, SplitView):
+            split = split.split
+        if split is not None and split.tokens_per_row is None and not isinstance(split, TensorSplit):
+            return False
+    return True
