@@ -76,9 +76,7 @@ class TrainingLoop:
     switches: Switches
 
     def __post_init__(self) -> None:
-        self._retry = ShortageRetry(
-            self.step, self.loader, sizing=self.sizing, reporter=self.reporter, forget=self.switches.forget_graphs
-        )
+        self._retry = ShortageRetry(self.step, self.loader, sizing=self.sizing, reporter=self.reporter)
         self._buffers = BufferSync(self.step.trainable.module, self.step.workers, self.step.changes)
         self._nonfinite = NonFinite(self.step.device)
         self._culprit = ""

@@ -190,8 +190,8 @@ class Session:
     def use(self, settings: StepSettings) -> None:
         """Use these settings from now on; needs `prepare`. The next session after a rewind takes them over."""
         if settings.compiled != self.settings.compiled:
-            self.layers.keep(())  # their precision is outside the compiled parts
-            _ = self.switches.compile() if settings.compiled else self.switches.stay_eager()
+            self.layers.keep(())  # their precision is set outside the compiled parts
+            self.switches.compile(settings.compiled)
         self.settings = settings
         self.layers.keep(settings.fp32_layers)
         if settings.micro_batch is not None:

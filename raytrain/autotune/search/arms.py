@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from raytrain.autotune.search.precision import CHANCE, WORTHWHILE_GAIN, chance_of_rounds
 from raytrain.plan.choice import Resolved
@@ -45,19 +46,21 @@ def choose_overlap(seconds: Mapping[str, Sequence[float]]) -> Resolved:
     return Resolved(chosen, f"{reason}, faster in {won} of {rounds} rounds")
 
 
-def choose_compiled(ratio: float, gain_s: float, *, steps: int, spent_s: float, failed: str = "") -> Resolved:
-    """Compiled code if it is faster by more than noise; what compiling has taken is spent either way.
+def choose_compiled(
+    eager_s: float, compiled_s: float, passes: float, compilation: Mapping[str, Any], *, failed: str
+) -> Resolved:
+    """Compiled code if it is faster by more than noise; what its compilation took is spent either way.
 
     Args:
-        ratio: eager over compiled seconds of the same passes.
-        gain_s: seconds that it saves in the `steps` that are left.
-        spent_s: seconds of the compilation.
-        failed: why compiled passes cannot be used.
+        eager_s, compiled_s: seconds of the same passes, of which the run has so many left.
+        compilation: record of the compiler.
+        failed: why the compiled passes cannot be used, if they cannot.
     """
+    parts = "; ".join([f"{compilation['achieved']} compiled", *compilation["reasons"][:1]])
     if failed:
-        return Resolved("off", f"compiled passes failed while measured: {failed}")
-    reason = f"compiled passes measured {ratio:.2f} times as fast as eager ones"
+        return Resolved("off", f"compiled passes cannot be used: {failed} ({parts})")
+    ratio, saved = eager_s / compiled_s, seconds_text(passes * (eager_s - compiled_s))
+    reason = f"compiled passes measured {ratio:.2f} times as fast as eager ones ({parts})"
     if ratio < 1 + WORTHWHILE_GAIN:
         return Resolved("off", reason)
-    saved = f"{seconds_text(gain_s)} less in the {steps:,} steps left, after {seconds_text(spent_s)} of compilation"
-    return Resolved("default", f"{reason}: {saved}")
+    return Resolved("default", f"{reason}, {saved} less for {seconds_text(compilation['seconds'])} of compilation")

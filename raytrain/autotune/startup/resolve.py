@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from raytrain.autotune.startup.choice import Calibration
-from raytrain.autotune.startup.compile import CompileChoice
+from raytrain.autotune.startup.compile import CompileChoice, measure_eager_step
 from raytrain.autotune.startup.confirm import FoundConfirmation
-from raytrain.autotune.startup.eager import measure_eager_step
 from raytrain.autotune.startup.inflight import InflightChoice
 from raytrain.autotune.startup.micro_batch import MicroBatchChoice
 from raytrain.autotune.startup.overlap import OverlapChoice

@@ -85,23 +85,17 @@ def _refuse_graphs_of_parts(loop: LoopConfig, strategy: Choice) -> None:
     Raises:
         InputError: naming the key that divides the model.
     """
-    divided = {
-        "loop.compile_parts": loop.compile_parts not in ("auto", "all"),
-        "loop.activation_checkpointing": bool(loop.activation_checkpointing),
-        "scale.strategy": strategy.value_or(None) in ("fsdp", "expert_parallel"),
-    }
-    seen = {
-        "loop.compile_parts": str(loop.compile_parts), "loop.activation_checkpointing": "true",
-        "scale.strategy": str(strategy.value_or(None)),
-    }  # fmt: skip
-    for key, is_divided in divided.items():
-        if is_divided:
-            raise InputError(
-                "loop.compile", got=f"reduce-overhead on a GPU with {key} {seen[key]}",
-                expected="default or max-autotune with it",
-                remedy="its CUDA graphs work for the full model only (loop.compile_parts all): torch refuses to pass"
-                " the output of one graph to another (pytorch #152887)",
-            )  # fmt: skip
+    planned = strategy.value_or(None)
+    divided = [f"scale.strategy {planned}"] if planned in ("fsdp", "expert_parallel") else []
+    divided += ["loop.activation_checkpointing true"] if loop.activation_checkpointing else []
+    divided += [f"loop.compile_parts {loop.compile_parts}"] if loop.compile_parts not in ("auto", "all") else []
+    if divided:
+        raise InputError(
+            "loop.compile", got=f"reduce-overhead on a GPU with {divided[-1]}",
+            expected="default or max-autotune with it",
+            remedy="its CUDA graphs work for the full model only (loop.compile_parts all): torch refuses to pass the"
+            " output of one graph to another (pytorch #152887)",
+        )  # fmt: skip
 
 
 def choose_cudnn_benchmark(loop: LoopConfig, machines: DevicePool) -> Resolved | None:

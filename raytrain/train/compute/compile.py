@@ -110,6 +110,7 @@ class _Here(threading.local):
     breaks: dict[str, int] = field(default_factory=dict)
     failing: BaseException | None = None
     quiet: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    graphs: bool = False
 
 
 _HERE = _Here()
@@ -133,7 +134,7 @@ class CompiledParts:
         self, parts: Sequence[tuple[str, nn.Module]], *, mode: str, static: bool = False, graphs: bool = False,
         lower: Lower | None = None,
     ) -> None:  # fmt: skip
-        self.mode, self.on, self._graphs = mode, True, graphs
+        self.mode, self.on, _HERE.graphs = mode, True, graphs
         frames, breaks = set[str](), {type(part): dict[str, int]() for _, part in parts}
         self._breaks = list(breaks.values())
         self.parts = [PartStatus(name, type(part).__name__, frames, breaks[type(part)]) for name, part in parts]
@@ -166,17 +167,6 @@ class CompiledParts:
             yield
         finally:
             self.on = True
-
-    def forget_graphs(self) -> None:
-        """Free the CUDA graphs of all batch sizes, whose memory pools no other allocation can use; the sizes still in
-        use are compiled again, mostly from inductor's cache. A size is one of several before and after a shortage of
-        memory and in a search; does nothing where the mode records no graphs."""
-        if self._graphs:
-            torch._dynamo.reset()  # the graphs alone would leave compiled code that refers to them
-            _watch()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
 
     @property
     def seconds(self) -> float:
@@ -213,6 +203,17 @@ class CompiledParts:
         }
 
 
+def forget_graphs() -> None:
+    """Free this process's CUDA graphs when the batch size changes: no other allocation can use their memory. Sizes that
+    are still in use are compiled again, mostly from inductor's cache."""
+    if _HERE.graphs:
+        torch._dynamo.reset()  # resetting the graphs alone would leave compiled code that refers to them
+        _watch()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
 def _keep_eager(part: nn.Module) -> None:
     """Exclude from compilation the methods that modules in the part list in a tuple `never_compiled`."""
     for inner in part.modules():
@@ -227,7 +228,7 @@ class _Compiled:
         self, parts: CompiledParts, status: PartStatus, forward: Callable[..., Any], backend: Any, *, static: bool
     ) -> None:
         self._parts, self._status, self._eager, self._static = parts, status, forward, static
-        self._ways = {one: torch.compile(forward, backend=backend, dynamic=not one) for one in {static, False}}
+        self._compiled = [torch.compile(forward, backend=backend, dynamic=one) for one in (True, False)]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not self._parts.on:
@@ -235,7 +236,7 @@ class _Compiled:
         before, _HERE.part = _HERE.part, self._status
         self._status.entered += 1
         try:
-            return self._ways[self._static](*inputs, **named)
+            return self._compiled[self._static](*inputs, **named)
         finally:
             _HERE.part = before
             self._static = self._static and max(self._status.variants.values(), default=0) < STATIC_AT_MOST

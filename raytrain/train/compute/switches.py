@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from raytrain.data.rows.contract import Source, SplitView
-from raytrain.data.rows.splits import TensorSplit
+from raytrain.data.rows.contract import Source
+from raytrain.data.rows.longest import longest_row
 from raytrain.models.attention import MaskCache
 from raytrain.train.compute.activation_checkpointing import recompute
 from raytrain.train.compute.compile import CompiledParts
@@ -37,8 +37,7 @@ class Switches:
         self, job: TrainJob, trainable: Trainable, source: Source, *, device: torch.device, workers: Workers,
         compiled: bool = False,
     ) -> None:  # fmt: skip
-        self._job, self._trainable, self._device, self._workers = job, trainable, device, workers
-        self._fixed = _fixed_shapes(source) and job.data.tokens_per_batch is None and trainable.worst_case is None
+        self._job, self._trainable, self._source, self._device, self._workers = job, trainable, source, device, workers
         loop, self._notices = job.loop, list[tuple[str, dict[str, Any]]]()
         self.cudnn = CudnnBenchmark(loop.cudnn_benchmark, device=device, deterministic=loop.deterministic)
         held = (part.__dict__.get("masks") for part in trainable.module.modules())
@@ -48,23 +47,23 @@ class Switches:
         parts: list[Any] = list(trainable.module.modules())
         self._comparing = [part for part in parts if hasattr(type(part), "compare_kernels")]
         self.compiled: CompiledParts | None = None
-        if compiled:
-            self.compile()
+        self.compile(compiled)
         if loop.activation_checkpointing:  # outside the compiled parts: backward calls the compiled part again
             recompute(trainable, every=int(loop.activation_checkpointing))
 
-    def missing(self) -> str | None:
-        """Why a worker's machine cannot compile; None where all can. Collective."""
-        planned = self._job.plan.compile
-        why = planned.reason if planned is not None and planned.value_or(None) == "off" else None
-        why = why or missing_for_compile(self._device.type)
-        some = self._workers.all_reduce_ints([int(why is not None)])[0]
-        return why or ("another worker's machine cannot compile" if some else None)
-
-    def compile(self) -> None:
-        """Compile the model's parts, on all workers or on none. Collective."""
+    def compile(self, compiled: bool) -> None:
+        """Compile the model's parts, on all workers or on none, or stop doing so, as if nothing had been compiled.
+        Collective."""
+        self.end()
+        self.compiled = None
+        if not compiled:
+            return
         job, trainable, device = self._job, self._trainable, self._device
-        if (why := self.missing()) is not None:
+        planned = job.plan.compile
+        why = planned.reason if planned is not None and planned.value_or(None) == "off" else None
+        why = why or missing_for_compile(device.type)
+        if sum(self._workers.all_reduce_ints([int(why is not None)])):
+            why = why or "another worker's machine cannot compile"
             refused = {"requested": job.loop.compile, "achieved": "off", "reasons": [why], "seconds": 0.0, "parts": []}
             self._notices.append(("compile", refused))
             return
@@ -75,13 +74,10 @@ class Switches:
             for function in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
                 torch._dynamo.disallow_in_graph(function)
         mode = "default" if job.loop.compile == "auto" else job.loop.compile
-        graphs = on_gpu and mode == "reduce-overhead"
-        self.compiled = CompiledParts(parts, mode=mode, static=self._fixed, graphs=graphs)
-
-    def forget_graphs(self) -> None:
-        """See `CompiledParts.forget_graphs`."""
-        if self.compiled is not None:
-            self.compiled.forget_graphs()
+        splits = [split for split in (self._source.train, self._source.eval) if split is not None]
+        varying = trainable.worst_case is not None or job.data.tokens_per_batch is not None
+        static = not varying and all(longest_row(split) is None for split in splits)
+        self.compiled = CompiledParts(parts, mode=mode, static=static, graphs=on_gpu and mode == "reduce-overhead")
 
     def compare_kernels(self, device: torch.device, policy: PrecisionPolicy) -> None:
         """Have the modules that can choose between kernels compare them, before anything is measured."""
@@ -115,18 +111,3 @@ class Switches:
         session that takes over the module compiles it again."""
         if self.compiled is not None:
             self.compiled.off()
-
-    def stay_eager(self) -> None:
-        """Switch compilation off, as if it had not been tried."""
-        self.end()
-        self.compiled = None
-
-
-def _fixed_shapes(source: Source) -> bool:
-    """Whether all rows have the same shape, so that batches differ in their number of rows only."""
-    for split in (source.train, source.eval):
-        while isinstance(split, SplitView):
-            split = split.split
-        if split is not None and split.tokens_per_row is None and not isinstance(split, TensorSplit):
-            return False
-    return True
