@@ -246,13 +246,14 @@ class LoopConfig(Section):
         description="steps between train rows, or `epoch`: one, and a line on the terminal, at the end of each epoch; "
         "the first and the last step always have one",
     )
-    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
-        default="off",
-        description="torch.compile mode; on GPUs reduce-overhead compiles the full model only, as CUDA graphs need",
+    compile: Literal["auto", "off", "default", "reduce-overhead", "max-autotune"] = Field(
+        default="auto",
+        description="torch.compile mode; auto: default where it measures faster, in runs long enough to pay for it; on "
+        "GPUs reduce-overhead compiles the full model only, as CUDA graphs need",
     )
     compile_parts: Literal["auto", "all", "blocks"] | list[Text] = Field(
         default="auto",
-        description="what is compiled: names of modules, or ends of names; auto: blocks if there are any, else all",
+        description="what is compiled: names of modules, or ends of names; auto: all on a GPU, else blocks, if any",
     )
     activation_checkpointing: bool | Count = Field(
         default=False, description="recompute activations to save memory: true for each block, N for every Nth"

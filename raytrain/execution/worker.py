@@ -314,6 +314,7 @@ class Worker:
                 "step": state.step, "activity": loop.activity, "stop_s": saver.stop_s
             }  # fmt: skip
             first = {"max_steps": loop.limits.max_steps, "step": session.state.step, "row": {}}  # none of later steps
+            first["compiles"] = session.settings.compiled
             self._report_progress({"phase": "training", **first})
             try:
                 outcome = loop.run(session.state)

@@ -15,6 +15,9 @@ from raytrain.models.sizes import check_gpt, language_flops
 from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, accuracy, need_keys
 
 INIT_STD = 0.02
+COLUMNS = 64
+"""Tensor cores are fast on products whose columns are a multiple of it; GPT-2's 50,257 takes two to three times 50,304.
+"""
 
 
 __all__ = ["gpt"]
@@ -62,6 +65,20 @@ class Block(PreNorm):
         return x_BSD + self.drop(self.feed_forward(self.norm_feed_forward(x_BSD)))
 
 
+class Head(nn.Linear):
+    """The tied head (..., D) -> (..., V) without a bias, and in training on a GPU more columns, up to a multiple of
+    `COLUMNS`. Those are minus infinity: they change no loss, and get no gradient. The weight stays (V, D)."""
+
+    pads = False  # on other devices too, for tests
+
+    def forward(self, input: Tensor) -> Tensor:
+        missing = -self.out_features % COLUMNS
+        if not (missing and self.training and (input.is_cuda or self.pads)):
+            return super().forward(input)
+        bias = F.pad(self.weight.new_zeros(self.out_features), (0, missing), value=-math.inf)
+        return F.linear(input, F.pad(self.weight, (0, 0, 0, missing)), bias)
+
+
 class GPT(nn.Module):
     """A decoder from token ids to next-token logits, with the given blocks.
 
@@ -80,7 +97,7 @@ class GPT(nn.Module):
         self.positions = nn.Parameter(torch.empty(context, width))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head = Head(width, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
         self._initialise()
 
@@ -105,7 +122,7 @@ class GPT(nn.Module):
         return F.dropout(x_BSD, self.dropout, self.training) if self.dropout else x_BSD
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """Final norm and the tied head: (B, S, D) -> (B, S, V)."""
+        """Final norm and the tied head: (B, S, D) -> (B, S, V), or more columns (see `Head`)."""
         return self.head(self.norm(x_BSD))
 
     @property
@@ -133,7 +150,7 @@ class GPT(nn.Module):
     def outputs(self, logits_BSV: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
         """Build what `forward` returns; in training the logits are not returned, so their memory can be freed."""
         if labels is None:
-            return {"logits": logits_BSV}
+            return {"logits": logits_BSV[..., : self.head.out_features]}
         loss = token_loss(logits_BSV, labels)
         return {"loss": loss} if self.training else {"loss": loss, "logits": logits_BSV}
 

@@ -91,6 +91,7 @@ class StepSettings:
         shares: of a global batch, by measured speed; None if they are equal or not measured yet.
         inflight: micro-batches in flight between workers and expert hosts.
         overlap: whether all-reduces overlap with the last backward pass.
+        compiled: whether the model is compiled; False until `loop.compile: auto` is measured.
     """
 
     micro_batch: int | None
@@ -99,6 +100,7 @@ class StepSettings:
     shares: Shares | None = None
     inflight: int = 1
     overlap: bool = False
+    compiled: bool = False
 
     @classmethod
     def planned(cls, job: TrainJob) -> StepSettings:
@@ -111,6 +113,7 @@ class StepSettings:
             shares=shares_of(plan.value("shares", "equal")),
             inflight=plan.value("inflight", 1),
             overlap=plan.value("overlap", False),
+            compiled=job.loop.compile not in ("off", "auto"),
         )
 
     def reduced_to(self, rows: int) -> StepSettings:

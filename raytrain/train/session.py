@@ -85,7 +85,9 @@ class Session:
         check_module(self.trainable, key=job.model.origin, strategy=job.planned("strategy"))
         if self.trainable.remote.workers_group is not None:
             workers.use(self.trainable.remote.workers_group)
-        self.switches = Switches(job, self.trainable, device=self.device, workers=workers)
+        self.switches = Switches(
+            job, self.trainable, self.source, device=self.device, workers=workers, compiled=self.settings.compiled
+        )
         self.layers = LayerPrecision(self.trainable.module, self.device)
         self.layers.keep(self.settings.fp32_layers)
         self.state = LoopState()
@@ -188,6 +190,9 @@ class Session:
 
     def use(self, settings: StepSettings) -> None:
         """Use these settings from now on; needs `prepare`. The next session after a rewind takes them over."""
+        if settings.compiled != self.settings.compiled:
+            self.layers.keep(())  # their precision is set outside the compiled parts
+            self.switches.compile(settings.compiled)
         self.settings = settings
         self.layers.keep(settings.fp32_layers)
         if settings.micro_batch is not None:

@@ -119,7 +119,7 @@ def check_on_driver(
         StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
-    if spec.loop.compile != "off":
+    if spec.loop.compile not in ("off", "auto") or spec.loop.compile_parts != "auto":
         parts_to_compile(trainable, spec.loop)
     if spec.loop.activation_checkpointing:
         blocks_of(trainable, key="loop.activation_checkpointing")

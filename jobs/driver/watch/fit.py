@@ -145,9 +145,7 @@ class _Fit:
         )
         self.progress: Mapping[str, Any] = {}
         self._retry = spec.retry
-        self.stuck = StuckWorkers(
-            opened.run, self.channel, spec.retry, local=cluster.local, compiles=spec.loop.compile != "off"
-        )
+        self.stuck = StuckWorkers(opened.run, self.channel, spec.retry, local=cluster.local)
         self._warned: set[str] | None = None
         self._left_out: set[str] = set()  # ids of nodes
         self._stop_judged = False

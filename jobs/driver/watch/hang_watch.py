@@ -17,7 +17,7 @@ STEPS_LATE, LEAST_STEP_S = 10.0, 5.0
 #: An evaluation or a save is late after this long without work, or after `retry.hang_s` if that is less. A slow store
 #: may take minutes to close one file.
 LEAST_ACTIVITY_S = {EVALUATING: 60.0, SAVING: 300.0}
-#: Before the end of the first step, in the export, and with torch.compile, which may compile again inside a step: after
+#: Before the end of the first step, in the export, and with a compiled model, which may compile again in a step: after
 #: this long, or after `UNKNOWN_TIMES` `retry.hang_s` if that is less.
 UNKNOWN_S = 300.0
 #: Before the end of the first step and in the export, the user's code may read all data or convert the model in one
@@ -37,15 +37,14 @@ class HangWatch:
 
     Args:
         hang_s: `retry.hang_s`.
-        compiles: the run compiles: a step may contain a compilation.
         clock: seconds; replaced in tests.
 
     Attributes:
         event: the fields of the hang that was said last; None before.
     """
 
-    def __init__(self, *, hang_s: float | None, compiles: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._hang_s, self._compiles, self._clock = hang_s, compiles, clock
+    def __init__(self, *, hang_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._hang_s, self._clock = hang_s, clock
         self._seen: tuple[int, str, Any] = (-1, "", None)
         self._known = False
         self._since = clock()
@@ -82,7 +81,7 @@ class HangWatch:
             return False
         least = LEAST_ACTIVITY_S.get(activity, LEAST_STEP_S)
         least = min(least, self._hang_s or least)
-        if self._compiles or not self._known:
+        if progress.get("compiles") or not self._known:  # compiled: a step may contain a compilation
             least = min(UNKNOWN_S, UNKNOWN_TIMES * (self._hang_s or UNKNOWN_S))
         deadline = max(least, STEPS_LATE * usual_s) + REPORT_EVERY_S
         if self._asked is not None or (self._clock() - self._since < deadline and not silent):

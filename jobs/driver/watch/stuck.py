@@ -30,12 +30,11 @@ class StuckWorkers:
     Args:
         channel: the `DriverChannel` actor.
         local: the workers are processes of this machine.
-        compiles: a step may contain a compilation.
     """
 
-    def __init__(self, run: RunFolder, channel: Any, retry: RetryConfig, *, local: bool, compiles: bool) -> None:
+    def __init__(self, run: RunFolder, channel: Any, retry: RetryConfig, *, local: bool) -> None:
         self._run, self._channel, self._retry, self._local = run, channel, retry, local
-        self._named, self._hang = SilentRanks(), HangWatch(hang_s=retry.hang_s, compiles=compiles)
+        self._named, self._hang = SilentRanks(), HangWatch(hang_s=retry.hang_s)
         self._silence = Silence(limit_s=retry.host_silence_s)
         self._ended = set[int]()
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from raytrain.autotune.probe.agreed import run_agreed
 from raytrain.autotune.probe.state_guard import preserve_model
 from raytrain.train.device import rng_state, seconds_of, set_rng_state
 from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
 from raytrain.trainable import Trainable
 
 #: Rounds continue until this much time has passed, within the bounds that a caller gives.
@@ -122,6 +124,37 @@ def timed_arms(
             if (stop_on_failure and errors) or some or all_of == workers.world_size:
                 break
     return _gathered(seconds, values, errors, workers)
+
+
+def timed_passes(
+    session: Session, befores: Sequence[Callable[[], object]], *, most: int, rounds: tuple[int, int]
+) -> tuple[list[ArmTimes], float]:
+    """Time the first `most` micro-batches of each worker after each of `befores` in turn, at least and at most so many
+    rounds, until one fails. Changes nothing that it measures. Collective.
+
+    Returns:
+        The times, with the value 1 where nothing told what a loss is a mean over; how many times as much a step does.
+    """
+    loader, step, workers, device = session.loader, session.step, session.workers, session.device
+    indices, untold = loader.global_batch(session.state.cursor).indices, step.untold
+    rows = indices[: most * loader.batches.micro_batch * workers.world_size]
+    passes, remote = loader.passes(rows), session.trainable.remote
+
+    def work() -> None:
+        step.untold = False
+        step.backward(loader.micro_batches(rows), global_weight=1, passes=passes)
+
+    def attempt(work: Callable[[], object]) -> str:
+        collective = step.collective_passes
+        return run_agreed(work, workers=workers, device=device, remote=remote, collective_passes=collective)[1]
+
+    times = timed_arms(
+        [TimedArm(work, before=before, values=lambda: [float(step.untold)]) for before in befores],
+        trainable=session.trainable, workers=workers, device=device, min_rounds=rounds[0], max_rounds=rounds[1],
+        attempt=attempt, stop_on_failure=True,
+    )  # fmt: skip
+    step.untold = untold
+    return times, loader.passes(indices) / passes
 
 
 class _Run:

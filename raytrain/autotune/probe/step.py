@@ -28,6 +28,7 @@ from raytrain.data.rows.contract import Split
 from raytrain.data.rows.longest import longest_row
 from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
 from raytrain.plan.text import size_text
+from raytrain.train.compute.compile import forget_graphs
 from raytrain.train.device import device_name, seconds_of
 from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.device import PeakMeter, exact_memory
@@ -198,6 +199,7 @@ class StepProbe:
     # -- memory -----------------------------------------------------------------------------------
 
     def _read_memory(self, micro: int, readings: _Readings, *, budget: int | None) -> None:
+        forget_graphs()  # of other sizes, which would count in the floor
         with exact_memory(self.device):
             # before the meter starts: what the model and its kernels allocate permanently is not due to rows
             rows = self._choice.rows(micro, passes=ACCUMULATED, longest=True)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from raytrain.autotune.search.precision import CHANCE, WORTHWHILE_GAIN, chance_of_rounds
 from raytrain.plan.choice import Resolved
+from raytrain.plan.text import seconds_text
 
 
 def choose_inflight(seconds: Mapping[int, float], failed: Mapping[int, str] | None = None) -> Resolved:
@@ -42,3 +44,23 @@ def choose_overlap(seconds: Mapping[str, Sequence[float]]) -> Resolved:
     reason = f"all-reduces started inside the last backward measured {middle:.2f} times as fast as after it"
     chosen = middle >= 1 + WORTHWHILE_GAIN and chance_of_rounds(won, rounds) <= CHANCE
     return Resolved(chosen, f"{reason}, faster in {won} of {rounds} rounds")
+
+
+def choose_compiled(
+    eager_s: float, compiled_s: float, passes: float, compilation: Mapping[str, Any], *, failed: str
+) -> Resolved:
+    """Compiled code if it is faster by more than noise; what its compilation took is spent either way.
+
+    Args:
+        eager_s, compiled_s: seconds of the same passes, of which the run has so many left.
+        compilation: record of the compiler.
+        failed: why the compiled passes cannot be used, if they cannot.
+    """
+    parts = "; ".join([f"{compilation['achieved']} compiled", *compilation["reasons"][:1]])
+    if failed:
+        return Resolved("off", f"compiled passes cannot be used: {failed} ({parts})")
+    ratio, saved = eager_s / compiled_s, seconds_text(passes * (eager_s - compiled_s))
+    reason = f"compiled passes measured {ratio:.2f} times as fast as eager ones ({parts})"
+    if ratio < 1 + WORTHWHILE_GAIN:
+        return Resolved("off", reason)
+    return Resolved("default", f"{reason}, {saved} less for {seconds_text(compilation['seconds'])} of compilation")

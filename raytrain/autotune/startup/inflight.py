@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from raytrain.autotune.probe.agreed import run_agreed
-from raytrain.autotune.probe.arms import TimedArm, timed_arms
+from raytrain.autotune.probe.arms import timed_passes
 from raytrain.autotune.search.arms import choose_inflight
 from raytrain.autotune.startup.choice import DeferredChoice, Record, record_of
 from raytrain.errors import StateLost, first_line
@@ -48,30 +47,9 @@ class InflightChoice(DeferredChoice):
 def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
     """The choice, and the slowest worker's median seconds by micro-batches in flight, on the first micro-batches of the
     real model; no seconds if either fails. Changes nothing that it measures. Collective."""
-    loader, batches, step = session.loader, session.loader.batches, session.step
-    workers, device, trainable = session.workers, session.device, session.trainable
-    rows = loader.global_batch(session.state.cursor).indices[
-        : MEASURED_PASSES * batches.micro_batch * batches.world_size
-    ]
-    passes, before = loader.passes(rows), step.inflight
-    times = timed_arms(
-        [
-            TimedArm(
-                lambda: step.backward(loader.micro_batches(rows), global_weight=1, passes=passes),
-                before=partial(setattr, step, "inflight", number),
-            )
-            for number in IN_FLIGHT
-        ],
-        trainable=trainable,
-        workers=workers,
-        device=device,
-        min_rounds=MIN_ROUNDS,
-        max_rounds=MAX_ROUNDS,
-        attempt=lambda work: run_agreed(
-            work, workers=workers, device=device, remote=trainable.remote, collective_passes=step.collective_passes
-        )[1],
-        stop_on_failure=True,
-    )  # fmt: skip
+    step, before = session.step, session.step.inflight
+    befores = [partial(setattr, step, "inflight", number) for number in IN_FLIGHT]
+    times, _ = timed_passes(session, befores, most=MEASURED_PASSES, rounds=(MIN_ROUNDS, MAX_ROUNDS))
     step.inflight = before
     arms = dict(zip(IN_FLIGHT, times, strict=True))
     failed = {number: arm.error for number, arm in arms.items() if arm.error}

@@ -6,7 +6,7 @@ from typing import Any
 
 from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
-from raytrain.plan.choice import Choice, Resolved
+from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.rules.batch import fused_part
 from raytrain.plan.rules.devices import DevicePool
 
@@ -25,8 +25,9 @@ def choose_speed(
 
 def choose_compile(
     loop: LoopConfig, strategy: Choice, *, missing: str | None, warnings: list[str], on_gpu: bool = False
-) -> Resolved | None:
-    """The mode of torch.compile; "off" with a warning if these machines cannot compile; None if it is not configured.
+) -> Choice | None:
+    """The mode of torch.compile; "off" if these machines cannot compile, with a warning where a mode is configured.
+    None if it is configured off; `auto` is left to a measurement where one can be made.
 
     Args:
         missing: why the driver's machine cannot compile; None if it can, or if the plan is for other machines.
@@ -36,6 +37,13 @@ def choose_compile(
     """
     if loop.compile == "off":
         return None
+    sharded = strategy.value_or(None) == "fsdp"
+    if loop.compile == "auto":
+        off = missing or ("nothing is measured under scale.strategy fsdp; set loop.compile" if sharded else None)
+        if loop.deterministic:
+            off = off or "measured times decide, and may differ between starts (loop.deterministic); set loop.compile"
+        how, reason = "a compiled step against an eager one", "if the run is long enough to pay for the compilation"
+        return Deferred(how, ("off", "default"), reason) if off is None else Resolved("off", off)
     if loop.compile == "max-autotune" and loop.deterministic:
         raise InputError(
             "loop.compile", got="max-autotune with loop.deterministic true", expected="default or reduce-overhead",
@@ -44,7 +52,6 @@ def choose_compile(
     if loop.compile == "reduce-overhead" and on_gpu:
         _refuse_graphs_of_parts(loop, strategy)
     if loop.compile_parts == "all":
-        sharded = strategy.value_or(None) == "fsdp"
         other = "scale.strategy fsdp" if sharded else "loop.activation_checkpointing"
         if sharded or loop.activation_checkpointing:
             raise InputError(
@@ -61,6 +68,8 @@ def choose_compile(
         )
     parts = loop.compile_parts if isinstance(loop.compile_parts, str) else ", ".join(loop.compile_parts)
     which = "the blocks if the model repeats some, otherwise the full model" if parts == "auto" else parts
+    if parts == "auto" and on_gpu and not (sharded or loop.activation_checkpointing):
+        which = "the full model, or the blocks if they route rows to experts"
     if loop.compile == "reduce-overhead" and on_gpu:
         which = "the full model, as CUDA graphs need"
     return Resolved(loop.compile, f"loop.compile; parts: {which}")
@@ -76,23 +85,17 @@ def _refuse_graphs_of_parts(loop: LoopConfig, strategy: Choice) -> None:
     Raises:
         InputError: naming the key that divides the model.
     """
-    divided = {
-        "loop.compile_parts": loop.compile_parts not in ("auto", "all"),
-        "loop.activation_checkpointing": bool(loop.activation_checkpointing),
-        "scale.strategy": strategy.value_or(None) in ("fsdp", "expert_parallel"),
-    }
-    seen = {
-        "loop.compile_parts": str(loop.compile_parts), "loop.activation_checkpointing": "true",
-        "scale.strategy": str(strategy.value_or(None)),
-    }  # fmt: skip
-    for key, is_divided in divided.items():
-        if is_divided:
-            raise InputError(
-                "loop.compile", got=f"reduce-overhead on a GPU with {key} {seen[key]}",
-                expected="default or max-autotune with it",
-                remedy="its CUDA graphs work for the full model only (loop.compile_parts all): torch refuses to pass"
-                " the output of one graph to another (pytorch #152887)",
-            )  # fmt: skip
+    planned = strategy.value_or(None)
+    divided = [f"scale.strategy {planned}"] if planned in ("fsdp", "expert_parallel") else []
+    divided += ["loop.activation_checkpointing true"] if loop.activation_checkpointing else []
+    divided += [f"loop.compile_parts {loop.compile_parts}"] if loop.compile_parts not in ("auto", "all") else []
+    if divided:
+        raise InputError(
+            "loop.compile", got=f"reduce-overhead on a GPU with {divided[-1]}",
+            expected="default or max-autotune with it",
+            remedy="its CUDA graphs work for the full model only (loop.compile_parts all): torch refuses to pass the"
+            " output of one graph to another (pytorch #152887)",
+        )  # fmt: skip
 
 
 def choose_cudnn_benchmark(loop: LoopConfig, machines: DevicePool) -> Resolved | None:

@@ -46,8 +46,8 @@ def recompute(trainable: Trainable, *, every: int = 1) -> None:
         InputError: the model neither names its blocks nor repeats any.
     """
     for _, block in blocks_of(trainable, key="loop.activation_checkpointing")[every - 1 :: every]:
-        if not isinstance(block.forward, _Recomputed):
-            block.forward = _Recomputed(block)  # type: ignore[method-assign]
+        if not isinstance(block.forward, Recomputed):
+            block.forward = Recomputed(block)  # type: ignore[method-assign]
         _AGAIN.update(block.modules())
 
 
@@ -65,7 +65,7 @@ Key = tuple[int, str, bool]
 """(id of a module's buffers or parameters, name, whether the module trains)."""
 
 
-class _Recomputed:
+class Recomputed:
     """A block's forward, checkpointed if gradients are enabled.
 
     This includes eval mode: under `fsdp`, a worker without rows runs its blocks in eval mode, and must gather weights
@@ -73,16 +73,16 @@ class _Recomputed:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._block, self._forward = block, block.forward
+        self._block, self.forward = block, block.forward
         self._parts, self._teachers = list(block.modules()), may_change(block)
         self._constant: set[Key] = set()
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._forward(*inputs, **named)
+            return self.forward(*inputs, **named)
         before = _StateBefore(self._held(), self._constant)
         contexts = lambda: (_reserved(), before)  # noqa: E731
-        output = checkpoint(self._forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
+        output = checkpoint(self.forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
         before.learn()
         return output
 

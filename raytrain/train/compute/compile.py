@@ -1,9 +1,11 @@
 """Compiles parts of a model, records the result of each, and switches back to eager.
 
 Only the `forward` of each part is replaced; weights, names and hooks do not change. Shapes are dynamic from the first
-compilation on, so one kernel serves every batch size: a resumed run uses the same kernels as an uninterrupted one,
-whichever sizes come first. What the compiler cannot handle runs eager: a graph rejected by the backend runs as traced,
-a frame that cannot be traced runs as written. In both cases nothing is computed twice, and the reason is recorded.
+compilation on, so one kernel serves every batch size, or static, so that each size has its own: a resumed run uses the
+same kernels as an uninterrupted one, whichever sizes come first. Static shapes that turn out to vary become dynamic;
+from there on a resumed run equals an uninterrupted one within rounding. What the compiler cannot handle runs eager: a
+graph rejected by the backend runs as traced, a frame that cannot be traced runs as written. In both cases nothing is
+computed twice, and the reason is recorded.
 
 torch caches compiled code by code object and backend for the life of the process, so equal blocks share it, as does
 the next session after a rollback.
@@ -13,9 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import threading
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +29,7 @@ import torch
 from torch import nn
 
 from raytrain.errors import first_line
+from raytrain.train.compute.activation_checkpointing import Recomputed
 
 Lower = Callable[[Any, list[Any]], Callable[..., Any]]
 """A backend: takes a graph and example inputs, returns a callable that computes the same."""
@@ -31,9 +37,14 @@ Lower = Callable[[Any, list[Any]], Callable[..., Any]]
 #: The precisions compared at the start, training and evaluation, and batches of one row each compile their own variant;
 #: torch's default limit of 8 would silently fall back to eager.
 VARIANTS_AT_MOST = 64
+#: Static shapes of one part, each compiled once: batches, smaller last ones and those of evaluation, in each precision
+#: that was compared. With more its shapes vary, and are dynamic from then on.
+STATIC_AT_MOST = 8
 #: torch's max-autotune makes CUDA graphs too, which fail where parts are compiled one by one (pytorch #152887); it is
 #: chosen for its kernels.
 MODES = {"max-autotune": "max-autotune-no-cudagraphs"}
+#: Of torch's message where a frame has more than `VARIANTS_AT_MOST`.
+LIMIT = "recompile limit exceeded"
 #: Maximum reasons of each kind in a record.
 LISTED_AT_MOST = 5
 
@@ -52,6 +63,7 @@ class PartStatus:
         seconds: time spent in the compiler.
         reason: why some or all of it runs eager; "" if nothing failed.
         frames: frames compiled by all parts; shared by all parts.
+        variants: how often each frame was compiled while the part was called.
         breaks_at: graph breaks and their number; shared by the parts of one class, which share compiled code.
     """
 
@@ -59,6 +71,7 @@ class PartStatus:
     kind: str
     frames: set[str] = field(default_factory=set)
     breaks_at: dict[str, int] = field(default_factory=dict)
+    variants: Counter[str] = field(default_factory=Counter)
     entered: int = 0
     calls: int = 0
     graphs: int = 0
@@ -96,6 +109,8 @@ class _Here(threading.local):
     began: float = 0.0
     breaks: dict[str, int] = field(default_factory=dict)
     failing: BaseException | None = None
+    quiet: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    graphs: bool = False
 
 
 _HERE = _Here()
@@ -106,43 +121,52 @@ class CompiledParts:
 
     Args:
         parts: (name, module) pairs, none nested in another.
-        mode: `loop.compile`, not "off".
+        mode: of torch.compile.
+        static: the inputs of the parts have few shapes.
+        graphs: the mode records CUDA graphs on this device.
         lower: a backend that replaces torch's inductor (for tests).
+
+    Attributes:
+        on: whether calls run the compiled code.
     """
 
-    def __init__(self, parts: Sequence[tuple[str, nn.Module]], *, mode: str, lower: Lower | None = None) -> None:
-        self.mode = mode
+    def __init__(
+        self, parts: Sequence[tuple[str, nn.Module]], *, mode: str, static: bool = False, graphs: bool = False,
+        lower: Lower | None = None,
+    ) -> None:  # fmt: skip
+        self.mode, self.on, _HERE.graphs = mode, True, graphs
         frames, breaks = set[str](), {type(part): dict[str, int]() for _, part in parts}
         self._breaks = list(breaks.values())
         self.parts = [PartStatus(name, type(part).__name__, frames, breaks[type(part)]) for name, part in parts]
-        self._forwards: list[tuple[nn.Module, Any]] = []
+        self._forwards: list[tuple[Any, Any]] = []
         self._taken = 0.0
         self._reported: tuple[Any, ...] = ()
         _watch()
         backend = _backend(mode, lower)
         for status, (_, part) in zip(self.parts, parts, strict=True):
             _keep_eager(part)
-            self._forwards.append((part, part.__dict__.get("forward")))
-            compiled = torch.compile(part.forward, backend=backend, dynamic=True)
-            part.forward = _Compiled(status, compiled)  # type: ignore[method-assign]
+            # inside the recomputation of activations: backward calls the compiled part again
+            holder: Any = part.forward if isinstance(part.forward, Recomputed) else part
+            self._forwards.append((holder, holder.__dict__.get("forward")))
+            holder.forward = _Compiled(self, status, holder.forward, backend, static=static)
 
     def off(self) -> None:
         """Restore the original forward of every part; the counts remain."""
-        for part, before in self._forwards:
-            _set_forward(part, before)
+        for holder, before in self._forwards:
+            if before is None:  # that of its class
+                holder.__dict__.pop("forward", None)
+            else:
+                holder.forward = before
         self._forwards = []
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
-        """Inside, every part runs its original forward; the compiled ones are in place again afterwards."""
-        compiled = [(part, part.forward) for part, _ in self._forwards]
+        """Inside, every part runs its original forward."""
+        self.on = False
         try:
-            for part, before in self._forwards:
-                _set_forward(part, before)
             yield
         finally:
-            for part, forward in compiled:
-                part.forward = forward  # type: ignore[method-assign]
+            self.on = True
 
     @property
     def seconds(self) -> float:
@@ -179,12 +203,15 @@ class CompiledParts:
         }
 
 
-def _set_forward(part: nn.Module, forward: Any) -> None:
-    """Give a part its own `forward`; None: that of its class."""
-    if forward is None:
-        part.__dict__.pop("forward", None)
-    else:
-        part.forward = forward
+def forget_graphs() -> None:
+    """Free this process's CUDA graphs when the batch size changes: no other allocation can use their memory. Sizes that
+    are still in use are compiled again, mostly from inductor's cache."""
+    if _HERE.graphs:
+        torch._dynamo.reset()  # resetting the graphs alone would leave compiled code that refers to them
+        _watch()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _keep_eager(part: nn.Module) -> None:
@@ -197,16 +224,22 @@ def _keep_eager(part: nn.Module) -> None:
 class _Compiled:
     """A part's compiled forward; marks its part as the current one while it runs."""
 
-    def __init__(self, status: PartStatus, forward: Callable[..., Any]) -> None:
-        self._status, self._forward = status, forward
+    def __init__(
+        self, parts: CompiledParts, status: PartStatus, forward: Callable[..., Any], backend: Any, *, static: bool
+    ) -> None:
+        self._parts, self._status, self._eager, self._static = parts, status, forward, static
+        self._compiled = [torch.compile(forward, backend=backend, dynamic=one) for one in (True, False)]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not self._parts.on:
+            return self._eager(*inputs, **named)
         before, _HERE.part = _HERE.part, self._status
         self._status.entered += 1
         try:
-            return self._forward(*inputs, **named)
+            return self._compiled[self._static](*inputs, **named)
         finally:
             _HERE.part = before
+            self._static = self._static and max(self._status.variants.values(), default=0) < STATIC_AT_MOST
 
 
 @dataclass
@@ -259,7 +292,8 @@ def _named(error: BaseException) -> str:
 
 def _watch() -> None:
     """Configure torch's compiler in this process: frames that cannot be traced run as written, and callbacks attribute
-    compilations to the current part. Has no further effect until torch's compiler is reset."""
+    compilations to the current part, and ignore warnings in them, which as errors would count as failures of the
+    compiler. Has no further effect until torch's compiler is reset."""
     import torch._dynamo.config
     from torch._dynamo.callback import callback_handler
 
@@ -272,10 +306,13 @@ def _watch() -> None:
 
 def _started(_about: Any) -> None:
     _HERE.began, _HERE.breaks, _HERE.failing = time.perf_counter(), _breaks(), sys.exc_info()[1]
+    if _HERE.part is not None:
+        _HERE.quiet.enter_context(warnings.catch_warnings(action="ignore"))
 
 
 def _ended(about: Any) -> None:
     part, error = _HERE.part, sys.exc_info()[1]
+    _HERE.quiet.close()
     if part is None:  # compiled by other code
         return
     part.seconds += time.perf_counter() - _HERE.began
@@ -287,6 +324,7 @@ def _ended(about: Any) -> None:
     frame = str(about.compile_id).rpartition("/")[0]
     part.recompiles += frame in part.frames
     part.frames.add(frame)
+    part.variants[frame] += about.callback_trigger.name == "DYNAMO"  # and not a CUDA graph that is recorded
     if error is not None and error is not _HERE.failing and not _is_break(error):
         part.reason = part.reason or _named(error)
 
@@ -295,6 +333,8 @@ def _is_break(error: BaseException) -> bool:
     """Whether an error only breaks a graph, to continue in Python; graph breaks are counted separately."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 
+    if LIMIT in str(error):  # what exceeds it runs eager from then on
+        return False
     return isinstance(error, RestartAnalysis | SkipFrame | Unsupported)
 
 

@@ -15,15 +15,20 @@ from raytrain.trainable import Trainable
 KEY = "loop.compile_parts"
 
 
-def parts_to_compile(trainable: Trainable, loop: LoopConfig, *, on_gpu: bool = False) -> list[Block]:
+def parts_to_compile(
+    trainable: Trainable, loop: LoopConfig, *, on_gpu: bool = False, sharded: bool = False
+) -> list[Block]:
     """The parts to compile, outermost first; ("", module) is the full model.
 
-    `auto` selects the blocks if the model names them, if it repeats blocks with several layers (they share compiled
-    code, so the compile time does not grow with their number), or if backward recomputes them. A name selects every
-    module whose dotted name ends with it: `router` selects the routers of all blocks.
+    On a GPU `auto` is `all` where nothing divides the model: blocks alone leave the head and the loss, a quarter of a
+    GPT-2's step. Rows that are routed to experts cut graphs in each block. Elsewhere `auto` selects the blocks if the
+    model names them, if it repeats blocks with several layers (they share compiled code, so the compile time does not
+    grow with their number), or if backward recomputes them. A name selects every module whose dotted name ends with it:
+    `router` selects the routers of all blocks.
 
     Args:
         on_gpu: there, reduce-overhead makes CUDA graphs, which work for the full model only: `auto` is `all`.
+        sharded: under fsdp, which works block by block.
 
     Raises:
         InputError: the model has no module of that name, or no blocks although they are requested, or a part contains
@@ -31,7 +36,8 @@ def parts_to_compile(trainable: Trainable, loop: LoopConfig, *, on_gpu: bool = F
     """
     module, asked = trainable.module, loop.compile_parts
     graphs = on_gpu and loop.compile == "reduce-overhead"
-    if asked == "auto" and graphs:
+    divided = loop.activation_checkpointing or sharded or trainable.worst_case is not None
+    if asked == "auto" and (graphs or (on_gpu and not divided)):
         asked = "all"
     if asked == "auto":
         several = any(next(block.children(), None) is not None for _, block in repeated(module))

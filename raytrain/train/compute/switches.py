@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from raytrain.data.rows.contract import Source
+from raytrain.data.rows.longest import longest_row
 from raytrain.models.attention import MaskCache
 from raytrain.train.compute.activation_checkpointing import recompute
 from raytrain.train.compute.compile import CompiledParts
@@ -26,10 +28,16 @@ class Switches:
     Args:
         job: its `loop` section and plan set the options.
         trainable: changed in place.
+        source: whose batches the model gets.
         workers: either all of them compile, or none.
+        compiled: whether to compile; see `StepSettings`.
     """
 
-    def __init__(self, job: TrainJob, trainable: Trainable, *, device: torch.device, workers: Workers) -> None:
+    def __init__(
+        self, job: TrainJob, trainable: Trainable, source: Source, *, device: torch.device, workers: Workers,
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
+        self._job, self._trainable, self._source, self._device, self._workers = job, trainable, source, device, workers
         loop, self._notices = job.loop, list[tuple[str, dict[str, Any]]]()
         self.cudnn = CudnnBenchmark(loop.cudnn_benchmark, device=device, deterministic=loop.deterministic)
         held = (part.__dict__.get("masks") for part in trainable.module.modules())
@@ -39,26 +47,37 @@ class Switches:
         parts: list[Any] = list(trainable.module.modules())
         self._comparing = [part for part in parts if hasattr(type(part), "compare_kernels")]
         self.compiled: CompiledParts | None = None
-        if loop.compile != "off":
-            self._compile(job, trainable, device=device, workers=workers)
+        self.compile(compiled)
         if loop.activation_checkpointing:  # outside the compiled parts: backward calls the compiled part again
             recompute(trainable, every=int(loop.activation_checkpointing))
 
-    def _compile(self, job: TrainJob, trainable: Trainable, *, device: torch.device, workers: Workers) -> None:
+    def compile(self, compiled: bool) -> None:
+        """Compile the model's parts, on all workers or on none, or stop doing so, as if nothing had been compiled.
+        Collective."""
+        self.end()
+        self.compiled = None
+        if not compiled:
+            return
+        job, trainable, device = self._job, self._trainable, self._device
         planned = job.plan.compile
         why = planned.reason if planned is not None and planned.value_or(None) == "off" else None
         why = why or missing_for_compile(device.type)
-        if sum(workers.all_reduce_ints([int(why is not None)])):
+        if sum(self._workers.all_reduce_ints([int(why is not None)])):
             why = why or "another worker's machine cannot compile"
             refused = {"requested": job.loop.compile, "achieved": "off", "reasons": [why], "seconds": 0.0, "parts": []}
             self._notices.append(("compile", refused))
             return
-        parts = parts_to_compile(trainable, job.loop, on_gpu=device.type == "cuda")
+        on_gpu, sharded = device.type == "cuda", job.planned("strategy") == "fsdp"
+        parts = parts_to_compile(trainable, job.loop, on_gpu=on_gpu, sharded=sharded)
         if trainable.reads_weight and any(part is trainable.module for _, part in parts):
             # a compiled graph would hide what the loss is a mean over (`raytrain.train.mean_weight`)
             for function in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
                 torch._dynamo.disallow_in_graph(function)
-        self.compiled = CompiledParts(parts, mode=job.loop.compile)
+        mode = "default" if job.loop.compile == "auto" else job.loop.compile
+        splits = [split for split in (self._source.train, self._source.eval) if split is not None]
+        varying = trainable.worst_case is not None or job.data.tokens_per_batch is not None
+        static = not varying and all(longest_row(split) is None for split in splits)
+        self.compiled = CompiledParts(parts, mode=mode, static=static, graphs=on_gpu and mode == "reduce-overhead")
 
     def compare_kernels(self, device: torch.device, policy: PrecisionPolicy) -> None:
         """Have the modules that can choose between kernels compare them, before anything is measured."""

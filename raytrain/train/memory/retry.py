@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raytrain.errors import RunError
 from raytrain.train.changeable import may_change
+from raytrain.train.compute.compile import forget_graphs
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import StepDropped
 
@@ -100,6 +101,7 @@ class ShortageRetry:
 
     def _apply_size(self) -> None:
         """Set the loader's rows of a micro-batch, and its part of a token budget: long rows are limited by that."""
+        forget_graphs()  # of another size, also of a search
         self._loader.micro_batch = self._sizing.now
         self._loader.batches.budget_part = (self._sizing.now, self._sizing.planned)
 

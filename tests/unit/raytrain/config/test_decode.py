@@ -243,8 +243,8 @@ def test_a_key_like_no_other_gets_the_list_and_no_guess() -> None:
                               "for example loop.max_steps=500"),
         ({"log_every": None}, "loop.log_every: got null, expected an integer >= 0 or epoch; "
                               "for example loop.log_every=10, the default"),
-        ({"compile": "defalt"}, 'loop.compile: did you mean default? Got "defalt" (a string), expected off, default, '
-                                "reduce-overhead or max-autotune"),
+        ({"compile": "defalt"}, 'loop.compile: did you mean default? Got "defalt" (a string), expected auto, off, '
+                                "default, reduce-overhead or max-autotune"),
         ({"min_delta": math.inf}, "loop.min_delta: got inf (a number), expected a number >= 0; "
                                   "it must be finite"),
         ({"epochs": [1]}, "loop.epochs: got [1] (a list), expected an integer >= 1 or null; "

@@ -51,7 +51,7 @@ class NoTruth:
         (OptimConfig, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "max_grad_norm": 1.0,
                        "name": "adamw", "schedule": "cosine", "warmup_steps": "auto"}),
         (LoopConfig, {"global_batch_size": 32, "micro_batch_size": "auto", "log_every": 10,
-                      "max_steps": None, "epochs": None, "eval_batches": None, "compile": "off"}),
+                      "max_steps": None, "epochs": None, "eval_batches": None, "compile": "auto"}),
         (SaveConfig, {"keep": 3, "dir": "runs", "every": "auto"}),
         (ScaleConfig, {"workers": "auto", "strategy": "auto", "mode": "auto", "threads": "auto"}),
         (PrecisionConfig, {"dtype": "auto", "fallback": True}),

@@ -9,10 +9,10 @@ import pytest
 from jobs.driver.watch.hang_watch import HangWatch
 
 
-def late_steps(*seconds: float, compiles: bool = False, hang_s: float | None = 300.0, **progress: Any) -> list[float]:
+def late_steps(*seconds: float, hang_s: float | None = 300.0, **progress: Any) -> list[float]:
     """When, of these seconds without another step, the workers are asked where they are."""
     now = [1000.0]
-    watch = HangWatch(hang_s=hang_s, compiles=compiles, clock=lambda: now[0])
+    watch = HangWatch(hang_s=hang_s, clock=lambda: now[0])
     row = {"step": 7, "step_time_s": 0.1, "step_ms_p95": 200.0}
     shown = {"phase": "training", "step": 7, "activity": "", "row": row, **progress}
     assert watch.due(shown) is False
@@ -52,7 +52,7 @@ def test_the_set_up_and_the_first_step_are_late_after_five_minutes_without_a_row
     assert late_steps(304.0, 305.1, phase="measuring memory", row={}) == [305.1]
     assert late_steps(304.0, 305.1, row={}) == late_steps(304.0, 305.1, row={}, activity="evaluating") == [305.1]
     now = [0.0]
-    watch = HangWatch(hang_s=300.0, compiles=False, clock=lambda: now[0])
+    watch = HangWatch(hang_s=300.0, clock=lambda: now[0])
     for done in range(100):
         now[0] += 100.0
         assert not watch.due({"phase": "setting up the workers", "detail": f"reading train: {done}/100 rows"})
@@ -64,7 +64,7 @@ def test_the_set_up_and_the_first_step_are_late_after_five_minutes_without_a_row
 def stalled(where: dict[str, Any], *, absent: bool) -> tuple[str, list[float]]:
     """The line about workers that do no work in 10 minutes' steps, and when, in minutes, rank 1 or a rank is ended."""
     now = [0.0]
-    watch = HangWatch(hang_s=300.0, compiles=False, clock=lambda: now[0])
+    watch = HangWatch(hang_s=300.0, clock=lambda: now[0])
     shown = {"phase": "training", "step": 7, "row": {"step": 7, "step_time_s": 0.1}, "work": 40, **where}
     signs = dict.fromkeys((0, 1), (0.0, "on a (pid 1)"))
     stacks = {0: {"waits": True, "place": "w"}, 1: {"waits": not absent, "place": "mine"}}
@@ -104,7 +104,7 @@ def test_what_has_not_advanced_is_named_and_ended_after_hang_s_and_the_unknown_a
 def test_work_in_an_activity_keeps_it_from_being_late_but_not_a_step() -> None:
     """A checkpoint may be written in the background while a step hangs."""
     now = [0.0]
-    watch = HangWatch(hang_s=300.0, compiles=False, clock=lambda: now[0])
+    watch = HangWatch(hang_s=300.0, clock=lambda: now[0])
     row = {"step": 7, "step_time_s": 0.1}
     for activity, expected in (("evaluating", False), ("", True)):
         asked = False
@@ -119,7 +119,7 @@ def test_work_in_an_activity_keeps_it_from_being_late_but_not_a_step() -> None:
 
 def test_a_thousand_steps_with_evaluations_and_saves_raise_no_alarm_and_a_late_one_is_forgotten_after_it() -> None:
     now = [0.0]
-    watch = HangWatch(hang_s=300.0, compiles=False, clock=lambda: now[0])
+    watch = HangWatch(hang_s=300.0, clock=lambda: now[0])
     row = {"step_time_s": 0.5, "step_ms_p95": 700.0}
     for step in range(1, 1001):
         for activity, seconds in (
@@ -138,7 +138,7 @@ def test_a_thousand_steps_with_evaluations_and_saves_raise_no_alarm_and_a_late_o
 
 def test_the_line_names_who_does_not_respond_else_who_is_not_in_a_collective() -> None:
     now = [0.0]
-    watch = HangWatch(hang_s=60.0, compiles=False, clock=lambda: now[0])
+    watch = HangWatch(hang_s=60.0, clock=lambda: now[0])
     row = {"step": 3, "step_time_s": 0.1}
     progress = {"phase": "training", "step": 3, "row": row}
     watch.due(progress)

@@ -22,7 +22,7 @@ def test_the_process_of_a_silent_worker_is_ended_once_with_its_stacks_in_the_run
     run = RunFolder.create(str(tmp_path), "a")
     process = subprocess.Popen([sys.executable, "-c", PAUSES], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline(), "it runs Python code"
-    stuck = StuckWorkers(run, Channel(), RetryConfig(host_silence_s=0.001), local=True, compiles=False)
+    stuck = StuckWorkers(run, Channel(), RetryConfig(host_silence_s=0.001), local=True)
     signs = {0: (1.0, "on a (pid 1)"), 1: (1.0, f"on a (pid {process.pid})")}
     evaluating = {**TRAINING, "activity": "evaluating", "max_steps": 9, "nodes": {1: "n2"}}
     lines: list[str] = []
@@ -58,7 +58,7 @@ class Channel:
 def test_in_a_step_all_workers_are_asked_where_they_are_before_a_silent_one_is_ended(tmp_path: Path) -> None:
     run = RunFolder.create(str(tmp_path), "a")
     process, channel = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]), Channel()
-    stuck = StuckWorkers(run, channel, RetryConfig(host_silence_s=0.001), local=True, compiles=False)
+    stuck = StuckWorkers(run, channel, RetryConfig(host_silence_s=0.001), local=True)
     step = {**TRAINING, "row": {"step": 3, "step_time_s": 60.0}}  # long before the deadline of a step
     waits = {0: {"waits": True, "place": "all_reduce (collectives.py:60)"}}
     lines: list[str] = []

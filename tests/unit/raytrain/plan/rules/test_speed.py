@@ -8,7 +8,7 @@ import pytest
 
 from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
-from raytrain.plan.choice import Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.rules.devices import DevicePool
 from raytrain.plan.rules.speed import choose_compile, choose_cudnn_benchmark, choose_optimizer_kernels
 
@@ -36,7 +36,17 @@ def test_each_mode_is_planned_with_its_parts(mode: str) -> None:
     made, warnings = compiled(compile=mode, compile_parts=["router", "experts"])
     assert made.value == mode and "router, experts" in made.reason
     assert bool(warnings) == (mode == "max-autotune"), "it chooses by time: rounding only"
-    assert compiled()[0] is None
+    assert compiled(compile="off")[0] is None
+
+
+def test_auto_is_measured_where_it_can_be_and_says_why_not_elsewhere() -> None:
+    made, warnings = compiled()
+    assert made == Deferred(made.how, ("off", "default"), made.reason) and "long enough" in made.reason
+    for why, arguments in {
+        "g++": {"missing": "no g++"}, "fsdp": {"strategy": "fsdp"}, "loop.deterministic": {"deterministic": True},
+    }.items():  # fmt: skip
+        off, more = compiled(**arguments)
+        assert off.value == "off" and why in off.reason and more == warnings == [], "no fall-back of what was asked for"
 
 
 def test_without_a_compiler_the_plan_has_off_with_the_reason() -> None:
