@@ -64,7 +64,8 @@ class Int8Linear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, self.in_features).to(dtype)
         if device == "cpu" and len(rows) <= FEW_ROWS and self.in_features % 64 == 0:  # others it reads past the end of
-            y = torch._weight_int8pack_mm(rows, self.values, torch.ones_like(self.scale, dtype=dtype))
+            ones = torch.ones_like(self.scale, dtype=dtype)
+            y = torch._weight_int8pack_mm(rows, self.values, ones)  # pyright: ignore[reportPrivateImportUsage]
         else:
             y = F.linear(rows, self.values.to(dtype))
         y = y * self.scale

@@ -440,6 +440,7 @@ def answered(name: str) -> Iterator[None]:
 
 def infer() -> None:
     """Generated tokens per second, with transformers' GPT-2 of the same size beside it; greedy, 128 new tokens."""
+    from raytrain.infer.half import halve
     from raytrain.infer.quantize import quantize
     from raytrain.infer.text.generate import Sampling, generate
 
@@ -458,6 +459,7 @@ def infer() -> None:
             module = gpt(**SIZE, vocab_size=VOCAB).module.to(DEVICE).eval().requires_grad_(False)
             if "int8" in name:
                 quantize(module)
+            halve(module, torch.bfloat16)
 
             def ours(module: Any = module, prompts: Any = prompts) -> None:
                 with torch.autocast(DEVICE.type, dtype=torch.bfloat16):

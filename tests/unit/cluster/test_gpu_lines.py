@@ -29,7 +29,8 @@ def test_every_line_has_a_body_and_what_it_equals_runs_before_it() -> None:
         processes = line.job.get("scale.workers", 1) + (
             hosts if isinstance(hosts := line.job.get("experts.hosts", 0), int) else 0
         )
-        assert line.test or line.environ or processes == line.gpus, f"{line.name} needs {processes} GPUs"
+        share = line.job.get("scale.gpus_per_worker", 1)
+        assert line.test or line.environ or round(processes * share) == line.gpus, f"{line.name} needs {processes} GPUs"
 
 
 def test_lines_on_two_nodes_cannot_fit_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
