@@ -242,6 +242,7 @@ def test_pinned_memory_is_in_powers_of_two_that_the_tensors_fill(
     assert staging.nbytes == sum(pinned) <= most * 2**20 * sum(sizes)
     places = sorted((one.data_ptr(), one.nbytes) for one in staging._buffers.values())
     assert all(a + size <= b for (a, size), (b, _) in pairwise(places)), "none overlaps another"
+    assert all(one.storage_offset() * one.itemsize % 512 == 0 for one in staging._buffers.values())
     before = dict(staging._buffers)
     staging._allocate({**wanted, ("scaler", "scale"): OnGpu(torch.ones(()))})
     assert all(staging._buffers[key] is buffer for key, buffer in before.items()), "only what is new is allocated"

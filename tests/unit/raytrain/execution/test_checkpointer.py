@@ -67,6 +67,25 @@ def test_a_fixed_interval_saves_at_its_multiples_and_at_the_end(tmp_path: Path) 
         assert load(RunFolder(str(tmp_path)).checkpoint_dir(step)).manifest["eval_loss"] == losses[step]
 
 
+@pytest.mark.parametrize("every", [5, "auto"])
+def test_the_buffers_of_the_whole_state_are_made_before_the_first_save(every: int | str, tmp_path: Path) -> None:
+    """Optimizers have no state before the first step, and the first copy of it takes far longer than later ones."""
+    session = session_of()
+    saver, reporter = saver_of(session, tmp_path, every=every)
+    assert saver.writer is not None
+    held: dict[int, int] = {}
+
+    def note() -> bool:
+        held[session.state.step] = saver.writer.staged_bytes
+        return False
+
+    session.loop(reporter=reporter, saver=saver, should_stop=note, clock=saver.clock).run(session.state)
+    saver.close()
+    state = sum(parameter.nbytes for parameter in session.trainable.module.parameters())
+    assert held[1] == held[2] == 0 and 3 * state <= held[3] == held[4], "weights and two moments"
+    assert len(saver.writer.stalls) == len([row for row in reporter.events if row["kind"] == "checkpoint"])
+
+
 def test_a_checkpoint_of_another_step_than_the_evaluation_has_no_eval_loss(tmp_path: Path) -> None:
     session = session_of(eval_every=4)
     run_with(session, *saver_of(session, tmp_path, every=3))
