@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.exchange.dispatch import RemoteExperts
+from experts.routing.grouped import GroupedExperts
 from experts.routing.router import Routing, TopKRouter
 
 __all__ = ["MoELayer", "combine", "dispatch", "worst_case_routing"]
@@ -58,12 +59,18 @@ class MoELayer(nn.Module):
 
     def _route(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
         flat, top_k, splits = routing.indices_TK.flatten(), self.router.top_k, None
-        if isinstance(self.experts, RemoteExperts) or routing.kept_TK is not None:
+        masked = routing.kept_TK is not None and isinstance(self.experts, GroupedExperts) and self.experts.groups(x_TD)
+        if isinstance(self.experts, RemoteExperts) or (routing.kept_TK is not None and not masked):
             splits = routing.counts_E.tolist()
-        if routing.kept_TK is not None:  # dropped choices sort behind the last expert, and are cut off below
+        if routing.kept_TK is not None:  # dropped choices sort behind the last expert, and are cut off or masked below
             flat = torch.where(routing.kept_TK.flatten(), flat, self.router.num_experts)
         order = flat.argsort(stable=True)
         order = order if splits is None else order[: sum(splits)]
+        if masked:  # grouped products leave the rows behind the last expert's as they were in memory
+            used_R1 = (torch.arange(len(order), device=order.device) < routing.counts_E.sum()).unsqueeze(1)
+            x_RD = torch.where(used_R1, dispatch(x_TD, order, top_k=top_k), 0)  # for their gradients, too
+            y_RD = torch.where(used_R1, self.experts(x_RD, routing.counts_E), 0)
+            return combine(y_RD, order, routing.weights_TK), self._share(x_TD)
         if not isinstance(self.experts, RemoteExperts):
             y_RD = self.experts(dispatch(x_TD, order, top_k=top_k), routing.counts_E, splits)
             return combine(y_RD, order, routing.weights_TK), self._share(x_TD)

@@ -39,21 +39,17 @@ class ProcessLimits:
 
     Attributes:
         memory_fraction, memory_limit: of the `cluster` section.
-        processes: that share the host's GPU.
         deterministic: `loop.deterministic`, which cuBLAS has to know before its first product.
     """
 
     memory_fraction: float = 1.0
     memory_limit: int | None = None
     deterministic: bool = False
-    processes: int = 1
 
     def apply(self, device: torch.device) -> float:
         """Set them in this process; returns the share of the device's memory that it may use."""
         set_determinism(deterministic=self.deterministic)
-        share = limit_device_memory(
-            device, fraction=self.memory_fraction, limit=self.memory_limit, processes=self.processes
-        )
+        share = limit_device_memory(device, fraction=self.memory_fraction, limit=self.memory_limit)
         return 1.0 if share is None else share
 
 

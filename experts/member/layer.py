@@ -72,6 +72,16 @@ class LayerShard:
         stack, place = self.slot(expert)
         return {name: getattr(stack, name).grad[place] for name in self.shape.trained(expert)}
 
+    def gradients_of_homes(self) -> list[list[Tensor]]:
+        """Gradients of the trained weights of each expert at home here, in the order of `experts`; views."""
+        found: list[list[Tensor]] = []
+        stacks: Any = () if self.homes is None else getattr(self.homes, "runs", (self.homes,))
+        for stack in stacks:
+            weights = [getattr(stack, name) for name in stack.names]
+            each = zip(*(weight.grad.unbind(0) for weight in weights if weight.requires_grad), strict=True)
+            found += [list(own) for own in each] or [[] for _ in stack.expert_ids]
+        return found
+
     def discard(self) -> None:
         """Zero the gradients."""
         self.gradients.zero_()

@@ -19,7 +19,7 @@ from experts.shapes import Key, LayerShape
 from raytrain.config.sections import OptimConfig
 from raytrain.train.memory.oom import Shortage, run_or_shortage
 from raytrain.train.optim.build import build_optimizers, takes_skip_on_device
-from raytrain.train.parallel.squares import sum_of_squares
+from raytrain.train.parallel.squares import squares_of_each
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,9 @@ class ExpertShard:
 
     def squares(self) -> dict[Key, float]:
         """Sum of squares of the gradient of each expert at home here, in float64: equal for any placement."""
-        found = {(layer, expert): self.layers[layer].gradients_of(expert) for layer, expert in self.homes()}
-        keys = [key for key, gradients in found.items() if gradients]
-        totals = [sum_of_squares(list(found[key].values())) for key in keys]
-        return dict(zip(keys, torch.stack(totals).tolist(), strict=True)) if totals else {}  # one read for all
+        gradients = [own for layer in self.layers for own in layer.gradients_of_homes()]
+        trained = {key: own for key, own in zip(self.homes(), gradients, strict=True) if own}
+        return dict(zip(trained, squares_of_each(list(trained.values())), strict=True))
 
     def commit(self, decision: CommitDecision, *, layers: Set[int] | None = None) -> None:
         """Unscale, clip and step, or skip; zeroes the gradients.
@@ -179,9 +178,8 @@ class ExpertShard:
                     layer.homes.zero_grad(set_to_none=True)  # until `discard`
             for factor in (decision.inverse_scale, decision.coefficient):
                 if factor != 1.0:
-                    scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
                     for layer in self.layers:
-                        layer.gradients.scale_(scale)
+                        layer.gradients.scale_(factor)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = decision.lr

@@ -92,15 +92,20 @@ class GroupedExperts(nn.Module):
             x_RD: rows sorted by expert.
             counts_E: int64, rows of each expert; sums to R.
             splits: `counts_E` as a list, if it is already known. Otherwise the loop reads it once per call: the one
-                device read of a layer that DESIGN 4.11 allows. The grouped product reads nothing.
+                device read of a layer that DESIGN 4.11 allows; only for bf16 has torch a kernel that takes them from
+                the device. The grouped product reads nothing; rows behind those of the last expert are undefined.
 
         Returns:
             (R, D), in the dtype of the products (autocast's if it is on).
         """
-        dtype = compute_dtype(x_RD)
-        if len(x_RD) > 0 and self.compare_kernels(x_RD.device, dtype):
+        if self.groups(x_RD):
+            dtype = compute_dtype(x_RD)
             return self._grouped(x_RD.to(dtype), counts_E, dtype)
         return self._looped(x_RD, counts_E.tolist() if splits is None else splits)
+
+    def groups(self, x_RD: Tensor) -> bool:
+        """Whether these rows are computed as grouped products."""
+        return len(x_RD) > 0 and self.compare_kernels(x_RD.device, compute_dtype(x_RD))
 
     def compare_kernels(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether rows of this format are computed as grouped products on this device.
@@ -133,11 +138,15 @@ class GroupedExperts(nn.Module):
 
     def _grouped(self, x_RD: Tensor, counts_E: Tensor, dtype: torch.dtype) -> Tensor:
         ends = counts_E.cumsum(0).to(torch.int32)
+        rows = torch.arange(len(x_RD), dtype=torch.int32, device=ends.device)
+        expert_R = torch.searchsorted(ends, rows, right=True) if self.bias else None
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             y = F.grouped_mm(x, weight.to(dtype).transpose(1, 2), offs=ends)
-            # output_size is given, so that it is not read from the device
-            return y if bias is None else y + bias.to(dtype).repeat_interleave(counts_E, 0, output_size=len(x))
+            if bias is None or expert_R is None:
+                return y
+            # rows of no expert have a bias of their own, so that their undefined gradients reach no other
+            return y + F.pad(bias.to(dtype), (0, 0, 0, 1)).index_select(0, expert_R)
 
         inner = activate(linear(x_RD, self.w1, self.b1), self.activation)
         if self.w3 is not None:
@@ -194,7 +203,8 @@ class UnevenExperts(nn.Module):
         raise IndexError(f"expert {expert} of {len(self.hidden_E)}")
 
     def forward(self, x_RD: Tensor, counts_E: Tensor, splits: list[int] | None = None) -> Tensor:
-        """As `GroupedExperts.forward`; reads the counts once per call if `splits` is not given."""
+        """As `GroupedExperts.forward`; reads the counts once per call if `splits` is not given: without them, each
+        stack would have to take all rows, and to keep inner values for as many."""
         splits = counts_E.tolist() if splits is None else splits
         parts, begin, row = [], 0, 0
         for run, number in zip(self.runs, self.sizes, strict=True):

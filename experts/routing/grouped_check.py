@@ -1,7 +1,7 @@
 """Whether torch's grouped matrix product can be trusted on a device: it is compared with a loop, once per shape.
 
-On some GPUs the gradients of the weights of experts without rows were wrong (B200 and ROCm, pytorch #172439), and below
-compute capability 8.0 there is no such kernel. What fails the comparison computes in a loop, and says so.
+On some GPUs the gradients of the weights of experts without rows were wrong (B200 and ROCm, pytorch #172439), and many
+have no such kernel. What fails the comparison computes in a loop, and says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from raytrain.errors import first_line
 from raytrain.train.memory.device import is_out_of_memory
 
-NEEDED_CAPABILITY = (8, 0)
+KERNELS_FOR = (9, 10)
+"""Major compute capabilities. On others torch (2.11 to 2.13) loops, and reads the counts six times a layer."""
 
 ROWS = (24, 0, 40, 0)
 """Rows of the experts in the comparison; two have none."""
@@ -71,9 +72,8 @@ def why_not(shape: Shape) -> str:
     """Why the grouped product of a shape cannot be used; "" if it equals the loop, its gradients included."""
     if shape.device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(shape.device)
-        if capability < NEEDED_CAPABILITY:
-            needed = ".".join(map(str, NEEDED_CAPABILITY))
-            return f"the GPU has compute capability {capability[0]}.{capability[1]}, and it needs {needed}"
+        if capability[0] not in KERNELS_FOR:
+            return f"the GPU has compute capability {capability[0]}.{capability[1]}, and torch's kernel needs 9 or 10"
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(shape.device.type, enabled=False):
         try:
             return _difference(shape)

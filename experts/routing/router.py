@@ -200,7 +200,8 @@ class TopKRouter(nn.Module):
         choices_B1 = wanted.sum(1, keepdim=True) if self.context is None else wanted.new_full((B, 1), self.context * K)
         capacity_B1 = (choices_B1.double() * per_choice).ceil()
         # one column per expert: a choice's place is the number of choices of that expert in its sequence up to it
-        chosen = F.one_hot(indices_BSK.view(B, S * K), self.num_experts) * wanted.unsqueeze(-1)
+        each_E = torch.arange(self.num_experts, device=indices_BSK.device)
+        chosen = (indices_BSK.view(B, S * K, 1) == each_E) * wanted.unsqueeze(-1)
         place = (chosen.cumsum(1) * chosen).sum(-1)
         return ((place <= capacity_B1) & (wanted > 0)).view(B, S, K)
 

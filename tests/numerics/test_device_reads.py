@@ -15,6 +15,7 @@ from lab import GPT, MLP, MOE, DeviceReads, Rows, class_rows, make_session, toke
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from experts.routing import grouped
 from raytrain.train.session import Session
 from raytrain.train.step import StepOutput
 
@@ -83,6 +84,22 @@ def test_the_device_is_not_read_in_long_stretches_without_rows(name: str, precis
     assert read_at == [1, *([50] if log_every else []), SPARSE_STEPS]
     reads = [spot for spots in steps.values() for spot in spots if "experts/routing" not in spot]
     assert reads == ["tolist in raytrain/train/row.py:read_row"] * len(read_at)
+
+
+@pytest.mark.covers("LOOP-17")
+@pytest.mark.parametrize(
+    "more", [{}, {"capacity_factor": 0.75}, {"activation": "swiglu", "bias": True, "capacity_factor": 0.5, "top_k": 1}]
+)
+def test_grouped_experts_read_nothing_in_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """As on a GPU with a kernel: the counts of rows stay on the device, also where a capacity drops some."""
+    monkeypatch.setattr(grouped, "_can_group", lambda *_of: True)
+    monkeypatch.setitem(CASES, "moe", (MOE, token_rows, {"experts": {**EXPERTS["experts"], **more}}, 0))
+    steps = reads_by_step(session_of("moe", "bf16", "resident"))
+    for step, spots in steps.items():
+        logged = step in (1, STEPS) or step % LOG_EVERY == 0
+        assert Counter(spots) == ({"tolist in raytrain/train/row.py:read_row": 1} if logged else {}), (step, spots)
 
 
 def test_the_counter_sees_every_way_to_read() -> None:

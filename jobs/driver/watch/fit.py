@@ -130,7 +130,7 @@ class _Fit:
         self._watch = ClusterWatch(local=cluster.local)
         self.phases = activity.phases
         self.channel = driver_channel.open_channel()
-        memory_limit = spec.cluster.memory_limit
+        fraction, memory_limit = spec.cluster.memory_fraction / opened.plan.per_gpu, spec.cluster.memory_limit
         self._hosts = start_hosts(
             opened.plan,
             opened.run,
@@ -138,9 +138,7 @@ class _Fit:
             interface="lo" if cluster.local else spec.cluster.interface,
             retry=spec.retry,
             begin=activity.begin,
-            limits=ProcessLimits(
-                spec.cluster.memory_fraction, memory_limit, spec.loop.deterministic, opened.plan.per_gpu
-            ),
+            limits=ProcessLimits(fraction, memory_limit, spec.loop.deterministic),
             telemetry=HostTelemetry(opened.run.path, spec.telemetry.every, memory_limit, self.channel),
         )
         self.progress: Mapping[str, Any] = {}

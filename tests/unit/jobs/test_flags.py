@@ -658,7 +658,7 @@ FLAGS = {
     "scale.mode": Flag(planned_on_gpus, "device", "auto", "cpu"),
     "scale.strategy": Flag(planned, "strategy", "auto", "data_parallel"),
     "scale.accelerator": Flag(planned_on_gpus, "device", "null", "cpu", UNHELD),
-    "scale.gpus_per_worker": Flag(planned_on_gpus, "backend", "1.0", "0.5"),
+    "scale.gpus_per_worker": Flag(planned_on_gpus, "backend", "1.0", "0.5", UNHELD),
     "scale.threads": Flag(trained, "threads", "1", "2"),
     "scale.shares": Flag(planned, "micro_batch_size", "equal", "auto", ("scale.workers=2",)),
     "scale.sync_batchnorm": Flag(planned, "micro_batch_size", "true", "false", ("scale.workers=2",)),

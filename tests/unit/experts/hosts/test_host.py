@@ -50,17 +50,6 @@ def test_a_host_keeps_to_the_limits_of_the_run_from_its_start(
     assert place.spec(0, 1.0).memory_bytes == 300, "the placement counts on no more than the host may use"
 
 
-@pytest.mark.parametrize(("processes", "share"), [(1, 0.8), (2, 0.4)])
-def test_a_host_takes_its_part_of_a_gpu_that_others_share(
-    monkeypatch: pytest.MonkeyPatch, deterministic: None, processes: int, share: float
-) -> None:
-    set_to: list[float] = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, _device: set_to.append(part))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=1000))
-    limits = ProcessLimits(memory_fraction=0.8, processes=processes)
-    assert [limits.apply(torch.device("cuda", 0))] == set_to == [share]
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_host_whose_thread_waits_for_the_device_after_an_abort_ends_its_process(
     monkeypatch: pytest.MonkeyPatch, device: str

@@ -13,6 +13,7 @@ from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import LayerPlacement, Placement
 from experts.shapes import Key, LayerShape
 from raytrain.config.sections import OptimConfig
+from raytrain.train.parallel.squares import sum_of_squares
 
 SHAPES = [LayerShape(16, (16, 16, 32), "gelu", bias=True), LayerShape(16, (16, 16), "swiglu")]
 """Sizes that fill the CPU's vectors: torch's fused AdamW rounds a remainder differently, so the last bit of an expert
@@ -170,3 +171,20 @@ def test_experts_that_only_answer_have_neither_gradients_nor_an_optimizer() -> N
         stacks = [stack for stack in (layer.homes, layer.replicas) if stack is not None]
         assert all(parameter.grad is None for stack in stacks for parameter in stack.parameters())
     answers.discard()
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_the_squares_of_each_expert_are_those_of_its_own_gradients(host: int) -> None:
+    """Of experts of several sizes in a layer, and of one whose w1 is frozen; replicas are not counted."""
+    shapes = [SHAPES[0], LayerShape(16, (16, 16), "swiglu", frozen_E=((), ("w1",)))]
+    shard = ExpertShard(
+        shapes, BEFORE, host, optim=OptimConfig(), dtype=torch.float32, device=torch.device("cpu")
+    )  # fmt: skip
+    for layer, expert in shard.homes():
+        draw = torch.Generator().manual_seed(10 * layer + expert)
+        for grad in shard.layers[layer].gradients_of(expert).values():
+            grad.copy_(torch.randn(grad.shape, generator=draw))
+    found = shard.squares()
+    assert list(found) == shard.homes() and len(found) == (3 if host == 0 else 2)
+    for (layer, expert), square in found.items():
+        assert square == sum_of_squares(list(shard.layers[layer].gradients_of(expert).values())).item()

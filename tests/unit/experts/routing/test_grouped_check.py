@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experts.hosts.host import ExpertHost
+from experts.layer import MoELayer
 from experts.routing import grouped, grouped_check
 from experts.routing.grouped import GroupedExperts
 from experts.routing.grouped_check import Shape, take_fallbacks, why_not
+from experts.routing.router import TopKRouter
 from raytrain.execution.driver_channel import FELL_BACK
 from raytrain.report.findings.failures import fall_backs
 from raytrain.report.records import RunRecords
@@ -103,15 +105,19 @@ def test_a_kernel_that_is_missing_is_a_reason_and_memory_that_runs_out_is_not(mo
 
 
 @pytest.mark.parametrize(
-    ("capability", "hip", "refused"), [((7, 5), None, True), ((8, 0), None, False), ((9, 4), "7", False)]
-)
-def test_gpus_below_8_0_are_not_asked(
+    ("capability", "hip", "refused"),
+    [
+        ((7, 5), None, True), ((8, 0), None, True), ((8, 9), None, True), ((9, 0), None, False),
+        ((10, 3), None, False), ((12, 0), None, True), ((9, 4), "7", False), ((11, 0), "7", False),
+    ],
+)  # fmt: skip
+def test_gpus_for_which_torch_has_no_kernel_are_not_asked(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, refused: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(grouped_check, "_difference", lambda _shape: "compared")
-    assert ("needs 8.0" in why_not(Shape(GPU, torch.bfloat16, 16, 32))) == refused
+    assert ("needs 9 or 10" in why_not(Shape(GPU, torch.bfloat16, 16, 32))) == refused
 
 
 def test_experts_compute_in_a_loop_where_the_product_is_wrong_and_the_run_says_so(
@@ -181,3 +187,55 @@ def test_another_device_or_format_is_compared_of_its_own(monkeypatch: pytest.Mon
         True,
     ]
     assert asked == kinds
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("activation", "capacity"), [("gelu", 0.5), ("swiglu", 0.9), ("relu", 10.0)])
+def test_dropped_rows_change_nothing_although_the_product_leaves_them_undefined(
+    monkeypatch: pytest.MonkeyPatch, activation: Any, bias: bool, capacity: float
+) -> None:
+    """Rows behind the last expert's, and their gradients, are what stood in memory: here NaN."""
+    torch.manual_seed(0)
+    layer = MoELayer(
+        TopKRouter(16, 4, 2, capacity_factor=capacity), GroupedExperts(4, 16, 32, activation=activation, bias=bias)
+    )
+    x = torch.randn(3, 11, 16, requires_grad=True)
+
+    def passes() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y, aux = layer(x)
+        assert aux is not None
+        return [y, *torch.autograd.grad(y.square().sum() + aux, [x, *layer.parameters()])]
+
+    monkeypatch.setattr(F, "grouped_mm", lambda x, weight, offs: Undefined.apply(x, weight, offs))
+    ours = passes()
+    dropped = Undefined.rows
+    monkeypatch.setattr(GroupedExperts, "groups", lambda *_of: False)
+    looped = passes()
+    assert (dropped > 0) == (capacity < 10)
+    for one, other in zip(ours, looped, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+class Undefined(torch.autograd.Function):
+    """A grouped product that fills the rows of no expert with NaN, in the result and in the gradient of the rows."""
+
+    rows = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        y = right(x, weight, offs=ends)
+        y[ends[-1] :] = torch.nan
+        Undefined.rows = len(x) - int(ends[-1])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, ends = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = (x[: ends[-1]].detach().requires_grad_(), weight.detach().requires_grad_())
+            found = torch.autograd.grad(right(*inputs, offs=ends), inputs, gradient[: ends[-1]])
+        rows = torch.full_like(x, torch.nan)
+        rows[: ends[-1]] = found[0]
+        return rows, found[1], None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrain.train.parallel.squares import PIECE, ROW, SquareSum, sum_of_squares
+from raytrain.train.parallel import squares
+from raytrain.train.parallel.squares import PIECE, ROW, SquareSum, squares_of_each, sum_of_squares
 
 SIZES = (0, 1, ROW - 1, ROW, PIECE, PIECE + 1, 3 * PIECE + 2 * ROW + 7)
 
@@ -87,3 +90,36 @@ def test_the_norm_is_that_of_torchs_clip() -> None:
         parameter.grad = drawn(parameter.numel())
     mine = sum_of_squares([parameter.grad for parameter in parameters]).sqrt().item()
     assert nn.utils.clip_grad_norm_(parameters, 1.0).item() == pytest.approx(mine, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("experts", [1, 7, 300])
+def test_experts_on_a_gpu_are_summed_in_one_operation_for_all(dtype: torch.dtype, experts: int) -> None:
+    weights = [
+        drawn(experts * 64 * 8, dtype=dtype).view(experts, 64, 8),
+        drawn(experts * 5, dtype=dtype).view(experts, 5),
+    ]
+    weights[0][0] *= 1e-25  # whose squares float32 cannot hold
+    groups = [list(own) for own in zip(*(one.unbind(0) for one in weights), strict=True)]
+    seen: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        found = squares._in_few_kernels(groups)
+    assert sorted(name for name in seen if name != "detach") == ["_foreach_norm", "pow", "stack"]
+    exact = [math.fsum(n * n for one in group for n in one.double().flatten().tolist()) for group in groups]
+    assert found == pytest.approx(exact, rel=1e-13)
+
+
+def test_each_group_on_a_cpu_has_the_bits_of_its_own_sum_and_other_devices_take_few_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = [[drawn(size), drawn(7)] for size in SIZES[1:]]
+    assert squares_of_each(groups) == [sum_of_squares(group).item() for group in groups]
+    assert squares_of_each([]) == []
+    monkeypatch.setattr(squares, "_in_few_kernels", lambda groups: [float(len(groups))])
+    assert squares_of_each([[torch.empty(3, device="meta")]] * 2) == [2.0]
