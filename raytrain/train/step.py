@@ -186,6 +186,7 @@ class TrainingStep:
                 continue
             if micro.last and not self.collective_passes:
                 self.reduction.last_pass()
+            self.gradients.several = ran > 1 or not micro.last
             yield self.scale.scale(total)
         for _ in range(passes - ran if self.collective_passes else 0):
             # eval mode until its backward ends, which may recompute blocks: draws, counts and statistics stay as they

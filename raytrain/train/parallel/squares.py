@@ -90,7 +90,13 @@ def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
         row = ROW if row % ROW == 0 else row
         view = gradient.view(-1, row)
         last = found[-1] if found else None
-        if last is not None and last.shape[1] == row and _end(last) == view.data_ptr() and _same_memory(last, view):
+        # not long rows: the order of their parts, and so the last bit, would depend on what lies side by side
+        if (
+            last is not None
+            and last.shape[1] == row <= ROW
+            and _end(last) == view.data_ptr()
+            and _same_memory(last, view)
+        ):
             size = (last.shape[0] + view.shape[0], row)
             found[-1] = last.as_strided(size, (row, 1))
         else:
