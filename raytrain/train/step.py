@@ -306,7 +306,8 @@ class TrainingStep:
             passed, summed, weight = self.reduction.passed(work, flags=flags)
             self.changes.after_passes()
         loss, aux, inverse = passed.loss, passed.aux, self.scale.inverse if self.scale.enabled else None
-        self.scale.unscale_(self.gradients.buffers)
+        if inverse is not None:
+            self.gradients.scale_(inverse)
         if weight is not None:
             factor = self._correction(weight, global_weight, step=step)
             self.gradients.scale_(factor)

@@ -316,7 +316,8 @@ class StepProbe:
     def update(self) -> torch.Tensor:
         """Norm and clip of the summed gradient, and the optimizers' step, skipped where the device can; the norm."""
         step = self.step
-        step.scale.unscale_(step.gradients.buffers)
+        if step.scale.enabled:
+            step.gradients.scale_(step.scale.inverse)
         norm = step.gradients.sum_of_squares().sqrt()
         step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
         return norm

@@ -117,7 +117,7 @@ class GradientBuffers:
         """Make autograd accumulate into the buffers, also where a forward has called `zero_grad`, whose part of the
         step's gradient is not complete before the last micro-batch."""
         for parameter, grad, _ in self._views:
-            if parameter.grad is not grad:
+            if grad is not None and parameter.grad is not grad:
                 parameter.grad = grad
 
     def take(self) -> None:
@@ -140,6 +140,7 @@ class GradientBuffers:
         Raises:
             RunError: a gradient was replaced during backward, so the reduction would miss it.
         """
+        self.take()
         for parameter, grad, _ in self._views:
             if parameter.grad is not grad:
                 raise RunError(
@@ -165,7 +166,7 @@ class GradientBuffers:
     def flag(self, flags: Sequence[bool]) -> None:
         """Raise these `FLAGS` on this worker; the all-reduce of the payloads spreads them."""
         for at, raised in enumerate(flags, -FLAGS):
-            if raised:
+            if raised and self.payloads:
                 self.payloads[0][at].fill_(1.0)
 
     def flagged(self) -> list[bool]:
@@ -183,11 +184,8 @@ class GradientBuffers:
         return torch.stack([torch.isfinite(view).all() for *_, view in self._views]).tolist()
 
     def scale_(self, factor: Tensor | float) -> None:
-        """Multiply all gradients by a device scalar (the clip coefficient) or a number.
-
-        Not through the fused optimizers' `grad_scale`: they divide, which rounds differently, and others do not take
-        it, as sharded ones and those of expert hosts.
-        """
+        """Multiply all gradients by a device scalar (the clip coefficient) or a number."""
+        # not by the fused optimizers' `grad_scale`: they divide, which rounds differently, and others do not take it
         for dtype in {flat.dtype for flat in self.buffers}:
             same = [flat for flat in self.buffers if flat.dtype is dtype]
             own = factor.to(dtype) if isinstance(factor, Tensor) else factor
@@ -214,12 +212,6 @@ class HeldGradients(GradientBuffers):
         for parameter, *_ in self._views:
             parameter.grad = None
 
-    def attach(self) -> None:
-        """As in `GradientBuffers`. What forward itself has computed before stays where there is no gradient yet."""
-        for parameter, grad, _ in self._views:
-            if grad is not None and parameter.grad is not grad:
-                parameter.grad = grad
-
     def take(self) -> None:
         """Note what autograd has left; raises RunError for a sparse gradient.
 
@@ -244,22 +236,15 @@ class HeldGradients(GradientBuffers):
         """As in `GradientBuffers`."""
         return [parameter.grad is None for parameter, *_ in self._views]
 
-    def check(self) -> None:
-        """As in `GradientBuffers`; hooks may assign gradients, as in a plain loop."""
-        self.take()
-
     def sum_of_squares(self) -> Tensor:
         """As in `GradientBuffers`, to the bit."""
         rows = self.buffers or [empty for *_, empty in self._empty]  # a worker may have no rows
         return sum_of_squares(rows)
 
-    def flag(self, flags: Sequence[bool]) -> None:
-        """Nothing: there is no other worker."""
-
 
 def in_rows(tensor: Tensor, order: list[int]) -> Tensor:
     """A view of all of a tensor's memory as contiguous rows of real numbers; `order` as `memory_order`."""
-    rows = tensor if tensor.is_contiguous() else tensor.permute(order)
+    rows = tensor if order == sorted(order) else tensor.permute(order)
     return torch.view_as_real(rows).view(*rows.shape[:-1], -1) if rows.is_complex() else rows
 
 

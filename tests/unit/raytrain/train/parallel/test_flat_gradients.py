@@ -206,6 +206,7 @@ def test_a_users_hook_sees_what_has_been_accumulated_and_may_assign_it() -> None
 def test_weights_of_any_strides_and_complex_ones_are_rows_of_real_numbers() -> None:
     weights = [
         torch.randn(8, 3, 2, 2).to(memory_format=torch.channels_last), torch.randn(4, 6).t(),
+        torch.randn(8, 3, 1, 1).as_strided((8, 3, 1, 1), (3, 1, 3, 3)),
         torch.randn(3, 5, dtype=torch.cfloat).t(), torch.randn((), dtype=torch.cfloat), torch.randn(3, 1),
     ]  # fmt: skip
     module, other = (nn.ParameterList([one.clone() for one in weights]) for _ in range(2))
