@@ -187,6 +187,7 @@ class TrainingStep:
                 continue
             if micro.last and not self.collective_passes:
                 self.reduction.last_pass()
+            self.gradients.several = ran > 1 or not micro.last
             yield self.scale.scale(total)
         for _ in range(passes - ran if self.collective_passes else 0):
             # eval mode until its backward ends, which may recompute blocks: draws, counts and statistics stay as they
@@ -306,7 +307,8 @@ class TrainingStep:
             passed, summed, weight = self.reduction.passed(work, flags=flags)
             self.changes.after_passes()
         loss, aux, inverse = passed.loss, passed.aux, self.scale.inverse if self.scale.enabled else None
-        self.scale.unscale_(self.gradients.buffers)
+        if inverse is not None:
+            self.gradients.scale_(inverse)
         if weight is not None:
             factor = self._correction(weight, global_weight, step=step)
             self.gradients.scale_(factor)

@@ -220,8 +220,7 @@ class StepProbe:
         self._backward([rows])
         if self.eval_split is not None:
             self._evaluate(len(rows))
-        self.step.gradients.zero_()
-        self.step.gradients.check()  # of zeros, for the optimizer
+        self.step.gradients.scale_(0.0)
 
     def _evaluate(self, micro: int) -> None:
         split, module = self.eval_split, self.step.trainable.module
@@ -319,7 +318,8 @@ class StepProbe:
     def update(self) -> torch.Tensor:
         """Norm and clip of the summed gradient, and the optimizers' step, skipped where the device can; the norm."""
         step = self.step
-        step.scale.unscale_(step.gradients.buffers)
+        if step.scale.enabled:
+            step.gradients.scale_(step.scale.inverse)
         norm = step.gradients.sum_of_squares().sqrt()
         step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
         return norm

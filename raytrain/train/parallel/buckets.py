@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from raytrain.errors import RunError
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.flat_gradients import GradientBuffers, OwnHook
+from raytrain.train.parallel.flat_gradients import GradientBuffers
 
 #: Size at which a bucket is closed, in bytes, by device type. On a CPU (gloo, loopback), buckets of 1 MiB took up to
 #: three times as long as a single all-reduce, buckets of 4 MiB no longer; the GPU size is that of torch's DDP.
@@ -72,7 +73,7 @@ class BucketSums:
             )  # a strong reference in the parameters' hooks would keep them alive
             for bucket, parameters in enumerate(self._gradients.members):
                 self._hooks += [
-                    parameter.register_post_accumulate_grad_hook(OwnHook(_on_gradient, own, bucket, place))
+                    parameter.register_post_accumulate_grad_hook(partial(_on_gradient, own, bucket, place))
                     for place, parameter in enumerate(parameters)
                 ]
 

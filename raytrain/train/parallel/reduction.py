@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
-from raytrain.train.parallel import flat_gradients
 from raytrain.train.parallel.buckets import BUCKET_BYTES, BucketSums
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.flat_gradients import GradientBuffers
+from raytrain.train.parallel.flat_gradients import GradientBuffers, HeldGradients
 from raytrain.trainable import Trainable
 
 Result = TypeVar("Result")
@@ -135,9 +134,9 @@ class FlatReduction:
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         own = [parameter for parameter in trainable.module.parameters() if parameter.requires_grad]
-        alone = workers.world_size == 1 and device.type != "cpu"  # nothing to overlap: larger ones, and fewer kernels
-        size = flat_gradients.BUCKET_BYTES if alone else BUCKET_BYTES["cpu" if device.type == "cpu" else "cuda"]
-        self.gradients = GradientBuffers(own, bucket_bytes=size, with_flags=True, takes=True)
+        size = BUCKET_BYTES["cpu" if device.type == "cpu" else "cuda"]
+        several = workers.world_size > 1
+        self.gradients = GradientBuffers(own, bucket_bytes=size, with_flags=True) if several else HeldGradients(own)
         self.workers = workers
         self.sums = BucketSums(self.gradients, workers=workers)
         self._trainable, self._device = trainable, device

@@ -36,7 +36,7 @@ class SquareSum:
         self._device = gradients[0].device
         in_rows = [one.detach() for one in gradients if one.device.type == "cpu" and one.dtype == torch.float32]
         self._rows = [view for one in _joined(in_rows) for view in _views(one)]
-        self._exact = [one.view(-1) for one in in_rows]
+        self._exact = in_rows
         self._others = [
             one.detach().view(-1) for one in gradients if one.device.type != "cpu" or one.dtype != torch.float32
         ]
@@ -65,7 +65,7 @@ class SquareSum:
         self._total.copy_(found)
         if SMALLEST < float(self._on_host) < torch.inf:
             return found
-        return torch.stack([_exact_sum(one) for one in self._exact]).sum()
+        return torch.stack([_exact_sum(one.view(-1)) for one in self._exact]).sum()
 
 
 def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
@@ -108,7 +108,8 @@ def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
         row = ROW if row % ROW == 0 else row
         view = gradient.view(-1, row)
         last = found[-1] if found else None
-        if last is not None and last.shape[1] == row and _end(last) == view.data_ptr() and _same_memory(last, view):
+        # not long rows: the order of their parts, and so the last bit, would depend on what lies side by side
+        if last is not None and last.shape[1] == row <= ROW and _follows(last, view):
             size = (last.shape[0] + view.shape[0], row)
             found[-1] = last.as_strided(size, (row, 1))
         else:
@@ -116,12 +117,9 @@ def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _end(view: Tensor) -> int:
-    return view.data_ptr() + view.nbytes
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _follows(one: Tensor, other: Tensor) -> bool:
+    end = one.data_ptr() + one.nbytes
+    return end == other.data_ptr() and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _views(rows: Tensor) -> list[Tensor]:

@@ -98,13 +98,6 @@ class LossScale:
         """Return the scaled loss, on which to call backward."""
         return loss * self.value.to(loss.dtype) if self.enabled else loss
 
-    def unscale_(self, gradients: list[Tensor]) -> None:
-        """Divide flat gradient buffers by the scale, before their norm is taken."""
-        if self.enabled:
-            inverse = self.inverse
-            for flat in gradients:
-                flat.mul_(inverse)
-
     def update(self, skip: Tensor) -> None:
         """Update the scale after a step: halve after a skip, double after `growth_interval` steps. No device read."""
         if not self.enabled:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.errors import RunError
-from raytrain.train.parallel.flat_gradients import GradientBuffers
+from raytrain.train.parallel.flat_gradients import GradientBuffers, HeldGradients
 
 
 def module_of(*, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -103,26 +101,24 @@ def test_parameters_with_gradients_that_are_not_finite_are_named() -> None:
     assert buffers.nonfinite(module) == ["0.weight", "2.bias"]
 
 
-# ---------------------------------------------------------------- autograd's gradients, taken over
+# ---------------------------------------------------------------- autograd's gradients, held for one worker
 
 
-def taken(module: nn.Module, *, bucket_bytes: int, passes: Callable[[int], Tensor], number: int = 1) -> GradientBuffers:
-    """Buffers after a step of some passes, and numbers of another step in them before."""
-    buffers = GradientBuffers(module.parameters(), bucket_bytes=bucket_bytes, with_flags=True, takes=True)
-    for flat in buffers.payloads:
-        flat.fill_(torch.nan)
-    step(buffers, passes=passes, number=number)
-    return buffers
+def held(module: nn.Module, passes: Callable[[int], Tensor], *, number: int = 1) -> HeldGradients:
+    """Gradients after a step of some passes; `passes` is a forward."""
+    gradients = HeldGradients(module.parameters())
+    step(gradients, passes, number=number)
+    return gradients
 
 
-def step(buffers: GradientBuffers, *, passes: Callable[[int], Tensor], number: int) -> None:
-    buffers.zero_()
+def step(gradients: GradientBuffers, passes: Callable[[int], Tensor], *, number: int) -> None:
+    gradients.zero_()
     for at in range(number):
         loss = passes(at)
-        buffers.attach()
+        gradients.attach()
         loss.backward()
-        buffers.take()
-    buffers.check()
+        gradients.take()
+    gradients.check()
 
 
 def loss_of(module: nn.Module, at: int) -> Tensor:
@@ -130,34 +126,23 @@ def loss_of(module: nn.Module, at: int) -> Tensor:
 
 
 @pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, 140, 4])
-def test_gradients_that_are_taken_over_are_those_of_a_plain_loop(bucket_bytes: int, number: int) -> None:
-    plain, module = module_of(), module_of()
-    for at in range(number):
-        loss_of(plain, at).backward()
-    buffers = taken(module, bucket_bytes=bucket_bytes, passes=lambda at: loss_of(module, at), number=number)
-    expected = torch.cat([p.grad.flatten() for p in plain.parameters()])
-    for again in (False, True):
-        assert torch.equal(torch.cat(buffers.buffers), expected) and not any(buffers.unused()), again
-        assert buffers.flagged() == [False] * 3
-        memory = {flat.untyped_storage().data_ptr() for flat in buffers.payloads}
-        assert all(p.grad.untyped_storage().data_ptr() in memory for p in module.parameters())
-        step(buffers, passes=lambda at: loss_of(module, at), number=number)
-
-
-def test_a_buffer_is_taken_inside_the_backward_that_completes_it() -> None:
-    """So that autograd's gradients of hardly more than one buffer exist at the same time."""
-    module, seen = module_of(), list[list[bool]]()
-    buffers = GradientBuffers(module.parameters(), bucket_bytes=140, takes=True)
-    own = {flat.untyped_storage().data_ptr() for flat in buffers.payloads}
-
-    def look(_: Tensor) -> None:
-        held = [p.grad for p in module.parameters()]
-        seen.append([one is not None and one.untyped_storage().data_ptr() in own for one in held])
-
-    module[0].weight.register_hook(look)
-    step(buffers, passes=lambda at: loss_of(module, at), number=2)
-    assert seen == [[False, False, True, True, True, True]] * 2
+def test_held_gradients_are_autograds_own_and_those_of_buffers_to_the_bit(number: int) -> None:
+    module, other = module_of(), module_of()
+    buffers = GradientBuffers(other.parameters())
+    seen: list[int] = []
+    module[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.data_ptr()))
+    gradients = HeldGradients(module.parameters())
+    for _ in range(2):
+        step(gradients, lambda at: loss_of(module, at), number=number)
+        step(buffers, lambda at: loss_of(other, at), number=number)
+        assert seen == [gradients.buffers[0].data_ptr()] * number, "neither copied nor zeroed, and added to in place"
+        seen.clear()
+        expected = [p.grad for p in other.parameters()]
+        assert all(map(torch.equal, gradients.buffers, expected)) and not any(gradients.unused())
+        assert gradients.sum_of_squares() == buffers.sum_of_squares()
+        gradients.scale_(torch.tensor(0.3, dtype=torch.float64))
+        buffers.scale_(torch.tensor(0.3, dtype=torch.float64))
+        assert all(torch.equal(one.grad, two) for one, two in zip(module.parameters(), expected, strict=True))
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -169,66 +154,72 @@ def test_gradients_that_share_memory_are_added_up_apart(number: int) -> None:
 
     loss(0).backward()
     assert module[0].grad.data_ptr() == module[1].grad.data_ptr(), "torch hands out one memory"
-    buffers = taken(module, bucket_bytes=1 << 20, passes=loss, number=number)
-    buffers.scale_(torch.tensor(0.5))
+    held(module, loss, number=number).scale_(torch.tensor(0.5))
     assert all((p.grad == 3.0 * number).all() for p in module)
 
 
-def test_what_no_pass_has_reached_is_zero_and_unused() -> None:
+def test_what_no_pass_has_reached_has_no_gradient() -> None:
     module = module_of()
-    buffers = taken(module, bucket_bytes=140, passes=lambda at: module[at](torch.ones(1, 6 - at)).sum(), number=2)
-    assert buffers.unused() == [False] * 4 + [True] * 2
-    assert not module[2].weight.grad.any() and torch.isfinite(buffers.sum_of_squares())
-    buffers.leave_out(buffers.unused())
-    assert [p.grad is None for p in module.parameters()] == buffers.unused()
+    gradients = held(module, lambda at: module[at](torch.ones(1, 6 - at)).sum(), number=2)
+    assert gradients.unused() == [False] * 4 + [True] * 2
+    assert gradients.finite() == [True] * 6 and gradients.nonfinite(module) == []
+    gradients.mark_(torch.tensor(torch.inf))
+    assert not torch.isfinite(gradients.sum_of_squares()) and gradients.nonfinite(module) == ["0.weight"]
+    gradients.leave_out(gradients.unused())
+    assert [p.grad is None for p in module.parameters()] == [False] * 4 + [True] * 2
+    gradients.zero_()
+    assert gradients.unused() == [True] * 6 and gradients.sum_of_squares() == 0.0
 
 
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, 4])
-def test_a_forward_that_calls_backward_or_zero_grad_loses_nothing(bucket_bytes: int) -> None:
+def test_a_forward_that_calls_backward_or_zero_grad_loses_nothing() -> None:
     module, plain = module_of(), module_of()
 
     def passes(at: int) -> Tensor:
         module[2](torch.ones(1, 4) * (1 + at)).sum().backward()
-        assert not any(buffers.unused()[4:])
+        assert not any(gradients.unused()[4:])
         loss = loss_of(module, at)
         if at == 1:
-            module.zero_grad(set_to_none=True)  # of a pass before, but for what this forward has added
+            module.zero_grad(set_to_none=True)  # of the passes before too
         return loss
 
-    buffers = GradientBuffers(module.parameters(), bucket_bytes=bucket_bytes, takes=True)
-    step(buffers, passes=passes, number=1)
-    loss_of(plain, 0).backward()
-    plain[2](torch.ones(1, 4)).sum().backward()
-    for own, other in zip(module.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(own.grad, other.grad, rtol=1e-6, atol=1e-6)
-    step(buffers, passes=passes, number=2)
-    loss_of(plain, 1).backward()
-    plain[2](2 * torch.ones(1, 4)).sum().backward()
+    gradients = HeldGradients(module.parameters())
+    step(gradients, passes, number=2)
+    for at in range(2):
+        loss_of(plain, at).backward()
+        plain[2](torch.ones(1, 4) * (1 + at)).sum().backward()
     for own, other in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(own.grad, other.grad, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, 4])
-def test_a_users_hook_sees_what_has_been_accumulated(bucket_bytes: int) -> None:
+def test_a_users_hook_sees_what_has_been_accumulated_and_may_assign_it() -> None:
     module, seen = module_of(), list[float]()
-    buffers = GradientBuffers(module.parameters(), bucket_bytes=bucket_bytes, takes=True)
     module[2].bias.register_post_accumulate_grad_hook(lambda bias: seen.append(float(bias.grad[0])))
-    step(buffers, passes=lambda at: module(torch.ones(1, 6))[0, 0], number=3)
-    assert seen == [1.0, 2.0, 3.0] and module[2].bias.grad[0] == 3.0
-    module[1].bias.register_post_accumulate_grad_hook(lambda bias: setattr(bias, "grad", bias.grad * 2))
-    with pytest.raises(RunError, match=r"shape \(4,\) was replaced"):
-        step(buffers, passes=lambda at: loss_of(module, at), number=1)
+    held(module, lambda at: module(torch.ones(1, 6))[0, 0], number=3)
+    assert seen == [1.0, 2.0, 3.0]
+    module[2].bias.register_post_accumulate_grad_hook(lambda bias: setattr(bias, "grad", bias.grad * 2))
+    gradients = held(module, lambda at: module(torch.ones(1, 6))[0, 0], number=2)
+    assert (
+        module[2].bias.grad[0] == (1 * 2 + 1) * 2 and gradients.buffers[-1].data_ptr() == module[2].bias.grad.data_ptr()
+    )
+
+
+def test_weights_of_any_strides_and_complex_ones_are_rows_of_real_numbers() -> None:
+    weights = [
+        torch.randn(8, 3, 2, 2).to(memory_format=torch.channels_last), torch.randn(4, 6).t(),
+        torch.randn(8, 3, 1, 1).as_strided((8, 3, 1, 1), (3, 1, 3, 3)),
+        torch.randn(3, 5, dtype=torch.cfloat).t(), torch.randn((), dtype=torch.cfloat), torch.randn(3, 1),
+    ]  # fmt: skip
+    module, other = (nn.ParameterList([one.clone() for one in weights]) for _ in range(2))
+    gradients = held(module, lambda _: sum((p * p.detach().conj()).real.sum() for p in module))
+    buffers = GradientBuffers(other.parameters())
+    step(buffers, lambda _: sum((p * p.detach().conj()).real.sum() for p in other), number=1)
+    assert gradients.sum_of_squares() == buffers.sum_of_squares()
+    gradients.scale_(2.0)
+    for own, weight in zip(module, other, strict=True):
+        assert torch.equal(own.grad, 2 * weight.grad) and own.grad.stride() == own.stride()
 
 
 def test_a_sparse_gradient_is_refused() -> None:
     module = nn.Embedding(5, 3, sparse=True)
     with pytest.raises(RunError, match=r"shape \(5, 3\) has a sparse gradient"):
-        taken(module, bucket_bytes=1 << 20, passes=lambda at: module(torch.tensor([1])).sum())
-
-
-def test_parameters_do_not_keep_the_buffers_alive() -> None:
-    module = module_of()
-    kept = weakref.ref(taken(module, bucket_bytes=4, passes=lambda at: loss_of(module, at)))
-    gc.collect()
-    assert kept() is None
-    loss_of(module, 0).backward()
+        held(module, lambda at: module(torch.tensor([1])).sum())
