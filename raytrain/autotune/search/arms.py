@@ -39,28 +39,34 @@ def choose_overlap(seconds: Mapping[str, Sequence[float]]) -> Resolved:
     Args:
         seconds: seconds of the same passes with their all-reduces, by these two names; position i of both is round i.
     """
-    ratios = [a / b for a, b in zip(seconds["after"], seconds["during"], strict=True)]
+    faster, text = _told_faster(seconds["during"], seconds["after"], than="after it")
+    return Resolved(faster, f"all-reduces started inside the last backward measured {text}")
+
+
+def _told_faster(seconds: Sequence[float], others: Sequence[float], *, than: str) -> tuple[bool, str]:
+    """Whether the first of two ways is faster by more than noise, see `choose_overlap`, and how much in words."""
+    ratios = [b / a for a, b in zip(seconds, others, strict=True)]
     rounds, won, middle = len(ratios), sum(ratio > 1 for ratio in ratios), median(ratios)
-    reason = f"all-reduces started inside the last backward measured {middle:.2f} times as fast as after it"
-    chosen = middle >= 1 + WORTHWHILE_GAIN and chance_of_rounds(won, rounds) <= CHANCE
-    return Resolved(chosen, f"{reason}, faster in {won} of {rounds} rounds")
+    text = f"{middle:.2f} times as fast as {than}, faster in {won} of {rounds} rounds"
+    return middle >= 1 + WORTHWHILE_GAIN and chance_of_rounds(won, rounds) <= CHANCE, text
 
 
 def choose_compiled(
-    eager_s: float, compiled_s: float, passes: float, compilation: Mapping[str, Any], *, failed: str
+    eager: Sequence[float], compiled: Sequence[float], passes: float, compilation: Mapping[str, Any], *, failed: str
 ) -> Resolved:
     """Compiled code if it is faster by more than noise; what its compilation took is spent either way.
 
     Args:
-        eager_s, compiled_s: seconds of the same passes, of which the run has so many left.
+        eager, compiled: seconds of the same passes in each round, of which the run has so many left.
         compilation: record of the compiler.
         failed: why the compiled passes cannot be used, if they cannot.
     """
     parts = "; ".join([f"{compilation['achieved']} compiled", *compilation["reasons"][:1]])
     if failed:
         return Resolved("off", f"compiled passes cannot be used: {failed} ({parts})")
-    ratio, saved = eager_s / compiled_s, seconds_text(passes * (eager_s - compiled_s))
-    reason = f"compiled passes measured {ratio:.2f} times as fast as eager ones ({parts})"
-    if ratio < 1 + WORTHWHILE_GAIN:
+    faster, text = _told_faster(compiled, eager, than="eager ones")
+    reason, saved = f"compiled passes measured {text} ({parts})", passes * (median(eager) - median(compiled))
+    if not faster:
         return Resolved("off", reason)
-    return Resolved("default", f"{reason}, {saved} less for {seconds_text(compilation['seconds'])} of compilation")
+    spent = seconds_text(compilation["seconds"])
+    return Resolved("default", f"{reason}, {seconds_text(saved)} less for {spent} of compilation")

@@ -19,7 +19,8 @@ from raytrain.plan.text import seconds_text
 #: What a compilation takes at least, usually, and how much faster the step gets: a run that would gain less compiles
 #: nothing, and one of so few steps does not even time an eager pass.
 USUAL_COMPILATION_S, USUAL_RATIO, FEW_STEPS = 30.0, 1.3, 100
-ROUNDS = 3, 9
+#: Compiled passes must win each of the least rounds.
+ROUNDS = 5, 15
 
 NAME = "eager_step"
 """Name of the entry in memory_probe.json, and kind of the event."""
@@ -88,7 +89,7 @@ class CompileChoice(DeferredChoice):
         failed = eager.error or compiled.error
         if not failed and compiled.values > eager.values:
             failed = "they hide what the loss is a mean over"
-        return choose_compiled(eager.median_s, compiled.median_s, steps * share, trials["compilation"], failed=failed)
+        return choose_compiled(eager.round_s, compiled.round_s, steps * share, trials["compilation"], failed=failed)
 
 
 def measure_eager_step(calibration: Calibration) -> None:

@@ -43,8 +43,6 @@ STATIC_AT_MOST = 8
 #: torch's max-autotune makes CUDA graphs too, which fail where parts are compiled one by one (pytorch #152887); it is
 #: chosen for its kernels.
 MODES = {"max-autotune": "max-autotune-no-cudagraphs"}
-#: Of torch's message where a frame has more than `VARIANTS_AT_MOST`.
-LIMIT = "recompile limit exceeded"
 #: Maximum reasons of each kind in a record.
 LISTED_AT_MOST = 5
 
@@ -325,6 +323,8 @@ def _ended(about: Any) -> None:
     part.recompiles += frame in part.frames
     part.frames.add(frame)
     part.variants[frame] += about.callback_trigger.name == "DYNAMO"  # and not a CUDA graph that is recorded
+    if part.variants[frame] >= VARIANTS_AT_MOST:
+        part.reason = part.reason or f"compiled {VARIANTS_AT_MOST} times, the limit: what differs from them runs eager"
     if error is not None and error is not _HERE.failing and not _is_break(error):
         part.reason = part.reason or _named(error)
 
@@ -333,8 +333,6 @@ def _is_break(error: BaseException) -> bool:
     """Whether an error only breaks a graph, to continue in Python; graph breaks are counted separately."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 
-    if LIMIT in str(error):  # what exceeds it runs eager from then on
-        return False
     return isinstance(error, RestartAnalysis | SkipFrame | Unsupported)
 
 

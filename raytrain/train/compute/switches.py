@@ -76,8 +76,8 @@ class Switches:
         mode = "default" if job.loop.compile == "auto" else job.loop.compile
         splits = [split for split in (self._source.train, self._source.eval) if split is not None]
         varying = trainable.worst_case is not None or job.data.tokens_per_batch is not None
-        static = not varying and all(longest_row(split) is None for split in splits)
-        self.compiled = CompiledParts(parts, mode=mode, static=static, graphs=on_gpu and mode == "reduce-overhead")
+        varying = varying or any(getattr(split, "adds_mask", False) or longest_row(split) for split in splits)
+        self.compiled = CompiledParts(parts, mode=mode, static=not varying, graphs=on_gpu and mode == "reduce-overhead")
 
     def compare_kernels(self, device: torch.device, policy: PrecisionPolicy) -> None:
         """Have the modules that can choose between kernels compare them, before anything is measured."""

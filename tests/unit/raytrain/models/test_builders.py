@@ -14,7 +14,7 @@ from torch import Tensor
 from raytrain.config.user_code import resolve
 from raytrain.errors import InputError
 from raytrain.models.cnn import cnn
-from raytrain.models.gpt import gpt
+from raytrain.models.gpt import Head, gpt
 from raytrain.models.mlp import mlp
 from raytrain.models.sizes import DENSE_BUILDERS, SizeError, model_facts
 from raytrain.trainable import Trainable
@@ -287,3 +287,33 @@ def test_every_builder_works_on_the_meta_device(
     with torch.device("meta"):
         made = function(**keys, **source)
     assert all(parameter.is_meta for parameter in made.module.parameters())
+
+
+@pytest.mark.parametrize(("vocabulary", "padded"), [(37, 64), (64, 64), (100, 128)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_padded_head_of_a_gpu_has_the_loss_and_the_gradients_of_the_given_vocabulary(
+    vocabulary: int, padded: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    made = gpt(layers=1, heads=1, width=8, context=6, vocab_size=vocabulary)
+    module, ids = made.module.to(torch.float64), torch.randint(vocabulary, (3, 7))
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:].clone()}
+    batch["labels"][0, :2] = -100
+    columns: list[int] = []
+    found: list[list[Tensor]] = []
+    module.get_submodule("head").register_forward_hook(lambda *given: columns.append(given[-1].shape[-1]))
+    half = dtype is torch.bfloat16
+    module.float() if half else module.double()
+    for pads in (False, True):
+        monkeypatch.setattr(Head, "pads", pads)
+        module.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            loss = made.loss(module.train(), batch).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)])
+        assert module(input_ids=ids[:, :-1])["logits"].shape[-1] == vocabulary
+        assert torch.isfinite(module.eval()(**batch)["logits"]).all()
+    assert columns == [vocabulary] * 3 + [padded, padded, vocabulary], "in training only"
+    torch.testing.assert_close(*found, rtol=1e-2 if half else 1e-12, atol=1e-4 if half else 1e-12)
+    assert module.state_dict()["head.weight"].shape == (vocabulary, 8)
+    assert all(torch.isfinite(one).all() for one in found[1])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +20,8 @@ from raytrain.errors import InputError
 from raytrain.models.gpt import gpt
 from raytrain.models.mlp import mlp
 from raytrain.train.compute import compile as compile_module
-from raytrain.train.compute.compile import CompiledParts
+from raytrain.train.compute.activation_checkpointing import Recomputed, recompute
+from raytrain.train.compute.compile import STATIC_AT_MOST, CompiledParts, forget_graphs
 from raytrain.train.compute.compile_parts import parts_to_compile
 from raytrain.trainable import Trainable
 
@@ -240,3 +244,94 @@ def test_parts_that_cannot_be(asked: Any, again: bool) -> None:
         named(trainable, asked, activation_checkpointing=again)
     assert caught.value.key == "loop.compile_parts"
     assert asked != ["atention"] or "attention" in str(caught.value)
+
+
+def test_a_gpu_compiles_all_where_nothing_divides_the_model() -> None:
+    plain = gpt(layers=2, heads=1, width=8, context=4, vocab_size=5)
+    routed = replace(plain, worst_case=contextlib.nullcontext)
+    default = LoopConfig(compile="default")
+
+    def on_gpu(trainable: Trainable, loop: LoopConfig = default, **named: bool) -> int:
+        return len(parts_to_compile(trainable, loop, on_gpu=True, **named))
+
+    assert on_gpu(plain) == 1 and on_gpu(plain, sharded=True) == on_gpu(routed) == 2
+    assert on_gpu(plain, LoopConfig(compile="default", activation_checkpointing=True)) == 2
+    assert len(parts_to_compile(plain, default)) == 2, "on a CPU"
+
+
+# ---------------------------------------------------------------- warnings, shapes and graphs
+
+
+@pytest.mark.parametrize("lower", [AOT, torch._dynamo.lookup_backend("inductor")])
+def test_warnings_in_a_compilation_are_no_failures_where_they_are_errors(lower: Any) -> None:
+    def warns(graph: Any, inputs: Any) -> Any:
+        warnings.warn("TensorFloat32 tensor cores are available", UserWarning, stacklevel=1)
+        return lower(graph, inputs)
+
+    net = Net()
+    compiled = CompiledParts(parts_of(net), mode="default", lower=warns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        computed(net, 4)
+        with pytest.raises(UserWarning):  # they are errors again
+            warnings.warn("the user's", UserWarning, stacklevel=1)
+    assert compiled.status()["achieved"] == "3 of 3 parts" and compiled.status()["reasons"] == []
+
+
+def recorded(sizes: list[bool]) -> Any:
+    """A backend that notes for each graph whether its shapes are numbers."""
+
+    def lower(graph: Any, inputs: Any) -> Any:
+        sizes.append(not any(isinstance(one, torch.SymInt) for one in inputs))
+        return AOT(graph, inputs)
+
+    return lower
+
+
+def test_static_shapes_have_a_graph_each_until_there_are_too_many() -> None:
+    for rows, kinds in (([4, 4, 2], [True] * 2), ([*range(2, 12)], [True] * STATIC_AT_MOST + [False])):
+        torch._dynamo.reset()
+        net, plain, static = Net(), Net(), list[bool]()
+        compiled = CompiledParts(parts_of(net), mode="default", static=True, lower=recorded(static))
+        for size in [*rows, *rows]:
+            assert same(computed(net, size), computed(plain, size)), size
+        assert static[: len(kinds)] == kinds and not any(static[len(kinds) :]) and compiled.status()["reasons"] == []
+    torch._dynamo.reset()
+    CompiledParts(parts_of(net := Net()), mode="default", lower=recorded(static := []))
+    computed(net, 4)
+    assert static == [False], "dynamic from the first on"
+
+
+def test_what_exceeds_the_limit_of_variants_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_module, "VARIANTS_AT_MOST", 2)
+    net, plain = Net(), Net()
+    compiled = CompiledParts(parts_of(net), mode="default", static=True, lower=AOT)
+    for rows in (2, 3, 4, 5):
+        assert same(computed(net, rows), computed(plain, rows))
+    assert compiled.parts[0].graphs == 2 and "compiled 2 times, the limit" in compiled.status()["reasons"][0]
+    assert compiled.parts[0].achieved == "partly"
+
+
+def test_cuda_graphs_are_forgotten_with_the_code_that_refers_to_them() -> None:
+    for graphs, times in ((True, 2), (False, 1)):
+        torch._dynamo.reset()
+        net, plain = Net(), Net()
+        compiled = CompiledParts(parts_of(net), mode="default", lower=AOT, graphs=graphs)
+        for _ in range(2):
+            assert same(computed(net, 4), computed(plain, 4))
+            before = compiled.seconds
+            forget_graphs()
+        assert before > 0 and sum(part.graphs for part in compiled.parts) == times, "counted after a reset, too"
+
+
+def test_a_model_that_recomputes_its_blocks_can_be_compiled_afterwards() -> None:
+    net, plain = Net(), Net()
+    for one in (net, plain):
+        recompute(Trainable(one, lambda *_: None))  # pyright: ignore[reportArgumentType]
+    compiled = CompiledParts(parts_of(net), mode="default", lower=AOT)
+    assert same(computed(net, 4), computed(plain, 4)) and compiled.parts[0].entered == 2, "again in backward"
+    with compiled.eager():
+        assert same(computed(net, 4), computed(plain, 4)) and compiled.parts[0].entered == 2
+    compiled.off()
+    assert isinstance(net.blocks[0].forward, Recomputed)
+    assert same(computed(net, 4), computed(plain, 4)) and compiled.parts[0].entered == 2
