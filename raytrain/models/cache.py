@@ -68,7 +68,7 @@ class KeyValueCache:
         """Add a layer's keys and values of a later pass; return the attention of its queries, all (B, H, 1, d)."""
         held, at, mask = self._layers[id(layer)], self._end, self._seen
         begin, end = self._begin if window is None else max(self._begin, at + 1 - window), at + 1
-        if self.span is None:
+        if not self.static:
             held.keys[:, :, at:end], held.values[:, :, at:end] = k, v
         else:
             if window not in self._masks:
@@ -119,7 +119,7 @@ class KeyValueCache:
             self.lengths = [length + 1 for length in self.lengths]
             self.positions_B += 1
             self._end += 1
-            self._at += 1
+            self._at += self.static
             for window, mask in self._masks.items() if self._end < self._capacity else ():
                 mask.index_fill_(3, self._at, 0.0)
                 if window is not None and self._end >= window:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -279,7 +280,8 @@ def record(run: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         run()  # compiles, compares and allocates what only the first pass does
-        torch.cuda.set_sync_debug_mode("error")  # tells of a read before it spoils a capture
+        with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")  # tells of a read before it spoils a capture
         try:
             run()
         finally:
