@@ -102,10 +102,11 @@ class InferenceModel:
         """
         if module is None:
             module = self._built().module
-            small = infer.quantize is not None and not _fits(module, torch.device(self.device))
-            if small:
+            if infer.quantize is None:
+                self.halve(module)
+            elif not _fits(module, torch.device(self.device)):
                 quantize(module)
-            module = self._ready(module, halved=small or infer.quantize is None)
+            module = self._ready(module)
         autocast = self.autocast()
         if self.is_classifier(module):
             prompt = prompt_of(
@@ -123,18 +124,11 @@ class InferenceModel:
             torch.manual_seed(self.seed)  # weights that are not loaded are the same in every worker
             return build_trainable(model, sections=dict(self.sections), facts=dict(self.facts))
 
-    def _ready(self, module: nn.Module, *, halved: bool = True) -> nn.Module:
-        """On its device, without gradients.
-
-        Args:
-            halved: with products in the format of its passes; not yet where float32 weights become int8.
-        """
-        if halved:
-            self.halve(module)
+    def _ready(self, module: nn.Module) -> nn.Module:
         return module.to(self.device).eval().requires_grad_(False)
 
     def halve(self, module: nn.Module, *, untie: bool = True) -> None:
-        """Convert the weights of products to the format of its passes (`raytrain.infer.half`), if that is another."""
+        """Hold the weights of products in the format of its passes; see `raytrain.infer.half`."""
         if self.dtype in HALF:
             halve(module, HALF[self.dtype], untie=untie)
 
@@ -146,6 +140,7 @@ class InferenceModel:
         """
         trainable = self._built()
         trainable.remote.end_passes(short=False)  # they get their weights now, not with the first batch
+        self.halve(trainable.module)
         return self._ready(trainable.module), trainable.remote
 
     def autocast(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -58,18 +58,16 @@ class Int8Linear(nn.Module):
         return (self.values * self.scale.unsqueeze(1)).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        device, dtype = x.device.type, x.dtype
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
-        if dtype != torch.bfloat16:
+        device = x.device.type
+        if (torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype) != torch.bfloat16:
             return F.linear(x, self.weight, self.bias)
-        rows = x.reshape(-1, self.in_features).to(dtype)
+        rows = x.reshape(-1, self.in_features).bfloat16()
         if device == "cpu" and len(rows) <= FEW_ROWS and self.in_features % 64 == 0:  # others it reads past the end of
-            ones = torch.ones_like(self.scale, dtype=dtype)
-            y = torch._weight_int8pack_mm(rows, self.values, ones)  # pyright: ignore[reportPrivateImportUsage]
+            ones = rows.new_ones(self.out_features)
+            y = torch.ops.aten._weight_int8pack_mm(rows, self.values, ones) * self.scale
         else:
-            y = F.linear(rows, self.values.to(dtype))
-        y = y * self.scale
-        return (y if self.bias is None else y + self.bias).to(dtype).view(*x.shape[:-1], self.out_features)
+            y = F.linear(rows, self.values.bfloat16()) * self.scale
+        return (y if self.bias is None else y + self.bias).bfloat16().view(*x.shape[:-1], self.out_features)
 
 
 @dataclass(frozen=True)

@@ -135,15 +135,14 @@ class InferenceWorker:
     def _quantize(self, predictor: Predictor) -> str:
         """Make the weights int8, and compare the answers to the first rows of the input."""
         found = quantization_of(predictor.module)  # of weights that the device had no room for in floating point
-        if found is not None:
-            return found.to_json()
-        rows = self.work.rows
-        table = rows.read(0, min(COMPARED_ROWS, rows.rows), list(predictor.columns))
-        refused = predictor.refused(table)
-        left = [row for row in range(table.num_rows) if row not in refused]
-        compared = quantize_compared(predictor, table.take(left))
+        if found is None:
+            rows = self.work.rows
+            table = rows.read(0, min(COMPARED_ROWS, rows.rows), list(predictor.columns))
+            refused = predictor.refused(table)
+            left = [row for row in range(table.num_rows) if row not in refused]
+            found = quantize_compared(predictor, table.take(left))
         self.work.model.halve(predictor.module)  # what is left: int8 values are those of float32
-        return compared.to_json()
+        return found.to_json()
 
     def close(self) -> None:
         """End the stages of a divided model."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: Tokens for which a static cache keeps its span.
+#: Passes for which a static cache keeps its span.
 SPAN = 128
 
 
@@ -32,7 +32,6 @@ class KeyValueCache:
     Attributes:
         lengths: tokens of each row before the pass, on the host.
         positions_B: the same, on the device of the first keys.
-        span: columns that a later pass of a static cache reads, at least those of the next pass; None if not static.
         counts: whether a pass that has ended is counted; else it may be made again.
     """
 
@@ -44,15 +43,21 @@ class KeyValueCache:
         self._begin, self._end = 0, max(lengths)
         self._layers: dict[int, _Layer] = {}
         self._seen: Tensor | None = None  # (B, 1, 1, capacity): 0 for tokens, -inf for padding; None without padding
-        self.span = self._span() if static else None
-        self.counts = True
-        self._masks: dict[int | None, Tensor] = {}  # of a static cache by window: as `_seen`, and no later column
-        self._at = torch.tensor([self._end])
+        self.static, self.counts = static, True
+        self._masks: dict[int | None, Tensor] = {}  # of a static cache by window: `_seen` without later columns
+        self._at = torch.tensor([self._end])  # on the device
 
     @property
     def is_empty(self) -> bool:
         """Whether the prompts have not been seen yet."""
         return not any(self.lengths)
+
+    @property
+    def span(self) -> int | None:
+        """Columns that the next pass of a static cache reads, the same for `SPAN` passes; None if it is not static."""
+        begin = max(self._prompts)
+        columns = begin + ((self._end - begin) // SPAN + 1) * SPAN
+        return min(self._capacity, -(-columns // 8) * 8) if self.static else None
 
     def positions(self, device: torch.device) -> Tensor:
         """(B, 1): the position of each row's next token."""
@@ -61,23 +66,20 @@ class KeyValueCache:
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
         """Add a layer's keys and values of a later pass; return the attention of its queries, all (B, H, 1, d)."""
-        held, at = self._layers[id(layer)], self._end
-        if self.span is not None:
+        held, at, mask = self._layers[id(layer)], self._end, self._seen
+        begin, end = self._begin if window is None else max(self._begin, at + 1 - window), at + 1
+        if not self.static:
+            held.keys[:, :, at:end], held.values[:, :, at:end] = k, v
+        else:
             if window not in self._masks:
                 self._at, mask = self._at.to(q.device), self._mask(q)
-                mask[..., at + 1 :] = -torch.inf
-                mask[..., : 0 if window is None else max(0, at + 1 - window)] = -torch.inf
+                mask[..., end:] = mask[..., :begin] = -torch.inf
                 self._masks[window] = mask
             held.keys.index_copy_(2, self._at, k)
             held.values.index_copy_(2, self._at, v)
-            read = (held.keys[:, :, : self.span], held.values[:, :, : self.span])
-            return F.scaled_dot_product_attention(q, *read, self._masks[window][..., : self.span])
-        held.keys[:, :, at : at + 1], held.values[:, :, at : at + 1] = k, v
-        begin = self._begin if window is None else max(self._begin, at + 1 - window)
-        mask = None if self._seen is None else self._seen[..., begin : at + 1]
-        return F.scaled_dot_product_attention(
-            q, held.keys[:, :, begin : at + 1], held.values[:, :, begin : at + 1], mask
-        )
+            begin, end, mask = 0, self.span, self._masks[window]
+        mask = None if mask is None else mask[..., begin:end]
+        return F.scaled_dot_product_attention(q, held.keys[:, :, begin:end], held.values[:, :, begin:end], mask)
 
     def start(self, layer: nn.Module, k: Tensor, v: Tensor) -> None:
         """Keep a layer's keys and values of the prompts, (B, H, S, d), whose rows are padded at the end."""
@@ -117,18 +119,11 @@ class KeyValueCache:
             self.lengths = [length + 1 for length in self.lengths]
             self.positions_B += 1
             self._end += 1
-            if self.span is None:
-                return
-            self.span = self.span if self._end < self.span else self._span()
-            self._at += 1
+            self._at += self.static
             for window, mask in self._masks.items() if self._end < self._capacity else ():
                 mask.index_fill_(3, self._at, 0.0)
                 if window is not None and self._end >= window:
                     mask.index_fill_(3, self._at - window, -torch.inf)
-
-    def _span(self) -> int:
-        """At least `SPAN` columns from here, in steps of as many."""
-        return min(self._capacity, (self._end // SPAN + 2) * SPAN)
 
     def keep(self, rows: list[int]) -> None:
         """Keep these rows only, in this order: the others have ended."""

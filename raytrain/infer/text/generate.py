@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raytrain.infer.text.one_token import REFUSED, OneTokenPasses
+from raytrain.errors import first_line
 from raytrain.models.cache import KeyValueCache
+from raytrain.train.memory.device import is_out_of_memory
 from raytrain.trainable import MASK, in_eval
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 50
 
-#: Tokens of a row that the host reads at once, as a read waits for the device. Elsewhere it waits for nothing, and rows
-#: that have ended would be computed on.
+#: Where a read waits for the device and passes are captured as CUDA graphs: tokens of a row that are read at once.
 BLOCKS = {"cuda": 16}
-#: Devices on which the passes of one token are captured.
-STATIC = {"cuda"}
 #: Ended rows are computed on up to this share of a batch: to drop them copies the caches of all others.
 ENDED = 0.25
+#: Fewer passes are over sooner than a graph is made, which takes three.
+LEAST_PASSES = 16
+#: Modules whose pass cannot be captured: it reads the device, for example.
+REFUSED: WeakSet[nn.Module] = WeakSet()
 
 Decode = Callable[[list[int]], str]
 
@@ -132,12 +137,12 @@ class _Batch:
             room = min(room, self.context - longest + 1)
         if room < 1:
             return
-        static = self.device.type in STATIC and self.module not in REFUSED
+        static = self.device.type in BLOCKS and room > LEAST_PASSES and self.module not in REFUSED
         own = partial(KeyValueCache, static=static)
         new_cache: Callable[..., Any] = getattr(self.module, "new_cache", own)  # of a model over stages
         cache = new_cache([len(row.prompt) for row in self.rows], capacity=longest + room - 1)
         logits_BV = self._forward([row.prompt for row in self.rows], cache)
-        passes = OneTokenPasses(self.module, cache)
+        passes = _OneTokenPasses(self.module, cache)
         block: list[Tensor] = []  # tokens that the host has not seen
         for left in reversed(range(room)):
             block.append(self._choose(logits_BV))
@@ -220,6 +225,71 @@ class _Batch:
         assert self.decode is not None
         text = self.decode(row.answer)
         return any(stop in text for stop in self.sampling.stop)
+
+
+class _OneTokenPasses:
+    """Calls a module with each row's last token: with a static cache through a graph, one launch instead of hundreds.
+    It is made again when the cache has fewer rows or a longer span."""
+
+    def __init__(self, module: nn.Module, cache: Any) -> None:
+        self.module, self.cache = module, cache
+        self._shape: tuple[int, int | None] | None = None
+
+    def __call__(self, tokens_B: Tensor, *, left: int) -> Tensor:
+        """(B, V) logits, which the next call may overwrite; at most `left` passes follow, this one included."""
+        shape = (len(tokens_B), getattr(self.cache, "span", None))
+        if shape != self._shape:
+            self._shape, self._tokens_B, self._replay = shape, tokens_B.clone(), None
+            if shape[1] is not None and left >= LEAST_PASSES and self.module not in REFUSED:
+                self._record()
+        if self._replay is None:
+            return self._run(tokens_B)
+        self._tokens_B.copy_(tokens_B)
+        self._replay()
+        self.cache.advance()
+        return self._logits_BV
+
+    def _record(self) -> None:
+        try:
+            self._replay, self._logits_BV = record(self._uncounted, self._tokens_B.device)
+        except RuntimeError as error:
+            if is_out_of_memory(error, device=self._tokens_B.device):
+                raise
+            REFUSED.add(self.module)
+            print(f"passes of one token are not captured: {first_line(error)}", file=sys.stderr)
+
+    def _uncounted(self) -> Tensor:
+        """A pass that can be made again: it would write the same column."""
+        self.cache.counts = False
+        try:
+            return self._run(self._tokens_B)
+        finally:
+            self.cache.counts = True
+
+    def _run(self, tokens_B: Tensor) -> Tensor:
+        return _logits(self.module(input_ids=tokens_B.unsqueeze(1), cache=self.cache))[:, -1]
+
+
+def record(run: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], Any], Tensor]:
+    """Capture what a function does on a CUDA device; returns what does it again, and its output.
+
+    Raises:
+        RuntimeError: it waits for the device, or cannot be captured.
+    """
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        run()  # compiles, compares and allocates what only the first pass does
+        with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")  # tells of a read before it spoils a capture
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        output = run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph.replay, output
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

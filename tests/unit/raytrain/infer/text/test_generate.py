@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from experts.config import ExpertsConfig
 from experts.models import moe_gpt
 from raytrain.infer.text import generate as generation
-from raytrain.infer.text import one_token
 from raytrain.infer.text.generate import Sampling, choose, cut_at_stop, generate
 from raytrain.models import cache
 from raytrain.models.cache import KeyValueCache
@@ -93,7 +92,7 @@ def test_rows_that_end_leave_the_batch_and_change_no_other() -> None:
 
 
 def played_again(made: list[int]) -> Any:
-    """In the place of `one_token.record`: the graph is the function itself; `made` notes the rows of each."""
+    """In the place of `record`: the graph is the function itself; `made` notes the rows of each."""
 
     def record(run: Any, device: torch.device) -> tuple[Any, Tensor]:
         assert device.type == "cpu"
@@ -106,27 +105,26 @@ def played_again(made: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize(("kind", "window"), [("gpt", None), ("gpt", 5), ("gpt", 150), ("moe", None)])
+@pytest.mark.parametrize(("kind", "window"), [("gpt", None), ("gpt", 5), ("gpt", 45), ("moe", None)])
 def test_a_static_cache_passes_made_again_and_blocks_of_tokens_change_no_answer(
     kind: str, window: int | None, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """270 new tokens: two spans of the cache, and rows that end within a block, at its end and after the cache's."""
-    module = language_model(kind, window=window, context=250)
-    sampling = Sampling(270, temperature, top_k=20, top_p=0.9, seed=3)
-    whole = generate(module, PROMPTS, sampling=sampling, context=250)
-    ends = replace(sampling, end_ids=frozenset({whole[1][31], whole[3][90]}))
-    ended = generate(module, PROMPTS, sampling=ends, context=250)
+    """110 new tokens: two spans of the cache, and rows that end within a block, at its end and after the cache's."""
+    module = language_model(kind, window=window, context=100)
+    sampling = Sampling(110, temperature, top_k=20, top_p=0.9, seed=3)
+    whole = generate(module, PROMPTS, sampling=sampling, context=100)
+    ends = replace(sampling, end_ids=frozenset({whole[1][10], whole[3][10]}))
+    ended = generate(module, PROMPTS, sampling=ends, context=100)
     stops = replace(sampling, stop=(f" {whole[2][40]} {whole[2][41]} ",))
     words: Any = {"decode": lambda ids: "".join(f" {one} " for one in ids).replace("  ", " ")}
-    stopped = generate(module, PROMPTS, sampling=stops, context=250, **words)
+    stopped = generate(module, PROMPTS, sampling=stops, context=100, **words)
     made: list[int] = []
-    monkeypatch.setattr(generation, "STATIC", {"cpu"})
     monkeypatch.setattr(generation, "BLOCKS", {"cpu": 16})
-    monkeypatch.setattr(cache, "SPAN", 64)
-    monkeypatch.setattr(one_token, "record", played_again(made))
-    assert generate(module, PROMPTS, sampling=sampling, context=250) == whole and made == [5, 5]
-    assert generate(module, PROMPTS, sampling=ends, context=250) == ended != whole
-    assert generate(module, PROMPTS, sampling=stops, context=250, **words) == stopped != whole
+    monkeypatch.setattr(cache, "SPAN", 40)
+    monkeypatch.setattr(generation, "record", played_again(made))
+    assert generate(module, PROMPTS, sampling=sampling, context=100) == whole and made == [5, 5]
+    assert generate(module, PROMPTS, sampling=ends, context=100) == ended != whole
+    assert generate(module, PROMPTS, sampling=stops, context=100, **words) == stopped != whole
     assert min(made[2:]) < 5, "rows that end leave, and the pass is made for fewer"
 
 
@@ -143,13 +141,13 @@ def test_a_pass_that_cannot_be_captured_is_made_by_the_module_and_not_tried_agai
             run()
         raise RuntimeError("it waits for the device\nhere")
 
-    monkeypatch.setattr(generation, "STATIC", {"cpu"})
-    monkeypatch.setattr(one_token, "record", record)
+    monkeypatch.setattr(generation, "BLOCKS", {"cpu": 4})
+    monkeypatch.setattr(generation, "record", record)
     for _ in range(2):
         assert generate(module, PROMPTS, sampling=Sampling(30), context=64) == expected
     assert len(tries) == 1
     assert capsys.readouterr().err == "passes of one token are not captured: it waits for the device\n"
-    monkeypatch.setattr(one_token, "record", lambda run, device: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(generation, "record", lambda run, device: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
         generate(language_model("gpt"), PROMPTS, sampling=Sampling(30), context=64)
 
