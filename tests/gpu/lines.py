@@ -79,6 +79,8 @@ LINES = [
          job={"precision.dtype": "bf16"}, equals="one"),
     Line("infer", 1, "a trained model answers rows on a GPU",
          "every row is answered; nine of ten answers are those of the CPU", verb="infer", equals="one"),
+    Line("generation", 1, "generated tokens when the pass of one token is captured as a CUDA graph, and when not",
+         "equal in fp32; captured in bf16, experts too; no memory stays behind", measure="generation"),
     Line("oom", 1, "rows that do not fit: the step is retried in halves",
          "the losses of smaller micro-batches; no byte stays behind", measure="oom"),
     Line("compile", 1, "each mode of loop.compile trains and evaluates; CUDA graphs of the full model too",

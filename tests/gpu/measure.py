@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from operator import eq, ne
 from pathlib import Path
 from typing import Any
 
@@ -486,6 +487,47 @@ def peer(ids: torch.Tensor, new: int) -> Callable[[], Any]:
     return lambda: model.generate(ids, **keys, do_sample=False, pad_token_id=0)
 
 
+def generation() -> None:
+    """Tokens of the captured pass of one token against those of the plain one, in fp32; what cannot be captured."""
+    from experts.models import moe_gpt
+    from raytrain.infer.half import halve
+    from raytrain.infer.text import generate as text
+    new = 24 if TINY else 300
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(256, (length,), generator=g).tolist() for length in (3, 40, 17, 9, 30, 1, 25, 12)]
+    sizes = {"layers": 2, "heads": 4, "width": 128, "context": 512, "vocab_size": 256}
+    sampling = text.Sampling(new, temperature=0.8, top_k=20, end_ids=frozenset(range(3)))
+    made = {"gpt": gpt(**sizes), "moe_gpt": moe_gpt(**sizes, num_experts=4, top_k=2, noise=0.0)}
+
+    def both(module: Any, how: text.Sampling, rows: list[list[int]]) -> list[Any]:
+        found = []
+        for static in (True, False):
+            text.BLOCKS = {"cuda": 16} if static else {}
+            found.append(text.generate(module, rows, sampling=how, context=512))
+        return found
+
+    for name, trainable in made.items():
+        module = trainable.module.to(DEVICE).eval().requires_grad_(False)
+        for how in (text.Sampling(new), sampling):
+            for rows in (prompts[:1], prompts):
+                captured, plain = both(module, how, rows)
+                goal(f"{name}: other answers when captured, {len(rows)} rows", sum(map(ne, captured, plain)), at_most=0)
+        tell("generation", model=name, precision="fp32", captured=GPU and module not in text.REFUSED)
+        halve(module, torch.bfloat16)
+        text.REFUSED.discard(module)
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            captured, plain = both(module, text.Sampling(new), prompts)
+            same = statistics.mean(sum(map(eq, *pair)) / new for pair in zip(captured, plain, strict=True))
+            tell("generation", model=name, precision="bf16", captured=GPU and module not in text.REFUSED, same_tokens=same)
+            goal(f"{name} in bf16 is captured", float(not GPU or module not in text.REFUSED), at_least=1)
+            text.BLOCKS = {"cuda": 16}
+            for number in range(12):
+                text.generate(module, prompts, sampling=text.Sampling(24), context=512)
+                if number == 2:
+                    held = torch.cuda.memory_reserved() if GPU else 0
+            goal("bytes that generations leave", (torch.cuda.memory_reserved() if GPU else 0) - held, at_most=0)
+
+
 def nccl() -> None:
     """What of NCCL one GPU can show: a communicator of one member is made, used and ended within its limits."""
     import torch.distributed as dist
@@ -508,7 +550,7 @@ def nccl() -> None:
     dist.destroy_process_group()
 
 
-SUBJECTS = (ceilings, numerics, step, host, launches, oom, storage, scaler, checkpoint, infer, nccl)
+SUBJECTS = (ceilings, numerics, step, host, launches, oom, storage, scaler, checkpoint, infer, generation, nccl)
 
 if __name__ == "__main__":
     {subject.__name__: subject for subject in SUBJECTS}[sys.argv[1]]()
