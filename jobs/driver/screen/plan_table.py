@@ -24,7 +24,7 @@ Row = tuple[str, str, str]
 
 GROUPS = {
     "machine": (
-        "mode", "device", "accelerator", "workers", "placement", "strategy", "backend", "overlap", "threads", "hosts",
+        "mode", "device", "accelerator", "workers", "placement", "strategy", "backend", "processes_per_gpu", "overlap", "threads", "hosts",
         "inflight", "experts",
     ),
     "model": (

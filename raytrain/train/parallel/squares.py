@@ -71,21 +71,6 @@ def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     return SquareSum(gradients)()
 
 
-def squares_of_each(groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    """The sum of squares of each group of tensors on one device, at least one in each; see `SquareSum`. One read."""
-    if not groups or groups[0][0].device.type == "cpu":
-        return torch.stack([sum_of_squares(group) for group in groups]).tolist() if groups else []
-    return _in_few_kernels(groups)
-
-
-def _in_few_kernels(groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    """The norm of each tensor is summed in float64, in an order that depends on its size and alignment only."""
-    every = [one.detach() for group in groups for one in group]
-    norms = torch._foreach_norm(every, 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
-    squares = iter(torch.stack(norms).square().tolist())
-    return [sum(next(squares) for _ in group) for group in groups]
-
-
 def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Each tensor as (rows, length of a row); neighbours in memory with rows of equal length are one, to call torch
     less often."""
@@ -140,3 +125,18 @@ def _exact_sum(flat: Tensor) -> Tensor:
         if whole < piece.numel():
             sums.append(torch.linalg.vector_norm(numbers[whole:]).square())
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+
+
+def squares_of_each(groups: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The sum of squares of each group of tensors on one device, at least one in each; see `SquareSum`. One read."""
+    if not groups or groups[0][0].device.type == "cpu":
+        return [sum_of_squares(group).item() for group in groups]
+    return _in_few_kernels(groups)
+
+
+def _in_few_kernels(groups: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The norm of each tensor is summed in float64, in an order that depends on its size and alignment only."""
+    every = [one.detach() for group in groups for one in group]
+    norms = torch._foreach_norm(every, 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    squares = iter(torch.stack(norms).square().tolist())
+    return [sum(next(squares) for _ in group) for group in groups]
