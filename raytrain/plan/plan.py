@@ -309,6 +309,9 @@ def _machine_choices(
     other_processes = hosts_by_node(hosts, counts, machines, inventory)
     overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
     synced = choose_sync_batchnorm(scale, hosts, workers=workers.value, warnings=warnings)
+    why_gloo = "through the host, as NCCL refuses two processes on one GPU" if machines.on_gpu else "CPU tensors"
+    shared = f"scale.gpus_per_worker: {machines.per_gpu} processes share each GPU, for development; slower than one"
+    whole = machines.per_gpu == 1
     return {
         "mode": machines.mode,
         "device": machines.device,
@@ -316,21 +319,12 @@ def _machine_choices(
         "workers": workers,
         "placement": choose_placement(counts, machines),
         "strategy": choose_strategy(scale, hosts, workers=workers.value),
-        **_communication(scale, machines),
+        "backend": Resolved("nccl", "GPUs") if whole and machines.on_gpu else Resolved("gloo", why_gloo),
+        **({} if whole else {"processes_per_gpu": Resolved(machines.per_gpu, shared)}),
         **({} if overlap is None else {"overlap": overlap}),
         **({} if synced is None else {"sync_batchnorm": synced}),
         "threads": choose_threads(scale, counts, machines, inventory, warnings, other_processes=other_processes),
         "precision": precision_under_fsdp(scale, by_device, on_gpu=machines.on_gpu),
-    }
-
-
-def _communication(scale: ScaleConfig, machines: DevicePool) -> dict[str, Choice]:
-    if machines.per_gpu == 1:
-        return {"backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors")}
-    shared = f"{machines.per_gpu} processes share each GPU, for development: slower than one"
-    return {
-        "backend": Resolved("gloo", "copies through the host, as NCCL refuses two processes on one GPU"),
-        "processes_per_gpu": Resolved(machines.per_gpu, f"scale.gpus_per_worker {scale.gpus_per_worker:g}: {shared}"),
     }
 
 

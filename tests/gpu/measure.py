@@ -489,6 +489,7 @@ def peer(ids: torch.Tensor, new: int) -> Callable[[], Any]:
 
 def generation() -> None:
     """Tokens of the captured pass of one token against those of the plain one, in fp32; what cannot be captured."""
+    from experts.config import ExpertsConfig
     from experts.models import moe_gpt
     from raytrain.infer.half import halve
     from raytrain.infer.text import generate as text
@@ -497,7 +498,8 @@ def generation() -> None:
     prompts = [torch.randint(256, (length,), generator=g).tolist() for length in (3, 40, 17, 9, 30, 1, 25, 12)]
     sizes = {"layers": 2, "heads": 4, "width": 128, "context": 512, "vocab_size": 256}
     sampling = text.Sampling(new, temperature=0.8, top_k=20, end_ids=frozenset(range(3)))
-    made = {"gpt": gpt(**sizes), "moe_gpt": moe_gpt(**sizes, num_experts=4, top_k=2, noise=0.0)}
+    experts = ExpertsConfig(num_experts=4, top_k=2, noise=0.0)
+    made = {"gpt": gpt(**sizes), "moe_gpt": moe_gpt(**sizes, experts=experts)}
 
     def both(module: Any, how: text.Sampling, rows: list[list[int]]) -> list[Any]:
         found = []

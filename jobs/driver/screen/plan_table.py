@@ -24,8 +24,8 @@ Row = tuple[str, str, str]
 
 GROUPS = {
     "machine": (
-        "mode", "device", "accelerator", "workers", "placement", "strategy", "backend", "overlap", "threads", "hosts",
-        "inflight", "experts",
+        "mode", "device", "accelerator", "workers", "placement", "strategy", "backend", "processes_per_gpu", "overlap",
+        "threads", "hosts", "inflight", "experts",
     ),
     "model": (
         "parameters", "precision", "fp32_layers", "sync_batchnorm", "optimizer_impl", "compile", "cudnn_benchmark",

@@ -74,27 +74,9 @@ def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def sum_on_device(gradients: Sequence[Tensor]) -> Tensor:
-    """As `sum_of_squares` on a GPU."""
-    return _squares(gradients).sum()
-
-
-def squares_of_each(groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    """The sum of squares of each group of tensors on one device, at least one in each; see `SquareSum`. One read."""
-    if not groups or groups[0][0].device.type == "cpu":
-        return torch.stack([sum_of_squares(group) for group in groups]).tolist() if groups else []
-    return _in_few_kernels(groups)
-
-
-def _in_few_kernels(groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    squares = iter(_squares([one.detach() for group in groups for one in group]).tolist())
-    return [sum(next(squares) for _ in group) for group in groups]
-
-
-def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of each tensor, in few kernels, which convert to float64 while they read, and sum in an order that depends on its
-    size and alignment only."""
-    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack(norms).square()
+    """As `sum_of_squares` on a GPU, whose kernel converts to float64 while it reads: few launches for all tensors."""
+    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).square().sum()
 
 
 def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -147,3 +129,18 @@ def _exact_sum(flat: Tensor) -> Tensor:
         if whole < piece.numel():
             sums.append(torch.linalg.vector_norm(numbers[whole:]).square())
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+
+
+def squares_of_each(groups: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The sum of squares of each group of tensors on one device, at least one in each; see `SquareSum`. One read."""
+    if not groups or groups[0][0].device.type == "cpu":
+        return [sum_of_squares(group).item() for group in groups]
+    return _in_few_kernels(groups)
+
+
+def _in_few_kernels(groups: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The norm of each tensor is summed in float64, in an order that depends on its size and alignment only."""
+    every = [one.detach() for group in groups for one in group]
+    norms = torch._foreach_norm(every, 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    squares = iter(torch.stack(norms).square().tolist())
+    return [sum(next(squares) for _ in group) for group in groups]
