@@ -493,6 +493,7 @@ def generation() -> None:
     from experts.models import moe_gpt
     from raytrain.infer.half import halve
     from raytrain.infer.text import generate as text
+
     new = 24 if TINY else 300
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(256, (length,), generator=g).tolist() for length in (3, 40, 17, 9, 30, 1, 25, 12)]
@@ -520,7 +521,13 @@ def generation() -> None:
         with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             captured, plain = both(module, text.Sampling(new), prompts)
             same = statistics.mean(sum(map(eq, *pair)) / new for pair in zip(captured, plain, strict=True))
-            tell("generation", model=name, precision="bf16", captured=GPU and module not in text.REFUSED, same_tokens=same)
+            tell(
+                "generation",
+                model=name,
+                precision="bf16",
+                captured=GPU and module not in text.REFUSED,
+                same_tokens=same,
+            )
             goal(f"{name} in bf16 is captured", float(not GPU or module not in text.REFUSED), at_least=1)
             text.BLOCKS = {"cuda": 16}
             for number in range(12):
