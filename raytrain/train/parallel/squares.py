@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,8 +43,8 @@ class SquareSum:
         ]
         counts = [view.shape[:-1].numel() for view in self._rows]
         self._norms = torch.empty(sum(counts))
-        self._total = torch.zeros((), dtype=torch.float64)
-        self._on_host = self._total.numpy()  # the same memory: no step reads a tensor
+        self._on_host = np.zeros(())
+        self._total = torch.from_numpy(self._on_host)  # the same memory: no step reads a tensor
         outs = self._norms.split(counts) if counts else ()
         self._outs = [out.view(view.shape[:-1]) for out, view in zip(outs, self._rows, strict=True)]
 
