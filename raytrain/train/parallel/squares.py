@@ -75,9 +75,8 @@ def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def sum_on_device(gradients: Sequence[Tensor]) -> Tensor:
-    """As `sum_of_squares` on a GPU, whose kernel converts to float64 while it reads: few launches for all tensors."""
-    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack(norms).square().sum()
+    """As `sum_of_squares` on a GPU."""
+    return _squares(gradients).sum()
 
 
 def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -140,8 +139,12 @@ def squares_of_each(groups: Sequence[Sequence[Tensor]]) -> list[float]:
 
 
 def _in_few_kernels(groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    """The norm of each tensor is summed in float64, in an order that depends on its size and alignment only."""
-    every = [one.detach() for group in groups for one in group]
-    norms = torch._foreach_norm(every, 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
-    squares = iter(torch.stack(norms).square().tolist())
+    squares = iter(_squares([one.detach() for group in groups for one in group]).tolist())
     return [sum(next(squares) for _ in group) for group in groups]
+
+
+def _squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Of each tensor, in few kernels, which convert to float64 while they read, and sum in an order that depends on its
+    size and alignment only."""
+    norms = torch._foreach_norm(list(tensors), 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).square()
