@@ -411,7 +411,7 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "micro_batch": records.planned("micro_batch_size"),
         "accumulation": records.planned("accumulation"),
         "effective_batch": records.planned("effective_batch") or records.planned("global_batch_size"),
-        "compile": records.configured("loop.compile"),
+        "compile": records.planned("compile") or records.configured("loop.compile"),
         **compile_figures(records),
         "parameters": records.planned("parameters"),
         "experts_first": first_experts,

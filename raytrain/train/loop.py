@@ -24,6 +24,7 @@ from raytrain.config.messages import abbreviated
 from raytrain.errors import RunError, first_line
 from raytrain.runs.records import EvalRecord
 from raytrain.train.clock import Clock, Fetching
+from raytrain.train.compute.compile import forget_graphs
 from raytrain.train.compute.switches import Switches
 from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.allocator import release_cached
@@ -78,7 +79,9 @@ class TrainingLoop:
     switches: Switches
 
     def __post_init__(self) -> None:
-        self._retry = ShortageRetry(self.step, self.loader, sizing=self.sizing, reporter=self.reporter)
+        self._retry = ShortageRetry(
+            self.step, self.loader, sizing=self.sizing, reporter=self.reporter, forget=forget_graphs
+        )
         self._buffers = BufferSync(self.step.trainable.module, self.step.workers, self.step.changes)
         self._nonfinite = NonFinite(self.step.device)
         self._culprit = ""

@@ -14,7 +14,7 @@ from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, tr
 
 import raytrain.autotune.probe.step
 import raytrain.autotune.startup.compile as startup_compile
-import raytrain.train.memory.retry
+import raytrain.train.loop
 from raytrain.autotune.probe.arms import ArmTimes
 from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.measurement import Candidate
@@ -204,7 +204,7 @@ def test_cuda_graphs_of_another_size_are_forgotten_before_each_trial_the_loop_an
     """The size in force at each of these times; nothing of another size may count in a trial, or be kept by a retry."""
     session, sizes = make_session(MLP, DATA, loop={"max_steps": 1, "micro_batch_size": 8}), list[int]()
     note = lambda: sizes.append(session.loader.batches.micro_batch)  # noqa: E731
-    for module in (raytrain.autotune.probe.step, raytrain.train.memory.retry):
+    for module in (raytrain.autotune.probe.step, raytrain.train.loop):
         monkeypatch.setattr(module, "forget_graphs", note)
     for rows in (2, 4):
         StepProbe(session).measure(Candidate("fp32", rows), budget=None, passes=0, with_memory=True)

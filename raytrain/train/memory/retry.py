@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raytrain.errors import RunError
 from raytrain.train.changeable import may_change
-from raytrain.train.compute.compile import forget_graphs
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import StepDropped
 
@@ -45,10 +44,14 @@ class ShortageRetry:
         step, loader: the loop's.
         sizing: the micro-batch size in force, which the loader follows.
         reporter: receives each change as an event.
+        forget: frees what is kept for the size before.
     """
 
-    def __init__(self, step: TrainingStep, loader: BatchLoader, *, sizing: MicroBatchSize, reporter: Reporter) -> None:
-        self._loader, self._sizing, self._reporter = loader, sizing, reporter
+    def __init__(
+        self, step: TrainingStep, loader: BatchLoader, *, sizing: MicroBatchSize, reporter: Reporter,
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._loader, self._sizing, self._reporter, self._forget = loader, sizing, reporter, forget
         self._saved = SavedState(step.trainable.module, step.device, step.changes)
         self._apply_size()
 
@@ -101,7 +104,7 @@ class ShortageRetry:
 
     def _apply_size(self) -> None:
         """Set the loader's rows of a micro-batch, and its part of a token budget: long rows are limited by that."""
-        forget_graphs()  # of another size, also of a search
+        self._forget()  # also that of a search
         self._loader.micro_batch = self._sizing.now
         self._loader.batches.budget_part = (self._sizing.now, self._sizing.planned)
 
