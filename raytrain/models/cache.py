@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+#: Elements to which kernels of attention want the rows of masks aligned: torch pads a row of another length itself, but
+#: a view that begins elsewhere ended in a misaligned address on an H200.
+ALIGNED = 8
 #: Passes for which a static cache keeps its span.
 SPAN = 128
 
@@ -38,7 +41,7 @@ class KeyValueCache:
     def __init__(self, lengths: list[int], *, capacity: int, static: bool = False) -> None:
         self.lengths = [0] * len(lengths)
         self.positions_B = torch.zeros(len(lengths), dtype=torch.int64)
-        self._prompts, self._capacity = list(lengths), -(-capacity // 8) * 8  # attention wants masks that are aligned
+        self._prompts, self._capacity = list(lengths), -(-capacity // ALIGNED) * ALIGNED
         self._paddings = [max(lengths) - length for length in lengths]
         self._begin, self._end = 0, max(lengths)
         self._layers: dict[int, _Layer] = {}
@@ -57,7 +60,7 @@ class KeyValueCache:
         """Columns that the next pass of a static cache reads, the same for `SPAN` passes; None if it is not static."""
         begin = max(self._prompts)
         columns = begin + ((self._end - begin) // SPAN + 1) * SPAN
-        return min(self._capacity, -(-columns // 8) * 8) if self.static else None
+        return min(self._capacity, -(-columns // ALIGNED) * ALIGNED) if self.static else None
 
     def positions(self, device: torch.device) -> Tensor:
         """(B, 1): the position of each row's next token."""
@@ -78,7 +81,10 @@ class KeyValueCache:
             held.keys.index_copy_(2, self._at, k)
             held.values.index_copy_(2, self._at, v)
             begin, end, mask = 0, self.span, self._masks[window]
-        mask = None if mask is None else mask[..., begin:end]
+        if mask is not None:
+            mask = mask[..., begin:end]
+            if begin % ALIGNED:
+                mask = mask.clone()
         return F.scaled_dot_product_attention(q, held.keys[:, :, begin:end], held.values[:, :, begin:end], mask)
 
     def start(self, layer: nn.Module, k: Tensor, v: Tensor) -> None:

@@ -300,6 +300,8 @@ def _watch() -> None:
     if _started not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_started)
         callback_handler.register_end_callback(_ended)
+        # torch's manager of CUDA graphs records an empty one on purpose, outside of any compilation
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
 
 
 def _started(_about: Any) -> None:

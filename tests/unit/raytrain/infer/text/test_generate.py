@@ -71,6 +71,29 @@ def test_answers_are_those_of_each_prompt_alone_without_a_cache(
     assert [len(ids) for ids in together] == [80] * 5 and len({tuple(ids) for ids in together}) > 1
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("window", [None, 9])
+def test_masks_begin_where_kernels_of_a_gpu_can_read_them(
+    window: int | None, static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that begins elsewhere ended in a misaligned address on an H200: rows that leave move its beginning."""
+    attend, begins, sizes = cache.F.scaled_dot_product_attention, set[int](), set[int]()
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor | None, **keys: Any) -> Tensor:
+        for mask in masks:
+            if mask is not None:
+                begins.add(mask.data_ptr() % (cache.ALIGNED * mask.element_size()))
+                sizes.add(len(mask))
+        return attend(q, k, v, *masks, **keys)
+
+    monkeypatch.setattr(cache.F, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(generation, "BLOCKS", {"cpu": 4} if static else {})
+    monkeypatch.setattr(generation, "record", played_again([]))
+    sampling = Sampling(60, 1.0, end_ids=frozenset(range(4)), seed=1)
+    generate(language_model("gpt", window=window), PROMPTS, sampling=sampling, context=100)
+    assert begins == {0} and len(sizes) > 1, "no row has left"
+
+
 @pytest.mark.parametrize(("kind", "cached"), [("gpt", True), ("moe", True), ("moe with capacity", False)])
 def test_a_model_with_a_cache_sees_each_token_once(kind: str, cached: bool) -> None:
     module, seen = language_model(kind), []
