@@ -324,7 +324,7 @@ def launches() -> None:
 
 def requested() -> int:
     """Bytes that live tensors asked for: the allocator may give a larger block than it was asked for."""
-    return torch.cuda.memory_stats()["requested_bytes.all.current"] if GPU else 0
+    return torch.cuda.memory_stats().get("requested_bytes.all.current", 0) if GPU else 0
 
 
 def oom() -> None:
