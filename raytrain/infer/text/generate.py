@@ -31,6 +31,9 @@ ENDED = 0.25
 LEAST_PASSES = 16
 #: Modules whose pass cannot be captured: it reads the device, for example.
 REFUSED: WeakSet[nn.Module] = WeakSet()
+#: The last graph of each device, which is not replayed any more when the next one takes its memory over: with a pool
+#: for each, ten graphs of a small GPT left 0.3 GB reserved on an H200.
+_LAST: dict[torch.device, torch.cuda.CUDAGraph] = {}
 
 Decode = Callable[[list[int]], str]
 
@@ -286,8 +289,11 @@ def record(run: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[]
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    last = _LAST.get(device)
+    pool = None if last is None else last.pool()
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         output = run()
+    _LAST[device] = graph
     torch.cuda.current_stream(device).wait_stream(stream)
     return graph.replay, output
 
