@@ -15,7 +15,10 @@ from raytrain.models.gpt import GPT
 
 OWN = ("raytrain.", "experts.")
 #: Layers that do nothing with their weights but a product, which autocast computes in its own format.
-PRODUCTS = ("torch.nn.modules.linear.Linear", "torch.nn.modules.conv.Conv2d", "transformers.pytorch_utils.Conv1D")
+PRODUCTS = (
+    "torch.nn.modules.linear.Linear", "torch.nn.modules.conv.Conv2d", "transformers.pytorch_utils.Conv1D",
+    "raytrain.models.gpt.Head",
+)  # fmt: skip
 
 
 def halve(module: nn.Module, dtype: torch.dtype, *, untie: bool = True) -> None:
