@@ -323,7 +323,8 @@ def aggregated(rank: int, world_size: int) -> dict[str, Any]:
     loop.run(session.state)
     rows = [row for row in reporter.rows if row["kind"] == "train"]
     evals = [row for row in reporter.rows if row["kind"] == "eval"]
-    own = [values for values in told if len(values) == 6]  # seconds, data, waiting, peak, two shares of the losses
+    # seconds, data, waiting, peak, the device's peak rate, two shares of the losses
+    own = [[*values[:4], *values[5:]] for values in told if len(values) == 7]
     return {"rows": rows, "own": own, "evals": evals, "alone": session.evaluate(0)}
 
 

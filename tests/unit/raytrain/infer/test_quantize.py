@@ -22,7 +22,7 @@ from raytrain.infer.model import InferenceModel
 from raytrain.infer.predictor import RowPredictor
 from raytrain.infer.quantize import Int8Linear, quantization_of, quantize, quantize_compared, same_answer
 from raytrain.models.cnn import cnn
-from raytrain.models.gpt import gpt
+from raytrain.models.gpt import Head, gpt
 from raytrain.models.weights.stored import export_weights
 
 FEATURES, CLASSES = 16, 10
@@ -134,7 +134,7 @@ def test_a_tied_head_stays_and_models_that_ask_for_the_format_of_a_weight_work()
     language = gpt(layers=1, heads=2, width=16, context=8, vocab_size=50).module.eval()
     head = language.get_submodule("head")
     quantize(language)
-    assert type(head) is nn.Linear and head.weight is language.get_parameter("tokens.weight")
+    assert type(head) is Head and head.weight is language.get_parameter("tokens.weight")
     assert language(input_ids=torch.arange(8).unsqueeze(0))["logits"].shape == (1, 8, 50)
     images = cnn(channels=[4], image_shape=[8, 8], num_classes=3).module.eval()
     assert quantize(images).layers == 1

@@ -799,7 +799,7 @@ def test_choices_that_need_the_opened_data_or_model_are_deferred() -> None:
     waiting = {name for name, choice in made.choices().items() if isinstance(choice, Deferred)}
     assert waiting == {
         "steps_per_epoch", "max_steps", "warmup_steps", "eval_every", "checkpoint_every", "storage", "loader_workers",
-        "parameters", "memory", "step_time", "checkpoint_bytes", "micro_batch_size", "accumulation",
+        "parameters", "memory", "step_time", "checkpoint_bytes", "micro_batch_size", "accumulation", "compile",
     }  # fmt: skip
     assert "plan --build" in {name: why for name, _, why in made.rows()}["parameters"]
     assert value(plan(data_facts=None, loop={"max_steps": 9}), "max_steps") == 9

@@ -219,7 +219,50 @@ def test_weights_of_any_strides_and_complex_ones_are_rows_of_real_numbers() -> N
         assert torch.equal(own.grad, 2 * weight.grad) and own.grad.stride() == own.stride()
 
 
-def test_a_sparse_gradient_is_refused() -> None:
-    module = nn.Embedding(5, 3, sparse=True)
-    with pytest.raises(RunError, match=r"shape \(5, 3\) has a sparse gradient"):
-        held(module, lambda at: module(torch.tensor([1])).sum())
+@pytest.mark.parametrize("number", [1, 3])
+def test_sparse_gradients_are_held_dense(number: int) -> None:
+    module, plain = nn.Embedding(5, 3, sparse=True), nn.Embedding(5, 3)
+    gradients = held(module, lambda at: module(torch.tensor([at, 1, 1])).square().sum(), number=number)
+    plain.load_state_dict(module.state_dict())
+    for at in range(number):
+        plain(torch.tensor([at, 1, 1])).square().sum().backward()
+    assert torch.allclose(module.weight.grad, plain.weight.grad) and module.weight.grad.layout is torch.strided
+    gradients.scale_(0.5)
+    assert torch.allclose(module.weight.grad, 0.5 * plain.weight.grad)
+
+
+def test_conjugated_gradients_are_resolved() -> None:
+    module = nn.ParameterList([torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([[2 - 1j]])])
+    factors = [torch.tensor([2 + 1j, 1j]), torch.tensor([[1 - 3j]])]
+
+    def loss(_: int) -> Tensor:
+        return sum((p.conj() * f).real.sum() for p, f in zip(module, factors, strict=True))  # type: ignore[return-value]
+
+    loss(0).backward()
+    assert all(p.grad.is_conj() for p in module), "torch conjugates when it is read"
+    expected = [p.grad.resolve_conj().clone() for p in module]
+    gradients = held(module, loss)
+    assert all(torch.equal(p.grad, one) for p, one in zip(module, expected, strict=True))
+    assert float(gradients.sum_of_squares()) == pytest.approx(16.0)
+
+
+def test_parts_of_a_larger_gradient_keep_their_own_memory_only() -> None:
+    module = nn.ParameterList([torch.ones(2, 3), torch.full((4, 3), 2.0)])
+
+    def loss(_: int) -> Tensor:
+        return (torch.cat(list(module)) * torch.arange(18.0).view(6, 3)).sum()
+
+    loss(0).backward()
+    assert module[0].grad.untyped_storage().nbytes() == 72, "torch hands out parts of one memory"
+    held(module, loss)
+    assert [p.grad.untyped_storage().nbytes() for p in module] == [24, 48]
+    assert module[1].grad.tolist()[0] == [6.0, 7.0, 8.0]
+
+
+def test_a_loss_that_is_not_finite_marks_a_gradient_with_elements() -> None:
+    module = nn.ParameterList([torch.empty(0, 8), torch.ones(2)])
+    gradients = held(module, lambda _: module[0].sum() + module[1].sum())
+    gradients.mark_(torch.tensor(1.5))
+    assert float(gradients.sum_of_squares()) == pytest.approx(2.0)
+    gradients.mark_(torch.tensor(torch.nan))
+    assert torch.isnan(gradients.sum_of_squares())
