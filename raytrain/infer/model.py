@@ -35,7 +35,7 @@ from raytrain.infer.row_values import check_list_sizes, check_numbers
 from raytrain.infer.text.generate import Sampling
 from raytrain.infer.text.prompts import Prompt, prompt_of
 from raytrain.models.attention import Attention
-from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER
+from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, POSITION_KEYS, longest_input
 from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, open_tokenizer, pad_id
 from raytrain.models.sizes import ROW_BUILDERS
 from raytrain.train.build import build_trainable
@@ -80,8 +80,7 @@ class InferenceModel:
         builder = str(self.model.builder)
         is_text = builder in TEXT_BUILDERS and ("vocab_size" in self.facts or self.tokenizer is not None)
         if is_text or builder == CLASSIFIER:
-            templates = dict(infer.templates)
-            prompt_of(schema.names, field=infer.prompt_field, template=infer.template, templates=templates, chat=None)
+            _prompt(infer, schema)
         elif builder in ROW_BUILDERS or self.reads.get("stacked") or self.reads.get("named"):
             stacked, named = tuple(self.reads.get("stacked", ())), tuple(self.reads.get("named", ()))
             named = named if stacked or named else ("x",)
@@ -109,11 +108,7 @@ class InferenceModel:
             module = self._ready(module)
         autocast = self.autocast()
         if self.is_classifier(module):
-            prompt = prompt_of(
-                schema.names, field=infer.prompt_field, template=infer.template, templates=dict(infer.templates),
-                chat=None,
-            )  # fmt: skip
-            return self._classifier(module, prompt, autocast)
+            return self._classifier(module, _prompt(infer, schema), autocast)
         if self.is_language_model(module):
             return self._generator(module, infer, schema, autocast)
         return self._row_predictor(module, schema, autocast)
@@ -220,8 +215,9 @@ class InferenceModel:
         tokenizer = open_tokenizer(self._tokenizer())
         config: Any = getattr(module, "config", None)
         names = self.facts.get("class_names") or _class_names(config)
-        limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
-        longest = min((one for one in limits if isinstance(one, int)), default=None)
+        longest = min(
+            (one for one in (_context(module), tokenizer.model_max_length) if isinstance(one, int)), default=None
+        )
         encode = partial(encode_rows, tokenizer, special=True, max_length=longest)
         return TextClassifier(
             module, encode, prompt, pad_id(tokenizer), classes=None if names is None else tuple(names),
@@ -229,17 +225,15 @@ class InferenceModel:
         )  # fmt: skip
 
     def _generator(self, module: nn.Module, infer: InferConfig, schema: Any, autocast: Any) -> TextPredictor:
-        codec = self._codec()
-        chat, end = None, frozenset()
+        codec = self._codec(chat=infer.chat)
+        chat, end = None, frozenset[int]()
         if self.tokenizer is not None:
             tokenizer = open_tokenizer(self.tokenizer)
-            end = frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)})
+            end = _end_ids(tokenizer, module)
             chat = _chat(tokenizer) if infer.chat else None
         elif infer.chat:
             raise InputError("infer.chat", got="true with a model without a tokenizer", expected="false")
-        prompt = prompt_of(
-            schema.names, field=infer.prompt_field, template=infer.template, templates=dict(infer.templates), chat=chat
-        )
+        prompt = _prompt(infer, schema, chat)
         sampling = Sampling(
             infer.max_new_tokens, temperature=infer.temperature, top_k=infer.top_k, top_p=infer.top_p, end_ids=end,
             stop=tuple(infer.stop), seed=self.seed,
@@ -259,9 +253,9 @@ class InferenceModel:
             raise InputError("model.path", got="a model of texts without a tokenizer", expected="a folder with one")
         return self.tokenizer
 
-    def _codec(self) -> Codec:
+    def _codec(self, *, chat: bool) -> Codec:
         if self.tokenizer is not None:
-            return TextCodec(self.tokenizer)
+            return TextCodec(self.tokenizer, plain=chat)
         characters = self.reads.get("characters")
         return ByteVocabulary() if characters is None else CharVocabulary(characters)
 
@@ -311,13 +305,24 @@ def _class_names(config: Any) -> Sequence[str] | None:
 
 
 def _context(module: nn.Module) -> int | None:
-    config = getattr(module, "config", None)
-    inner: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
-        value = getattr(inner, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "to_dict"):
+        return longest_input(config.to_dict())
+    return longest_input({name: getattr(config, name, None) for name in POSITION_KEYS})
+
+
+def _prompt(infer: InferConfig, schema: Any, chat: Callable[[str], str] | None = None) -> Prompt:
+    templates = dict(infer.templates)
+    made = prompt_of(schema.names, field=infer.prompt_field, template=infer.template, templates=templates, chat=chat)
+    made.check(schema)
+    return made
+
+
+def _end_ids(tokenizer: Any, module: nn.Module) -> frozenset[int]:
+    """The tokenizer's end token, and those with which the model's own `generate` ends, such as that of a turn."""
+    more = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    given = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+    return frozenset(int(one) for one in given if one is not None)
 
 
 def bytes_of_token(module: nn.Module, *, itemsize: int) -> int:

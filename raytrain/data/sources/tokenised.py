@@ -18,7 +18,15 @@ from raytrain.data.sources.tables import TableColumns
 from raytrain.data.sources.text import check_context, cut, text_facts
 from raytrain.errors import InputError
 from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, KEYS, longest_input, read_config
-from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, encode_text, open_tokenizer, pad_id
+from raytrain.models.huggingface.tokenizer import (
+    TextCodec,
+    encode_prompts,
+    encode_rows,
+    encode_text,
+    ended,
+    open_tokenizer,
+    pad_id,
+)
 from raytrain.runs.storage import read_bytes
 
 FIELDS = ("text_field", "prompt_field", "completion_field", "label_field")
@@ -189,16 +197,13 @@ def _fill_rate(columns: TableColumns, rows: Sequence[Row]) -> str:
 
 def _encoded(columns: Mapping[str, list[Any]], tokenizer: Any) -> list[Document]:
     """Tokenize each line; a completion or text ends with the tokenizer's end token if it has one."""
-    end = [] if tokenizer.eos_token_id is None else [np.int32(tokenizer.eos_token_id)]
-    fronts = encode_rows(tokenizer, columns.get("text_field") or columns["prompt_field"], special=True)
-    if end:
-        fronts = [ids[:-1] if len(ids) and ids[-1] == end[0] else ids for ids in fronts]
     if "text_field" in columns:
-        return [Document(np.concatenate([ids, end]).astype(np.int32)) for ids in fronts]
+        return [Document(ended(tokenizer, ids)) for ids in encode_prompts(tokenizer, columns["text_field"])]
+    prompts = encode_prompts(tokenizer, columns["prompt_field"])
     answers = encode_rows(tokenizer, columns["completion_field"], special=False)
     return [
-        Document(np.concatenate([prompt, answer, end]).astype(np.int32), given=len(prompt))
-        for prompt, answer in zip(fronts, answers, strict=True)
+        Document(np.concatenate([prompt, ended(tokenizer, answer)]), given=len(prompt))
+        for prompt, answer in zip(prompts, answers, strict=True)
     ]
 
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from raytrain.errors import first_line
 from raytrain.models.cache import KeyValueCache
 from raytrain.train.memory.device import is_out_of_memory
-from raytrain.trainable import MASK, in_eval
+from raytrain.trainable import IGNORED_LABEL, MASK, in_eval
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 50
+SAMPLE_PROMPT = 32
 
 #: Where a read waits for the device and passes are captured as CUDA graphs: tokens of a row that are read at once.
 BLOCKS = {"cuda": 16}
@@ -336,7 +337,8 @@ def _logits(output: Any) -> Tensor:
 def language_sample(
     module: nn.Module, source: Any, *, context: int | None, tokens: int = 400, seed: int = 0
 ) -> dict[str, Any] | None:
-    """{"prompt", "text", "temperature"}: a language model's continuation of the start of its eval text.
+    """{"prompt", "text", "temperature"}: a language model's continuation of the start of its eval text, or of a prompt,
+    with what `raytrain infer` puts in front of it.
 
     Args:
         module: the model.
@@ -346,10 +348,16 @@ def language_sample(
         None if the module gives no logits for `forward(input_ids=...)` alone.
     """
     split = source.eval or source.train
-    prompt = split.gather(split.eval_order()[:1])["input_ids"][0].tolist()[: min(32, context or 32)]
+    batch = split.gather(split.eval_order()[:1])
+    row, room = batch["input_ids"][0].tolist(), min(SAMPLE_PROMPT, context or SAMPLE_PROMPT)
+    learned = (batch["labels"][0] != IGNORED_LABEL).nonzero().flatten().tolist()[:1]
+    given = learned[0] + (not source.first_labels_ignored) if learned else 0  # more than one token: a prompt
+    front = source.encode("")
+    prompt = row[: min(given, room) if given > 1 else room]
+    prompt = prompt if prompt[: len(front)] == front else front + prompt
     sampling = Sampling(tokens, temperature=SAMPLE_TEMPERATURE, top_k=SAMPLE_TOP_K, seed=seed)
     try:
-        ids = generate(module, [prompt], sampling=sampling, context=context or len(prompt))[0]
+        ids = generate(module, [prompt], sampling=sampling, context=context or SAMPLE_PROMPT)[0]
     except (TypeError, AttributeError, KeyError):  # a user's forward that needs labels, or returns no logits
         return None
     return {"prompt": source.decode(prompt), "text": source.decode(ids), "temperature": SAMPLE_TEMPERATURE}

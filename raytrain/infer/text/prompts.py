@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.config.messages import suggestion
+from raytrain.data.sources.tables import column_kind, is_text
 from raytrain.errors import InputError
 
 #: Columns that hold the prompt if `infer.prompt_field` is not set, in this order.
 USUAL = ("prompt", "text", "question", "instruction")
+
+TEMPLATE = "infer.template"
 
 Chat = Callable[[str], str]
 
@@ -36,8 +39,22 @@ class Prompt:
         return tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
 
     def texts(self, table: Any) -> list[str]:
-        """The prompt of each row. Raises InputError for a row without a value."""
+        """The prompt of each row. Raises InputError for a row without a value, and as `check`."""
+        self.check(table.schema)
         return [self._text(row) for row in table.select(list(self.columns)).to_pylist()]
+
+    def check(self, schema: Any) -> None:
+        """Raise InputError for a column of lists, mappings or bytes; a template may also name columns of numbers."""
+        from pyarrow import types
+
+        for name in self.columns:
+            kind = schema.field(name).type
+            number = column_kind(kind) == "number" or types.is_temporal(kind)
+            if is_text(kind) or types.is_null(kind) or (number and self.key == TEMPLATE):
+                continue
+            remedy = f'infer.template="{{{name}}}" writes numbers as text' if number else "a prompt is one text"
+            raise InputError(self.key, got=f"the column {name}, which holds {kind}", expected="a text in every row",
+                             remedy=remedy)  # fmt: skip
 
     def lenient(self, table: Any) -> list[str | None]:
         """As `texts`, with None for a row without a value."""
@@ -79,7 +96,7 @@ def prompt_of(
                 expected=f"one of infer.templates ({known}), or a text with {{column}}",
                 remedy=suggestion(template, templates),
             )  # fmt: skip
-        return Prompt(_parts(text, names), "infer.template", chat)
+        return Prompt(_parts(text, names), TEMPLATE, chat)
     column = field or next((name for name in USUAL if name in names), None)
     if column is None or column not in names:
         seen = "no value" if field is None else f"'{field}', which is not in infer.input"

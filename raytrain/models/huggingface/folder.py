@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from raytrain.errors import InputError, first_line
@@ -25,6 +28,8 @@ KEYS = {
 
 EXPECTED = "a local folder that save_pretrained of transformers wrote"
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+_PADDED_POSITIONS = re.compile(r"position_embeddings = [\w.]*Embedding\([^()]*padding_idx")
+_PADDING = re.compile(r"self\.padding_idx = (\d+)")
 
 
 def check_installed(builder: str) -> None:
@@ -62,14 +67,39 @@ def read_config(path: Any) -> dict[str, Any]:
 
 
 def longest_input(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of input tokens in a model's config, or None."""
+    """Return the maximum number of input tokens in a model's config, or None.
+
+    Models that number positions from the one after their padding token, as RoBERTa, cannot use the first of them.
+    """
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, Mapping) else [config]
     for place in places:
         for key in POSITION_KEYS:
             if isinstance(place.get(key), int) and place[key] > 0:
-                return place[key]
+                return max(place[key] - _first_position(config, place), 1)
     return None
+
+
+def _first_position(config: Mapping[str, Any], place: Mapping[str, Any]) -> int:
+    """The position of the first token: as transformers' code for the model makes it, 0 if that is not installed."""
+    code = _model_code(str(config.get("model_type")))
+    if "create_position_ids_from_input_ids" not in code or not _PADDED_POSITIONS.search(code):
+        return 0
+    written = _PADDING.search(code)  # MPNet's is a number, whatever its padding token
+    padding = written[1] if written else place.get("pad_token_id", 1)  # the default of all of them
+    return 0 if padding is None else int(padding) + 1
+
+
+@cache
+def _model_code(model_type: str) -> str:
+    """The file that defines a kind of model, as text, since to import it takes torch; "" if there is none."""
+    package = importlib.util.find_spec("transformers")
+    name = f"modeling_{glob.escape(model_type.replace('-', '_'))}.py"
+    for root in (package.submodule_search_locations if package else None) or ():
+        for path in glob.glob(os.path.join(root, "models", "*", name)):
+            with open(path, encoding="utf-8") as file:
+                return file.read()
+    return ""
 
 
 def check_patterns(patterns: Any) -> list[str]:

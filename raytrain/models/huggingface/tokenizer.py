@@ -77,6 +77,38 @@ def encode_rows(
     return rows
 
 
+def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    """Return the tokens that a model reads before it writes, int32: those of `tokenizer(text)`, such as its begin token
+    and the text, without an end token that it appends. A text that begins with the begin token, as chat templates
+    write it, or ends with the end token keeps exactly that one."""
+    rows: list[np.ndarray] = []
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        made = tokenizer(
+            list(texts[start : start + TEXTS_AT_ONCE]), return_attention_mask=False, return_token_type_ids=False,
+            return_special_tokens_mask=True, verbose=False,
+        )  # fmt: skip
+        rows += [_opened(tokenizer, *row) for row in zip(made["input_ids"], made["special_tokens_mask"], strict=True)]
+    return rows
+
+
+def _opened(tokenizer: Any, ids: list[int], added: list[int]) -> np.ndarray:
+    """The tokens of one text: `added` is 1 for those that are not in the text itself."""
+    front = next((place for place, own in enumerate(added) if not own), len(ids))
+    first, end = 0, len(ids)
+    if front and ids[front : front + 1] == ids[:1]:
+        first = front  # the text has what the tokenizer puts in front of it
+    least = int(bool(ids) and ids[0] == tokenizer.bos_token_id)  # which may be the end token, too
+    while end > least and added[end - 1] and ids[end - 1] == tokenizer.eos_token_id:
+        end -= 1
+    return np.asarray(ids[first:end], dtype=np.int32)
+
+
+def ended(tokenizer: Any, ids: np.ndarray) -> np.ndarray:
+    """The tokens with the tokenizer's end token behind them, if it has one and they do not end with it."""
+    end = tokenizer.eos_token_id
+    return ids if end is None or (len(ids) and ids[-1] == end) else np.append(ids, np.int32(end))
+
+
 def encode_text(tokenizer: Any, text: str) -> np.ndarray:
     """Return the tokens of one long text, int32, without special tokens.
 
@@ -104,12 +136,19 @@ def _next_line(text: str, at: int) -> int:
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Converts tokens to text and back with the tokenizer in a folder, which is opened on first use."""
+    """Converts tokens to text, and prompts to tokens, with the tokenizer in a folder, which is opened on first use.
+
+    Attributes:
+        plain: prompts are encoded without special tokens: a chat template writes them itself.
+    """
 
     path: str
+    plain: bool = False
 
     def decode(self, tokens: list[int]) -> str:
         return str(open_tokenizer(self.path).decode(tokens))
 
     def encode(self, text: str) -> list[int]:
-        return encode_rows(open_tokenizer(self.path), [text], special=False)[0].tolist()
+        tokenizer = open_tokenizer(self.path)
+        rows = encode_rows(tokenizer, [text], special=False) if self.plain else encode_prompts(tokenizer, [text])
+        return rows[0].tolist()
