@@ -55,9 +55,7 @@ def evaluate(
     return {name: total / of if of else math.nan for (name, total), of in zip(totals.items(), values, strict=True)}
 
 
-def _scored(
-    step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int, clear_every: int | None
-) -> MetricSums:
+def _scored(step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int, clear_every: int | None) -> MetricSums:
     """This worker's sums of loss and metrics, on the device, and their weights."""
     module = step.trainable.module
     total = MetricSums()

@@ -190,7 +190,11 @@ def _trends(records: RunRecords) -> list[str]:
     ]
     own = dict.fromkeys(name for row in rows for name in listed(row.get("metrics")) if name != "accuracy")
     found += [
-        (str(name), [Curve("train", series(rows, name), "c1"), Curve("eval", series(records.evals, name), "c2", "dots")], {})
+        (
+            str(name),
+            [Curve("train", series(rows, name), "c1"), Curve("eval", series(records.evals, name), "c2", "dots")],
+            {},
+        )
         for name in own
     ]
     return [chart(title, curves, **how) for title, curves, how in found if any(len(c.points) > 1 for c in curves)]
