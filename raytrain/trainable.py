@@ -35,7 +35,8 @@ class LossOutput:
     Attributes:
         loss: scalar, without auxiliary losses.
         aux: scalar, added to `loss` before backward (a router's balance loss), reported separately.
-        metrics: scalars by name, with "accuracy" where the model has one; detached.
+        metrics: scalars by name, with "accuracy" where the model has one; detached. Rows of training and of evaluation
+            hold their means; a name that a row has already, such as "lr", stays the row's own.
         weight: what the loss is a mean over, such as the sum of class weights, where it is not what `Trainable.weight`
             counts; a number or a scalar, which is read from the device. None: as counted.
 
@@ -454,7 +455,8 @@ def _field(value: Any, name: str) -> Any:
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+    numbers = {name: value for name, value in values.items() if isinstance(value, Tensor | float | int)}
+    return {name: torch.as_tensor(value).detach() for name, value in numbers.items()}
 
 
 def _scalar(loss: Any, result: Any = None) -> Tensor:

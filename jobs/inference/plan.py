@@ -17,7 +17,6 @@ from jobs.inference.stages import MEASURED as MEASURED_STAGES
 from jobs.inference.stages import StageChoice, choose_stages, told_balance
 from jobs.inference.target import Target
 from raytrain.config.decode import encode
-from raytrain.config.sections import InferConfig
 from raytrain.data.sources.ray_dataset import is_ray_dataset
 from raytrain.errors import InputError, RunError
 from raytrain.infer.batch_size import reason_not_to_measure, usual_rows
@@ -131,7 +130,7 @@ def plan_inference(
     output = OutputFolder(_absolute(resume or target.spec.infer.output or _new_folder(target)))
     output.check_free(resume=resume is not None)
     try:
-        rows, paths, prints = _input(target.spec.infer, scratch or join(output.path, CONVERTED), data)
+        rows, paths, prints = _input(target, scratch or join(output.path, CONVERTED), data)
         return _planned(target, inventory, output, rows, paths, prints)
     except BaseException:
         if output.identity() is None:
@@ -139,8 +138,9 @@ def plan_inference(
         raise
 
 
-def _input(infer: InferConfig, folder: str, data: Any) -> tuple[InputRows, tuple[str, ...], list[str]]:
+def _input(target: Target, folder: str, data: Any) -> tuple[InputRows, tuple[str, ...], list[str]]:
     """The rows, the files that they come from, and the fingerprints of these."""
+    infer = target.spec.infer
     if data is not None:
         path = join(folder, DATASET)
         write_joined(lambda: _tables_of(data), path, origin="the input")
@@ -150,7 +150,9 @@ def _input(infer: InferConfig, folder: str, data: Any) -> tuple[InputRows, tuple
         raise InputError("infer.input", got="no value", expected=expected, remedy="type infer.input=FILE")
     given = [infer.input] if isinstance(infer.input, str) else list(infer.input)
     files = input_files([_absolute(one) for one in given])
-    rows = InputRows.at(converted(files, folder), limit=infer.max_samples, join=files.kind in NAMED_BY_ROW)
+    carried, numbers = {*infer.keep, infer.id_column}, not _generates(target)
+    written = converted(files, folder, carried=carried, label=infer.label, numbers=numbers)
+    rows = InputRows.at(written, limit=infer.max_samples, join=files.kind in NAMED_BY_ROW)
     return rows, files.paths, [fingerprint(path) for path in files.paths]
 
 

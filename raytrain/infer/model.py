@@ -14,7 +14,7 @@ from torch import nn
 
 from raytrain.config.messages import abbreviated, suggestion
 from raytrain.config.sections import InferConfig, ModelConfig
-from raytrain.data.sources.tables import ColumnChoice, column_kind
+from raytrain.data.sources.tables import ColumnChoice, column_kind, is_text
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
 from raytrain.infer.half import halve
@@ -78,8 +78,8 @@ class InferenceModel:
             InputError: a column is missing, or its rows have another number of values than the model takes.
         """
         builder = str(self.model.builder)
-        is_text = builder in TEXT_BUILDERS and ("vocab_size" in self.facts or self.tokenizer is not None)
-        if is_text or builder == CLASSIFIER:
+        continues = builder in TEXT_BUILDERS and ("vocab_size" in self.facts or self.tokenizer is not None)
+        if continues or builder == CLASSIFIER:
             _prompt(infer, schema)
         elif builder in ROW_BUILDERS or self.reads.get("stacked") or self.reads.get("named"):
             stacked, named = tuple(self.reads.get("stacked", ())), tuple(self.reads.get("named", ()))
@@ -111,7 +111,7 @@ class InferenceModel:
             return self._classifier(module, _prompt(infer, schema), autocast)
         if self.is_language_model(module):
             return self._generator(module, infer, schema, autocast)
-        return self._row_predictor(module, schema, autocast)
+        return self._row_predictor(module, schema, infer, autocast)
 
     def _built(self) -> Trainable:
         model = self.model
@@ -159,10 +159,14 @@ class InferenceModel:
         wraps = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and "CausalLM" in str(kinds)
         return ("input_ids" in parameters or wraps) and ("vocab_size" in self.facts or self.tokenizer is not None)
 
-    def _row_predictor(self, module: nn.Module, schema: Any, autocast: Any) -> RowPredictor:
+    def _row_predictor(self, module: nn.Module, schema: Any, infer: InferConfig, autocast: Any) -> RowPredictor:
         stacked, named = tuple(self.reads.get("stacked", ())), tuple(self.reads.get("named", ()))
         if not stacked and not named:
-            named = tuple(name for name in schema.names if column_kind(schema.field(name).type) != "other")
+            kinds = {one.name: "text" if is_text(one.type) else column_kind(one.type) for one in schema}
+            carried = (*infer.keep, infer.id_column)  # of a CSV file they are texts, which may be numbers
+            named = tuple(
+                name for name, kind in kinds.items() if kind != "other" and (kind != "text" or name in carried)
+            )
             takes = _named_parameters(module)
             named = tuple(name for name in named if name in takes)
         named += self._demanded(module, schema, (*named, *(["x"] if stacked else [])))

@@ -14,7 +14,16 @@ import numpy as np
 from torch import Tensor, nn
 
 from cluster.wording import counted
-from raytrain.data.sources.tables import ColumnChoice, column_kind, is_list, is_nested, is_text, number_in
+from raytrain.data.sources.tables import (
+    ColumnChoice,
+    column_kind,
+    csv_kinds,
+    is_list,
+    is_nested,
+    is_text,
+    number_in,
+    typed,
+)
 from raytrain.errors import InputError
 from raytrain.infer.input.files import KEY
 
@@ -86,18 +95,20 @@ def _wrong_in_lists(column: Any) -> tuple[np.ndarray, list[Any]]:
 def numbers_of(column: Any) -> np.ndarray:
     """A column of numbers, or of texts that are numbers, as float64; NaN for what is none."""
     if is_text(column.type):
+        column = typed(column, csv_kinds(column)[0])
+    if is_text(column.type):
         cells = (number_in(cell) for cell in column.to_pylist())
         return np.array([math.nan if cell is None else cell for cell in cells], dtype=np.float64)
     return column.cast("float64", safe=False).to_numpy()  # whole numbers above 2**53 are rounded
 
 
 def with_numbers(table: Any, choice: ColumnChoice) -> Any:
-    """The table with the texts of stacked columns as numbers: one value of a CSV file that is no number makes its whole
-    column text."""
-    for name in choice.stacked:
+    """The table with texts as numbers: one value of a CSV file that is no number makes its whole column text, and so
+    does keeping it in the answers."""
+    for name in (*choice.stacked, *choice.named):
         if is_text(table.schema.field(name).type):
-            index = table.schema.get_field_index(name)
-            table = table.set_column(index, name, [numbers_of(table[name])])
+            column = typed(table[name], csv_kinds(table[name])[0])
+            table = table.set_column(table.schema.get_field_index(name), name, column)
     return table
 
 
@@ -105,7 +116,7 @@ def check_numbers(schema: Any, choice: ColumnChoice) -> None:
     """Raise InputError for a column that holds no numbers, by its type."""
     for name in (*choice.stacked, *choice.named):
         kind = schema.field(name).type
-        if column_kind(kind) == "other" and not (name in choice.stacked and is_text(kind)):
+        if column_kind(kind) == "other" and not is_text(kind):
             raise InputError(KEY, got=f"column '{name}' of type {kind}", expected="numbers or lists of numbers")
 
 

@@ -26,7 +26,7 @@ class StepRecord:
     """One optimizer step. `loss` is the global mean of this step only, without auxiliary losses.
 
     Times in seconds, memory in bytes; None where a field does not apply to the job.
-    `extra` becomes additional columns.
+    `extra` becomes additional columns; "metrics" in it names those that the loss function has told.
     """
 
     step: int
@@ -48,7 +48,7 @@ class StepRecord:
         """The row of `metrics.jsonl`."""
         columns = asdict(self)
         extra = columns.pop("extra")
-        return {"kind": "train", **columns, **extra}
+        return {"kind": "train", **columns, **{name: extra[name] for name in extra if name not in columns}}
 
 
 def spreads(

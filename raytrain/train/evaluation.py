@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cluster.telemetry.work import WORK
 from raytrain.train.mean_weight import CountedLabels, graph_alone
 from raytrain.train.memory.allocator import release_cached
 from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.step import TrainingStep
+from raytrain.train.step import MetricSums, TrainingStep, add_metrics
 from raytrain.trainable import MicroBatch, in_eval
 
 
@@ -44,21 +45,20 @@ def evaluate(
     if shortages:
         step.trainable.remote.discard()
         raise StepDropped(shortages)
-    total, weight = result
     zero = torch.zeros((), dtype=torch.float64, device=step.device)
-    sums = torch.stack([*(total.get(name, zero) for name in names), zero + weight])
+    pairs = [result.get(name, (zero, 0.0)) for name in names]
+    weights = torch.tensor([of for _, of in pairs], dtype=torch.float64, device=step.device)
+    sums = torch.cat([torch.stack([total.to(zero) for total, _ in pairs]), weights])
     workers.all_reduce([sums])
-    *values, count = sums.tolist()
-    return {name: value / count for name, value in zip(names, values, strict=True)} if count else {"loss": float("nan")}
+    values = iter(sums.tolist())
+    totals = dict(zip(names, values, strict=False))
+    return {name: total / of if of else math.nan for (name, total), of in zip(totals.items(), values, strict=True)}
 
 
-def _scored(
-    step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int, clear_every: int | None
-) -> tuple[dict[str, Tensor], float]:
-    """This worker's sums of loss and metrics, on the device, and their weight."""
+def _scored(step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int, clear_every: int | None) -> MetricSums:
+    """This worker's sums of loss and metrics, on the device, and their weights."""
     module = step.trainable.module
-    total: dict[str, Tensor] = {}
-    weight = 0.0
+    total = MetricSums()
     with in_eval(module), torch.no_grad():
         for number, micro in enumerate(batches, 1):
             if clear_every and number % clear_every == 0:
@@ -71,23 +71,17 @@ def _scored(
             with graph_alone() if graph else contextlib.nullcontext():
                 output = step.forward(micro.batch, global_weight=micro.weight)
             share = step.weigh(output, micro.weight, labels)
-            for name, value in {"loss": output.loss, **output.metrics}.items() if share else ():
-                total[name] = total.get(name, torch.zeros((), dtype=torch.float64, device=step.device)) + (
-                    value.detach().double() * share
-                )
-            weight += share
+            add_metrics(total, replace(output, metrics={**output.metrics, "loss": output.loss}), share)
             WORK.add()
         for _ in range(passes if step.collective_passes else 0):
             step.idle()
-    return total, weight
+    return total
 
 
-def _agreed_names(
-    step: TrainingStep, result: tuple[dict[str, Tensor], float] | Shortage, workers: Workers
-) -> list[str]:
-    """Names of the values, from the first worker that has any: one without eval rows still takes part in the sum.
+def _agreed_names(step: TrainingStep, result: MetricSums | Shortage, workers: Workers) -> list[str]:
+    """Names of the values that any worker has: one without eval rows still takes part in the sum.
     Where one had a shortage (None), all raise here."""
-    rows = workers.all_gather_object(None if isinstance(result, Shortage) else list(result[0]))
+    rows = workers.all_gather_object(None if isinstance(result, Shortage) else list(result))
     if None in rows:
         raise step.reduction.dropped(result)
-    return next(filter(None, rows), ["loss"])
+    return list(dict.fromkeys(name for row in rows for name in row)) or ["loss"]

@@ -87,17 +87,24 @@ def read_row(
     metrics = trainable.log_metrics() if trainable.log_metrics else {}
     log = trainable.interval_log
     named = [output.loss, output.aux_loss, output.norm, output.skip, nonfinite.total, nonfinite.longest, scaler.value]
-    read = torch.stack([v.detach().double().to(output.loss.device) for v in (*named, *metrics.values())])
+    named += [*metrics.values(), *(total for total, _ in output.metrics.values())]
+    read = torch.stack([v.detach().double().to(output.loss.device) for v in named])
     of_model = read[:0] if log is None else log.device_values().double().to(read.device)
     values = torch.cat([read, of_model]).tolist()
     values, of_model = values[: len(read)], values[len(read) :]
+    values, told = values[: 7 + len(metrics)], values[7 + len(metrics) :]
     loss_share, aux_share, norm, skip, skipped, longest, scale = values[:7]
     elapsed = max(time.perf_counter() - interval.since, 1e-9)
     times = sorted(interval.recent_s)
     means = [seconds / interval.steps for seconds in (interval.step_s, interval.data_s, interval.waited_s)]
     own = [*means, float(peak_memory()), full_rate(), loss_share, aux_share]
     own += [] if log is None else log.host_values()
-    workers = step.workers.all_gather_floats(own)
+    of_losses, known = dict(zip(output.metrics, told, strict=True)), step.metric_names
+    pairs = {name: (value, output.metrics[name][1]) for name, value in of_losses.items()}
+    shares = [float(not pairs.keys() <= {*known}), *(part for name in known for part in pairs.get(name, (0.0, 0.0)))]
+    workers = step.workers.all_gather_floats([*own, *shares])
+    means = _means(step, pairs, [row[len(own) :] for row in workers])
+    workers = [row[: len(own)] for row in workers]
     step_s, data_s, waited_s, peak, full, losses, auxes = zip(*(row[:7] for row in workers), strict=True)
     model = None if log is None else log.close(number, of_model, [row[7:] for row in workers])
     record = StepRecord(
@@ -115,6 +122,7 @@ def read_row(
         loss_scale=scale if scaler.enabled else None,
         mfu=interval.samples / elapsed / sum(full) if all(full) else None,
         extra={
+            **({**means, "metrics": list(means)} if means else {}),
             **spreads(times, step_s=step_s, data_s=data_s, waited_s=waited_s, peak=peak),
             "data_cpu_share": interval.data_cpu_s / elapsed,
             "skipped_steps": skipped_before + int(skipped),
@@ -125,3 +133,23 @@ def read_row(
     )
     failed = bool(skip) and (not scaler.enabled or scale <= 1.0)
     return LoggedRow(record, int(longest), failed, model)
+
+
+def _means(step: TrainingStep, own: dict[str, tuple[float, float]], workers: list[list[float]]) -> dict[str, float]:
+    """The means of what losses have told, over the micro-batches of all workers. Collective where a worker has a name
+    that the others may not know yet, as in the first row of a run.
+
+    Args:
+        own: name -> (weighted sum, weight) of this worker.
+        workers: of each, whether it has such a name, then the same two numbers for each name that was known.
+    """
+    known = step.metric_names
+    shares = [dict(zip(known, zip(row[1::2], row[2::2], strict=True), strict=True)) for row in workers]
+    if any(row[0] for row in workers):
+        shares = step.workers.all_gather_object(own)
+        step.metric_names = tuple(dict.fromkeys([*known, *(name for share in shares for name in share)]))
+    sums = {
+        name: [sum(parts) for parts in zip(*(share.get(name, (0.0, 0.0)) for share in shares), strict=True)]
+        for name in step.metric_names
+    }
+    return {name: total / of for name, (total, of) in sums.items() if of}

@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from raytrain.checkpoint.snapshot import before_update
 from raytrain.data.loading.checks import DeviceGuard
-from raytrain.errors import RunError
+from raytrain.errors import InputError, RunError
 from raytrain.train.mean_weight import CountedLabels, silence, told_weight
 from raytrain.train.optim.build import Schedule, takes_skip_on_device
 from raytrain.train.parallel.collectives import Workers
@@ -38,6 +38,8 @@ from raytrain.train.parallel.forward_changes import ForwardChanges
 from raytrain.train.parallel.reduction import FlatReduction, Passed, Reduction
 from raytrain.train.precision.policy import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable, in_eval
+
+MetricSums = dict[str, tuple[Tensor, float]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class StepOutput:
         lr: the learning rate used (a host number).
         compute_s, communication_s: host seconds inside forward/backward/optimizer, and waiting for other processes.
         flags: the sums of the workers' flags (host numbers).
+        metrics: `LossOutput.metrics` of this worker's micro-batches: name -> (weighted sum, its weight on the host).
     """
 
     loss: Tensor
@@ -62,6 +65,24 @@ class StepOutput:
     compute_s: float
     communication_s: float
     flags: list[int]
+    metrics: MetricSums = field(default_factory=dict)
+
+
+def add_metrics(sums: MetricSums, output: LossOutput, weight: float) -> None:
+    """Add what a loss has told besides itself; nothing is read from the device.
+
+    Raises:
+        InputError: a metric that is not one number.
+    """
+    for name, value in output.metrics.items() if weight else ():  # the mean over nothing is NaN
+        own = torch.as_tensor(value).detach()
+        if own.numel() != 1:
+            raise InputError(
+                "model.builder", got=f"the metric '{name}' of shape {tuple(own.shape)}",
+                expected="one number for a batch, as a mean over it",
+            )  # fmt: skip
+        total, of = sums.get(name, (0.0, 0.0))
+        sums[name] = own.reshape(()).double() * weight + total, of + weight
 
 
 def _total(output: LossOutput) -> Tensor:
@@ -134,8 +155,10 @@ class TrainingStep:
         """Whether a loss has told what it is a mean over, so that evaluations ask it too."""
         self.untold = False
         """Whether a loss was a mean over something that could not be told, so that it counts by rows or labels."""
+        self.metric_names: tuple[str, ...] = ()
+        """The metrics of losses that every worker knows of (`raytrain.train.row`)."""
         self._agreeing = self._looked = False
-        self._passed = Passed(torch.zeros(()), torch.zeros(()))
+        self._passed, self._metrics = Passed(torch.zeros(()), torch.zeros(())), MetricSums()
 
     def forward(self, batch: Batch, *, global_weight: int, idle: bool = False) -> LossOutput:
         """Loss of one micro-batch under the run's precision; `idle`: it has no rows of this worker."""
@@ -154,7 +177,7 @@ class TrainingStep:
             RunError: the model has unfrozen a parameter.
         """
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._passed = Passed(zero, zero.clone())
+        self._passed, self._metrics = Passed(zero, zero.clone()), {}
         self.gradients.zero_()
         totals = self._forwards(micro_batches, global_weight=global_weight, passes=passes)
         if self.inflight == 2:
@@ -240,6 +263,7 @@ class TrainingStep:
         if output.aux is not None:
             aux += output.aux.detach().double() * share
         self._passed = Passed(loss, aux, before + weight, ever or told)
+        add_metrics(self._metrics, output, weight)
 
     def _check_frozen(self) -> None:
         """Raise RunError for a parameter that was frozen at the start and is trained now: no optimizer has it."""
@@ -337,6 +361,7 @@ class TrainingStep:
             compute_s=time.perf_counter() - begin - waited,
             communication_s=waited,
             flags=summed,
+            metrics=self._metrics,
         )
 
     def _agreeing_backward(self, *micro_batches: Iterable[MicroBatch], global_weight: int, passes: int) -> Passed:

@@ -22,6 +22,8 @@ PLAIN_EVERY_S = 10.0
 QUIET_S = 30.0
 #: Columns of a terminal from which the bar also shows rate and memory.
 WIDE = 110
+METRICS_SHOWN = 3
+"""Metrics of the user's loss that a line shows."""
 Clock = Callable[[], float]
 Missing = Callable[[], str]
 """What is awaited, and what is missing for it; "" if there is nothing to say."""
@@ -226,7 +228,7 @@ def _quiet_line(doing: str, step: int, total: int, seconds: float, missing: str)
 
 
 def figures(row: dict[str, Any], *, brief: bool = False) -> str:
-    """Loss, rate and memory of a row in one short line; `brief`: the loss."""
+    """Loss, first metrics, rate and memory of a row in one short line; `brief`: the loss."""
     parts = []
     if row.get("kind") == "eval":
         parts.append(f"eval loss {row['loss']:.4f}")
@@ -234,6 +236,8 @@ def figures(row: dict[str, Any], *, brief: bool = False) -> str:
         parts.append(f"loss {row['loss']:.4f}")
     if brief:
         return "".join(parts)
+    named = [(name, row.get(name)) for name in row.get("metrics", ())[:METRICS_SHOWN]]
+    parts += [f"{name} {value:.4g}" for name, value in named if isinstance(value, float)]
     if row.get("tokens_per_s"):
         parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
     elif row.get("samples_per_s"):

@@ -18,6 +18,7 @@ from raytrain.data.sources.tables import (
     count_classes,
     is_fraction,
     parquet_sizes,
+    read_pair,
     read_tables,
 )
 from raytrain.data.sources.text import describe_bytes, describe_text
@@ -74,25 +75,29 @@ def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | Non
 
 
 def _describe_table(kind: str, keys: Mapping[str, Any], *, fraction: float) -> DataFacts:
-    rows, row_bytes, by_groups = _table_size(kind, keys, key="path")
-    evaluation = None if keys["eval_path"] is None else _table_size(kind, keys, key="eval_path")[0]
+    (rows, row_bytes, by_groups), *held = _table_sizes(kind, keys)
+    evaluation = held[0][0] if held else None
     return DataFacts.of_rows(
         rows, evaluation, fraction=fraction, row_bytes=row_bytes, kind="groups" if by_groups else "memory",
         reason=lambda train, held: f"{kind}: {train:,} rows to train on, {held:,} for evaluation",
     )  # fmt: skip
 
 
-def _table_size(kind: str, keys: Mapping[str, Any], *, key: str) -> tuple[int, int, bool]:
-    """(rows, stored bytes per row, whether it is read by row groups); Parquet is sized from its metadata alone."""
-    paths, name = as_paths(keys[key]), f"data.{key}"
+def _table_sizes(kind: str, keys: Mapping[str, Any]) -> list[tuple[int, int, bool]]:
+    """(rows, stored bytes per row, whether it is read by row groups) of `path`, and of `eval_path` if it is given;
+    Parquet is sized from its metadata alone."""
+    names = [name for name in ("path", "eval_path") if keys[name] is not None]
     if kind == "parquet":
-        sizes = sizes_of(parquet_files(paths, key=name), keys, key=name)
-        return sizes.rows, sizes.row_bytes, sizes.by_groups
-    table = read_tables(paths, kind=kind, key=name)
-    choice = choose_columns(table.schema, features=keys["features"], label=keys["label"], key=name, table=table)
-    columns = convert(table, choice, classes=class_names([table], keys["label"]), key=name)
-    arrays = [*columns.dense.values(), *(values for values, _ in columns.ragged.values())]
-    return table.num_rows, -(-sum(array.nbytes for array in arrays) // table.num_rows), False
+        found = [sizes_of(parquet_files(keys[name], key=f"data.{name}"), keys, key=f"data.{name}") for name in names]
+        return [(sizes.rows, sizes.row_bytes, sizes.by_groups) for sizes in found]
+    made = []
+    for name, table in zip(names, read_pair(keys, kind=kind), strict=True):
+        key = f"data.{name}"
+        choice = choose_columns(table.schema, features=keys["features"], label=keys["label"], key=key, table=table)
+        columns = convert(table, choice, classes=class_names([table], keys["label"]), key=key)
+        arrays = [*columns.dense.values(), *(values for values, _ in columns.ragged.values())]
+        made.append((table.num_rows, -(-sum(array.nbytes for array in arrays) // table.num_rows), False))
+    return made
 
 
 def describe_shapes(data: DataConfig) -> dict[str, Any]:
@@ -117,11 +122,7 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
         sizes = sizes_of(parquet_files(keys["path"], key="data.path"), keys, key="data.path")
         stacked, classes = sizes.choice.stacked, _classes_of_parquet(sizes, keys)
     elif data.source in TABLES:
-        tables = [
-            read_tables(as_paths(keys[name]), kind=data.source, key=f"data.{name}")
-            for name in ("path", "eval_path")
-            if keys[name] is not None
-        ]
+        tables = read_pair(keys, kind=data.source)
         found = choose_columns(tables[0].schema, features=keys["features"], label=keys["label"], key="data.path")
         stacked, classes = found.stacked, {"num_classes": count_classes(tables, keys["label"])}
     else:

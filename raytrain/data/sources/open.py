@@ -10,7 +10,7 @@ from raytrain.data.rows.contract import Source
 from raytrain.data.sources.idx import open_idx
 from raytrain.data.sources.keys import as_paths, idx_files, is_own, source_keys
 from raytrain.data.sources.stdlib import STDLIB, read_stdlib
-from raytrain.data.sources.tables import read_tables
+from raytrain.data.sources.tables import read_pair
 from raytrain.data.sources.text import open_text, text_source
 from raytrain.data.sources.tokenised import Tokenised, is_tokenised, tokenise, tokenised_source
 from raytrain.errors import InputError
@@ -75,14 +75,15 @@ def _open(data: DataConfig, *, context: int | None, on_driver: bool, collate: Us
     from raytrain.data.sources.in_memory import table_pair
     from raytrain.data.sources.parquet import open_groups, parquet_files, sizes_of
 
-    paths, eval_paths = as_paths(keys["path"]), as_paths(keys["eval_path"])
     if name == "parquet":
-        paths, eval_paths = parquet_files(paths, key="data.path"), parquet_files(eval_paths, key="data.eval_path")
+        paths, eval_paths = (parquet_files(keys[part], key=f"data.{part}") for part in ("path", "eval_path"))
+        keys = {**keys, "path": paths, "eval_path": eval_paths or None}
         if sizes_of(paths, keys, key="data.path").by_groups:
             return open_groups(paths, eval_paths, keys, fraction=data.eval_fraction)
+    train, *evaluation = read_pair(keys, kind=name)
     return table_pair(
-        read_tables(paths, kind=name, key="data.path"),
-        read_tables(eval_paths, kind=name, key="data.eval_path") if eval_paths else None,
+        train,
+        *(evaluation or [None]),
         features=keys["features"],
         label=keys["label"],
         fraction=data.eval_fraction,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,13 @@ import numpy as np
 
 from raytrain.config.messages import abbreviated, suggestion
 from raytrain.data.rows.contract import IGNORED_LABEL, nonfinite
+from raytrain.data.sources.keys import as_paths
 from raytrain.errors import InputError
 from raytrain.runs.storage import file_size, locate, unreadable
 
+TEXT = "string"
+CSV_KINDS = ("int64", "bool", "double", TEXT)
+"""What a column of a CSV file can hold, in the order in which it is meant."""
 # pyarrow's default list without its spellings of NaN: NaN and missing values have different errors.
 MISSING = ["", "#N/A", "#N/A N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "n/a", "null"]
 
@@ -22,6 +27,7 @@ MISSING = ["", "#N/A", "#N/A N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "n/a", "n
 KINDS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text"}
 #: Maximum number of columns listed in a message.
 NAMED_AT_MOST = 20
+INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,35 @@ class ColumnChoice:
         return {"stacked": list(self.stacked), "named": list(self.named)}
 
 
-def read_tables(paths: Sequence[str], *, kind: str, key: str) -> Any:
+def read_pair(keys: Mapping[str, Any], *, kind: str) -> list[Any]:
+    """Read the files of `path`, and of `eval_path` if there are any: a pyarrow Table each.
+
+    Raises:
+        InputError: as for `read_tables`.
+    """
+    label = keys["label"]
+    tables = [
+        read_tables(as_paths(keys[name]), kind=kind, key=f"data.{name}", text=[label] if label else [])
+        for name in ("path", "eval_path")
+        if keys[name] is not None
+    ]
+    if kind != "csv" or any(label not in table.column_names for table in tables):
+        return tables
+    import pyarrow as pa
+
+    every = csv_kinds(pa.chunked_array([part for table in tables for part in table[label].chunks]), label=True)
+    made = []
+    for table in tables:  # a name in one of them makes all of them names; whole numbers stay apart from fractions
+        kind = csv_kinds(table[label], label=True)[0] if len(every) > 1 else TEXT
+        made.append(table.set_column(table.column_names.index(label), label, typed(table[label], kind)))
+    return made
+
+
+def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str] = ()) -> Any:
     """Read all files as one pyarrow Table, in the order given.
 
+    Args:
+        text: columns of CSV files that stay as they are written; the types of the others follow from all files.
     Raises:
         InputError: a file that is missing, unreadable or of another format, no rows, or columns that differ.
     """
@@ -56,6 +88,9 @@ def read_tables(paths: Sequence[str], *, kind: str, key: str) -> Any:
             )
     try:
         table = pa.concat_tables(tables, promote_options="permissive")
+        for number, name in enumerate(table.column_names if kind == "csv" else ()):
+            if name not in text:
+                table = table.set_column(number, name, typed(table[name], csv_kinds(table[name])[0]))
     except pa.ArrowException as error:
         raise InputError(key, got=f"columns of different types: {error}", expected="one type per column") from error
     if not table.num_rows:
@@ -79,12 +114,12 @@ def _read_table(path: str, *, kind: str, key: str) -> Any:
             from pyarrow import parquet
 
             return parquet.read_table(inner, filesystem=filesystem)
+        options = csv_as_text(filesystem, inner) if kind == "csv" else {}
         with filesystem.open_input_stream(inner) as stream:
             if kind == "csv":
                 from pyarrow import csv
 
-                options = csv.ConvertOptions(null_values=MISSING, strings_can_be_null=True)
-                return csv.read_csv(stream, convert_options=options)
+                return csv.read_csv(stream, **options)
             from pyarrow import json
 
             return json.read_json(stream)
@@ -93,6 +128,61 @@ def _read_table(path: str, *, kind: str, key: str) -> Any:
         raise InputError(key, got=f"{path}, which cannot be read: {message}", expected=f"a {kind} file") from error
     except OSError as error:
         raise unreadable(path, error, key=key) from error
+
+
+def csv_as_text(filesystem: Any, path: str) -> dict[str, Any]:
+    """Options of pyarrow's readers of CSV with which every cell is the text that the file has: null where there is
+    nothing, "" where there are quotes around nothing."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    parse = csv.ParseOptions(newlines_in_values=True)
+    with filesystem.open_input_stream(path) as stream:
+        names = csv.open_csv(stream, parse_options=parse).schema.names
+    convert = csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+    )  # fmt: skip
+    return {"parse_options": parse, "convert_options": convert}
+
+
+def csv_kinds(column: Any, among: Sequence[str] = CSV_KINDS, *, label: bool = False) -> list[str]:
+    """The types among these that hold every value of a column of texts; the first is meant, the last is `TEXT`.
+
+    A label is a number only where no other spelling is the same number: `007` and `7` are two classes, as are ids of 19
+    digits, and true and false are the names of classes.
+    """
+    import pyarrow as pa
+    from pyarrow import compute
+
+    if label:
+        codes = compute.call_function(
+            "match_substring_regex", [column], compute.MatchSubstringOptions(r"^\s*[+-]?(0[0-9xX]|\d{19,}\s*$)")
+        )
+        if compute.call_function("any", [codes]).as_py():
+            return [TEXT]
+        among = [kind for kind in among if kind != "bool"]
+    found = []
+    for kind in among:
+        with contextlib.suppress(pa.ArrowInvalid):
+            typed(column, kind)
+            found.append(kind)
+    return found
+
+
+def typed(column: Any, kind: str) -> Any:
+    """A column of texts as one of `CSV_KINDS`, with null for every way to write that a value is missing; as `TEXT`
+    only nothing itself is missing. Raises pyarrow.ArrowInvalid for a value of another type."""
+    import pyarrow as pa
+    from pyarrow import compute
+
+    cells, missing = column, [""]
+    if kind != TEXT:
+        with contextlib.suppress(pa.ArrowInvalid):
+            return column.cast(kind)
+        cells, missing = compute.call_function("utf8_trim_whitespace", [column]), MISSING
+    absent = compute.call_function("is_in", [cells], compute.SetLookupOptions(pa.array(missing, pa.string())))
+    return compute.call_function("if_else", [absent, pa.scalar(None, pa.string()), cells]).cast(kind)
 
 
 def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str, float]]:
@@ -209,7 +299,7 @@ def first_text(column: Any) -> str | None:
     if not is_text(column.type):
         return None
     values = column.to_pylist()
-    wrong = [row for row, value in enumerate(values) if value is not None and number_in(value) is None]
+    wrong = [row for row, value in enumerate(values) if value not in (None, *MISSING) and number_in(value) is None]
     return f"'{values[wrong[0]]}' in row {wrong[0]}" if 0 < len(wrong) < len(values) / 2 else None
 
 
@@ -294,17 +384,22 @@ def _numbers(table: Any, name: str, *, key: str) -> np.ndarray:
     """Return a numeric column as int64 or float32; all values must be present and finite."""
     column = table[name]
     check_present(column, name, key=key)
-    values = _values(column)
+    values = _values(column, name, key=key)
     _check_finite(values, name, key=key)
     return values
 
 
-def _values(column: Any) -> np.ndarray:
+def _values(column: Any, name: str, *, key: str) -> np.ndarray:
     import pyarrow as pa
 
     if pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())
     values = column.to_numpy()
+    if values.dtype == np.uint64 and len(values) and values.max() > INT64_MAX:
+        raise InputError(
+            key, got=f"{values.max()} in column '{name}'", expected=f"whole numbers of at most {INT64_MAX}",
+            remedy="write larger ones as fractions, such as parts of 2**64, or as several columns",
+        )  # fmt: skip
     with np.errstate(over="ignore"):  # values out of float32 range become infinite and are rejected by column name
         return values.astype(np.int64 if values.dtype.kind in "biu" else np.float32)
 
@@ -345,7 +440,7 @@ def _lists(table: Any, name: str, columns: TableColumns, *, key: str) -> None:
     lengths = compute.call_function("list_value_length", [column]).to_numpy()
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     check_present(flat, name, key=key, offsets=offsets)
-    values = _values(flat)
+    values = _values(flat, name, key=key)
     _check_finite(values, name, key=key, offsets=offsets)
     if types.is_fixed_size_list(column.type):
         columns.dense[name] = values.reshape(table.num_rows, -1)
@@ -372,7 +467,7 @@ def _nested(column: Any, name: str, *, key: str) -> np.ndarray:
         raise InputError(key, got=f"empty lists in column '{name}'", expected="values in every row")
     offsets = np.arange(rows + 1) * math.prod(shape)
     check_present(flat, name, key=key, offsets=offsets)
-    values = _values(flat)
+    values = _values(flat, name, key=key)
     _check_finite(values, name, key=key, offsets=offsets)
     return values.reshape(rows, *shape)
 
@@ -387,7 +482,7 @@ def _labels(table: Any, name: str, *, classes: tuple[str, ...] | None, key: str)
         return np.array([numbers[text] for text in column.to_pylist()], dtype=np.int64)
     if column_kind(column.type) != "number":
         raise no_label(name, column.type)
-    values = _values(column)
+    values = _values(column, name, key=key)
     _check_finite(values, name, key=key)
     if not is_fraction(column.type):
         check_classes(values, name=name, key="data.label")

@@ -6,15 +6,16 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from raytrain.data.sources.idx import IMAGES, read_idx
-from raytrain.data.sources.tables import MISSING
+from raytrain.data.sources.tables import CSV_KINDS, TEXT, csv_as_text, csv_kinds, typed
 from raytrain.errors import InputError, first_line
 from raytrain.infer.input.files import KEY, InputFiles, fingerprint
 from raytrain.infer.input.rows import fitted, joined
@@ -24,41 +25,43 @@ from raytrain.runs.storage import ANSWERS, join, locate, open_store, unreadable
 TEXT_COLUMN = "text"
 BLOCK_BYTES = 8 << 20
 LINES_AT_ONCE = 10_000
-_CSV_ERROR = re.compile(r"In CSV column #(\d+): .*CSV conversion error to (\w+)")
-_WIDER = {"null": "int64", "int64": "double"}
-"""The type of a CSV column -> the next one to try where a later value does not fit it; else text."""
 
 
 class _OtherColumnsError(Exception):
     """A later part of a file has columns, or types of them, that those before it have not."""
 
 
-def converted(files: InputFiles, folder: str, *, rows_at_once: int = LINES_AT_ONCE) -> list[str]:
+def converted(
+    files: InputFiles, folder: str, *, carried: Collection[str | None] = (), label: str | None = None,
+    numbers: bool = True,     rows_at_once: int = LINES_AT_ONCE,
+) -> list[str]:  # fmt: skip
     """Write files of another format as Parquet in `folder`, one for each; returns the paths. Parquet is left alone.
 
     A file that was converted before is not converted again: its name holds the fingerprint of the original.
 
+    Args:
+        carried, label, numbers: of CSV files, see `CsvTypes`.
     Raises:
         InputError: a file that cannot be read, or has no rows.
         RunError: the folder cannot be written.
     """
     if files.kind == "parquet":
         return list(files.paths)
-    store, written = open_store(folder), []
+    store, written, types = open_store(folder), [], CsvTypes(files.paths, carried, label, numbers)
     for number, path in enumerate(files.paths):
         name = f"input-{number:05d}-{fingerprint(path)}.parquet"
         if not store.exists(name):
-            _convert(path, files.kind, join(folder, name), rows_at_once)
+            _convert(path, files.kind, join(folder, name), types, rows_at_once)
         written.append(join(folder, name))
     return written
 
 
-def _convert(path: str, kind: str, target: str, rows_at_once: int) -> None:
+def _convert(path: str, kind: str, target: str, types: CsvTypes, rows_at_once: int) -> None:
     import pyarrow as pa
 
     try:
         if kind == "csv":
-            _write_csv(path, target, rows_at_once)
+            write_tables(types.tables(path), target, origin=path, rows_at_once=rows_at_once)
         elif kind == "idx":
             write_tables(_idx_tables(path, rows_at_once), target, origin=path, rows_at_once=rows_at_once)
         else:
@@ -129,41 +132,51 @@ def _stream(path: str) -> Any:
 # ---------------------------------------------------------------- CSV
 
 
-def _write_csv(path: str, target: str, rows_at_once: int) -> None:
-    """The types of the columns follow from the first block. Where a later value does not fit, the file is read again
-    with a wider type."""
-    import pyarrow as pa
+@dataclass
+class CsvTypes:
+    """The types of the columns of CSV files, which follow from all files, so that their order is of no matter.
 
-    types: dict[str, Any] = {}
-    while True:
-        try:
-            write_tables(_csv_tables(path, types), target, origin=path, rows_at_once=rows_at_once)
-            return
-        except pa.ArrowInvalid as error:
-            found = _CSV_ERROR.search(str(error))
-            if found is None:
-                raise
-            name = _csv_names(path)[int(found[1])]
-            if types.get(name) == pa.string():
-                raise
-            types[name] = pa.type_for_alias(_WIDER.get(found[2], "string"))
+    Args:
+        files: the paths.
+        carried: columns that stay as they are written, with null for an empty cell without quotes.
+        label: a column that is read as the labels of training.
+        numbers: whether other columns may hold numbers; otherwise all are texts, as a model of texts reads them.
+    """
+
+    files: Sequence[str]
+    carried: Collection[str | None] = ()
+    label: str | None = None
+    numbers: bool = True
+
+    def tables(self, path: str) -> Iterator[Any]:
+        """The rows of a file, in order."""
+        for table in _csv_tables(path):
+            for number, name in enumerate(table.column_names):
+                if name not in self.carried:
+                    kind = self._kinds[name][0] if self.numbers else TEXT
+                    column = typed(table[name], kind)
+                    column = column.fill_null("") if kind == TEXT and name != self.label else column
+                    table = table.set_column(number, name, column)
+            yield table
+
+    @cached_property
+    def _kinds(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for table in (table for path in self.files for table in _csv_tables(path)):
+            for name in table.column_names:
+                found[name] = csv_kinds(table[name], found.get(name, CSV_KINDS), label=name == self.label)
+        return found
 
 
-def _csv_tables(path: str, types: dict[str, Any]) -> Iterator[Any]:
+def _csv_tables(path: str) -> Iterator[Any]:
     import pyarrow as pa
     from pyarrow import csv
 
-    convert = csv.ConvertOptions(column_types=types, null_values=MISSING)
+    filesystem, inner = locate(path, key=KEY)
+    read = csv.ReadOptions(block_size=BLOCK_BYTES)
     with _stream(path) as stream:
-        reader = csv.open_csv(stream, read_options=csv.ReadOptions(block_size=BLOCK_BYTES), convert_options=convert)
+        reader = csv.open_csv(stream, read_options=read, **csv_as_text(filesystem, inner))
         yield from (pa.Table.from_batches([batch]) for batch in reader if batch.num_rows)
-
-
-def _csv_names(path: str) -> list[str]:
-    from pyarrow import csv
-
-    with _stream(path) as stream:
-        return csv.open_csv(stream).schema.names
 
 
 # ---------------------------------------------------------------- JSON and text
@@ -210,13 +223,23 @@ def _table(rows: list[dict[str, Any]], path: str) -> Any:
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         try:
-            columns[name] = pa.array([row.get(name) for row in rows])
+            columns[name] = _column([row.get(name) for row in rows])
         except (pa.ArrowException, OverflowError) as error:
             raise InputError(
                 KEY, got=f"{path}: the column {name} with values of several types ({first_line(error)})",
                 expected="one type a column", remedy="write one type, or leave the column out",
             ) from error  # fmt: skip
     return pa.table(columns)
+
+
+def _column(values: list[Any]) -> Any:
+    """Arrow holds whole numbers beyond 64 bits as decimals."""
+    import pyarrow as pa
+
+    try:
+        return pa.array(values)
+    except OverflowError:
+        return pa.array([Decimal(value) if type(value) is int else value for value in values])
 
 
 def _decoded(line: bytes, path: str, number: int) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from typing import Any
 
 from raytrain.errors import InputError, RunError
@@ -143,7 +144,7 @@ class _MergedFile:
             self._writer.write_table(own)
             return
         for row in own.to_pylist():
-            self._sink.write((json.dumps(row, ensure_ascii=False, default=str) + "\n").encode())
+            self._sink.write((json.dumps(row, ensure_ascii=False, default=_json_value) + "\n").encode())
 
     def close(self) -> None:
         """Write what is left."""
@@ -155,6 +156,11 @@ class _MergedFile:
     def facts(self) -> dict[str, Any]:
         """{"bytes", "sha256"} of what was written."""
         return {"bytes": self._counted.bytes, "sha256": self._counted.hash.hexdigest()}
+
+
+def _json_value(value: Any) -> Any:
+    """A whole number beyond 64 bits as it was; another value that JSON lacks as a text."""
+    return int(value) if isinstance(value, Decimal) and value == value.to_integral_value() else str(value)
 
 
 @contextlib.contextmanager

@@ -72,7 +72,8 @@ class TableFigures:
         from pyarrow import types
 
         if self._quality is None:
-            self._quality = ValueQuality() if types.is_floating(labels.type) else ClassQuality()
+            of_values = types.is_floating(labels.type) or types.is_floating(predictions.type)
+            self._quality = ValueQuality() if of_values else ClassQuality()
         for label, prediction in zip(labels.to_pylist(), predictions.to_pylist(), strict=True):
             self._quality.add(label, prediction)
 

@@ -28,7 +28,7 @@ from raytrain.report.page.heat import expert_maps
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import configuration, epochs, machine, plan_table, sample, time_table
 from raytrain.report.page.timeline import timeline
-from raytrain.report.records import RunRecords, number, series, values
+from raytrain.report.records import RunRecords, listed, number, series, values
 
 TONES = {"done": "good", "failed": "error", "interrupted": "warning", "running": "info", "lost": "warning"}
 _ROUGH = 30
@@ -187,6 +187,15 @@ def _trends(records: RunRecords) -> list[str]:
         ("Step time", rough("step", times, "c5"), {"from_zero": True, "write": seconds, "tick": seconds, **again}),
         ("Expert load", [Curve("busiest / mean", loads, "c7"), hosts], {}),
         ("Peak memory", [Curve(f"{name} per worker", memory, "c8")], {"from_zero": True, **again}),
+    ]
+    own = dict.fromkeys(name for row in rows for name in listed(row.get("metrics")) if name != "accuracy")
+    found += [
+        (
+            str(name),
+            [Curve("train", series(rows, name), "c1"), Curve("eval", series(records.evals, name), "c2", "dots")],
+            {},
+        )
+        for name in own
     ]
     return [chart(title, curves, **how) for title, curves, how in found if any(len(c.points) > 1 for c in curves)]
 
