@@ -25,6 +25,7 @@ from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import InputError, RunError
 from raytrain.runs.commands import resume_command
 from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import typed_path
 from raytrain.runs.sweep import SweepFolder
 
 if TYPE_CHECKING:
@@ -260,6 +261,7 @@ def found_job(folder: str, *, beside: object = None) -> Path:
     """
     if beside is not None:
         raise InputError("--from-tune", got=f"{beside} as well", expected="one job")
+    folder = typed_path(folder, key="--from-tune")
     best = Path(folder) / "best.yaml"
     if not best.exists():
         unfinished = (Path(folder) / "job.json").exists()

@@ -18,7 +18,7 @@ from typing import Any, Self
 from raytrain.errors import InputError, RunError
 from raytrain.runs.lease import Attempts, this_process
 from raytrain.runs.records import JsonlWriter, ObjectJsonlWriter, plain, revived, rows_of, to_line
-from raytrain.runs.storage import LocalStore, ObjectStore, join, open_store, part_below, split
+from raytrain.runs.storage import LocalStore, ObjectStore, join, open_store, part_below, split, typed_path
 
 RESERVE_BYTES = 1 << 18
 """Enough for result.json and the last events."""
@@ -82,7 +82,8 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Opens an existing run; `latest` is followed once. Errors: InputError if there is none."""
+        """Opens an existing run, as a user names it; `latest` is followed once. Errors: InputError if there is none."""
+        path = typed_path(path, key="run folder")
         try:
             store = open_store(path)
             if store.is_local and os.path.islink(store.at("")):
