@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -171,7 +172,9 @@ def _tell_what_is_kept(planned: InferencePlan, console: Console) -> None:
         output.forget()
         return
     console.print(
-        f"what is complete is kept: --resume {path_from_here(output.path)} continues", markup=False, soft_wrap=True
+        f"what is complete is kept: {shlex.join(['--resume', path_from_here(output.path)])} continues",
+        markup=False,
+        soft_wrap=True,
     )
 
 

@@ -23,7 +23,7 @@ from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import path_from_here
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import InputError, RunError
-from raytrain.runs.commands import resume_command
+from raytrain.runs.commands import resume_command, shell_command
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import typed_path
 from raytrain.runs.sweep import SweepFolder
@@ -265,7 +265,7 @@ def found_job(folder: str, *, beside: object = None) -> Path:
     best = Path(folder) / "best.yaml"
     if not best.exists():
         unfinished = (Path(folder) / "job.json").exists()
-        remedy = f"resume it with: raytrain tune --resume {folder}" if unfinished else ""
+        remedy = f"resume it with: {shell_command('tune', '--resume', folder)}" if unfinished else ""
         expected = "the folder of a finished search"
         raise InputError("--from-tune", got=f"{folder}, which has no best.yaml", expected=expected, remedy=remedy)
     return best

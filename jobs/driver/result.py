@@ -25,7 +25,7 @@ from jobs.job.paths import path_from_here, text_from_here
 from raytrain.errors import RaytrainError, RunError, first_line
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
-from raytrain.runs.commands import has_objects, on_cluster, resume_command
+from raytrain.runs.commands import has_objects, on_cluster, resume_command, shell_command
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
@@ -169,7 +169,7 @@ def _report(run: RunFolder, result: AttemptResult) -> tuple[str, list[str]]:
         return f"not written: {error}", findings
     except Exception as error:  # a mistake of ours, or records that were changed by hand
         why = f"{type(error).__name__}: {first_line(error)}"
-        return f"not written ({why}); `raytrain report {run.path}` shows where", findings
+        return f"not written ({why}); `{shell_command('report', run.path)}` shows where", findings
 
 
 def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
@@ -317,12 +317,11 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     if has_objects(run):
         return [resume_command("train", where), *_comparison(run)]
     if record["status"] == "failed":
-        return [resume_command("train", where), f"raytrain check --bundle problem.zip --run {where}"]
-    output = " infer.output=FOLDER" if is_submitted() else ""  # the default is deleted with the job
-    infer = (
-        [on_cluster(f"infer {where} infer.input=FILE{output}")] if record.get("weights") and answers_rows(run) else []
-    )
-    return [*infer, f"{resume_command('train', where)} {_twice_as_long(run, record)}", *_comparison(run)]
+        return [resume_command("train", where), shell_command("check", "--bundle", "problem.zip", "--run", where)]
+    output = ["infer.output=FOLDER"] * is_submitted()  # the default is deleted with the job
+    infer = [on_cluster("infer", where, "infer.input=FILE", *output)]
+    offered = infer if record.get("weights") and answers_rows(run) else []
+    return [*offered, resume_command("train", where, _twice_as_long(run, record)), *_comparison(run)]
 
 
 def answers_rows(run: RunFolder) -> bool:
@@ -346,7 +345,7 @@ def _comparison(run: RunFolder) -> list[str]:
         for _, path in sorted(earlier, reverse=True):
             other = RunFolder(path)
             if _has_steps(other) and _trained(other) == _trained(run):
-                return [on_cluster(f"report {path_from_here(path)} {path_from_here(run.path)}")]
+                return [on_cluster("report", path_from_here(path), path_from_here(run.path))]
     return []
 
 

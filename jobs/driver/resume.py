@@ -17,7 +17,7 @@ from raytrain.config.messages import describe
 from raytrain.errors import CheckpointError, InputError
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
-from raytrain.runs.commands import start_anew
+from raytrain.runs.commands import shell_command, start_anew
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder, find_unfinished, run_to_name
 from raytrain.runs.storage import typed_path
@@ -224,7 +224,7 @@ def _refuse_fewer_steps(run: RunFolder, loaded: LoadedSpec, changed: list[str]) 
     if most <= reached:
         raise InputError(
             "loop.max_steps", got=str(most), expected=f"more than {reached}, the step of the newest checkpoint",
-            remedy=f"`raytrain export {path_from_here(run.path)}` writes its weights without training",
+            remedy=f"`{shell_command('export', path_from_here(run.path))}` writes its weights without training",
         )  # fmt: skip
 
 

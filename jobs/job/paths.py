@@ -76,7 +76,9 @@ def path_from_here(path: str) -> str:
         relative = os.path.relpath(path)
     except OSError:  # the current folder was deleted
         return path
-    return path if relative.partition(os.sep)[0] == os.pardir else relative
+    if relative.partition(os.sep)[0] == os.pardir:
+        return path
+    return f"./{relative}" if relative[0] in "-~$" or "=" in relative else relative  # no option, variable or key
 
 
 def text_from_here(text: str, path: str) -> str:

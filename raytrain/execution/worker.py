@@ -45,6 +45,7 @@ from raytrain.execution.recovery.rollback import RewindPolicy, RollbackPolicy
 from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, StepReports, Superseded
 from raytrain.execution.stacks import write_stacks
 from raytrain.execution.telemetry import node_telemetry
+from raytrain.runs.commands import shell_command
 from raytrain.runs.faults import NOT_EXPORTED, Fault, read_faults, record_of, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.mirror import MirroredFolder
@@ -265,7 +266,7 @@ class Worker:
         why = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {first_line(error)}"
         return (
             f"the training is complete and its checkpoint of step {self._committed()} is kept, but its "
-            f"{NOT_EXPORTED}: {why}. When that is fixed, `raytrain export {self.run_folder.path}` writes them; "
+            f"{NOT_EXPORTED}: {why}. When that is fixed, `{shell_command('export', self.run_folder.path)}` writes them; "
             "--to DIR writes them elsewhere"
         )
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 from datetime import UTC, datetime
 from typing import Any, Self
 
@@ -269,7 +270,7 @@ def run_to_name(path: str) -> str:
             runs = [entry for entry in os.scandir(folder) if os.path.isfile(os.path.join(entry.path, "job.json"))]
             newest = max((run for run in runs if not run.is_symlink()), key=_changed, default=None)
             if newest is not None:
-                name = os.path.normpath(newest.path)
+                name = shlex.quote(os.path.normpath(newest.path))
                 return f"did you mean {name}?" if folder == path else f"for example {name}"
     return "`raytrain train` starts a run and prints its folder"
 
