@@ -266,8 +266,8 @@ class Worker:
         why = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {first_line(error)}"
         return (
             f"the training is complete and its checkpoint of step {self._committed()} is kept, but its "
-            f"{NOT_EXPORTED}: {why}. When that is fixed, `{shell_command('export', self.run_folder.path)}` writes them; "
-            "--to DIR writes them elsewhere"
+            f"{NOT_EXPORTED}: {why}. When that is fixed, `{shell_command('export', self.run_folder.path)}` writes "
+            "them; --to DIR writes them elsewhere"
         )
 
     def _prepare(self, start: AttemptStart, data: Any, reporter: RankReporter) -> Session:

@@ -81,7 +81,8 @@ _AFTER_LOST_CLUSTER = (
 
 _REMEDIES: dict[str, Callable[[RunRecords], str]] = {
     NOT_EXPORTED: lambda records: (
-        f"`{shell_command('export', records.path)}` writes the weights when the cause is fixed; --to DIR into another folder."
+        f"`{shell_command('export', records.path)}` writes the weights when the cause is fixed; "
+        "--to DIR writes them into another folder."
     ),
     r"out ?of ?memory": _of_memory,
     r"no space|disk full|enospc": _of_space,
