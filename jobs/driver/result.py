@@ -26,6 +26,7 @@ from raytrain.errors import RaytrainError, RunError, first_line
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
 from raytrain.runs.commands import has_objects, on_cluster, resume_command, shell_command
+from raytrain.runs.faults import read_faults
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
@@ -184,13 +185,15 @@ def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
     evals = [row for row in metrics if row["kind"] == "eval"]
     best = min((row for row in evals if math.isfinite(row["loss"])), key=lambda row: row["loss"], default=None)
     last = train_rows[-1] if train_rows else None
+    faults = read_faults(run, since=0)[-1:] if result.status == "failed" else []  # it may have no row of its last step
+    reported = max([result.steps, *(fault.step - 1 for fault in faults if fault.step)])
     saved = _checkpoints(run)
     kept = _best_of(saved)
     totals = account(run.read_rows(run.events), now=time.time())
     record = {
         "status": result.status,
         "reason": result.reason,
-        "steps": _steps(result.steps, last_row=int(last["step"]) if last else 0, saved=saved),
+        "steps": _steps(reported, last_row=int(last["step"]) if last else 0, saved=saved),
         "final_loss": last["loss"] if last else None,
         "best_eval_loss": best["loss"] if best else None,
         "best_step": int(best["step"]) if best else None,
