@@ -80,9 +80,10 @@ class _Verbs(click.Group):
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             from raytrain.config.messages import suggestion
+            from raytrain.runs.commands import shell_command
 
             verbs = self.list_commands(ctx)
-            job = f"did you mean `raytrain train {name}`?" if "." in name or "/" in name or "=" in name else ""
+            job = f"did you mean `{shell_command('train', name)}`?" if "." in name or "/" in name or "=" in name else ""
             raise InputError(
                 "raytrain", got=f"the unknown verb {name}", expected=f"one of {', '.join(verbs)}",
                 remedy=job or suggestion(name, verbs),

@@ -16,7 +16,7 @@ from raytrain.config.user_code import make_importable
 from raytrain.errors import CheckpointError, InputError
 from raytrain.execution.export import Export, checkpoint_of, export_checkpoint
 from raytrain.runs.folder import RunFolder
-from raytrain.runs.storage import join, open_store
+from raytrain.runs.storage import join, open_store, typed_path
 
 __all__ = ["export"]
 
@@ -50,7 +50,7 @@ def export(run: str | Path, *, step: int | str | None = None, to: str | Path | N
 def _exported(path: str, *, step: int | str | None, target: str | None) -> tuple[str, dict[str, str]]:
     run = RunFolder.open(NEWEST if path == "latest" else path)
     wanted = planned_step(run) if step is None else _parsed(str(step))
-    return export_weights_of(run, wanted, target)
+    return export_weights_of(run, wanted, target and typed_path(target, key="--to"))
 
 
 def export_verb(path: str, *, step: str | None, target: str | None) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -170,9 +171,8 @@ def _tell_what_is_kept(planned: InferencePlan, console: Console) -> None:
     if output.identity() is None or not output.has_parts():
         output.forget()
         return
-    console.print(
-        f"what is complete is kept: --resume {path_from_here(output.path)} continues", markup=False, soft_wrap=True
-    )
+    option = shlex.join(["--resume", path_from_here(output.path)])
+    console.print(f"what is complete is kept: {option} continues", markup=False, soft_wrap=True)
 
 
 def _too_many(planned: InferencePlan, failed: int, error: str | None, console: Console) -> InferResult:

@@ -31,7 +31,7 @@ from raytrain.report.sweep import build_sweep_report, is_sweep
 from raytrain.runs.commands import resume_command
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import rows_of
-from raytrain.runs.storage import LocalStore
+from raytrain.runs.storage import LocalStore, typed_path
 
 __all__ = ["Report", "report"]
 
@@ -99,6 +99,7 @@ def report_verb(paths: list[str]) -> int:
 
 
 def _reports(paths: list[str]) -> Iterator[Report]:
+    paths = [typed_path(path, key="report") for path in paths]
     measured = [path for path in paths if path.endswith(".json")]
     for path in measured:
         from jobs.bench.harness.summary import write_summary

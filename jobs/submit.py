@@ -23,6 +23,7 @@ from jobs.submission.package import pack
 from jobs.submission.request import JobRequest, check_id, request_of
 from jobs.submission.server import RECORD, JobServer
 from jobs.submission.stop import stop_job
+from raytrain.runs.commands import shell_command
 
 
 def submit_verb(
@@ -141,7 +142,7 @@ def stop_verb(job_id: str, *, address: str | None) -> int:
         try:
             job = signals.run(lambda: stop_job(JobServer(address, cancelled=signals.cancelled), job_id, say=say))
         except Interrupted:
-            say(f"{job_id} is no longer waited for, and may still run: see raytrain submit status {job_id}")
+            say(f"{job_id} is no longer waited for, and may still run: see {shell_command('submit', 'status', job_id)}")
             return INTERRUPTED
     say(f"{job_id}: {job.outcome}, exit code {job.verdict}")
     return 0

@@ -23,8 +23,9 @@ from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import path_from_here
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import InputError, RunError
-from raytrain.runs.commands import resume_command
+from raytrain.runs.commands import resume_command, shell_command
 from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import typed_path
 from raytrain.runs.sweep import SweepFolder
 
 if TYPE_CHECKING:
@@ -260,10 +261,11 @@ def found_job(folder: str, *, beside: object = None) -> Path:
     """
     if beside is not None:
         raise InputError("--from-tune", got=f"{beside} as well", expected="one job")
+    folder = typed_path(folder, key="--from-tune")
     best = Path(folder) / "best.yaml"
     if not best.exists():
         unfinished = (Path(folder) / "job.json").exists()
-        remedy = f"resume it with: raytrain tune --resume {folder}" if unfinished else ""
+        remedy = f"resume it with: {shell_command('tune', '--resume', folder)}" if unfinished else ""
         expected = "the folder of a finished search"
         raise InputError("--from-tune", got=f"{folder}, which has no best.yaml", expected=expected, remedy=remedy)
     return best

@@ -107,6 +107,14 @@ class OutOfMemory(RunError):
     """A device or the memory budget of a process is exhausted."""
 
 
+def message_of(error: BaseException) -> str:
+    """The message of an error; "" if a class of the user's own fails to write it, which is not what went wrong."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its type if the message is empty."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (message_of(error).splitlines() or [type(error).__name__])[0]

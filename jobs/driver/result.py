@@ -25,7 +25,8 @@ from jobs.job.paths import path_from_here, text_from_here
 from raytrain.errors import RaytrainError, RunError, first_line
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
-from raytrain.runs.commands import has_objects, on_cluster, resume_command
+from raytrain.runs.commands import has_objects, on_cluster, resume_command, shell_command
+from raytrain.runs.faults import read_faults
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
@@ -169,7 +170,7 @@ def _report(run: RunFolder, result: AttemptResult) -> tuple[str, list[str]]:
         return f"not written: {error}", findings
     except Exception as error:  # a mistake of ours, or records that were changed by hand
         why = f"{type(error).__name__}: {first_line(error)}"
-        return f"not written ({why}); `raytrain report {run.path}` shows where", findings
+        return f"not written ({why}); `{shell_command('report', run.path)}` shows where", findings
 
 
 def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
@@ -184,13 +185,15 @@ def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
     evals = [row for row in metrics if row["kind"] == "eval"]
     best = min((row for row in evals if math.isfinite(row["loss"])), key=lambda row: row["loss"], default=None)
     last = train_rows[-1] if train_rows else None
+    faults = read_faults(run, since=0)[-1:] if result.status == "failed" else []  # it may have no row of its last step
+    reported = max([result.steps, *(fault.step - 1 for fault in faults if fault.step)])
     saved = _checkpoints(run)
     kept = _best_of(saved)
     totals = account(run.read_rows(run.events), now=time.time())
     record = {
         "status": result.status,
         "reason": result.reason,
-        "steps": _steps(result.steps, last_row=int(last["step"]) if last else 0, saved=saved),
+        "steps": _steps(reported, last_row=int(last["step"]) if last else 0, saved=saved),
         "final_loss": last["loss"] if last else None,
         "best_eval_loss": best["loss"] if best else None,
         "best_step": int(best["step"]) if best else None,
@@ -317,12 +320,11 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     if has_objects(run):
         return [resume_command("train", where), *_comparison(run)]
     if record["status"] == "failed":
-        return [resume_command("train", where), f"raytrain check --bundle problem.zip --run {where}"]
-    output = " infer.output=FOLDER" if is_submitted() else ""  # the default is deleted with the job
-    infer = (
-        [on_cluster(f"infer {where} infer.input=FILE{output}")] if record.get("weights") and answers_rows(run) else []
-    )
-    return [*infer, f"{resume_command('train', where)} {_twice_as_long(run, record)}", *_comparison(run)]
+        return [resume_command("train", where), shell_command("check", "--bundle", "problem.zip", "--run", where)]
+    output = ["infer.output=FOLDER"] * is_submitted()  # the default is deleted with the job
+    infer = [on_cluster("infer", where, "infer.input=FILE", *output)]
+    offered = infer if record.get("weights") and answers_rows(run) else []
+    return [*offered, resume_command("train", where, _twice_as_long(run, record)), *_comparison(run)]
 
 
 def answers_rows(run: RunFolder) -> bool:
@@ -346,7 +348,7 @@ def _comparison(run: RunFolder) -> list[str]:
         for _, path in sorted(earlier, reverse=True):
             other = RunFolder(path)
             if _has_steps(other) and _trained(other) == _trained(run):
-                return [on_cluster(f"report {path_from_here(path)} {path_from_here(run.path)}")]
+                return [on_cluster("report", path_from_here(path), path_from_here(run.path))]
     return []
 
 

@@ -17,9 +17,10 @@ from raytrain.config.messages import describe
 from raytrain.errors import CheckpointError, InputError
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
-from raytrain.runs.commands import start_anew
+from raytrain.runs.commands import shell_command, start_anew
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder, find_unfinished, run_to_name
+from raytrain.runs.storage import typed_path
 
 #: The driver also reads the content of checkpoints up to this size. That of larger ones, and of those in an object
 #: store, is checked by the workers only, who read it anyway: reading it twice would delay the start by minutes.
@@ -140,6 +141,7 @@ def open_resumed(
             remedy="stop it first, or wait",
         )
     original = _with_earlier_changes(run, run.read_json(run.job_mapping))
+    path = path and Path(typed_path(str(path), key=str(path)))
     given = load_yaml(read_job(path), origin=str(path)) if path else original if mapping is None else mapping
     merged, _ = apply_overrides(given, overrides)
     changed = changed_keys(original, merged)
@@ -222,7 +224,7 @@ def _refuse_fewer_steps(run: RunFolder, loaded: LoadedSpec, changed: list[str]) 
     if most <= reached:
         raise InputError(
             "loop.max_steps", got=str(most), expected=f"more than {reached}, the step of the newest checkpoint",
-            remedy=f"`raytrain export {path_from_here(run.path)}` writes its weights without training",
+            remedy=f"`{shell_command('export', path_from_here(run.path))}` writes its weights without training",
         )  # fmt: skip
 
 

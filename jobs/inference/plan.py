@@ -16,6 +16,7 @@ from jobs.inference.hosts import HostChoice, choose_hosts
 from jobs.inference.stages import MEASURED as MEASURED_STAGES
 from jobs.inference.stages import StageChoice, choose_stages, told_balance
 from jobs.inference.target import Target
+from jobs.job.paths import absolute_path
 from raytrain.config.decode import encode
 from raytrain.data.sources.ray_dataset import is_ray_dataset
 from raytrain.errors import InputError, RunError
@@ -28,7 +29,7 @@ from raytrain.infer.output.folder import CONVERTED, RESULT_COLUMNS, TIMING_COLUM
 from raytrain.infer.stages.plan import KEY as STAGES
 from raytrain.infer.units import Unit, unit_size, units_of
 from raytrain.infer.worker import Work, kept_columns
-from raytrain.runs.storage import join, open_store
+from raytrain.runs.storage import join, open_store, typed_path
 
 #: Batches of a unit for each stage of a divided model: a pipeline needs several to be full.
 BATCHES_OF_STAGE = 4
@@ -127,7 +128,8 @@ def plan_inference(
         InputError: the input cannot be read, or does not fit the keys of the `infer` section. Nothing is left of what
             was written.
     """
-    output = OutputFolder(_absolute(resume or target.spec.infer.output or _new_folder(target)))
+    resume = resume and typed_path(resume, key="--resume")
+    output = OutputFolder(absolute_path(resume or target.spec.infer.output or _new_folder(target)))
     output.check_free(resume=resume is not None)
     try:
         rows, paths, prints = _input(target, scratch or join(output.path, CONVERTED), data)
@@ -149,16 +151,11 @@ def _input(target: Target, folder: str, data: Any) -> tuple[InputRows, tuple[str
         expected = "the files or folders of rows to answer"
         raise InputError("infer.input", got="no value", expected=expected, remedy="type infer.input=FILE")
     given = [infer.input] if isinstance(infer.input, str) else list(infer.input)
-    files = input_files([_absolute(one) for one in given])
+    files = input_files([absolute_path(one) for one in given])
     carried, numbers = {*infer.keep, infer.id_column}, not _generates(target)
     written = converted(files, folder, carried=carried, label=infer.label, numbers=numbers)
     rows = InputRows.at(written, limit=infer.max_samples, join=files.kind in NAMED_BY_ROW)
     return rows, files.paths, [fingerprint(path) for path in files.paths]
-
-
-def _absolute(path: str) -> str:
-    """A path that means the same in workers, whose working directory is another."""
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def _tables_of(data: Any) -> Iterable[Any]:

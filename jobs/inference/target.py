@@ -27,7 +27,7 @@ from raytrain.models.weights.headers import find_weights
 from raytrain.plan.rules.accelerators import of_ray
 from raytrain.plan.rules.devices import BF16_CAPABILITY, DevicePool, choose_devices
 from raytrain.runs.folder import RunFolder
-from raytrain.runs.storage import Store, join, open_store
+from raytrain.runs.storage import Store, join, open_store, typed_path
 from raytrain.train.build import source_facts
 
 EXPECTED = "a run folder, a JOB.yaml, a folder of transformers, or module:function"
@@ -84,6 +84,7 @@ def open_target(given: str | None, overrides: Sequence[str], inventory: Inventor
         InputError: it is none of these, or it has no weights.
     """
     make_importable(os.getcwd())
+    given = given and typed_path(given, key="infer")
     found = _opened_target(given, overrides, inventory)
     return replace(found, hosts_given=any(one.partition("=")[0] == "experts.hosts" for one in overrides))
 

@@ -22,14 +22,15 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]
     Raises:
         InputError: there are two files, or a key has no value.
     """
-    files = [item for item in arguments if "=" not in item]
+    keys = [item for item in arguments if "=" in item and "/" not in item.partition("=")[0]]
+    files = [item for item in arguments if item not in keys]
     for item in files:
         path = Path(item)
         if item.split(".")[0] in ("tune", *ALL) and path.suffix not in (".yaml", ".yml") and not path.exists():
             raise InputError(item, got="a key without a value", expected=f"{item}=VALUE")
     if len(files) > 1:
         raise InputError("arguments", got=" ".join(files), expected="at most one JOB.yaml; keys as section.key=value")
-    return (Path(files[0]) if files else None), [item for item in arguments if "=" in item]
+    return (Path(files[0]) if files else None), keys
 
 
 def complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:

@@ -11,6 +11,7 @@ from jobs.job.job_file import read_job, recipe_named, recipe_names
 from raytrain.config.decode import load_yaml
 from raytrain.config.messages import describe, suggestion
 from raytrain.errors import InputError
+from raytrain.runs.storage import typed_path
 
 EXTENDS = "extends"
 """The key of a job that names another one, whose values it changes."""
@@ -70,6 +71,7 @@ def _located(given: Any, *, folder: Path) -> tuple[Path, bool]:
     """The file of a base, and whether it is a recipe."""
     if not isinstance(given, str) or not given:
         raise InputError(EXTENDS, got=describe(given), expected="a job file, relative to this one, or a recipe")
+    given = typed_path(given, key=EXTENDS)
     beside = folder / given
     recipe = None if beside.is_file() else recipe_named(Path(given))
     if recipe is None and not beside.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from raytrain.config.messages import suggestion
@@ -49,7 +50,7 @@ def read_job(path: Path) -> str:
     key = str(path)
     path = recipe_named(path) or path
     if path.is_dir():
-        resume = f"to resume a run, use --resume {key}" if (path / "job.yaml").exists() else ""
+        resume = f"to resume a run, use {shlex.join(['--resume', key])}" if (path / "job.yaml").exists() else ""
         raise InputError(key, got="a folder", expected="a YAML file or a recipe", remedy=resume)
     try:
         return path.read_text(encoding="utf-8-sig")

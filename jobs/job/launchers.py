@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 
 from jobs.job.job_file import recipe_names
@@ -12,6 +13,7 @@ from raytrain.config.decode import accepts
 from raytrain.config.foreign import SWITCHES, meant, switched
 from raytrain.config.messages import SPELLINGS, key_rows
 from raytrain.errors import InputError
+from raytrain.runs.commands import shell_command
 
 #: For every verb that takes a job.
 LAUNCHER = {"num_processes": "scale.workers", "mixed_precision": "precision.dtype"}
@@ -128,10 +130,11 @@ def unknown_option(option: str, value: str | None, *, verb: str, known: Sequence
     """
     name = option.lstrip("-").replace("-", "_")
     if name in FILES:
-        typed = f"raytrain {verb} {value or 'job.yaml'}"
+        typed = shell_command(verb, value or "job.yaml")
         return InputError(option, got="an option", expected="the job file alone", remedy=f"did you mean `{typed}`?")
     if name in TORCHRUN:
-        typed = f"raytrain plan job.yaml --print torchrun --nproc_per_node N --nnodes N --{name} {value or 'VALUE'}"
+        words = ["--nproc_per_node", "N", "--nnodes", "N", f"--{name}", value or "VALUE"]
+        typed = shell_command("plan", "job.yaml", "--print", "torchrun", *words)
         expected = "an option of torchrun, which starts this command on each node"
         return InputError(option, got="an option of the verb", expected=expected, remedy=f"`{typed}` prints how")
     examples = {row.key: row.example for row in key_rows(JobSpec)}
@@ -152,7 +155,7 @@ def _typed(key: str, name: str, value: str | None, *, example: str) -> str:
     that."""
     for one in (name if name in ("fp16", "bf16") else value, SPELLINGS.get((value or "").lower())):
         if one and accepts(JobSpec, f"{key}={one}"):
-            return f"{key}={one}"
+            return shlex.quote(f"{key}={one}")
     return example or f"{key}=VALUE"
 
 

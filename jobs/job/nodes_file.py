@@ -21,6 +21,7 @@ from raytrain.config.decode import decode
 from raytrain.config.messages import describe
 from raytrain.config.yaml12 import load_value
 from raytrain.errors import InputError
+from raytrain.runs.storage import typed_path
 
 GIB = 1 << 30
 
@@ -54,7 +55,7 @@ def inventory_from_file(path: str | Path) -> Inventory:
     """
     origin = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(typed_path(origin, key="--inventory")).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = "which does not exist" if isinstance(error, FileNotFoundError) else str(error)
         raise InputError("--inventory", got=f"{origin}, {why}", expected="a YAML list of machines") from error

@@ -9,12 +9,9 @@ from typing import Any
 from cluster.checks.ray_job import is_submitted
 from jobs.job.spec import JobSpec
 from raytrain.config.sections import DataConfig, ModelConfig
-from raytrain.data.sources.keys import path_keys
+from raytrain.data.sources.keys import is_path_key
 from raytrain.data.sources.tokenised import resolve_text_keys
 from raytrain.models.huggingface.folder import KEYS
-
-PATH_SUFFIXES = ("path", "paths", "file", "files", "dir", "folder", "root")
-"""Last parts of the keys that are treated as paths in a user's own source."""
 
 
 def resolved(spec: JobSpec) -> JobSpec:
@@ -59,11 +56,8 @@ def resolve_paths(data: DataConfig) -> DataConfig:
     like one (`path`, `..._path`, `_file`, `_dir`) and the path exists.
     """
     own = ":" in (data.source or "")
-    ours = path_keys(data.source)
     changed = {
-        key: _absolute(value, must_exist=own)
-        for key, value in data.keys.items()
-        if key in ours or (own and key.rsplit("_", 1)[-1] in PATH_SUFFIXES)
+        key: _absolute(value, must_exist=own) for key, value in data.keys.items() if is_path_key(data.source, key)
     }
     return data.model_copy(update=changed) if changed else data
 
@@ -82,7 +76,9 @@ def path_from_here(path: str) -> str:
         relative = os.path.relpath(path)
     except OSError:  # the current folder was deleted
         return path
-    return path if relative.partition(os.sep)[0] == os.pardir else relative
+    if relative.partition(os.sep)[0] == os.pardir:
+        return path
+    return f"./{relative}" if relative[0] in "-~$" or "=" in relative else relative  # no option, variable or key
 
 
 def text_from_here(text: str, path: str) -> str:

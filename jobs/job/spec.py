@@ -7,6 +7,7 @@ implemented yet.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,11 @@ from raytrain.config.sections import (
     ScaleConfig,
     TuneConfig,
 )
+from raytrain.data.sources.keys import is_path_key
 from raytrain.errors import InputError
+from raytrain.models.huggingface.folder import KEYS as FOLDER_KEYS
 from raytrain.plan.rules.batch import one_worker_for_whole
+from raytrain.runs.storage import typed_path
 
 DEFAULT_RECIPE = RECIPES / "default.yaml"
 
@@ -99,8 +103,9 @@ class LoadedSpec:
 
 
 def load_spec(
-    path: str | Path | None = None, overrides: Sequence[str] = (), *, mapping: Mapping[str, Any] | None = None
-) -> LoadedSpec:
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, mapping: Mapping[str, Any] | None = None,
+    runs_here: bool = True,
+) -> LoadedSpec:  # fmt: skip
     """Load a job: defaults, overridden by the file or mapping, overridden by the command line.
 
     Without a file and a mapping, the recipe `default` is used. If the command line sets `model.builder`, the recipe's
@@ -110,6 +115,7 @@ def load_spec(
         path: a JOB.yaml, or the name of a packaged recipe. A job inherits only from what its `extends` names.
         overrides: ``section.key=value``; of duplicate keys, the last wins.
         mapping: a job from Python, which may contain objects in `model.module`, `data.train` and `data.eval`.
+        runs_here: replace `~` and variables in paths by what they are here; False for a job of another machine.
 
     Raises:
         InputError: the first mistake, with its key.
@@ -117,7 +123,7 @@ def load_spec(
     if path is not None and mapping is not None:
         raise InputError("mapping", got="a file and a mapping", expected="only one of them")
     text, origin = None, "python"
-    given_path = path = None if path is None else Path(path)
+    given_path = path = None if path is None else Path(typed_path(str(path), key=str(path)))
     if mapping is None:
         path = DEFAULT_RECIPE if given_path is None else recipe_named(given_path) or given_path
         origin = "file" if path is given_path else "recipe"
@@ -129,6 +135,8 @@ def load_spec(
     job = extended(own, file=path)
     mapping = job.mapping
     merged, touched = apply_overrides(mapping, overrides)
+    if runs_here:
+        merged = _typed_paths(merged)
     spec = decode(JobSpec, merged)
     _check_across(spec)
     given, switched = spec, set[str]()
@@ -147,6 +155,30 @@ def load_spec(
         merged_text=merged_text,
         path=path,
     )
+
+
+def _typed_paths(job: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The job with `~` and variables replaced in its paths. The record of a run holds them as they were then."""
+    found = dict(job)
+    for section in ("model", "data", "save", "infer"):
+        held = job.get(section)
+        if isinstance(held, Mapping):
+            paths = {key: f"{section}.{key}" for key in held if _is_path(section, key, held)}
+            found[section] = {**held, **{key: _typed(held[key], key=name) for key, name in paths.items()}}
+    return found
+
+
+def _is_path(section: str, key: Any, held: Mapping[Any, Any]) -> bool:
+    if section == "data":
+        return is_path_key(held.get("source"), key)
+    own = key == "path" and held.get("builder") in FOLDER_KEYS  # of a folder of transformers
+    return f"{section}.{key}" in ("model.init_from", "save.dir", "infer.input", "infer.output") or own
+
+
+def _typed(value: Any, *, key: str) -> Any:
+    if isinstance(value, list | tuple):
+        return [_typed(item, key=key) for item in value]
+    return typed_path(os.fspath(value), key=key) if isinstance(value, str | os.PathLike) and str(value) else value
 
 
 def _without_replaced(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

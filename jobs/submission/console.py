@@ -14,6 +14,7 @@ from jobs.submission.follow import LogFollower, Pace
 from jobs.submission.server import JobServer, SubmittedJob
 from jobs.submission.stop_request import request_stop
 from raytrain.errors import first_line
+from raytrain.runs.commands import shell_command
 
 INTERRUPTED = 130
 QUESTION = "[d]etach and let it run (or Ctrl-C again), [s]top it, or [c]ontinue following [d]: "
@@ -131,7 +132,7 @@ def ask(signals: SignalQueue) -> str:
 
 def follow_again(server: JobServer, job_id: str) -> str:
     """How to follow a job that keeps running."""
-    return f"Follow it with: raytrain submit logs {job_id} --follow --address {server.address}"
+    return f"Follow it with: {shell_command('submit', 'logs', job_id, '--follow', '--address', server.address)}"
 
 
 def print_log(text: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from jobs.submission.server import JobServer, ServerSilent, SubmittedJob
 from raytrain.errors import RunError
+from raytrain.runs.commands import shell_command
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class LogFollower:
                 if time.monotonic() - since >= self._pace.silent or self._ends.is_set():
                     raise RunError(
                         f"{self._server.address} has not answered for {self._pace.silent:.0f} s, and {self._id} may "
-                        f"still run. Follow it again with: raytrain submit logs {self._id} --follow"
+                        f"still run. Follow it again with: {shell_command('submit', 'logs', self._id, '--follow')}"
                     ) from error
             self._ends.wait(self._pace.again)
 

@@ -63,7 +63,7 @@ class JobRequest:
             spec = resolved(self.spec)
             needed |= {key: Path(path) for key, path in local_paths(spec).items()}
             for key, path in local_paths(spec, missing=True).items():
-                if Path(path).is_relative_to(folder):
+                if Path(path).is_relative_to(folder) and "$" not in path:  # whose value is that on the cluster
                     raise InputError(key, got=f"{path}, which does not exist", expected=CARRIED)
         for key, path in needed.items():
             if not path.is_relative_to(folder) or path.is_dir():
@@ -117,7 +117,7 @@ def _job_request(verb: str, given: list[str], options: Mapping[str, Any]) -> Job
             return JobRequest(verb, tuple(given))
     elif resumes:
         return _resume_request(verb, given, str(options["resume"]), path, overrides)
-    loaded = load_spec(path, overrides)
+    loaded = load_spec(path, overrides, runs_here=False)
     refuse_later(loaded.spec, verb)
     _check_lasting("save.dir", loaded.spec.save.dir, needed=True)
     if verb == "infer":
@@ -185,7 +185,8 @@ def _check_lasting(key: str, path: str | None, *, needed: bool = False) -> None:
         return
     if path is None:
         raise InputError(key, got="nothing", expected=LASTING)
-    if "://" not in path and not os.path.isabs(path):
+    on_cluster = path.startswith(("~", "$"))  # the verb itself looks at the value, which it has there
+    if "://" not in path and not os.path.isabs(path) and not on_cluster:
         raise InputError(
             key, got=f"{path}, a folder in the job's working directory on the cluster, which Ray deletes",
             expected=LASTING, remedy=f"such as {key}=/shared/{Path(path).name}" if "." in key else "",

@@ -17,6 +17,7 @@ from typing import Any
 from jobs.driver.signals import Interrupted
 from jobs.submission.client import AnotherServer, explained, job_client
 from raytrain.errors import InputError, RunError
+from raytrain.runs.commands import shell_command
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 TOO_LARGE = "status code 413"
@@ -146,7 +147,7 @@ class JobServer:
         except ServerSilent as error:
             raise RunError(
                 f"{self.address} did not say whether it has submitted {job_id} ({error.reason}): "
-                f"`raytrain submit status {job_id} --address {self.address}` shows it"
+                f"`{shell_command('submit', 'status', job_id, '--address', self.address)}` shows it"
             ) from error
         return self.job(job_id)
 

@@ -245,12 +245,27 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
     guess = remote[0] if remote and (near is None or not prefix) else near and join(prefix, near)
     foreign = guess is None or not (prefix or isinstance(value, Mapping))  # a mapping was meant as a section
     guess = (meant(key, value) if key in SWITCHES or foreign else None) or guess
+    guess = guess if prefix else _nested(cls, key, value) or guess
     return InputError(
         join(prefix, key),
         got=f"an unknown key of the section {prefix}" if prefix else "an unknown key",
         expected=f"one of {', '.join(known)}",
         remedy=f"did you mean {guess}?" if guess else "",
     )
+
+
+def _nested(cls: type[BaseModel], key: str, value: Any) -> str | None:
+    """What was meant by a dotted key at the top of a file, as YAML, or by a key of a section that does not exist."""
+    head, dot, name = key.partition(".")
+    if not dot and isinstance(value, Mapping) and len(value) == 1:
+        name = str(next(iter(value)))
+    near = _nearest(head, list(cls.model_fields))
+    section = section_of(cls.model_fields[near]) if near else None
+    if section is None or not name or "." in name:
+        return None
+    known = name in section.model_fields or section.model_config.get("extra") == "allow"
+    right = name if known else _nearest(name, list(section.model_fields))
+    return right and (f"{near}: {{{right}: {render(value)}}}" if dot else f"{near}.{right}")
 
 
 def _nearest(key: str, known: list[str]) -> str | None:

@@ -181,7 +181,7 @@ def _import(name: str, path: str, key: str) -> Any:
     except Exception as error:  # any error that the user's module raises on import is an error in their input
         raise InputError(
             key,
-            got=f"{path}, whose import raises {type(error).__name__}: {error}",
+            got=f"{path}, whose import raises {type(error).__name__}: {first_line(error)}",
             expected="a module that can be imported",
         ) from error
 

@@ -135,6 +135,9 @@ class _Reader:
                 raise self._error(key_node, path, "a list or mapping as a key", "a word as a key")
             key = self.value(key_node, path)
             dotted, line = join(path, key), key_node.start_mark.line + 1
+            if key == "<<":
+                what = "keys of this job; `extends: BASE.yaml` takes those of another one"
+                raise self._error(key_node, dotted, "a merge key, which YAML 1.2 does not have", what)
             if key in lines:
                 seen = f"the key twice, on lines {lines[key]} and {line} of {self.origin}"
                 raise InputError(dotted, got=seen, expected="each key once", remedy="remove one of them")

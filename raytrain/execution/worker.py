@@ -34,7 +34,16 @@ from raytrain.config.user_code import import_from, raised_at, resolve, users_pla
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import source_from_driver
 from raytrain.data.transfer import TRANSFERS, TransferCounts
-from raytrain.errors import CollectiveFailed, InputError, OutOfMemory, RaytrainError, RunError, StateLost, first_line
+from raytrain.errors import (
+    CollectiveFailed,
+    InputError,
+    OutOfMemory,
+    RaytrainError,
+    RunError,
+    StateLost,
+    first_line,
+    message_of,
+)
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.driver_channel import AttemptResult, kept, on_stop_request, signs_of_life
@@ -45,6 +54,7 @@ from raytrain.execution.recovery.rollback import RewindPolicy, RollbackPolicy
 from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, StepReports, Superseded
 from raytrain.execution.stacks import write_stacks
 from raytrain.execution.telemetry import node_telemetry
+from raytrain.runs.commands import shell_command
 from raytrain.runs.faults import NOT_EXPORTED, Fault, read_faults, record_of, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.mirror import MirroredFolder
@@ -265,8 +275,8 @@ class Worker:
         why = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {first_line(error)}"
         return (
             f"the training is complete and its checkpoint of step {self._committed()} is kept, but its "
-            f"{NOT_EXPORTED}: {why}. When that is fixed, `raytrain export {self.run_folder.path}` writes them; "
-            "--to DIR writes them elsewhere"
+            f"{NOT_EXPORTED}: {why}. When that is fixed, `{shell_command('export', self.run_folder.path)}` writes "
+            "them; --to DIR writes them elsewhere"
         )
 
     def _prepare(self, start: AttemptStart, data: Any, reporter: RankReporter) -> Session:
@@ -474,7 +484,7 @@ def fault_of(
         rank=rank,
         step=step,
         error=type(error).__name__,
-        message=str(error).splitlines()[0] if str(error) else "",
+        message="".join(message_of(error).splitlines()[:1]),
         traceback=traceback.format_exc(),
         precision=precision,
         reduced=precision in ("bf16", "fp16", "tf32"),

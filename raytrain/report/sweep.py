@@ -12,6 +12,7 @@ from raytrain.report.page.charts import Curve, chart, short
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import label, shown, table
 from raytrain.report.records import listed, mapping, number
+from raytrain.runs.commands import shell_command
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
@@ -220,5 +221,5 @@ def _cell(name: str, value: Any) -> str:
 def _best(path: str, text: str) -> str:
     if not text:
         return ""
-    command = f'<p class="note">Train with it: <code>raytrain train --from-tune {esc(path)}</code></p>'
-    return f'<div class="card"><pre>{esc(text.rstrip())}</pre></div>{command}'
+    use = f'<p class="note">Train with it: <code>{esc(shell_command("train", "--from-tune", path))}</code></p>'
+    return f'<div class="card"><pre>{esc(text.rstrip())}</pre></div>{use}'

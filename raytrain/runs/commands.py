@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+
 from cluster.checks.ray_job import is_submitted
 from raytrain.config.sections import PLACEHOLDER
 from raytrain.runs.folder import RunFolder
 
 
-def on_cluster(command: str) -> str:
-    """A command `VERB ...` as it is typed: through `submit`, if this process is the driver of a submitted job."""
-    return f"raytrain {'submit ' if is_submitted() else ''}{command}"
+def shell_command(*words: str) -> str:
+    """A command `raytrain VERB ...` to copy into a shell: every command that is printed or written is made here."""
+    return shlex.join(["raytrain", *words])
 
 
-def resume_command(verb: str, folder: str) -> str:
+def on_cluster(*words: str) -> str:
+    """The same command through `submit`, if this process is the driver of a submitted job."""
+    return shell_command(*["submit"] * is_submitted(), *words)
+
+
+def resume_command(verb: str, folder: str, *keys: str) -> str:
     """How to resume a run or a search: on the cluster if it was submitted, from Python if its job has objects."""
     if verb == "train" and has_objects(RunFolder(folder)):
-        return f'train(..., resume="{folder}")'
-    return on_cluster(f"{verb} --resume {folder}")
+        changes = f", overrides={json.dumps(keys)}" if keys else ""
+        return f"train(..., resume={json.dumps(folder, ensure_ascii=False)}{changes})"
+    return on_cluster(verb, "--resume", folder, *keys)
 
 
 def start_anew(run: RunFolder) -> str:
     """How to start a new run of the same job."""
     if has_objects(run):
         return "train(...) without resume starts a new run"
-    return f"`{on_cluster(f'train {run.job}')}` starts a new run of the same job"
+    return f"`{on_cluster('train', run.job)}` starts a new run of the same job"
 
 
 def has_objects(run: RunFolder) -> bool:

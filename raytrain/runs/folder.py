@@ -12,13 +12,14 @@ import json
 import os
 import re
 import secrets
+import shlex
 from datetime import UTC, datetime
 from typing import Any, Self
 
 from raytrain.errors import InputError, RunError
 from raytrain.runs.lease import Attempts, this_process
 from raytrain.runs.records import JsonlWriter, ObjectJsonlWriter, plain, revived, rows_of, to_line
-from raytrain.runs.storage import LocalStore, ObjectStore, join, open_store, part_below, split
+from raytrain.runs.storage import LocalStore, ObjectStore, join, open_store, part_below, split, typed_path
 
 RESERVE_BYTES = 1 << 18
 """Enough for result.json and the last events."""
@@ -82,7 +83,8 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Opens an existing run; `latest` is followed once. Errors: InputError if there is none."""
+        """Opens an existing run, as a user names it; `latest` is followed once. Errors: InputError if there is none."""
+        path = typed_path(path, key="run folder")
         try:
             store = open_store(path)
             if store.is_local and os.path.islink(store.at("")):
@@ -268,7 +270,7 @@ def run_to_name(path: str) -> str:
             runs = [entry for entry in os.scandir(folder) if os.path.isfile(os.path.join(entry.path, "job.json"))]
             newest = max((run for run in runs if not run.is_symlink()), key=_changed, default=None)
             if newest is not None:
-                name = os.path.normpath(newest.path)
+                name = shlex.quote(os.path.normpath(newest.path))
                 return f"did you mean {name}?" if folder == path else f"for example {name}"
     return "`raytrain train` starts a run and prints its folder"
 

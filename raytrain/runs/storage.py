@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import posixpath
+import re
 import secrets
 import shutil
 import stat
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from cluster.checks.ray_job import is_submitted
 from raytrain.errors import InputError, RunError, first_line
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})", re.ASCII)
 _NO_DIR_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # network file systems
 
 
@@ -336,6 +339,35 @@ def open_store(path: str, advice: WriteAdvice = SAVES) -> LocalStore | ObjectSto
 
 
 # -- single files named by a job: every failure is an InputError with the key that names the file -------
+
+
+def typed_path(path: str, *, key: str) -> str:
+    """A path or URI as a user types it, with `~`, `$NAME` and `${NAME}` expanded as in a shell.
+
+    A path that exists as it is written is left as it is, unless it begins with a variable: folders may have such names,
+    and the commands that name them are copied.
+
+    Args:
+        key: the key or option whose value it is, for the error.
+
+    Raises:
+        InputError: a variable is not set.
+    """
+    path = os.path.expanduser(path)
+    if "$" not in path or (path[0] != "$" and os.path.exists(path)):
+        return path
+    where = " on the cluster, where Ray is started" if is_submitted() else ""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in os.environ:
+            raise InputError(
+                key, got=f"{path}, whose variable {name} is not set", expected="variables that are set",
+                remedy=f"set {name}{where}, or write the path out",
+            )  # fmt: skip
+        return os.environ[name]
+
+    return _VARIABLE.sub(value, path)
 
 
 def locate(path: str, *, key: str) -> tuple[Any, str]:

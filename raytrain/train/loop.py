@@ -21,7 +21,7 @@ import numpy as np
 from cluster.telemetry.work import EVALUATING, SAVING, WORK
 from cluster.wording import counted
 from raytrain.config.messages import abbreviated
-from raytrain.errors import RunError, first_line
+from raytrain.errors import RunError, first_line, message_of
 from raytrain.runs.records import EvalRecord
 from raytrain.train.clock import Clock, Fetching
 from raytrain.train.compute.compile import forget_graphs
@@ -317,7 +317,7 @@ class TrainingLoop:
 
 def one_row_explained(error: BaseException, *, rows: int) -> str | None:
     """Why a batch norm failed on the last micro-batch of a step of so many rows, if it did."""
-    if "more than 1 value per channel" not in str(error):
+    if "more than 1 value per channel" not in message_of(error):
         return None
     return (
         f"a batch norm cannot be trained on one row ({first_line(error)}), as in the last micro-batch of this step's "

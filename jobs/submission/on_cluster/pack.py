@@ -70,7 +70,7 @@ def leave(number: int, frame: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, leave)
-    save_dir, job_id = sys.argv[1:]
+    save_dir, job_id = os.path.expandvars(os.path.expanduser(sys.argv[1])), sys.argv[2]
     logs = os.path.dirname(os.readlink("/proc/self/fd/1"))  # Ray writes what a job prints to a file there
     archive = os.path.join(logs, f"raytrain-fetch-{os.getpid()}.tar")
     run = run_of(save_dir, job_id)

@@ -15,7 +15,7 @@ from jobs.tuning.table import SweepTable, counted, print_table, values_text
 from raytrain.errors import RunError
 from raytrain.report.sweep import build_sweep_report
 from raytrain.report.tune_figures import whole_spec
-from raytrain.runs.commands import resume_command
+from raytrain.runs.commands import resume_command, shell_command
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 
@@ -81,7 +81,7 @@ def print_files(command: TuneCommand, *, died: Sequence[int]) -> None:
     command.print_path(f"trials  {path_from_here(sweep.trials)}")
     command.print_path(f"picture {path_from_here(sweep.picture)}")
     command.print_path(f"report  {path_from_here(build_sweep_report(sweep))}")
-    print_command(command.console, "train   ", f"raytrain train {path_from_here(sweep.best)}")
+    print_command(command.console, "train   ", shell_command("train", path_from_here(sweep.best)))
     if died:
         again = resume_command("tune", path_from_here(sweep.path))
         command.print_path(f"died    trial {', '.join(map(str, died))}; to repeat: {again}")

@@ -18,7 +18,7 @@ from raytrain.data.rows.contract import Batch, Split
 from raytrain.data.rows.map_style import SAMPLED_ROWS, gathered, spread_rows, users_rows
 from raytrain.data.rows.residency import StreamSplit
 from raytrain.data.transfer import rebuild, tensors_of
-from raytrain.errors import first_line
+from raytrain.errors import first_line, message_of
 
 MEMORY_ROWS = 4096
 """Rows that decide where reading them costs little; a dataset reads `SAMPLED_ROWS`."""
@@ -74,7 +74,7 @@ class Float64Columns:
 
     def explained(self, error: BaseException) -> str | None:
         """Why the model failed on a column that stays float64, if it did."""
-        text = str(error)
+        text = message_of(error)
         if not self.kept or not re.search(r"double|float64", text, re.IGNORECASE):
             return None
         why = next(iter(self.kept.values()))

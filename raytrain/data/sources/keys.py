@@ -170,6 +170,18 @@ def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str)
     return values
 
 
+OWN_PATHS = ("path", "paths", "file", "files", "dir", "folder", "root")
+"""Last parts of the keys that are treated as paths in a user's own source."""
+
+
+def is_path_key(source: Any, key: Any) -> bool:
+    """Whether a key of a source holds paths: a built-in one declares them, in a user's own the last part of the name
+    tells."""
+    if not isinstance(source, str) or not isinstance(key, str):
+        return False
+    return key in path_keys(source) or (":" in source and key.rsplit("_", 1)[-1] in OWN_PATHS)
+
+
 def path_keys(source: str | None) -> tuple[str, ...]:
     """Return the keys of a built-in source that hold paths, so that callers can make relative paths absolute."""
     return tuple(name for name, key in SOURCES.get(source or "", {}).items() if key.is_path)

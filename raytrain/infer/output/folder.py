@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -79,7 +80,8 @@ class OutputFolder:
                 raise InputError(KEY, got=seen, expected="a new or empty folder")
         elif not resume:
             seen = f"{self.path}, which holds results of an earlier command"
-            raise InputError(KEY, got=seen, expected="a new folder", remedy=f"to continue it: --resume {self.path}")
+            remedy = f"to continue it: {shlex.join(['--resume', self.path])}"
+            raise InputError(KEY, got=seen, expected="a new folder", remedy=remedy)
 
     def check_same(self, identity: Mapping[str, Any]) -> None:
         """Raise InputError if the folder holds results of a job that differs; it names what differs."""

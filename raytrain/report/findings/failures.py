@@ -23,7 +23,7 @@ from raytrain.report.records import (
     first_text,
     number,
 )
-from raytrain.runs.commands import resume_command
+from raytrain.runs.commands import resume_command, shell_command
 from raytrain.runs.faults import CAUSES, NOT_EXPORTED, RAY_NOT_STARTED
 
 
@@ -81,7 +81,8 @@ _AFTER_LOST_CLUSTER = (
 
 _REMEDIES: dict[str, Callable[[RunRecords], str]] = {
     NOT_EXPORTED: lambda records: (
-        f"`raytrain export {records.path}` writes the weights when the cause is fixed; --to DIR into another folder."
+        f"`{shell_command('export', records.path)}` writes the weights when the cause is fixed; "
+        "--to DIR writes them into another folder."
     ),
     r"out ?of ?memory": _of_memory,
     r"no space|disk full|enospc": _of_space,

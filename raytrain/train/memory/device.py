@@ -19,7 +19,7 @@ import torch
 
 from cluster.devices.limits import ROOT, memory_bytes
 from cluster.telemetry.process import process_memory, reset_peak
-from raytrain.errors import CollectiveFailed, OutOfMemory
+from raytrain.errors import CollectiveFailed, OutOfMemory, message_of
 from raytrain.train.memory.allocator import freed_at_once, give_back_free_pages
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def is_out_of_memory(error: BaseException, *, device: torch.device | None, budge
     if device is None or not isinstance(error, RuntimeError):
         return False
     if device.type == "cuda":
-        return LIBRARY_FAILED.search(str(error)) is not None and _little_is_free(device)
+        return LIBRARY_FAILED.search(message_of(error)) is not None and _little_is_free(device)
     return type(error) is RuntimeError and any(used >= PRESSED * allowed for used, allowed in _use_and_limits(budget))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from raytrain.errors import OutOfMemory
+from raytrain.errors import OutOfMemory, message_of
 from raytrain.train.memory.device import device_memory, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run_or_shortage(work: Callable[[], Made], *, device: torch.device, who: str)
 
 def shortage_of(error: BaseException, *, device: torch.device, who: str) -> Shortage:
     """Describe an out-of-memory error where it is caught."""
-    lines = str(error).splitlines()
+    lines = message_of(error).splitlines()
     message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if device.type != "cuda":
         return Shortage(who, message)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from raytrain.errors import RunError, lost_in
+from raytrain.errors import RunError, lost_in, message_of
 from raytrain.train.parallel.collectives import Workers
 
 PATIENCE_S = 60.0
@@ -106,7 +106,7 @@ class BlockOrder:
         try:
             self._group.allgather([rows], [own], options).wait()
         except RuntimeError as error:
-            left = self._reference is not None and any(words in str(error).lower() for words in _TIMED_OUT)
+            left = self._reference is not None and any(words in message_of(error).lower() for words in _TIMED_OUT)
             if not left:
                 raise lost_in(f"a collective of {self._workers.world_size} workers inside a pass", error) from error
             before = self._reference[at] if at < len(self._reference or ()) else _END  # pyright: ignore

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from raytrain.errors import InputError, RaytrainError, first_line
+from raytrain.errors import InputError, RaytrainError, first_line, message_of
 from raytrain.train.module_checks import DATA_PARALLEL, SHARDS
 from raytrain.train.parallel.order import BlockOrder
 
@@ -155,15 +155,15 @@ def explained() -> Iterator[None]:
     except Exception as error:
         files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
         in_torch = any(part in name for name in files for part in _OF_SHARDS)
-        other = isinstance(error, _OTHERS) or "allocate memory" in str(error) or is_of_a_collective(error)
-        if other or not (in_torch or any(word in str(error) for word in _WORDS)):
+        other = isinstance(error, _OTHERS) or "allocate memory" in message_of(error) or is_of_a_collective(error)
+        if other or not (in_torch or any(word in message_of(error) for word in _WORDS)):
             raise
         raise unfit(first_line(error)) from error
 
 
 def is_of_a_collective(error: BaseException) -> bool:
     """NCCL's errors have a type; gloo's are plain RuntimeErrors that name the source file in gloo."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    return isinstance(error, dist.DistError) or "gloo/transport" in message_of(error)
 
 
 def unfit(seen: str) -> InputError:
