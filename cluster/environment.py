@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import metadata
 from pathlib import Path
@@ -114,6 +116,46 @@ def restored_environment(environ: MutableMapping[str, str] = os.environ) -> Iter
         for name in relevant().keys() - before.keys():
             environ.pop(name, None)
         environ.update(before)
+
+
+#: Variables that are meant for the user's program. A daemon of Ray that gets them ends at its first warning
+#: (PYTHONWARNINGS=error), or prints where another one reads.
+FOR_THE_PROGRAM = (
+    "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONINSPECT", "PYTHONVERBOSE", "PYTHONPROFILEIMPORTTIME",
+    "PYTHONASYNCIODEBUG", "PYTHONTRACEMALLOC",
+)  # fmt: skip
+KEPT = "RAYTRAIN_FOR_THE_PROGRAM"
+"""Hands these variables to the processes of a private cluster, where `take_variables` puts them back."""
+
+
+@contextlib.contextmanager
+def variables_kept_from_ray(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Context manager in which processes of Ray are started: without what is meant for the user's program."""
+    kept = {name: environ.pop(name) for name in FOR_THE_PROGRAM if name in environ}
+    if kept:
+        environ[KEPT] = json.dumps(kept)
+    try:
+        yield
+    finally:
+        environ.pop(KEPT, None)
+        environ.update(kept)
+
+
+def take_variables(environ: MutableMapping[str, str] = os.environ) -> None:
+    """In a process of a private cluster, before it runs the user's program: that program has its variables again.
+
+    Of a Python that runs already, PYTHONWARNINGS alone can be changed; the processes that it starts get all of them.
+    """
+    kept: dict[str, str] = json.loads(environ.pop(KEPT, "{}"))
+    environ.update(kept)
+    if "PYTHONWARNINGS" in kept:
+        warnings._processoptions(kept["PYTHONWARNINGS"].split(","))  # pyright: ignore[reportAttributeAccessIssue]
+        leave_rays_warnings()
+
+
+def leave_rays_warnings() -> None:
+    """From now on, warnings about code of Ray are no errors in this process: it works with them."""
+    warnings.filterwarnings("ignore", module=r"ray\.")
 
 
 def environment_record(

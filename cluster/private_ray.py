@@ -37,6 +37,9 @@ PRELOAD_MODULE, PRELOAD = "raytrain.execution.preload", "RAYTRAIN_PRELOAD"
 #: Processes that Ray may start at the same time. Its own limit is the number of cores, and a start is mostly waiting.
 STARTS = 8
 
+#: In a log, of an exception that ended a daemon; and how many of the lines at its end are quoted.
+TRACEBACK, LAST_LINES = "Traceback (most recent call last)", 3
+
 #: One secret for all private clusters of this process: a Ray without a way to reset its token reads it only once.
 _TOKEN = secrets.token_hex(32)
 
@@ -168,6 +171,24 @@ def _write_token(folder: str) -> str:
     with os.fdopen(descriptor, "w") as file:
         file.write(_TOKEN)
     return path
+
+
+def last_words(folder: str) -> str:
+    """What the logs of a cluster that did not start end with, those of the daemon that failed first; "" without any.
+
+    Of Ray's daemons, the raylet ends because an agent did: an exception in a log is the cause of all that follows.
+
+    Args:
+        folder: `temp_dir` of the cluster.
+    """
+    logs = sorted(Path(folder).glob("session_2*/logs/*.*"), key=lambda path: (path.parts[-3], path.suffix != ".log"))
+    texts = {path: path.read_text(errors="replace") for path in logs if not path.name.startswith("worker")}
+    raised = [path for path, text in texts.items() if TRACEBACK in text]
+    for path in raised or [path for path in texts if path.name in ("raylet.err", "gcs_server.err")]:
+        text = texts[path].rpartition(TRACEBACK)[2] if raised else texts[path].partition("*** StackTrace")[0]
+        if lines := [line.strip() for line in text.splitlines() if line.strip()][-LAST_LINES:]:
+            return f"{path.name} ends with: {' / '.join(lines)}"
+    return ""
 
 
 def end_daemons(folder: str) -> list[int]:

@@ -7,24 +7,29 @@ accepts jobs, and token authentication. Every port is on loopback. It runs until
 from __future__ import annotations
 
 import os
+import secrets
 import signal
-import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from cluster.private_ray import private_ray
+from cluster.environment import variables_kept_from_ray
+from cluster.private_ray import last_words, private_ray
 
-DASHBOARD_PORT = 8265
+FREE_PORTS = {"AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0"}
+"""Ray's defaults are the ports of another cluster on this machine, which may start later."""
+TRY_S = 60.0
+"""The agents of the nodes, which start jobs, may need this long on a busy machine."""
 
 
 @click.command()
 @click.option("--cpus", default=2, show_default=True, help="CPUs that each node declares")
 @click.option("--gpus", default=0, show_default=True, help="GPUs that each node declares, whether they exist or not")
-@click.option("--port", default=DASHBOARD_PORT, show_default=True, help="port of the dashboard, which accepts jobs")
+@click.option("--port", default=0, help="port of the dashboard, which accepts jobs  [default: any free one]")
 def main(cpus: int, gpus: int, port: int) -> None:
     """Start a Ray cluster of two nodes on this machine, and print how to use it."""
     stop = threading.Event()
@@ -35,11 +40,17 @@ def main(cpus: int, gpus: int, port: int) -> None:
         os.environ["RAY_TMPDIR"] = private.folder  # `Cluster` writes the address there that a plain `ray.init()` reads
         os.makedirs(os.path.join(private.folder, "ray"))
         os.environ["TMPDIR"] = private.folder  # processes of Ray's dashboard that are killed leave temporary folders
-        nodes = _start([{"num_cpus": cpus, "num_gpus": gpus}] * 2, port=port, folder=private.folder)
+        os.environ.update(FREE_PORTS)
+        with variables_kept_from_ray():
+            nodes = _start([{"num_cpus": cpus, "num_gpus": gpus}] * 2, port=port, folder=private.folder)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
+        url = f"http://{nodes.webui_url}"
+        if problem := _problem(url):
+            nodes.shutdown()
+            raise click.ClickException(f"the cluster takes no jobs: {problem}; {last_words(f'{private.folder}/r0')}")
         print(f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={os.environ['RAY_AUTH_TOKEN_PATH']}")
-        print(f"export RAY_API_SERVER_ADDRESS=http://127.0.0.1:{port}", flush=True)
+        print(f"export RAY_API_SERVER_ADDRESS={url}", flush=True)
         print(f"two nodes are running at {nodes.gcs_address}; Ctrl-C stops them", file=sys.stderr, flush=True)
         try:
             while not stop.wait(1.0):
@@ -61,7 +72,7 @@ def _start(nodes: Sequence[dict[str, Any]], *, port: int, folder: str) -> Any:
             **(dashboard if number == 0 else {}),
             node_ip_address="127.0.0.1",
             temp_dir=os.path.join(folder, f"r{number}"),  # in a shared one, each node removes the files of the other
-            dashboard_agent_listen_port=_free_port(),
+            dashboard_agent_listen_port=0,  # an agent that finds its port taken starts no jobs
         )
         # without this file, a job would take the address of any other cluster on this machine
         with open(os.path.join(folder, f"r{number}", "ray_current_cluster"), "w") as file:
@@ -69,10 +80,23 @@ def _start(nodes: Sequence[dict[str, Any]], *, port: int, folder: str) -> Any:
     return started
 
 
-def _free_port() -> int:
-    """An agent whose port another cluster has (52365 is the default) starts no jobs."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+def _problem(url: str) -> str:
+    """Why the cluster runs no job, which is tried; "" if it does."""
+    from ray.job_submission import JobSubmissionClient
+
+    client, ends, problem = JobSubmissionClient(url), time.monotonic() + TRY_S, "it did not end"
+    job = f"raytrain-script-{secrets.token_hex(6)}"  # `raytrain submit status` does not list these
+    while time.monotonic() < ends:
+        try:
+            if job not in {one.submission_id for one in client.list_jobs()}:
+                client.submit_job(entrypoint="true", submission_id=job)
+            if (found := client.get_job_info(job)).status.is_terminal():
+                client.delete_job(job)
+                return "" if found.status == "SUCCEEDED" else f"{found.status}, {found.message}"
+        except RuntimeError as error:  # no agent has started yet
+            problem = str(error)
+        time.sleep(0.2)
+    return problem
 
 
 if __name__ == "__main__":

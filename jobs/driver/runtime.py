@@ -10,15 +10,16 @@ import re
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.checks.head import head_problem
 from cluster.checks.ray_job import is_submitted
-from cluster.environment import LOOPBACK, ray_environment, restored_environment
+from cluster.environment import LOOPBACK, leave_rays_warnings, ray_environment, restored_environment, variables_kept_from_ray
 from cluster.network import answers, loopback_only
-from cluster.private_ray import LONGEST_BASE, SHORT_BASE, end_daemons, private_folder, private_ray
+from cluster.private_ray import LONGEST_BASE, SHORT_BASE, end_daemons, last_words, private_folder, private_ray
 from jobs.driver.signals import restored_handlers
 from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError, first_line
 from raytrain.plan.choice import Resolved
@@ -130,12 +131,14 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, work
         InputError: the address cannot be reached.
         RunError: a private cluster did not start, or Ray failed while it was used.
     """
-    if address == "connected":
-        with restored_environment(), _loggers_restored():
-            yield from _already_connected(verbose=verbose)
-        return
-    with _program_restored():
-        yield from _connected(address, num_cpus=num_cpus, num_gpus=num_gpus, verbose=verbose, workers=workers)
+    with warnings.catch_warnings():
+        leave_rays_warnings()
+        if address == "connected":
+            with restored_environment(), _loggers_restored():
+                yield from _already_connected(verbose=verbose)
+            return
+        with _program_restored():
+            yield from _connected(address, num_cpus=num_cpus, num_gpus=num_gpus, verbose=verbose, workers=workers)
 
 
 @contextlib.contextmanager
@@ -253,14 +256,17 @@ def _start_private(folder: str, options: dict[str, Any]) -> None:
     """Start the private cluster; if that fails, try once more with longer time limits.
 
     Raises:
-        RunError: both attempts failed.
+        RunError: both attempts failed, or one of Ray's daemons ended of itself, which it would do again.
     """
     try:
         _init("local", options)
         return
     except Exception as error:  # Ray raises plain `Exception` when a daemon does not start in time
         first = error
+    words = last_words(os.path.join(folder, "r"))
     _abandon(folder)
+    if getattr(first, "of_itself", False):
+        raise RunError(f"{RAY_NOT_STARTED}: {first}" + f"; {words}" * bool(words)) from first
     for name, value in PATIENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -283,6 +289,7 @@ def _init(address: str, options: dict[str, Any]) -> None:
     import ray
 
     from raytrain.execution.ray_private import (
+        free_agent_port,
         only_needed_daemons,
         own_process_groups,
         prompt_look_up,
@@ -291,10 +298,12 @@ def _init(address: str, options: dict[str, Any]) -> None:
 
     reread_environment()
     with (
+        variables_kept_from_ray(),
         restored_handlers(),  # Ray puts a handler of SIGTERM in place that exits with 15; every verb has 130
-        own_process_groups(),
+        own_process_groups() as daemons,
+        free_agent_port(),
         only_needed_daemons(logs=options["log_to_driver"]),
-        prompt_look_up(meanwhile=_import_train),
+        prompt_look_up(meanwhile=_import_train, daemons=daemons),
     ):
         ray.init(address=address, ignore_reinit_error=True, **options)
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.devices.inventory import local_inventory
-from cluster.environment import LOOPBACK, ray_environment
+from cluster.environment import LOOPBACK, ray_environment, variables_kept_from_ray
+from cluster.private_ray import last_words
 from raytrain.errors import InputError, RunError, first_line
 
 STORE_FRACTION = 0.3
@@ -91,7 +92,7 @@ def ray_node(*, folder: str, address: str, share: NodeShare, head: str | None = 
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    from raytrain.execution.ray_private import only_needed_daemons, own_process_groups, reread_environment
+    from raytrain.execution.ray_private import only_needed_daemons, own_process_groups, prompt_look_up, reread_environment
 
     reread_environment()
     (here,) = local_inventory().nodes
@@ -112,11 +113,17 @@ def ray_node(*, folder: str, address: str, share: NodeShare, head: str | None = 
     )
     node = None
     try:
-        with own_process_groups(), only_needed_daemons(logs=False):
+        with (
+            variables_kept_from_ray(),
+            own_process_groups() as daemons,
+            only_needed_daemons(logs=False),
+            prompt_look_up(meanwhile=lambda: None, daemons=daemons),
+        ):
             node = Node(parameters, head=head is None, shutdown_at_exit=False, spawn_reaper=True)
     except Exception as error:  # Ray raises plain `Exception` too
         what = "start the head" if head is None else f"join the head at {head}"
-        raise RunError(f"Ray could not {what} on {address}: {first_line(error)}") from error
+        words = last_words(os.path.join(folder, "r"))
+        raise RunError(f"Ray could not {what} on {address}: {first_line(error)}" + f"; {words}" * bool(words)) from error
     try:
         yield str(node.gcs_address)
     finally:

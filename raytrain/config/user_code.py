@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster.environment import take_variables
 from raytrain.config.messages import suggestion
 from raytrain.errors import InputError, RaytrainError, first_line
 
@@ -54,9 +55,10 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
 
 def import_from(folder: str) -> None:
     """In a process of Ray, whose working directory is that of the daemon which started it: from now on user code is
-    imported from `folder`, the working directory of the command."""
+    imported from `folder`, the working directory of the command, and has the variables that are meant for it."""
     _IN_PLACE_OF[os.getcwd()] = folder
     make_importable(folder)
+    take_variables()
 
 
 def make_importable(folder: str) -> None:

@@ -12,6 +12,7 @@ name, the run still works, but starts more slowly or is less well protected from
 | `ray._private.ray_constants.ENABLE_RAY_CLUSTER` | a node's address is loopback | as for `Config` |
 | `ray._private.worker.print_to_stdstream` | no pages of Ray's daemons in the output | they are printed |
 | `ray._private.services.ConsolePopen` | start the daemons in process groups of their own | they stay in ours |
+| `ray._private.parameter.RayParams` | the agent's port is not Ray's default | a later `ray start` has no agent |
 | `ray._private.node.Node.start_monitor`, `.start_log_monitor`, `.start_api_server` | omit daemons | they start |
 | `DataParallelTrainer._create_default_callbacks` | omit two callbacks, each an actor | they are started |
 | `DataParallelTrainer._initialize_and_run_controller` | pass our scaling policy | Ray's own policy |
@@ -20,7 +21,8 @@ name, the run still works, but starts more slowly or is less well protected from
 | `WorkerGroup.get_workers`, `.shutdown`, `Worker.actor` | end workers that formed no process group | left to Ray |
 | `...execution.callback.ControllerCallback` | leave a faulty node out | it is used again |
 | `ray._private.state.actors` | end Train's controller, so that the driver can leave Ray | the run ends with an error |
-| `ray._private.state.available_resources_per_node` | an elastic run finds room | it keeps its number of workers |
+| `ray._private.state.available_resources_per_node` | room by node | elastic runs keep their number of workers |
+| `ray._private.worker.global_worker.gcs_client`, `ray.autoscaler.v2.utils` | is there an autoscaler | one is assumed |
 | `ray._private.worker._global_node.dead_processes` | notice at once that a daemon died | Ray's calls fail later |
 | `ray._private.services.get_ray_address_from_environment` | "auto" finds a cluster on loopback | Ray looks itself |
 | `ray._private.services.get_node` | look for the starting node 50 times a second | Ray looks once a second |
@@ -46,10 +48,12 @@ import contextlib
 import functools
 import glob
 import importlib
+import json
 import os
+import re
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,20 +163,25 @@ def no_pages_of_daemons() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_process_groups() -> Iterator[None]:
-    """Context manager in which `ray.init` starts Ray's daemons in their own process groups.
+def own_process_groups() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Context manager in which `ray.init` starts Ray's daemons in their own process groups; yields those it starts.
 
     A shell, `timeout` and service managers signal an entire process group, which would end the daemons before the
     workers could save. The daemons still end with this process: the kernel signals its death to them.
     """
-    original = find("ray._private.services", "ConsolePopen")
+    original, started = find("ray._private.services", "ConsolePopen"), list[subprocess.Popen[bytes]]()
     if not (isinstance(original, type) and issubclass(original, subprocess.Popen)):
-        yield
+        yield started
         return
+
+    def start(*given: Any, **named: Any) -> Any:
+        started.append(original(*given, process_group=0, **named))
+        return started[-1]
+
     services: Any = importlib.import_module("ray._private.services")
-    services.ConsolePopen = functools.partial(original, process_group=0)
+    services.ConsolePopen = start
     try:
-        yield
+        yield started
     finally:
         services.ConsolePopen = original
 
@@ -198,13 +207,48 @@ def only_needed_daemons(*, logs: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def prompt_look_up(*, meanwhile: Callable[[], object]) -> Iterator[None]:
-    """Context manager in which `ray.init` notices within 20 ms that its node has started.
+def free_agent_port() -> Iterator[None]:
+    """Context manager in which the agent of the node that `ray.init` starts takes any free port.
 
-    Ray's own function looks for the node once a second, which takes half a second of a start on average.
+    At its default port, a `ray start` beside the run would have no agent for its own, which starts no jobs then.
+    """
+    original = find("ray._private.parameter", "RayParams")
+    if original is None:
+        yield
+        return
+    parameter: Any = importlib.import_module("ray._private.parameter")
+    parameter.RayParams = functools.partial(original, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        parameter.RayParams = original
+
+
+class DaemonEnded(Exception):
+    """A daemon of a node ended while the node started. Ray would wait for it.
+
+    Attributes:
+        of_itself: nobody has killed it.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        name = os.path.basename(os.fsdecode(list(process.args)[0]))  # pyright: ignore[reportArgumentType]  (a list)
+        super().__init__(f"its process {name} ended at once, with exit code {process.returncode}")
+        self.of_itself = process.returncode >= 0
+
+
+@contextlib.contextmanager
+def prompt_look_up(
+    *, meanwhile: Callable[[], object], daemons: Sequence[subprocess.Popen[bytes]] = ()
+) -> Iterator[None]:
+    """Context manager in which `ray.init` notices within 20 ms that its node has started, or that it never will.
+
+    Ray's own function looks for the node once a second, which takes half a second of a start on average, and goes on
+    looking for half a minute after a daemon has ended.
 
     Args:
         meanwhile: is called while the daemons of the node start.
+        daemons: of the node. One that ends raises a `DaemonEnded` in `ray.init`.
     """
     original, states = find("ray._private.services", "get_node"), find("ray._private.state", "GlobalState")
     options = find("ray._private.services", "_get_gcs_client_options")
@@ -219,8 +263,15 @@ def prompt_look_up(*, meanwhile: Callable[[], object]) -> Iterator[None]:
             state = states()
             state._initialize_global_state(options(gcs_address))
             until = time.monotonic() + LOOK_FOR_S
-            while time.monotonic() < until and all(row["NodeID"] != node_id for row in state.node_table()):
+            while (
+                time.monotonic() < until
+                and all(one.poll() is None for one in daemons)
+                and all(row["NodeID"] != node_id for row in state.node_table())
+            ):
                 time.sleep(LOOK_EVERY_S)
+        for one in daemons:
+            if one.poll() is not None:
+                raise DaemonEnded(one)
         return original(gcs_address, node_id)
 
     services.get_node = get_node
@@ -402,6 +453,21 @@ def free_by_node(*, without: Collection[str] = ()) -> list[dict[str, float]]:
     """
     free = find("ray._private.state", "available_resources_per_node")
     return [] if free is None else [amounts for node, amounts in free().items() if node not in without]
+
+
+def autoscales() -> bool:
+    """Whether an autoscaler may add nodes to the connected cluster; True where Ray does not tell.
+
+    The monitor of a cluster without one reports each node as a type of its own, "node_" and its id.
+    """
+    client: Any = find(find("ray._private.worker", "global_worker"), "gcs_client")
+    second: Any = find("ray.autoscaler.v2.utils", "is_autoscaler_v2")
+    try:
+        report = json.loads(client.internal_kv_get(b"__autoscaling_status", None) or "{}").get("autoscaler_report")
+        kinds = [*(report or {}).get("active_nodes", {}), *(report or {}).get("pending_launches", {})]
+        return bool(second(gcs_client=client)) or not all(re.fullmatch(r"node_[0-9a-f]{40,}", one) for one in kinds)
+    except Exception:  # of another version of Ray, in any form
+        return True
 
 
 def dead_daemons() -> list[str]:
