@@ -517,6 +517,7 @@ def _in_child(check: FirstBatch, write: int, *, run: bool, trace: bool, limit_s:
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
         sys.stdout = sys.stderr = open(nowhere, "w", closefd=False)  # noqa: SIM115  (a notebook's go elsewhere)
+        os.environ["PYTHONBREAKPOINT"] = "0"
         faulthandler.disable()
         _limit_memory()
         torch.set_num_threads(1)  # the threads of this process were not forked
