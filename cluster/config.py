@@ -67,7 +67,8 @@ class ClusterConfig(Section):
     memory_limit: Count | None = Field(
         default=None,
         examples=[2147483648],
-        description="bytes of device memory, or of RAM on a CPU, that one worker may use; null: the fraction",
+        description="bytes of device memory, or of RAM on a CPU, that one worker may use, where allocations beyond it "
+        "fail; null: the fraction",
     )
     memory_soft_limit: Count | None = Field(
         default=None,

@@ -148,8 +148,9 @@ def main() -> None:
     help="resume the run in this folder; `auto`: the newest unfinished run of the same job, else start one",
 )
 @click.option("--from-tune", "sweep", metavar="DIR", help="train with the best.yaml of this search folder")
+@click.option("--debug", is_flag=True, help="train in this process, without Ray: breakpoint() has the terminal")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
-def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, verbose: bool) -> None:
+def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, debug: bool, verbose: bool) -> None:
     """Train a model from JOB.yaml or a recipe (default: the recipe `default`)."""
     from rich.console import Console
 
@@ -162,7 +163,8 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
 
         path = found_job(sweep, beside=path or resume)
     output.outlive_output()
-    result = run_train(path, overrides, resume=resume, verbose=verbose, console=Console(highlight=False))
+    console = Console(highlight=False)
+    result = run_train(path, overrides, resume=resume, verbose=verbose, debug=debug, console=console)
     code = {"done": 0, "failed": 1, "interrupted": INTERRUPTED}[result.status]
     close(code)
     output.end_at_once(code)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from cluster.environment import restored_environment
 from jobs.driver.attempts import RunAttempts, RunPlanner
+from jobs.driver.debug import ONE_PROCESS, debugged, refuse_without_terminal
 from jobs.driver.result import Result, close_run, command_start, result_of
 from jobs.driver.resume import Resumed, check_checkpoints, open_resumed
 from jobs.driver.runtime import cluster_address
@@ -44,6 +45,7 @@ def train(
     resume: str | None = None,
     verbose: bool = False,
     quiet: bool = False,
+    debug: bool = False,
 ) -> Result:
     """Train a job from Python, in a script or a notebook.
 
@@ -54,6 +56,7 @@ def train(
         overrides: `section.key=value` strings, as on the command line.
         resume: the run folder to resume, or "auto".
         verbose, quiet: show Ray's own messages; print nothing.
+        debug: train in this process, without Ray, so that `breakpoint()` and debuggers stop in the user's code.
 
     Returns:
         How the run ended. After a KeyboardInterrupt (Ctrl-C, the Stop button of a notebook) the workers save, `status`
@@ -92,7 +95,7 @@ def train(
     path = None if mapping is not None or job is None else Path(str(job))
     console = Console(quiet=quiet, highlight=False)
     with restored_environment():
-        result = run_train(path, changes, mapping=mapping, resume=resume, verbose=verbose, console=console)
+        result = run_train(path, changes, mapping=mapping, resume=resume, verbose=verbose, debug=debug, console=console)
     if result.status == "failed":
         raise RunError(f"{result.reason} (run folder: {result.run})")
     return result
@@ -105,10 +108,14 @@ def run_train(
     mapping: Mapping[str, Any] | None = None,
     resume: str | None = None,
     verbose: bool = False,
+    debug: bool = False,
     console: Console,
 ) -> Result:
-    """Load a job, or the run to resume, and train it."""
+    """Load a job, or the run to resume, and train it; with `debug` in this process (`jobs.driver.debug`)."""
     began = time.time()
+    if debug:
+        refuse_without_terminal()
+        overrides = [*overrides, *ONE_PROCESS]
     signals = StopSignals()
     signals.install()
     try:
@@ -125,7 +132,8 @@ def run_train(
         refuse_later(loaded.spec, "train")
         if resume == "auto":
             resumed = _unfinished(path, overrides, loaded, console)
-        return train_loaded(loaded, resumed=resumed, signals=signals, verbose=verbose, console=console, began=began)
+        more: Any = {"signals": signals, "verbose": verbose, "debug": debug, "console": console, "began": began}
+        return train_loaded(loaded, resumed=resumed, **more)
     finally:
         signals.restore()
 
@@ -145,14 +153,16 @@ def _unfinished(path: Path | None, overrides: Sequence[str], loaded: LoadedSpec,
 
 
 def train_loaded(
-    loaded: LoadedSpec, *, resumed: Resumed | None, signals: StopSignals, verbose: bool, console: Console, began: float
-) -> Result:
+    loaded: LoadedSpec, *, resumed: Resumed | None, signals: StopSignals, verbose: bool, console: Console, began: float,
+    debug: bool = False,
+) -> Result:  # fmt: skip
     """Train a loaded job: everything from the checks on the driver to the report.
 
     Args:
         resumed: the run to resume; None starts a new one.
         signals: stops the run.
         began: when the command started, in unix seconds.
+        debug: train in this process.
 
     Raises:
         InputError: the job or the machines are wrong; no run folder was made.
@@ -167,17 +177,21 @@ def train_loaded(
 
         spec = resolved(loaded.spec)
         loads = resumed.run if resumed is not None and resumed.has_checkpoint() else None
-        checked = check_on_driver(spec, resumed=loads)
+        checked = check_on_driver(spec, resumed=loads, run_batch=not debug)
     if checked.note is not None:
         console.print(checked.note, markup=False, soft_wrap=True)
 
+    planner = RunPlanner(
+        loaded, spec, checked, resumed=resumed, began=began, phases=phases, console=console, verbose=verbose
+    )
+    if debug:
+        opened, result = debugged(planner, spec, data=checked.handed, signals=signals, console=console)
+        return close_run(opened.run, result, console=console, phases=phases)
     with _cluster_of(spec, console=console, phases=phases) as address:
         attempts = RunAttempts(
             spec,
             address=address,
-            planner=RunPlanner(
-                loaded, spec, checked, resumed=resumed, began=began, phases=phases, console=console, verbose=verbose
-            ),
+            planner=planner,
             data=checked.handed,
             signals=signals,
             console=console,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bdb import BdbQuit
 
 GUESS = "did you mean "
 """How a remedy begins that names what was probably meant."""
@@ -117,4 +118,6 @@ def message_of(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its type if the message is empty."""
+    if isinstance(error, BdbQuit):
+        return "a debugger was left, or found no terminal: `raytrain train --debug` trains where it has one"
     return (message_of(error).splitlines() or [type(error).__name__])[0]

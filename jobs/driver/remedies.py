@@ -313,9 +313,8 @@ def record_remedies(run: RunFolder, *, failed: bool, reason: str) -> None:
     blamed = reason if RAN_OUT.search(reason) or fault is None else fault.message
     planned = replace(planned, process="host_memory" if "expert host" in blamed else "memory")
     needed, found = planned.memory_remedies()
-    if found:
-        why = f"{found[0].setting} is the best of {len(found)} changes that need less memory"
-        listed = [asdict(one) for one in found]
-        run.append_event(
-            event("memory_remedies", process=planned.process, needed_bytes=needed, remedies=listed, reason=why)
-        )
+    listed, best = [asdict(one) for one in found], found[0].setting if found else "none"
+    why = f"{best} is the best of {len(found)} changes that need less memory"
+    run.append_event(
+        event("memory_remedies", process=planned.process, needed_bytes=needed, remedies=listed, reason=why)
+    )

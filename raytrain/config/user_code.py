@@ -61,6 +61,9 @@ def import_from(folder: str) -> None:
     take_variables()
 
 
+_passed_over: set[str] = set()
+
+
 def make_importable(folder: str) -> None:
     """Append `folder` to the import path if it is missing there; never first, so that it shadows nothing."""
     real = os.path.realpath(folder)
@@ -91,6 +94,25 @@ def check_shadowing(folder: str | None = None) -> None:
                 expected=f"another name, since it hides the package {package} of raytrain",
                 remedy="rename it, or run the command from another directory",
             )
+
+
+def pass_over_breakpoints() -> None:
+    """From now on `breakpoint()` in this process and those that it starts only says where it is: there is no terminal.
+
+    A debugger that was chosen keeps its breakpoints: by PYTHONBREAKPOINT, or Ray's own by RAY_DEBUG. Ray chooses its
+    own without being asked, which waits until somebody connects to it.
+    """
+    if "RAY_DEBUG" not in os.environ and os.environ.get("PYTHONBREAKPOINT", "ray.").startswith("ray."):
+        os.environ["PYTHONBREAKPOINT"] = f"{__name__}.passed_over"
+
+
+def passed_over(*args: Any, **keywords: Any) -> None:
+    """In place of `breakpoint()`: a line the first time at each place."""
+    caller = sys._getframe(1)
+    place = f"{_short_path(caller.f_code.co_filename)}:{caller.f_lineno}"
+    if place not in _passed_over:
+        _passed_over.add(place)
+        print(f"breakpoint() at {place} is passed over, as there is no terminal here: `raytrain train --debug` stops")
 
 
 def users_error(error: BaseException, *, key: str, doing: str) -> InputError:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from cluster.placement import on_this_node
@@ -269,6 +270,19 @@ def _answer(reference: Any) -> int | None:
         return None
 
 
+class OwnProcess:
+    """In place of the actor where the worker runs in the driver's own process, without Ray (`train --debug`).
+
+    Args:
+        asked: set by a request to stop.
+        show: receives the progress.
+    """
+
+    def __init__(self, asked: threading.Event, show: Callable[[dict[str, Any]], None]) -> None:
+        self.asked = asked
+        self.report_progress = SimpleNamespace(remote=show)
+
+
 def open_channel() -> Any:
     """Start the `DriverChannel` actor on the driver's node; it reserves no CPU and dies with the driver."""
     import ray
@@ -288,6 +302,10 @@ def on_stop_request(channel: Any, then: Callable[[], None]) -> None:
     """Call `then` in a background thread once the driver requests a stop through the `DriverChannel` actor."""
 
     def wait() -> None:
+        if isinstance(channel, OwnProcess):
+            channel.asked.wait()
+            then()
+            return
         import ray
         import ray.exceptions
 

@@ -8,6 +8,7 @@ next attempt decides how to continue.
 
 from __future__ import annotations
 
+import bdb
 import os
 import sys
 import threading
@@ -30,7 +31,7 @@ from cluster.telemetry.warnings import HIGH
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.resolve import resolve_choices
 from raytrain.checkpoint.retention import discard_after
-from raytrain.config.user_code import import_from, raised_at, resolve, users_place
+from raytrain.config.user_code import import_from, pass_over_breakpoints, raised_at, resolve, users_place
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import source_from_driver
 from raytrain.data.transfer import TRANSFERS, TransferCounts
@@ -46,7 +47,7 @@ from raytrain.errors import (
 )
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.driver_channel import AttemptResult, kept, on_stop_request, signs_of_life
+from raytrain.execution.driver_channel import AttemptResult, OwnProcess, kept, on_stop_request, signs_of_life
 from raytrain.execution.export import export
 from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
@@ -82,6 +83,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
     """
     keep_freed_memory()
     keep_parents_objects()  # the user's own datasets may fork
+    pass_over_breakpoints()
     import_from(config["import_path"])  # the job names the user's classes: importable before it is unpickled
     workers = Workers()
     channel = config["channel"]
@@ -159,6 +161,8 @@ class Worker:
             self._record_fault(error)
             raise
         except (Exception, SystemExit) as error:  # a library that the user's code calls may exit
+            if isinstance(error, bdb.BdbQuit) and isinstance(self.channel, OwnProcess):
+                return self._result("interrupted", "the debugger was left")
             self._print_error(error)
             self._record_fault(error)
             raise
@@ -274,7 +278,7 @@ class Worker:
             traceback.print_exc()  # the frames of the user's own code
         why = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {first_line(error)}"
         return (
-            f"the training is complete and its checkpoint of step {self._committed()} is kept, but its "
+            f"the training is complete and its checkpoint of step {self.committed()} is kept, but its "
             f"{NOT_EXPORTED}: {why}. When that is fixed, `{shell_command('export', self.run_folder.path)}` writes "
             "them; --to DIR writes them elsewhere"
         )
@@ -397,9 +401,10 @@ class Worker:
     def _result(self, status: Literal["done", "failed", "interrupted"], reason: str) -> AttemptResult | None:
         if self.workers.rank:
             return None
-        return AttemptResult(status, reason, steps=self._committed())
+        return AttemptResult(status, reason, steps=self.committed())
 
-    def _committed(self) -> int:
+    def committed(self) -> int:
+        """Steps that this attempt has complete, with those before it."""
         return self.session.state.step if self.session else self.from_step
 
     def _step(self) -> int:
@@ -484,11 +489,12 @@ def fault_of(
         rank=rank,
         step=step,
         error=type(error).__name__,
-        message="".join(message_of(error).splitlines()[:1]),
+        message=first_line(error) if message_of(error) or isinstance(error, bdb.BdbQuit) else "",
         traceback=traceback.format_exc(),
         precision=precision,
         reduced=precision in ("bf16", "fp16", "tf32"),
-        final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory | CollectiveFailed | StateLost),
+        final=isinstance(error, RaytrainError | bdb.BdbQuit)
+        and not isinstance(error, OutOfMemory | CollectiveFailed | StateLost),
         from_step=from_step,
         time=time.time(),
         out_of_memory=is_out_of_memory(error, device=device),

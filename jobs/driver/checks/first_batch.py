@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import resource
 import select
 import signal
 import sys
@@ -33,6 +32,7 @@ import torch.distributed as dist
 from cluster.devices.inventory import local_inventory
 from cluster.devices.limits import memory_bytes
 from cluster.forks import keep_parents_objects
+from cluster.telemetry.process import limit_memory, process_memory
 from cluster.wording import counted
 from jobs.driver.runtime import cluster_address
 from jobs.job.spec import JobSpec
@@ -50,7 +50,7 @@ from raytrain.train.build import build_trainable
 from raytrain.train.compute.trace import TracedModel, trace_model
 from raytrain.train.device import seed_everything
 from raytrain.train.loader import cast_floating
-from raytrain.train.memory.device import is_out_of_memory, process_sizes
+from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.placing import place
 from raytrain.train.precision.policy import PrecisionPolicy, policy_for
 from raytrain.train.split_check import split_changes
@@ -189,7 +189,7 @@ class FirstBatch:
         except InputError:
             raise
         except Exception as error:
-            if many == few or self._is_memory(error):
+            if many == few or is_out_of_memory(error, device=CPU):
                 raise
             found = self._error(error)
             if self.too_large(many) is not None:
@@ -223,7 +223,7 @@ class FirstBatch:
             try:
                 self._passes(trainable, policy, last, splits=1)
             except Exception as error:
-                if self._is_memory(error) or (not self.on_cpu and _about_gpu(error)):
+                if is_out_of_memory(error, device=CPU) or (not self.on_cpu and _about_gpu(error)):
                     return
                 found, drop = self._error(error), "data.drop_last=true leaves these rows out, or "
                 raise InputError(
@@ -329,10 +329,6 @@ class FirstBatch:
                 raise
             # this process ran a backward pass before the fork, as in a notebook: torch refuses another one here
 
-    def _is_memory(self, error: BaseException) -> bool:
-        by_type = is_out_of_memory(error, device=CPU)
-        return by_type or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-
     def outcome(self) -> dict[str, Any]:
         """Run, and describe what happened: {"error": ...}, {"skipped": reason} or {}."""
         try:
@@ -340,7 +336,7 @@ class FirstBatch:
         except Skipped as reason:
             return {"skipped": str(reason)}
         except BaseException as error:  # whatever the user's code raises, SystemExit included
-            if self._is_memory(error):
+            if is_out_of_memory(error, device=CPU):
                 return {"skipped": "it needs more memory than this check may use"}
             if not self.on_cpu and not isinstance(error, RaytrainError) and _about_gpu(error):
                 return {"skipped": f"{NEEDS_GPU}, and the run may be on a GPU ({first_line(error)})"}
@@ -365,7 +361,7 @@ class FirstBatch:
                 outputs = outputs_of(trainable.module, given)
             count = rows_of(given)
         except BaseException as error:  # whatever the user's code raises without labels, SystemExit included
-            return None if self._is_memory(error) else f"{type(error).__name__}: {first_line(error)}"
+            return None if is_out_of_memory(error, device=CPU) else f"{type(error).__name__}: {first_line(error)}"
         if outputs.shape[:1] != (count,):
             return f"the model returned outputs of shape {tuple(outputs.shape)} for {count} rows"
         return ""
@@ -517,8 +513,9 @@ def _in_child(check: FirstBatch, write: int, *, run: bool, trace: bool, limit_s:
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
         sys.stdout = sys.stderr = open(nowhere, "w", closefd=False)  # noqa: SIM115  (a notebook's go elsewhere)
+        os.environ["PYTHONBREAKPOINT"] = "0"
         faulthandler.disable()
-        _limit_memory()
+        limit_memory(process_memory().rss + int(MEMORY_SHARE * memory_bytes()[1]))
         torch.set_num_threads(1)  # the threads of this process were not forked
         _open_group()
         outcome: dict[str, Any] = {}
@@ -533,14 +530,6 @@ def _in_child(check: FirstBatch, write: int, *, run: bool, trace: bool, limit_s:
             os.write(write, json.dumps(check.split_changes()).encode() + b"\n")
     finally:
         os._exit(0)
-
-
-def _limit_memory() -> None:
-    more = int(MEMORY_SHARE * memory_bytes()[1])
-    used = process_sizes().get("VmData", 0)
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    wanted = used + more if hard == resource.RLIM_INFINITY else min(hard, used + more)
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
 
 def _open_group() -> None:

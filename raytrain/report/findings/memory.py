@@ -36,7 +36,10 @@ def memory_failure(records: RunRecords, reason: str) -> Finding | None:
         "error",
         "The run failed: memory ran out",
         f"{reason}; the plan estimates {size(needed)} for {process}{cached}",
-        f"Set one of these, the best first, with the bytes that {process} needs less by the plan's formula:",
+        f"Set one of these, the best first, with the bytes that {process} needs less by the plan's formula:"
+        if options
+        else "No key of the job needs less by the plan's formula: what the code itself keeps must become smaller, or "
+        "cluster.memory_limit higher",
         (*pieces, *(_option(one, needed) for one in options)),
     )
 

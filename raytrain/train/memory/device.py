@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cluster.devices.limits import ROOT, memory_bytes
-from cluster.telemetry.process import process_memory, reset_peak
+from cluster.telemetry.process import is_own_limit, limit_memory, process_memory, process_sizes, reset_peak
 from raytrain.errors import CollectiveFailed, OutOfMemory, message_of
 from raytrain.train.memory.allocator import freed_at_once, give_back_free_pages
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 #: On a CPU torch raises a plain RuntimeError when memory runs out. It counts as out of memory if at least this fraction
 #: of the limit was in use: the failed allocation is unknown, but hardly larger than all memory already in use.
 PRESSED = 0.5
+
+#: What torch's allocator of a CPU says, and C++ where the memory of a container is refused.
+CPU_ALLOCATOR = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|^std::bad_alloc")
 
 #: `cudaErrorMemoryAllocation` and `hipErrorOutOfMemory`: what a `torch.AcceleratorError` carries as its `error_code`.
 ALLOCATION_FAILED = 2
@@ -115,10 +118,11 @@ def limit_device_memory(
     """Limit the device's allocator to this process's share of `fraction`, and to `limit` bytes.
 
     Returns:
-        The fraction of the device that was set. None on a CPU, which has no such limit: there, a measured peak above
-        the budget counts as out of memory.
+        The fraction of the device that was set. None on a CPU, where only `limit` is enforced, on this process: a
+        measured peak above the rest of the budget counts as out of memory.
     """
     if device.type != "cuda":
+        limit_memory(limit)
         return None
     total = torch.cuda.get_device_properties(device).total_memory
     share = fraction / processes
@@ -144,9 +148,9 @@ def is_out_of_memory(error: BaseException, *, device: torch.device | None, budge
     torch's device allocators and Python have exception types for it, and torch's error of the CUDA runtime has a code.
     All other errors are judged by memory use, never by their message alone:
 
-    - On a CPU, torch's allocator raises a plain RuntimeError, as do many other errors. Such an error counts if the
-      process was close to a limit at which allocations fail (RLIMIT_AS, RLIMIT_DATA), or to `budget` resident bytes.
-      (At the limit of a cgroup or the machine, the process is killed.)
+    - On a CPU, torch's allocator raises a plain RuntimeError with its own name and the bytes that it was refused
+      (`CPU_ALLOCATOR`), which counts always. Others count if the process was close to a limit at which allocations fail
+      (RLIMIT_AS, RLIMIT_DATA), or to `budget` resident bytes. (At that of a cgroup, the process is killed.)
     - On a GPU, an error of a library that allocates by itself (`LIBRARY_FAILED`) counts if little memory is free.
 
     A `CollectiveFailed` is judged by its cause. If the device is unknown (None), only type and code decide.
@@ -157,7 +161,11 @@ def is_out_of_memory(error: BaseException, *, device: torch.device | None, budge
         return True
     if isinstance(error, torch.AcceleratorError):
         return getattr(error, "error_code", None) == ALLOCATION_FAILED
-    if device is None or not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError):
+        return False
+    if CPU_ALLOCATOR.search(message_of(error)):
+        return True
+    if device is None:
         return False
     if device.type == "cuda":
         return LIBRARY_FAILED.search(message_of(error)) is not None and _little_is_free(device)
@@ -209,20 +217,10 @@ def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[
     sizes = process_sizes(root)
     for kind, name in ((resource.RLIMIT_AS, "VmPeak"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(kind)
-        if soft != resource.RLIM_INFINITY and soft > 0:
+        if soft != resource.RLIM_INFINITY and soft > 0 and not (name == "VmData" and is_own_limit(soft)):
             yield sizes.get(name, 0), soft
     if budget:
         yield process_memory(root=root).peak, budget
-
-
-def process_sizes(root: Path = ROOT) -> dict[str, int]:
-    """Sizes of this process in bytes by their names in /proc/self/status; empty if the file does not exist."""
-    try:
-        lines = (root / "proc/self/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    rows = (line.split() for line in lines if line.startswith("Vm"))
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
 
 
 def processes_sharing(device: torch.device, workers: Workers) -> int:

@@ -1,0 +1,67 @@
+"""`train --debug`: the worker of a run in the command's own process, where a debugger has the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from cluster.checks.ray_job import is_submitted
+from cluster.devices.inventory import local_inventory
+from jobs.driver.attempts import RunPlanner
+from jobs.driver.plan import show_only_picked
+from jobs.driver.run_folder import OpenRun
+from jobs.driver.screen.phases import TRAINING
+from jobs.driver.screen.progress import figures
+from jobs.driver.signals import StopSignals
+from jobs.job.spec import JobSpec
+from jobs.torchrun.launch import leader
+from raytrain.config.user_code import users_place
+from raytrain.errors import InputError, RaytrainError, first_line
+from raytrain.execution.driver_channel import AttemptResult, OwnProcess
+
+#: Keys that `--debug` sets: what a user's code does happens in one thread of one process, and is not compiled.
+ONE_PROCESS = ("scale.workers=1", "experts.hosts=0", "data.loader_workers=0", "loop.compile=off")
+
+
+def refuse_without_terminal() -> None:
+    """Raises InputError under torchrun and in a submitted job, whose processes have no terminal."""
+    if leader() is not None or is_submitted():
+        where = "in a submitted job" if is_submitted() else "under torchrun"
+        raise InputError("--debug", got=where, expected="a command of its own on this machine")
+
+
+def debugged(
+    planner: RunPlanner, spec: JobSpec, *, data: Any, signals: StopSignals, console: Console
+) -> tuple[OpenRun, AttemptResult]:
+    """Train in this process; returns the run folder and how it ended. A failure is not tried again.
+
+    Args:
+        data: the data that the driver read, or None.
+        signals: the first one saves and stops the run as usual, unless the debugger has taken Ctrl-C for itself.
+    """
+    inventory = local_inventory()
+    opened = planner.open(inventory)
+    show_only_picked(str(opened.plan.choices()["accelerator"].value_or("cpu")), inventory)
+    from jobs.driver.checks.job import train_job  # imports torch
+    from raytrain.execution.worker import Worker
+    from raytrain.train.parallel.collectives import Workers
+
+    def show(progress: dict[str, Any]) -> None:
+        row = progress.get("row") or {}
+        if row.get("kind") == "train" and progress.get("phase") is None:  # an evaluation is printed by itself
+            line = f"step {row['step']}/{opened.plan.max_steps.value_or('?')}  {figures(row)}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    job = train_job(spec, opened.plan, opened.run, attempt=opened.attempt)
+    worker = Worker(job, workers=Workers(), local_rank=0, channel=OwnProcess(signals.asked, show))
+    signals.training = True
+    planner.phases.begin(TRAINING)
+    try:
+        result = worker.run(data)
+        assert result is not None  # rank 0 returns one
+    except (Exception, SystemExit) as error:  # the worker has printed and recorded it
+        why = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {first_line(error)}"
+        place = users_place(error)
+        result = AttemptResult("failed", f"{why} ({place})" if place else why, steps=worker.committed())
+    return opened, result
