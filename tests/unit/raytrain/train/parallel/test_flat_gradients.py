@@ -219,6 +219,18 @@ def test_weights_of_any_strides_and_complex_ones_are_rows_of_real_numbers() -> N
         assert torch.equal(own.grad, 2 * weight.grad) and own.grad.stride() == own.stride()
 
 
+def test_a_hook_that_takes_a_gradient_away_is_refused_and_the_check_leaves_with_the_session() -> None:
+    module = module_of()
+    handle = module[1].weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    gradients = HeldGradients(module.parameters())
+    with pytest.raises(RunError, match=r"hook has taken away .* shape \(\d+, \d+\)"):
+        step(gradients, lambda at: module(torch.ones(1, 6)).sum(), number=1)
+    gradients.release()
+    assert len(module[1].weight._post_accumulate_grad_hooks) == 1
+    handle.remove()
+    held(module, lambda at: module(torch.ones(1, 6)).sum())
+
+
 @pytest.mark.parametrize("number", [1, 3])
 def test_sparse_gradients_are_held_dense(number: int) -> None:
     module, plain = nn.Embedding(5, 3, sparse=True), nn.Embedding(5, 3)
