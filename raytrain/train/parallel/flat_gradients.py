@@ -257,8 +257,8 @@ def _refuse_taken(parameter: nn.Parameter) -> None:
     if parameter.grad is None:
         raise RunError(
             f"a hook has taken away the gradient of a parameter of shape {tuple(parameter.shape)}, such as one that "
-            "steps an optimizer of its own in backward: it would also act in passes that are only measured; remove it, and "
-            "choose the optimizer by optim.name"
+            "steps an optimizer of its own in backward: it would also act in passes that are only measured; remove it, "
+            "and choose the optimizer by optim.name"
         )
 
 
