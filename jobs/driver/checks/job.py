@@ -37,6 +37,7 @@ from raytrain.data.sources.open import read_on_driver, source_from_driver
 from raytrain.errors import CheckpointError, InputError
 from raytrain.execution.observers import load_observers
 from raytrain.models.blocks import blocks_of
+from raytrain.models.huggingface.class_names import check_names, stored_names
 from raytrain.models.weights.headers import find_weights
 from raytrain.models.weights.initial import StartingWeights
 from raytrain.plan.facts import DataFacts, ModelFacts
@@ -117,6 +118,10 @@ def check_on_driver(
         check_fits(trainable.module, resumed)
     elif initial and spec.model.init_from is not None:
         StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
+    labels = "label_field" if "label_field" in spec.data.keys else "label"
+    start = resumed.path if resumed is not None else spec.model.init_from if initial else None
+    if start is not None and spec.data.keys.get("class_names", "auto") == "auto":
+        check_names(source.class_names, stored_names(start), key=f"data.{labels}")
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
     if spec.loop.compile not in ("off", "auto") or spec.loop.compile_parts != "auto":

@@ -11,6 +11,7 @@ import numpy as np
 from raytrain.config.messages import suggestion
 from raytrain.data.sources.tables import check_classes
 from raytrain.errors import InputError
+from raytrain.models.huggingface.class_names import check_names
 from raytrain.runs.storage import read_bytes
 
 
@@ -67,16 +68,20 @@ def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
     raise InputError(f"data.{name}", got=f"{value!r} as '{field}' in {where}", expected=expected)
 
 
-def class_numbers(columns: Sequence[list[Any]]) -> tuple[list[np.ndarray], int, tuple[str, ...] | None]:
+def class_numbers(
+    columns: Sequence[list[Any]], known: Sequence[str] | None = None
+) -> tuple[list[np.ndarray], int, tuple[str, ...] | None]:
     """Return the labels of each column as class numbers (int64), the number of classes, and their names.
 
-    String labels are numbered in sorted order over all columns.
+    String labels are numbered in the order of `known`, otherwise in sorted order over all columns.
     """
     kinds = {type(value) for column in columns for value in column}
     if len(kinds) > 1:
         raise InputError("data.label_field", got="both whole numbers and strings", expected="one kind of label")
     if kinds == {str}:
         names = sorted({value for column in columns for value in column})
+        check_names(names, known, key="data.label_field", whole=False)
+        names = list(known or names)
         numbers = {name: number for number, name in enumerate(names)}
         found = [np.array([numbers[value] for value in column], np.int64) for column in columns]
         return found, len(names), tuple(names)

@@ -64,6 +64,10 @@ ORDER = Key(lambda value: value in ("auto", "rows", "groups"), "auto, rows or gr
 NAME = Key(lambda value: value is None or _is_name(value), "the name of a field, or null")
 TOKENIZER = Key(lambda value: value is None or _is_path(value), "the folder of a tokenizer, auto or null", is_path=True)
 LABELS = Key(lambda value: value in ("auto", "next", "same"), "auto, next or same", default="auto")
+CLASS_NAMES = Key(
+    lambda value: value == "auto" or (_are_names(value) and len({*value}) == len(value)),
+    "the names of the classes in the order of their numbers, or auto", default="auto",
+)  # fmt: skip
 
 TABLE_KEYS = {"path": REQUIRED_PATHS, "eval_path": OPTIONAL_PATHS, "features": FEATURES, "label": LABEL}
 TEXT_ROW_KEYS = {
@@ -71,6 +75,7 @@ TEXT_ROW_KEYS = {
     "prompt_field": NAME,
     "completion_field": NAME,
     "label_field": NAME,
+    "class_names": CLASS_NAMES,
     "tokenizer": TOKENIZER,
     "max_length": Key(lambda value: value == "auto" or _is_length(value), "at least 2 tokens, or auto", default="auto"),
     "packing": Key(lambda value: value in ("padded", "packed"), "padded or packed", default="padded"),

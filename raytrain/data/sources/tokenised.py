@@ -17,6 +17,7 @@ from raytrain.data.sources.keys import as_paths, source_keys
 from raytrain.data.sources.tables import TableColumns
 from raytrain.data.sources.text import check_context, cut, text_facts
 from raytrain.errors import InputError
+from raytrain.models.huggingface.class_names import starting_names
 from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, KEYS, longest_input, read_config
 from raytrain.models.huggingface.tokenizer import (
     TextCodec,
@@ -212,7 +213,9 @@ def _classes(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tok
     length = int(keys["max_length"])
     columns = _columns(keys, "path")
     others = _columns(keys, "eval_path") if keys["eval_path"] is not None else None
-    numbers, classes, names = class_numbers([part["label_field"] for part in (columns, others) if part is not None])
+    known = None if keys["class_names"] == "auto" else keys["class_names"]
+    parts = [part["label_field"] for part in (columns, others) if part is not None]
+    numbers, classes, names = class_numbers(parts, known)
 
     def rows(part: Mapping[str, list[Any]], labels: np.ndarray) -> list[tuple[np.ndarray, int]]:
         ids = encode_rows(tokenizer, part["text_field"], special=True, max_length=length)
@@ -257,7 +260,7 @@ def _split_documents(
 
 
 USUAL_LENGTH = 512
-ROW_KEYS = ("tokenizer", "max_length", "packing", "labels")
+ROW_KEYS = ("class_names", "tokenizer", "max_length", "packing", "labels")
 
 
 def resolve_text_keys(data: DataConfig, model: ModelConfig) -> DataConfig:
@@ -297,7 +300,9 @@ def _resolve_rows(data: DataConfig, keys: dict[str, Any], model: ModelConfig) ->
             raise InputError(f"data.{extra}", got="this key without a text field", expected=expected)
         return {}
     _check_fields(data, keys, fields, model)
+    names = starting_names(model) if "label_field" in fields and keys["class_names"] == "auto" else None
     return {
+        **({} if names is None else {"class_names": list(names)}),
         "tokenizer": _resolve_tokenizer(keys["tokenizer"] or "auto", model),
         "max_length": _resolve_length(keys["max_length"], model),
         "labels": _resolve_labels(keys["labels"], model, usual="same"),
@@ -313,6 +318,8 @@ def _check_fields(data: DataConfig, keys: dict[str, Any], fields: list[str], mod
             raise InputError(f"data.{name}", got=f"both this key and data.{fields[0]}", expected="only one of them",
                              remedy="for the class of a text, use data.label_field")  # fmt: skip
     classes = "label_field" in fields
+    if not classes and "class_names" in data.keys:
+        raise InputError("data.class_names", got="this key without data.label_field", expected="both, or none")
     if classes and keys["packing"] == "packed":
         raise InputError("data.packing", got="packed with data.label_field", expected="padded: one text per row")
     if _is_ours(model) and model.builder not in KEYS and keys["packing"] == "packed":
