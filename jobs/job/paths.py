@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from glob import glob
 from typing import Any
 
 from cluster.checks.ray_job import is_submitted
@@ -44,7 +45,11 @@ def local_paths(spec: JobSpec, *, missing: bool = False) -> dict[str, str]:
     for key, value in given.items():
         values = value if isinstance(value, list | tuple) else [value]
         for number, path in enumerate(values):
-            if isinstance(path, str) and os.path.isabs(path) and os.path.exists(path) is not missing:
+            if (
+                isinstance(path, str)
+                and os.path.isabs(path)
+                and (os.path.exists(path) or bool(glob(path))) is not missing
+            ):
                 found[key if len(values) == 1 else f"{key}[{number}]"] = path
     return found
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
+import glob
 import os
 import posixpath
 import re
@@ -421,15 +423,32 @@ def _stat(path: str, *, key: str) -> tuple[bool, int]:
     return info.type == fs.FileType.Directory, int(info.size or 0)
 
 
-def read_bytes(path: str, *, key: str, limit: int | None = None) -> bytes:
-    """The raw bytes of one file (nothing is decompressed), or its first `limit` bytes."""
+def matching(path: str, *, key: str) -> list[str]:
+    """The path itself, or those that a pattern stands for (`data/*.csv`), sorted by name; of a URI the last part may
+    be one. Raises InputError if nothing matches."""
+    if "://" in path:
+        place, name = split(path)
+        is_pattern = "*" in name
+        names = [entry.name for entry in open_store(place).entries("")] if is_pattern else []
+        found = [join(place, one) for one in fnmatch.filter(names, name)]
+    else:
+        local = os.path.expanduser(path)
+        is_pattern = glob.has_magic(local) and not os.path.exists(local)
+        found = glob.glob(local, recursive=True) if is_pattern else []
+    if is_pattern and not found:
+        raise InputError(key, got=f"{path}, which no file matches", expected="the files of a pattern")
+    return sorted(found) if is_pattern else [path]
+
+
+def read_bytes(path: str, *, key: str, limit: int | None = None, unpack: bool = False) -> bytes:
+    """The raw bytes of one file, or its first `limit` bytes; `unpack`: those inside a .gz."""
     file_size(path, key=key)
     try:
-        if "://" not in path:
+        if "://" not in path and not unpack:
             with open(os.path.expanduser(path), "rb") as file:
                 return file.read(limit)
         filesystem, inner = locate(path, key=key)
-        with filesystem.open_input_stream(inner, compression=None) as stream:
+        with filesystem.open_input_stream(inner, compression="detect" if unpack else None) as stream:
             return stream.read(limit)
     except OSError as error:
         raise unreadable(path, error, key=key) from error

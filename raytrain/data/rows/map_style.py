@@ -1,10 +1,11 @@
 """Map-style datasets: items of any nesting, read on demand, or read once and kept.
 
-What a dataset draws at random depends on (seed, epoch, row) only. Python's, numpy's and torch's global generators are
-seeded for each item, in the training process as in a loader process, so that the draws are the same for any number of
-processes, workers and micro-batches, and after a resume. A dataset that reads many items at once (`__getitems__`) finds
-the generators seeded by the first row of its batch. A dataset's own generators are not touched. The generators of the
-training process are restored afterwards: what the model draws does not depend on who reads the data.
+What a dataset draws at random depends on (seed, epoch, row) only. Python's, numpy's and torch's global generators, and
+those that the dataset holds itself, are seeded for each item, in the training process as in a loader process, so that
+the draws are the same for any number of processes, workers and micro-batches, and after a resume. (torch's DataLoader
+leaves a dataset's own numpy generator as it is, so that each of its processes draws the same.) A dataset that reads
+many items at once (`__getitems__`) finds the generators seeded by the first row of its batch. The global generators of
+the training process are restored afterwards: what the model draws does not depend on who reads the data.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from raytrain.config.messages import abbreviated
 from raytrain.data.rows.collate import as_row, collate_rows, leaves, tensor_bytes, tensor_split
 from raytrain.data.rows.contract import Batch, Split, SplitView, row_order
 from raytrain.data.rows.ragged import RaggedSplit
@@ -27,10 +30,12 @@ from raytrain.data.rows.residency import StreamSplit
 from raytrain.data.rows.splits import TensorSplit
 from raytrain.data.rows.users_collate import CollatedSplit, UsersCollate
 from raytrain.data.transfer import to_device
+from raytrain.errors import InputError
 
 SAMPLED_ROWS = 64
 """Items of a dataset that are read to find out whether its rows differ in length."""
 
+NAMED_AT_MOST = 20
 COLLATE_DRAWS = 2**63
 """Added to a row's number: what a `collate` function draws is independent of what the items draw."""
 
@@ -67,7 +72,10 @@ class DatasetSplit:
         self.key = key
         self.collate = collate
         self.masked = masked or MaskedColumns(self)
+        self.classes: Mapping[str, int] | None = None
+        """The numbers of string labels."""
         self._many = getattr(dataset, "__getitems__", None)
+        self._generators = own_generators(dataset)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -94,6 +102,7 @@ class DatasetSplit:
         `before` is called with each index before its item is read; only with the first one if the dataset reads
         several items at once (`__getitems__`).
         """
+        before = before and partial(self._seed, before)
         if before is None or self._many is not None:
             if before is not None and len(indices):
                 before(int(indices[0]))
@@ -104,8 +113,19 @@ class DatasetSplit:
             rows.append(self._row(self.dataset[int(self.rows[index])]))
         return rows
 
+    def _seed(self, before: Callable[[int], None], index: int) -> None:
+        before(index)
+        for generator in self._generators:
+            reseed(generator, random.getrandbits(32))
+
     def _row(self, item: Any) -> Any:
-        return as_row(item, key=self.key) if self.collate is None else item
+        if self.collate is not None:
+            return item
+        row = as_row(item, key=self.key)
+        if self.classes is not None and (name := row["labels"]) not in self.classes:
+            expected = f"one of {abbreviated(list(self.classes), NAMED_AT_MOST)}"
+            raise InputError(self.key, got=f"the label {name!r}", expected=expected)
+        return row if self.classes is None else {**row, "labels": torch.tensor(self.classes[row["labels"]])}
 
     def batch(self, rows: list[Any]) -> Batch:
         """These rows as one batch."""
@@ -123,7 +143,9 @@ class DatasetSplit:
         """Not known without reading the items."""
 
     def select(self, rows: np.ndarray) -> DatasetSplit:
-        return DatasetSplit(self.dataset, rows=self.rows[rows], key=self.key, collate=self.collate, masked=self.masked)
+        made = DatasetSplit(self.dataset, rows=self.rows[rows], key=self.key, collate=self.collate, masked=self.masked)
+        made.classes = self.classes
+        return made
 
     def to(self, device: torch.device | str) -> Split:
         """Read and convert every item once and keep it: as tensors on `device` if the shapes allow it.
@@ -240,6 +262,29 @@ def _sampled(split: DatasetSplit) -> list[dict[str, Any]]:
 def spread_rows(rows: int, most: int) -> np.ndarray:
     """At most `most` indices below `rows`, spread evenly, with the first and the last."""
     return np.unique(np.linspace(0, rows - 1, most).astype(np.int64))
+
+
+def own_generators(value: Any, depth: int = 4) -> list[Any]:
+    """The random generators that a dataset holds, in its attributes or in those of its transforms."""
+    if isinstance(value, np.random.Generator | np.random.RandomState | random.Random | torch.Generator):
+        return [value]
+    parts = (
+        value if isinstance(value, list | tuple) else (value if isinstance(value, dict) else vars_of(value)).values()
+    )
+    return [one for part in parts for one in own_generators(part, depth - 1)] if depth and len(parts) <= 64 else []
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object of a user's class."""
+    return {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
+
+
+def reseed(generator: Any, drawn: int) -> None:
+    """Put a generator into the state of a seed of 32 bits."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(drawn).state
+    else:
+        (generator.manual_seed if isinstance(generator, torch.Generator) else generator.seed)(drawn)
 
 
 def seed_item(seed: int, epoch: int, row: int) -> None:

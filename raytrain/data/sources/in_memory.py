@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from raytrain.data.rows.contract import RowSplit, Source, facts_of, split_off
-from raytrain.data.rows.map_style import DatasetSplit, MaskedColumns
+from raytrain.data.rows.map_style import DatasetSplit, MaskedColumns, generators_kept
 from raytrain.data.rows.ragged import Ragged, RaggedSplit, columns_split
 from raytrain.data.rows.residency import full_tensor
 from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
@@ -204,16 +204,44 @@ def memory_source(
     collate: UsersCollate | None = None,
 ) -> Source:
     """Return a source of one or two objects (`object_split`); without the second, part of the first is held out."""
-    train_split = object_split(train, key=keys[0], collate=collate)
-    if evaluation is None:
-        first, held = split_off(train_split, fraction)
-        return _source(first, held, origin=origin, classes=class_count([train_split]))
-    eval_split = object_split(evaluation, key=keys[1], collate=collate)
+    given, names = _numbered([train] if evaluation is None else [train, evaluation])
+    train_split, *others = [object_split(one, key=key, collate=collate) for one, key in zip(given, keys, strict=False)]
+    names = names or _name_classes([train_split, *others])
+    classes = len(names) if names else class_count([train_split, *others])
+    if not others:
+        return _source(*split_off(train_split, fraction), origin=origin, classes=classes, class_names=names)
+    (eval_split,) = others
     if isinstance(train_split, DatasetSplit) and isinstance(eval_split, DatasetSplit):
         train_split.masked = eval_split.masked = MaskedColumns(train_split, eval_split)
     ragged = {name for split in (train_split, eval_split) if isinstance(split, RaggedSplit) for name in split.ragged}
     splits = [_with_ragged(split, ragged) for split in (train_split, eval_split)]
-    return _source(*splits, origin=origin, classes=class_count([train_split, eval_split]))
+    return _source(*splits, origin=origin, classes=classes, class_names=names)
+
+
+def _numbered(given: Sequence[Any]) -> tuple[list[Any], tuple[str, ...] | None]:
+    """The objects with string labels in dicts of columns replaced by numbers, and the names of these, sorted."""
+    columns = [one["labels"] for one in given if isinstance(one, Mapping) and "labels" in one]
+    if not columns or not all(len(one) and isinstance(one[0], str) for one in columns):
+        return list(given), None
+    names = sorted({str(name) for one in columns for name in one})
+    return [{**one, "labels": np.searchsorted(names, one["labels"])} for one in given], tuple(names)
+
+
+def _name_classes(splits: Sequence[RowSplit]) -> tuple[str, ...] | None:
+    """The sorted names of the string labels of datasets, for which each item is read once; they become numbers in the
+    splits. None for other labels."""
+    own = [split for split in splits if isinstance(split, DatasetSplit) and split.collate is None]
+    with generators_kept():
+        if not own or not isinstance(_label(own[0], 0), str):
+            return None
+        names = sorted({str(_label(split, row)) for split in own for row in range(len(split))})
+    for split in own:
+        split.classes = {name: number for number, name in enumerate(names)}
+    return tuple(names)
+
+
+def _label(split: DatasetSplit, row: int) -> Any:
+    return split.read(np.array([row]))[0].get("labels")
 
 
 def _with_ragged(split: RowSplit, names: set[str]) -> RowSplit:

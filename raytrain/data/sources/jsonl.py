@@ -35,7 +35,7 @@ def read_fields(paths: Sequence[str], *, fields: Mapping[str, str], key: str) ->
 
 
 def _lines(path: str, *, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(read_bytes(path, key=key).split(b"\n"), start=1):
+    for number, line in enumerate(read_bytes(path, key=key, unpack=True).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -11,6 +11,7 @@ from raytrain.config.foreign import meant
 from raytrain.config.messages import describe, suggestion
 from raytrain.data.sources.stdlib import STDLIB_MAX_BYTES
 from raytrain.errors import InputError
+from raytrain.runs.storage import matching
 
 if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig
@@ -51,7 +52,7 @@ def _is_length(value: Any) -> bool:
     return _is_count(value) and value >= 2
 
 
-PATHS = "a path or a list of paths"
+PATHS = "a path, a pattern such as data/*.csv, or a list of them"
 REQUIRED_PATHS = Key(_are_paths, PATHS, required=True, is_path=True)
 OPTIONAL_PATHS = Key(lambda value: value is None or _are_paths(value), PATHS, is_path=True)
 REQUIRED_PATH = Key(_is_path, "a path", required=True, is_path=True)
@@ -192,11 +193,10 @@ def path_keys(source: str | None) -> tuple[str, ...]:
     return tuple(name for name, key in SOURCES.get(source or "", {}).items() if key.is_path)
 
 
-def as_paths(value: Any) -> list[str]:
-    """Return a path, a list of paths or None as a list of strings."""
-    if value is None:
-        return []
-    return [os.fspath(path) for path in value] if isinstance(value, (list, tuple)) else [os.fspath(value)]
+def as_paths(value: Any, *, key: str = "data.path") -> list[str]:
+    """Return a path, a list of paths or None as a list of strings, with the files that a pattern stands for."""
+    given = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    return [file for path in given for file in matching(os.fspath(path), key=key)]
 
 
 def source_keys(data: DataConfig) -> dict[str, Any]:

@@ -32,7 +32,7 @@ LABEL_BYTES = 8
 
 def parquet_files(value: Any, *, key: str) -> list[str]:
     """Return the files of a path, a folder (its `*.parquet`, sorted by name) or a list of either."""
-    return [file for path in as_paths(value) for file in _files_of(path, key=key)]
+    return [file for path in as_paths(value, key=key) for file in _files_of(path, key=key)]
 
 
 def _files_of(path: str, *, key: str) -> list[str]:

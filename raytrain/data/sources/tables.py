@@ -51,7 +51,9 @@ def read_pair(keys: Mapping[str, Any], *, kind: str) -> list[Any]:
     """
     label = keys["label"]
     tables = [
-        read_tables(as_paths(keys[name]), kind=kind, key=f"data.{name}", text=[label] if label else [])
+        read_tables(
+            as_paths(keys[name], key=f"data.{name}"), kind=kind, key=f"data.{name}", text=[label] if label else []
+        )
         for name in ("path", "eval_path")
         if keys[name] is not None
     ]

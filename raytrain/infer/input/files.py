@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytrain.errors import InputError
-from raytrain.runs.storage import file_size, join, locate, open_store, read_bytes, split
+from raytrain.runs.storage import file_size, join, locate, matching, open_store, read_bytes, split
 
 KEY = "infer.input"
 FORMATS = {
     ".parquet": "parquet", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text",
 }  # fmt: skip
 EXPECTED = (
-    f"files that end in {', '.join(FORMATS)}, a folder of files of one of these kinds, or IDX images "
+    f"files that end in {', '.join(FORMATS)}, also .gz, a folder of files of one of these kinds, or IDX images "
     "(images-idx3-ubyte, also .gz)"
 )
 IDX = re.compile(r"idx\d[-.]ubyte(\.gz)?$|\.idx(\d-ubyte)?(\.gz)?$")
@@ -33,13 +33,13 @@ class InputFiles:
 
 
 def input_files(given: str | Sequence[str]) -> InputFiles:
-    """The files that `infer.input` names: files and folders (sorted by name), local paths or URIs.
+    """The files that `infer.input` names: files, folders and patterns (sorted by name), local paths or URIs.
 
     Raises:
         InputError: nothing is there, or files of no known kind or of several kinds.
     """
     named = [given] if isinstance(given, str) else list(given)
-    paths = [file for one in named for file in _files_at(one)]
+    paths = [file for one in named for path in matching(one, key=KEY) for file in _files_at(path)]
     kinds = {path: _kind(path) for path in paths}
     first = kinds[paths[0]]
     for path, kind in kinds.items():
@@ -61,7 +61,7 @@ def _files_at(path: str) -> list[str]:
 
 
 def _suffix(path: str) -> str:
-    return os.path.splitext(split(path)[1])[1].lower()
+    return os.path.splitext(split(path)[1].lower().removesuffix(".gz"))[1]
 
 
 def _kind(path: str) -> str:
