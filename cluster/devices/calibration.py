@@ -16,12 +16,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from cluster.devices.limits import cpu_description, usable_cores
-from cluster.environment import package_version
 
 CACHE_VARIABLE = "RAYTRAIN_CACHE"
 """Environment variable with the folder of the cache; by default `raytrain` in the user's cache folder."""
@@ -185,7 +185,7 @@ class CalibrationFile:
             "cpu": cpu_description()[0],
             "cores": usable_cores()[0],
             "device": device,
-            "versions": {name: package_version(name) or "" for name in ("torch", "raytrain")},
+            "versions": {name: _version(name) for name in ("torch", "raytrain")},
         }
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         return cls((folder or _cache_folder()) / f"calibration-{name}.json")
@@ -222,3 +222,10 @@ def _cache_folder() -> Path:
     if configured := os.environ.get(CACHE_VARIABLE):
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raytrain"
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

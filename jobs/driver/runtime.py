@@ -17,7 +17,13 @@ from typing import Any
 
 from cluster.checks.head import head_problem
 from cluster.checks.ray_job import is_submitted
-from cluster.environment import LOOPBACK, leave_rays_warnings, ray_environment, restored_environment, variables_kept_from_ray
+from cluster.environment import (
+    LOOPBACK,
+    leave_rays_warnings,
+    ray_environment,
+    restored_environment,
+    variables_kept_from_ray,
+)
 from cluster.network import answers, loopback_only
 from cluster.private_ray import LONGEST_BASE, SHORT_BASE, end_daemons, last_words, private_folder, private_ray
 from jobs.driver.signals import restored_handlers

@@ -92,7 +92,12 @@ def ray_node(*, folder: str, address: str, share: NodeShare, head: str | None = 
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    from raytrain.execution.ray_private import only_needed_daemons, own_process_groups, prompt_look_up, reread_environment
+    from raytrain.execution.ray_private import (
+        only_needed_daemons,
+        own_process_groups,
+        prompt_look_up,
+        reread_environment,
+    )
 
     reread_environment()
     (here,) = local_inventory().nodes
@@ -122,8 +127,8 @@ def ray_node(*, folder: str, address: str, share: NodeShare, head: str | None = 
             node = Node(parameters, head=head is None, shutdown_at_exit=False, spawn_reaper=True)
     except Exception as error:  # Ray raises plain `Exception` too
         what = "start the head" if head is None else f"join the head at {head}"
-        words = last_words(os.path.join(folder, "r"))
-        raise RunError(f"Ray could not {what} on {address}: {first_line(error)}" + f"; {words}" * bool(words)) from error
+        why = "; ".join(filter(None, (first_line(error), last_words(os.path.join(folder, "r")))))
+        raise RunError(f"Ray could not {what} on {address}: {why}") from error
     try:
         yield str(node.gcs_address)
     finally:

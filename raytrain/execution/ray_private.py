@@ -232,7 +232,7 @@ class DaemonEnded(Exception):
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        name = os.path.basename(os.fsdecode(list(process.args)[0]))  # pyright: ignore[reportArgumentType]  (a list)
+        name = os.path.basename(os.fsdecode(process.args[0]))  # pyright: ignore  (Ray gives a list)
         super().__init__(f"its process {name} ended at once, with exit code {process.returncode}")
         self.of_itself = process.returncode >= 0
 

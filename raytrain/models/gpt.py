@@ -16,8 +16,8 @@ from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, accu
 
 INIT_STD = 0.02
 COLUMNS = 64
-"""Tensor cores are fast on products whose columns are a multiple of it: on an H200 GPT-2's head took 31.1 ms a step with
-50,257 columns, and 4.9 with 50,304."""
+"""Tensor cores are fast on products whose columns are a multiple of it: on an H200 GPT-2's head took 31.1 ms a step
+with 50,257 columns, and 4.9 with 50,304."""
 
 
 __all__ = ["gpt"]

@@ -7,12 +7,11 @@ import time
 from typing import Any
 
 from raytrain.errors import RunError, mismatch
+from raytrain.plan.room import TYPE_SHARE
 
 #: Seconds that replicas wait for room in a cluster; after them the job gives back what it holds.
 ROOM_S = 120.0
 POLL_S = 0.2
-TYPE_SHARE = 0.001
-"""Amount of a node's accelerator-type resource to reserve; Ray itself uses the same."""
 
 
 class ReplicaPlaces:

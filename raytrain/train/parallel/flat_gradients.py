@@ -160,7 +160,8 @@ class GradientBuffers:
 
         The all-reduce spreads the NaN to all workers, so that they agree without another collective.
         """
-        for first in self.buffers[:1]:
+        first = next((flat for flat in self.buffers if flat.numel()), None)
+        if first is not None:
             first.view(-1)[:1].add_(loss * 0.0)
 
     def flag(self, flags: Sequence[bool]) -> None:
@@ -213,9 +214,10 @@ class HeldGradients(GradientBuffers):
             parameter.grad = None
 
     def take(self) -> None:
-        """Note what autograd has left; raises RunError for a sparse gradient.
+        """Note what autograd has left, each in memory of its own.
 
-        Two may lie in the same memory, such as of `a.view(-1) + b.view(-1)`: the clip would scale them twice.
+        Two may lie in the same memory, such as of `a.view(-1) + b.view(-1)`, which the clip would scale twice, or be
+        parts of a larger one, which they would keep.
         """
         seen: set[int] = set()
         for at, (parameter, held, _) in enumerate(self._views):
@@ -223,12 +225,13 @@ class HeldGradients(GradientBuffers):
             if new is None or new is held:
                 continue
             if new.layout is not torch.strided:
-                raise RunError(f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient: not supported")
-            memory = new.untyped_storage()._cdata
+                parameter.grad = new = new.to_dense()
+            memory = new.untyped_storage()
+            shared = memory._cdata in seen or memory.nbytes() > new.nbytes or new.is_conj() or new.is_neg()
             # the next pass of a captured graph overwrites what it has returned
-            if memory in seen or new.stride() != parameter.stride() or (self.several and new.is_cuda):
+            if shared or new.stride() != parameter.stride() or (self.several and new.is_cuda):
                 parameter.grad = new = torch.empty_like(parameter).copy_(new).detach()
-            seen.add(memory)
+            seen.add(new.untyped_storage()._cdata)
             self._views[at] = (parameter, new, in_rows(new.detach(), self._orders[at]))
         self.buffers = [rows for _, grad, rows in self._views if grad is not None]
 
