@@ -28,9 +28,14 @@ class Need:
     number: int
     each: Mapping[str, float]
 
+    @property
+    def many(self) -> str:
+        """How many they are, in words."""
+        return counted(self.number, self.who, self.who.replace("process", "processes") if "process" in self.who else "")
+
     def __str__(self) -> str:
-        needs = "needs" if self.number == 1 else "need"
-        return f"{counted(self.number, self.who)} {needs} {in_words(self.each)}{' each' * (self.number > 1)}"
+        each = " each" if self.number > 1 else ""
+        return f"{self.many} need{'' if each else 's'} {in_words(self.each)}{each}"
 
 
 def short_of(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> tuple[Need, int] | None:
@@ -56,7 +61,7 @@ def missing(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]], *, are:
     need, there = found
     alike = Counter(in_words({name: node.get(name, 0) for name in need.each}) for node in nodes)
     have = ", ".join(f"{text} on {number if number > 1 else 'one'} of them" for text, number in alike.items())
-    of_all = "" if need in needs else f" ({' and '.join(counted(one.number, one.who) for one in needs)})"
+    of_all = "" if need in needs else f" ({' and '.join(one.many for one in needs)})"
     return f"{need}{of_all}; of {counted(len(nodes), 'node')}, {are} {have or 'none'}: room for {there}"
 
 

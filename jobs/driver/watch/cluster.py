@@ -10,7 +10,6 @@ from typing import Any
 import ray
 
 from cluster.network import answers
-from cluster.wording import counted
 from jobs.driver.screen.progress import Clock
 from raytrain.errors import ClusterLost, InputError
 from raytrain.execution import trainer
@@ -138,6 +137,6 @@ def check_room(needs: Sequence[Need]) -> str:
         return f"waiting for nodes that the autoscaler may add: {text}"
     need, there = found
     raise InputError(
-        need.key, got=counted(need.number, need.who), expected=f"at most {there} ({text})",
+        need.key, got=need.many, expected=f"at most {there} ({text})",
         remedy=f"lower it{'' if 'GPU' in need.each else ' or scale.threads'}, or add nodes",
     )  # fmt: skip
