@@ -117,7 +117,7 @@ class UnitComputation:
 
 
 def _check_room(work: Work, gpus: int, kind: str | None) -> str:
-    """See `jobs.driver.watch.cluster.check_room`; one worker is enough, the others may come later."""
+    """What `check_room` says of one worker: the others may come later."""
     from jobs.driver.watch.cluster import check_room  # imports Ray
 
     each = {"CPU": 1.0} | ({"GPU": gpus} if gpus else {}) | ({f"accelerator_type:{kind}": TYPE_SHARE} if kind else {})

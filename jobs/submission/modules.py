@@ -7,8 +7,16 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
-GUARDS = ("ImportError", "ModuleNotFoundError", "Exception")
+OPTIONAL = ("except ImportError", "except ModuleNotFoundError", "except Exception", "except:", "if TYPE_CHECKING")
+
+
+def users_modules(spec: Any) -> list[tuple[str, str]]:
+    """(key, module) of what a job names as "module:function"."""
+    named = {"model.builder": spec.model.builder, "data.source": spec.data.source, "data.collate": spec.data.collate}
+    pairs = [*named.items(), *(("telemetry.observers", one) for one in spec.telemetry.observers)]
+    return [(key, one.partition(":")[0]) for key, one in pairs if isinstance(one, str) and ":" in one]
 
 
 def imported_files(module: str, folder: Path) -> dict[Path, str]:
@@ -17,40 +25,32 @@ def imported_files(module: str, folder: Path) -> dict[Path, str]:
     What is imported inside `try ... except ImportError` or `if TYPE_CHECKING` may be missing.
     """
     found, left = dict[Path, str](), [(module, module)]
+    others = [path for path in sys.path if path and Path(path).resolve() != folder.resolve()]
     while left:
         name, importer = left.pop()
         parts = name.split(".")
-        others = [path for path in sys.path if path and Path(path).resolve() != folder.resolve()]
         if PathFinder.find_spec(parts[0], others) is not None:  # an installed one comes first
             continue
         for end in range(1, len(parts) + 1):
             base = folder.joinpath(*parts[:end])
-            package = base / "__init__.py"
-            path = package if package.is_file() else base.with_suffix(".py")
+            path = base / "__init__.py" if (base / "__init__.py").is_file() else base.with_suffix(".py")
             if path.is_file() and path not in found:
                 found[path] = importer
-                inside = parts[:end] if path == package else parts[: end - 1]
-                left += [(one, ".".join(parts[:end])) for one in _imports(path, inside)]
+                left += [(one, ".".join(parts[:end])) for one in _imports(path, parts[: end - (path.parent != base)])]
     return found
 
 
 def _imports(path: Path, package: list[str]) -> Iterator[str]:
-    """Names that a file imports, which may be modules."""
+    """Names that a file of a package imports, which may be modules."""
     try:
         left: list[ast.AST] = [ast.parse(path.read_bytes())]
     except (SyntaxError, ValueError):  # the job says so
         return
-    while left:
-        node = left.pop()
+    for node in left:
         if isinstance(node, ast.Import):
             yield from (one.name for one in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
-            base = ".".join([*above, *filter(None, [node.module])])
-            yield from (f"{base}.{one.name}".strip(".") for one in node.names)
-        guarded = isinstance(node, ast.Try) and any(
-            one.type is None or any(word in ast.unparse(one.type) for word in GUARDS) for one in node.handlers
-        )
-        guarded |= isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        inside = getattr(node, "body", []) if guarded else []
-        left += [child for child in ast.iter_child_nodes(node) if child not in inside]
+            yield from (".".join([*above, *filter(None, [node.module]), one.name]) for one in node.names)
+        optional = isinstance(node, ast.Try | ast.If) and any(words in ast.unparse(node) for words in OPTIONAL)
+        left += [child for child in ast.iter_child_nodes(node) if not optional or child not in node.body]  # pyright: ignore

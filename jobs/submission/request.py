@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from jobs.job.arguments import split_arguments
-from jobs.submission.modules import imported_files
+from jobs.submission.modules import imported_files, users_modules
 from jobs.submission.package import Package
 from raytrain.errors import InputError
 
@@ -75,16 +75,7 @@ class JobRequest:
                 raise InputError(
                     key, got=f"{name}, which is not in the package of the working directory: {why}", expected=CARRIED
                 )
-        if self.spec is not None:
-            self._check_modules(package, folder)
-
-    def _check_modules(self, package: Package, folder: Path) -> None:
-        """Check that the user's modules are in the package which the job will import. Errors: InputError."""
-        spec = self.spec
-        named = {"model.builder": [spec.model.builder], "data.source": [spec.data.source]}
-        named |= {"data.collate": [spec.data.collate], "telemetry.observers": spec.telemetry.observers}
-        code = [(key, one.partition(":")[0]) for key, many in named.items() for one in many if ":" in str(one)]
-        for key, module in code:
+        for key, module in {} if self.spec is None else users_modules(self.spec):
             for path, importer in imported_files(module, folder).items():
                 if (name := path.relative_to(folder).as_posix()) not in package.names:
                     raise InputError(

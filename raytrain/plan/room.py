@@ -14,14 +14,8 @@ TYPE_SHARE = 0.001
 
 @dataclass(frozen=True)
 class Need:
-    """Processes that need the same.
-
-    Attributes:
-        key: of the job, which says how many they are.
-        who: one of them in words.
-        number: of processes.
-        each: resources of one, by their names in Ray.
-    """
+    """Processes that need the same: `each` has the resources of one by their names in Ray, `who` is one in words, and
+    the `key` of the job says how many they are."""
 
     key: str
     who: str
@@ -30,7 +24,7 @@ class Need:
 
     @property
     def many(self) -> str:
-        """How many they are, in words."""
+        """Their number in words."""
         return counted(self.number, self.who, self.who.replace("process", "processes") if "process" in self.who else "")
 
     def __str__(self) -> str:
@@ -39,11 +33,9 @@ class Need:
 
 
 def short_of(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> tuple[Need, int] | None:
-    """The first need that these nodes have not enough room for, and for how many they have; None if there may be room.
-
-    All together have at least the needs that they have in common: these are the last.
-    """
-    common = set[str]().intersection(*(need.each for need in needs)) if needs else set[str]()
+    """The first need that the nodes have too little room for, and their room; None if it may do. The last need is what
+    all processes have in common."""
+    common = set.intersection(*(set(need.each) for need in needs)) if needs else set[str]()
     least = {name: min(need.each[name] for need in needs) for name in common}
     several = [Need(needs[0].key, "process", sum(need.number for need in needs), least)] if len(needs) > 1 else []
     for need in [*needs, *several]:

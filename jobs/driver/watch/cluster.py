@@ -121,14 +121,8 @@ def workers_wait_for_room() -> bool:
 
 
 def check_room(needs: Sequence[Need]) -> str:
-    """Check that the nodes of the connected cluster, once nothing else runs there, have room for processes.
-
-    Returns:
-        What is missing that an autoscaler may add, in a line; "" if there may be room.
-
-    Raises:
-        InputError: they would wait for ever.
-    """
+    """Refuse processes that the nodes of the connected cluster never have room for (InputError); a line where an
+    autoscaler may add nodes, "" where there may be room."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     found, text = short_of(needs, nodes), missing(needs, nodes, are="there are")
     if found is None:

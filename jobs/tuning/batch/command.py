@@ -17,7 +17,6 @@ from jobs.tuning.batch.search import BatchSearch, find_search
 from jobs.tuning.command import TuneCommand
 from jobs.tuning.table import BATCH_COLUMNS, SweepTable
 from raytrain.autotune.search.measurement import Candidate
-from raytrain.plan.room import Need
 from raytrain.plan.rules.devices import choose_devices
 from raytrain.runs.storage import join
 from raytrain.runs.sweep import SweepFolder
@@ -103,7 +102,6 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
     import ray
     from ray import cloudpickle, tune
 
-    from jobs.driver.watch.cluster import check_room
     from jobs.tuning.batch.trial import BatchTrialSettings, batch_trial
     from jobs.tuning.sweep import close_channel, make_tuner, run_trials
     from raytrain.execution.driver_channel import open_channel
@@ -125,10 +123,6 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
         channel=channel,
     )
     reserved = {one.name: one.resources(on_gpu=search.on_gpu, local=cluster.local) for one in search.kinds}
-    if not cluster.local:
-        for kind, each in reserved.items():
-            if waits := check_room([Need("scale.accelerator", f"trial {kind}".rstrip(), 1, each)]):
-                command.print_line(waits)
     columns = ("kind", *BATCH_COLUMNS) if search.kinds[0].name else BATCH_COLUMNS
     command.activity.begin("")  # the table says what happens from here on
     with SweepTable(command.console, columns, title="measurements") as table:
