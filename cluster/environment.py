@@ -112,7 +112,9 @@ def restored_environment(environ: MutableMapping[str, str] = os.environ) -> Iter
 
     before = relevant()
     try:
-        yield
+        with warnings.catch_warnings():
+            leave_rays_warnings()
+            yield
     finally:
         for name in relevant().keys() - before.keys():
             environ.pop(name, None)
@@ -120,22 +122,16 @@ def restored_environment(environ: MutableMapping[str, str] = os.environ) -> Iter
         limit_memory(None)
 
 
-#: Variables that are meant for the user's program. A daemon of Ray that gets them ends at its first warning
-#: (PYTHONWARNINGS=error), or prints where another one reads.
-FOR_THE_PROGRAM = (
-    "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONINSPECT", "PYTHONVERBOSE", "PYTHONPROFILEIMPORTTIME",
-    "PYTHONASYNCIODEBUG", "PYTHONTRACEMALLOC",
-)  # fmt: skip
-KEPT = "RAYTRAIN_FOR_THE_PROGRAM"
-"""Hands these variables to the processes of a private cluster, where `take_variables` puts them back."""
+FOR_THE_PROGRAM = ("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONINSPECT", "PYTHONVERBOSE", "PYTHONASYNCIODEBUG")
+"""Meant for the user's program. A daemon of Ray would end at its first warning (PYTHONWARNINGS=error)."""
+KEPT = "RAYTRAIN_FOR_THE_PROGRAM"  # hands them to the processes of a private cluster
 
 
 @contextlib.contextmanager
 def variables_kept_from_ray(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
     """Context manager in which processes of Ray are started: without what is meant for the user's program."""
     kept = {name: environ.pop(name) for name in FOR_THE_PROGRAM if name in environ}
-    if kept:
-        environ[KEPT] = json.dumps(kept)
+    environ[KEPT] = json.dumps(kept)
     try:
         yield
     finally:
@@ -144,10 +140,7 @@ def variables_kept_from_ray(environ: MutableMapping[str, str] = os.environ) -> I
 
 
 def take_variables(environ: MutableMapping[str, str] = os.environ) -> None:
-    """In a process of a private cluster, before it runs the user's program: that program has its variables again.
-
-    Of a Python that runs already, PYTHONWARNINGS alone can be changed; the processes that it starts get all of them.
-    """
+    """In a process of a private cluster that runs the user's program: it has its variables again, from now on."""
     kept: dict[str, str] = json.loads(environ.pop(KEPT, "{}"))
     environ.update(kept)
     if "PYTHONWARNINGS" in kept:

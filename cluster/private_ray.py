@@ -37,8 +37,7 @@ PRELOAD_MODULE, PRELOAD = "raytrain.execution.preload", "RAYTRAIN_PRELOAD"
 #: Processes that Ray may start at the same time. Its own limit is the number of cores, and a start is mostly waiting.
 STARTS = 8
 
-#: In a log, of an exception that ended a daemon; and how many of the lines at its end are quoted.
-TRACEBACK, LAST_LINES = "Traceback (most recent call last)", 3
+TRACEBACK, LAST_LINES = "Traceback (most recent call last)", 3  # lines of it that are quoted
 
 #: One secret for all private clusters of this process: a Ray without a way to reset its token reads it only once.
 _TOKEN = secrets.token_hex(32)
@@ -174,12 +173,9 @@ def _write_token(folder: str) -> str:
 
 
 def last_words(folder: str) -> str:
-    """What the logs of a cluster that did not start end with, those of the daemon that failed first; "" without any.
+    """The end of the log of the daemon that failed first in a cluster that did not start; "" if none says so.
 
-    Of Ray's daemons, the raylet ends because an agent did: an exception in a log is the cause of all that follows.
-
-    Args:
-        folder: `temp_dir` of the cluster.
+    The raylet ends because an agent did, whose log has the exception. `folder` is the cluster's `temp_dir`.
     """
     logs = sorted(Path(folder).glob("session_2*/logs/*.*"), key=lambda path: (path.parts[-3], path.suffix != ".log"))
     texts = {path: path.read_text(errors="replace") for path in logs if not path.name.startswith("worker")}

@@ -7,23 +7,20 @@ accepts jobs, and token authentication. Every port is on loopback. It runs until
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from cluster.environment import variables_kept_from_ray
-from cluster.private_ray import last_words, private_ray
+from cluster.network import answers
+from cluster.private_ray import private_ray
 
 FREE_PORTS = {"AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0"}
 """Ray's defaults are the ports of another cluster on this machine, which may start later."""
-TRY_S = 60.0
-"""The agents of the nodes, which start jobs, may need this long on a busy machine."""
 
 
 @click.command()
@@ -46,9 +43,10 @@ def main(cpus: int, gpus: int, port: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
         url = f"http://{nodes.webui_url}"
-        if problem := _problem(url):
+        agents = [f"127.0.0.1:{node.dashboard_agent_listen_port}" for node in nodes.list_all_nodes()]
+        if silent := [address for address in (nodes.webui_url, *agents) if not answers(address)]:
             nodes.shutdown()
-            raise click.ClickException(f"the cluster takes no jobs: {problem}; {last_words(f'{private.folder}/r0')}")
+            raise click.ClickException(f"it would take no jobs, as {', '.join(silent)} does not answer")
         print(f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={os.environ['RAY_AUTH_TOKEN_PATH']}")
         print(f"export RAY_API_SERVER_ADDRESS={url}", flush=True)
         print(f"two nodes are running at {nodes.gcs_address}; Ctrl-C stops them", file=sys.stderr, flush=True)
@@ -78,25 +76,6 @@ def _start(nodes: Sequence[dict[str, Any]], *, port: int, folder: str) -> Any:
         with open(os.path.join(folder, f"r{number}", "ray_current_cluster"), "w") as file:
             file.write(str(started.gcs_address))
     return started
-
-
-def _problem(url: str) -> str:
-    """Why the cluster runs no job, which is tried; "" if it does."""
-    from ray.job_submission import JobSubmissionClient
-
-    client, ends, problem = JobSubmissionClient(url), time.monotonic() + TRY_S, "it did not end"
-    job = f"raytrain-script-{secrets.token_hex(6)}"  # `raytrain submit status` does not list these
-    while time.monotonic() < ends:
-        try:
-            if job not in {one.submission_id for one in client.list_jobs()}:
-                client.submit_job(entrypoint="true", submission_id=job)
-            if (found := client.get_job_info(job)).status.is_terminal():
-                client.delete_job(job)
-                return "" if found.status == "SUCCEEDED" else f"{found.status}, {found.message}"
-        except RuntimeError as error:  # no agent has started yet
-            problem = str(error)
-        time.sleep(0.2)
-    return problem
 
 
 if __name__ == "__main__":

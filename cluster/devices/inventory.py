@@ -193,6 +193,8 @@ def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, sour
         slots = int(resources.get("GPU", 0))
         is_here = row.get("NodeManagerHostname") == here.host
         host = str(row.get("NodeName") or row.get("NodeManagerHostname") or row.get("NodeManagerAddress"))
+        if any(host == node.host for node in nodes):  # Ray places by node, also where one machine has several
+            host = f"{host} ({row.get('NodeID', '')[:8]})"
         if is_here and slots and not here.devices:
             notes.append(f"Ray lists {slots} GPU slots on {host}, but its driver shows no device")
             unusable.append(notes[-1])

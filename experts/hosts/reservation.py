@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ import ray
 import ray.exceptions
 
 from cluster.placement import on_this_node
-from raytrain.errors import InputError
+from raytrain.execution.ray_private import free_by_node
+from raytrain.plan.room import Need, missing
 
 #: Name of the actor that stands for the turn; Ray lets one process create it, and ends it with that process's driver.
 TURN, NAMESPACE = "reservation-turn", "raytrain"
@@ -26,8 +27,6 @@ RETRY_S = 1.0
 #: With its hosts' places but no room for its workers, a run waits this long; then it gives the places back.
 GIVE_BACK_S = 60.0
 ANSWER_S = 5.0
-TYPE_SHARE = 0.001
-"""Amount of a node's accelerator-type resource to reserve; Ray itself uses the same."""
 Begin = Callable[..., None]
 """`Activity.begin(what, missing=...)`: what the driver waits for."""
 Bundle = dict[str, float]
@@ -48,59 +47,12 @@ class Request:
     strategy: str
     name: str
 
-    def check(self, nodes: Sequence[Mapping[str, float]]) -> None:
-        """Refuse what these nodes can never hold, however long the run waits.
-
-        Args:
-            nodes: all resources of each node, also those in use.
-
-        Raises:
-            InputError: a host or a worker is larger than every node, or all of them than the cluster.
-        """
-        for key, bundles in (("experts.hosts", self.hosts), ("scale.workers", self.workers)):
-            for bundle in bundles:
-                if not any(fits(bundle, node) for node in nodes):
-                    one = "host" if key == "experts.hosts" else "worker"
-                    largest = "; ".join(in_words({name: node.get(name, 0) for name in bundle}) for node in nodes)
-                    raise InputError(
-                        key, got=f"{in_words(bundle)} for one {one}", expected=f"what one node has ({largest})",
-                        remedy="lower scale.threads or change the kind of device",
-                    )  # fmt: skip
-        have, want = total(nodes), total([*self.hosts, *self.workers])
-        if not fits(want, have):
-            raise InputError(
-                "experts.hosts",
-                got=f"{len(self.hosts)} hosts and scale.workers {len(self.workers)}, which need {in_words(want)}",
-                expected=f"at most the {in_words({name: have.get(name, 0) for name in want})} of the cluster",
-                remedy="lower experts.hosts, scale.workers or scale.threads",
-            )
-
-    def missing(self, free: Mapping[str, float]) -> str:
-        """What the run needs, and what is free."""
-        want = total([*self.hosts, *self.workers])
-        have = in_words({name: free.get(name, 0) for name in want if want[name] >= 1})
-        return f"{len(self.hosts)} expert hosts and {len(self.workers)} workers need {in_words(want)}; {have} are free"
-
-
-def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of resources."""
-    found: Counter[str] = Counter()
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            found[name] += amount  # pyright: ignore[reportArgumentType]  (a Counter of floats)
-    return dict(found)
-
-
-def fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
-    """Whether a node has these resources."""
-    return all(node.get(name, 0) >= amount for name, amount in bundle.items())
-
-
-def in_words(amounts: Mapping[str, float]) -> str:
-    """Resources as text; shares of an accelerator type are named without their amount."""
-    parts = [f"{amount:g} {name}" for name, amount in amounts.items() if ":" not in name]
-    kinds = [name.partition(":")[2] for name in amounts if ":" in name]
-    return " and ".join(parts) + (f" of type {', '.join(kinds)}" if kinds else "")
+    @property
+    def needs(self) -> list[Need]:
+        """The same, for `raytrain.plan.room`."""
+        of = (("experts.hosts", "expert host", self.hosts), ("scale.workers", "worker", self.workers))
+        alike = ((key, who, Counter(tuple(one.items()) for one in bundles)) for key, who, bundles in of)
+        return [Need(key, who, many, dict(one)) for key, who, found in alike for one, many in found.items()]
 
 
 class ReservationTurn:
@@ -148,7 +100,6 @@ class Reservation:
     """
 
     def __init__(self, request: Request, *, begin: Begin) -> None:
-        request.check([node["Resources"] for node in ray.nodes() if node["Alive"]])
         self._turn = take_turn(request.name, begin=begin)
         try:
             self.group = _reserve(request, begin=begin)
@@ -174,7 +125,7 @@ def _reserve(request: Request, *, begin: Begin) -> Any:
     """The hosts' placement group, once there is room for the workers too; Ray Train reserves that room itself."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    begin("waiting for room in the cluster", missing=lambda: request.missing(ray.available_resources()))
+    begin("waiting for room in the cluster", missing=lambda: missing(request.needs, free_by_node()))
     while True:
         hosts = placement_group(request.hosts, strategy="SPREAD")
         workers = placement_group(request.workers, strategy=request.strategy)

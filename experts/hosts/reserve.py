@@ -8,12 +8,13 @@ from typing import Any
 
 from experts.exchange.membership import ColocatedConnection, Connection
 from experts.hosts.host import ProcessLimits
-from experts.hosts.reservation import TYPE_SHARE, Begin, Bundle, Request, Reservation
+from experts.hosts.reservation import Begin, Bundle, Request, Reservation
 from raytrain.config.sections import RetryConfig
 from raytrain.execution.telemetry import HostTelemetry
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
-from raytrain.plan.rules.hosts import kinds_of_hosts
+from raytrain.plan.room import TYPE_SHARE
+from raytrain.plan.rules.hosts import kinds_of_hosts, separate_hosts
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 
@@ -93,8 +94,6 @@ def start_hosts(
         limits: of each host's process; None for none.
         telemetry: of the nodes that only hosts are on; None for none.
 
-    Raises:
-        InputError: the cluster can never hold the hosts and the workers.
     """
     hosts = _value(plan.hosts)
     if hosts in ("none", 0):
@@ -103,7 +102,7 @@ def start_hosts(
         dtype = str(plan.precision.candidates[0])
         device, shared = _value(plan.device), plan.per_gpu > 1
         return HostsOfRun(ColocatedConnection(run.path, interface, device, dtype, through_host=shared))
-    reservation = None if local else Reservation(_request(plan, run), begin=begin)
+    reservation = None if local else Reservation(request_of(plan, run.path), begin=begin)
     begin("starting the expert hosts")
     return _start(
         plan, run, local=local, interface=interface, retry=retry, reservation=reservation, limits=limits,
@@ -162,20 +161,24 @@ def _value(choice: Any) -> Any:
     return choice.value
 
 
-def _request(plan: Plan, run: RunFolder) -> Request:
-    """The resources of the hosts and of the workers of a plan."""
-    from raytrain.execution.trainer import accelerator_type, worker_resources
+def request_of(plan: Plan, run: str = "", *, workers: int | None = None) -> Request:
+    """The resources of the expert hosts and of the workers of a plan in a cluster.
+
+    Args:
+        run: its path.
+        workers: how many, by default those of the plan.
+    """
+    from raytrain.execution.trainer import accelerator_type, workers_need
 
     gpu, threads = plan.gpu_share if _value(plan.device) == "cuda" else 0, int(_value(plan.threads) or 1)
-    worker, kind = worker_resources(plan, local=False), accelerator_type(plan, local=False)
-    if kind is not None:
-        worker[f"accelerator_type:{kind}"] = TYPE_SHARE
+    worker, kind = workers_need(plan, 1).each, accelerator_type(plan, local=False)
+    kinds = kinds_of_hosts(_value(plan.hosts)) if separate_hosts(plan.hosts) else []
     return Request(
         # a host without a type of its own is on the GPUs that scale.accelerator names, as the workers are
-        hosts=[_bundle(own or kind, gpu=gpu, threads=threads) for own in kinds_of_hosts(_value(plan.hosts))],
-        workers=[dict(worker) for _ in range(int(_value(plan.workers)))],
+        hosts=[_bundle(own or kind, gpu=gpu, threads=threads) for own in kinds],
+        workers=[dict(worker) for _ in range(workers or int(_value(plan.workers)))],
         strategy=_value(plan.placement),
-        name=f"the run {run.path}",
+        name=f"the run {run}",
     )
 
 

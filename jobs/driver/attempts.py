@@ -61,14 +61,25 @@ class RunPlanner:
     console: Console
     verbose: bool = False
 
-    def open(self, inventory: Inventory) -> OpenRun:
+    def open(self, inventory: Inventory, *, shared: bool = False) -> OpenRun:
         """The run folder, with the plan for these machines.
+
+        Args:
+            shared: they are those of the connected cluster.
 
         Raises:
             InputError: the machines do not fit the job.
         """
         hosts = None if self.resumed is None else self.resumed.hosts()
         plan = self._plan(inventory, hosts_of_run=hosts)
+        if shared:
+            from experts.hosts.reserve import request_of
+            from jobs.driver.watch.cluster import check_room  # imports Ray
+
+            asked = self.spec.scale.workers
+            needs = request_of(plan, workers=asked[0] if isinstance(asked, tuple) else None).needs
+            if waits := check_room(needs):
+                self.console.print(waits, markup=False, highlight=False, soft_wrap=True)
         opened = open_run(
             self.loaded, self.spec, plan, inventory, resumed=self.resumed, began=self.began, console=self.console,
             verbose=self.verbose,
@@ -177,7 +188,7 @@ class RunAttempts:
                 self._signals.install()
                 if self.opened is None:  # a running cluster: Ray knows its machines
                     activity.begin("checking the nodes of the cluster")
-                    self.opened = self._planner.open(inventory_from_ray())
+                    self.opened = self._planner.open(inventory_from_ray(), shared=True)
                 elif self._workers is not None:
                     activity.begin(f"planning for {counted(self._workers.value, 'worker')}")
                     self.opened = self._planner.change_workers(self.opened, inventory_from_ray(), self._workers)

@@ -10,20 +10,13 @@ import re
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.checks.head import head_problem
 from cluster.checks.ray_job import is_submitted
-from cluster.environment import (
-    LOOPBACK,
-    leave_rays_warnings,
-    ray_environment,
-    restored_environment,
-    variables_kept_from_ray,
-)
+from cluster.environment import LOOPBACK, ray_environment, restored_environment, variables_kept_from_ray
 from cluster.network import answers, loopback_only
 from cluster.private_ray import LONGEST_BASE, SHORT_BASE, end_daemons, last_words, private_folder, private_ray
 from jobs.driver.signals import restored_handlers
@@ -137,14 +130,12 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, work
         InputError: the address cannot be reached.
         RunError: a private cluster did not start, or Ray failed while it was used.
     """
-    with warnings.catch_warnings():
-        leave_rays_warnings()
-        if address == "connected":
-            with restored_environment(), _loggers_restored():
-                yield from _already_connected(verbose=verbose)
-            return
-        with _program_restored():
-            yield from _connected(address, num_cpus=num_cpus, num_gpus=num_gpus, verbose=verbose, workers=workers)
+    if address == "connected":
+        with restored_environment(), _loggers_restored():
+            yield from _already_connected(verbose=verbose)
+        return
+    with _program_restored():
+        yield from _connected(address, num_cpus=num_cpus, num_gpus=num_gpus, verbose=verbose, workers=workers)
 
 
 @contextlib.contextmanager
@@ -271,8 +262,8 @@ def _start_private(folder: str, options: dict[str, Any]) -> None:
         first = error
     words = last_words(os.path.join(folder, "r"))
     _abandon(folder)
-    if getattr(first, "of_itself", False):
-        raise RunError(f"{RAY_NOT_STARTED}: {first}" + f"; {words}" * bool(words)) from first
+    if isinstance(first, ChildProcessError) and (first.errno or 0) > 0:  # negative: it was killed
+        raise RunError(f"{RAY_NOT_STARTED}: {first}; {words}") from first
     for name, value in PATIENT.items():
         os.environ.setdefault(name, value)
     try:

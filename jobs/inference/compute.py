@@ -18,6 +18,7 @@ from raytrain.infer.output.progress import rows_in_progress
 from raytrain.infer.stages.measure import PartTimes, measure_parts
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
+from raytrain.plan.room import TYPE_SHARE, Need
 
 
 class UnitComputation:
@@ -76,6 +77,8 @@ class UnitComputation:
         kind = None if self._address == "local" else machines.required_type
         count = workers * self._planned.processes
         with connected(self._address, num_cpus=count + 1, num_gpus=count * gpus, verbose=self._verbose) as cluster:
+            if not cluster.local and (waits := _check_room(work, gpus, kind)):
+                self._say(waits)
             if work.hosts:
                 work = replace(work, model=self._beside_hosts(work, loopback=cluster.local))
             if self._planned.measures_stages:
@@ -111,6 +114,15 @@ class UnitComputation:
     def _use(self, choice: BatchChoice) -> None:
         self._planned.output.record_batch(choice.to_json())
         self._say(f"batch: {counted(choice.rows, 'row')} ({choice.reason}; {choice.seconds:.1f} s)")
+
+
+def _check_room(work: Work, gpus: int, kind: str | None) -> str:
+    """What `check_room` says of one worker: the others may come later."""
+    from jobs.driver.watch.cluster import check_room  # imports Ray
+
+    each = {"CPU": 1.0} | ({"GPU": gpus} if gpus else {}) | ({f"accelerator_type:{kind}": TYPE_SHARE} if kind else {})
+    key = "experts.hosts" if work.hosts else "infer.stages" if work.split is not None else "scale.workers"
+    return check_room([Need(key, "process of a worker", work.processes_of_worker, each)])
 
 
 def _on_first_gpu(work: Work) -> Work:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from jobs.job.arguments import split_arguments
+from jobs.submission.modules import imported_files, users_modules
 from jobs.submission.package import Package
 from raytrain.errors import InputError
 
@@ -74,6 +75,14 @@ class JobRequest:
                 raise InputError(
                     key, got=f"{name}, which is not in the package of the working directory: {why}", expected=CARRIED
                 )
+        for key, module in {} if self.spec is None else users_modules(self.spec):
+            for path, importer in imported_files(module, folder).items():
+                if (name := path.relative_to(folder).as_posix()) not in package.names:
+                    raise InputError(
+                        key, got=f"{name}, which {importer} imports, and which is not in the package of the working "
+                        "directory: it is ignored", expected="every module of the job in it",
+                        remedy=f"take it out of .gitignore and .rayignore, or add the line !/{name} to .gitignore",
+                    )  # fmt: skip
 
 
 def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> JobRequest:

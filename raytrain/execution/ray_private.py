@@ -50,7 +50,6 @@ import glob
 import importlib
 import json
 import os
-import re
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -95,6 +94,19 @@ def find(owner: Any, name: str) -> Any | None:
         return getattr(importlib.import_module(owner) if isinstance(owner, str) else owner, name, None)
     except ImportError:
         return None
+
+
+@contextlib.contextmanager
+def _in_place_of(module: str, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Context manager in which a name of Ray stands for `replacement(original)`, where Ray has it."""
+    original = find(module, name)
+    if original is not None:
+        setattr(importlib.import_module(module), name, replacement(original))
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(importlib.import_module(module), name, original)
 
 
 def reread_environment() -> None:
@@ -150,16 +162,8 @@ def allow_auto_connect(allowed: bool) -> None:
 def no_pages_of_daemons() -> Iterator[None]:
     """Context manager in which Ray prints no pages of its daemons, such as about a worker that died, in this process:
     raytrain says the same in a line, and those about other jobs on the cluster do not concern this one."""
-    original = find("ray._private.worker", "print_to_stdstream")
-    if original is None:
+    with _in_place_of("ray._private.worker", "print_to_stdstream", lambda _: lambda *_, **__: None):
         yield
-        return
-    worker: Any = importlib.import_module("ray._private.worker")
-    worker.print_to_stdstream = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        worker.print_to_stdstream = original
 
 
 @contextlib.contextmanager
@@ -169,21 +173,17 @@ def own_process_groups() -> Iterator[list[subprocess.Popen[bytes]]]:
     A shell, `timeout` and service managers signal an entire process group, which would end the daemons before the
     workers could save. The daemons still end with this process: the kernel signals its death to them.
     """
-    original, started = find("ray._private.services", "ConsolePopen"), list[subprocess.Popen[bytes]]()
-    if not (isinstance(original, type) and issubclass(original, subprocess.Popen)):
-        yield started
-        return
+    started = list[subprocess.Popen[bytes]]()
 
-    def start(*given: Any, **named: Any) -> Any:
-        started.append(original(*given, process_group=0, **named))
-        return started[-1]
+    def replacement(original: Any) -> Any:
+        def start(*given: Any, **named: Any) -> Any:
+            started.append(original(*given, process_group=0, **named))
+            return started[-1]
 
-    services: Any = importlib.import_module("ray._private.services")
-    services.ConsolePopen = start
-    try:
+        return start if isinstance(original, type) and issubclass(original, subprocess.Popen) else original
+
+    with _in_place_of("ray._private.services", "ConsolePopen", replacement):
         yield started
-    finally:
-        services.ConsolePopen = original
 
 
 @contextlib.contextmanager
@@ -212,29 +212,9 @@ def free_agent_port() -> Iterator[None]:
 
     At its default port, a `ray start` beside the run would have no agent for its own, which starts no jobs then.
     """
-    original = find("ray._private.parameter", "RayParams")
-    if original is None:
+    port = {"dashboard_agent_listen_port": 0}
+    with _in_place_of("ray._private.parameter", "RayParams", lambda original: functools.partial(original, **port)):
         yield
-        return
-    parameter: Any = importlib.import_module("ray._private.parameter")
-    parameter.RayParams = functools.partial(original, dashboard_agent_listen_port=0)
-    try:
-        yield
-    finally:
-        parameter.RayParams = original
-
-
-class DaemonEnded(Exception):
-    """A daemon of a node ended while the node started. Ray would wait for it.
-
-    Attributes:
-        of_itself: nobody has killed it.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        name = os.path.basename(os.fsdecode(next(iter(process.args))))  # pyright: ignore[reportArgumentType]  (a list)
-        super().__init__(f"its process {name} ended at once, with exit code {process.returncode}")
-        self.of_itself = process.returncode >= 0
 
 
 @contextlib.contextmanager
@@ -248,14 +228,13 @@ def prompt_look_up(
 
     Args:
         meanwhile: is called while the daemons of the node start.
-        daemons: of the node. One that ends raises a `DaemonEnded` in `ray.init`.
+        daemons: of the node. One that ends raises a `ChildProcessError(exit code, text)` in `ray.init`.
     """
     original, states = find("ray._private.services", "get_node"), find("ray._private.state", "GlobalState")
     options = find("ray._private.services", "_get_gcs_client_options")
     if original is None or states is None or options is None:
         yield
         return
-    services: Any = importlib.import_module("ray._private.services")
 
     def get_node(gcs_address: str, node_id: str) -> Any:
         meanwhile()
@@ -271,14 +250,12 @@ def prompt_look_up(
                 time.sleep(LOOK_EVERY_S)
         for one in daemons:
             if one.poll() is not None:
-                raise DaemonEnded(one)
+                name = os.path.basename(one.args[0])  # pyright: ignore  (Ray gives a list)
+                raise ChildProcessError(one.returncode, f"its process {name} ended at once")
         return original(gcs_address, node_id)
 
-    services.get_node = get_node
-    try:
+    with _in_place_of("ray._private.services", "get_node", lambda _: get_node):
         yield
-    finally:
-        services.get_node = original
 
 
 class NoVariables(dict[str, str]):
@@ -297,16 +274,10 @@ def inherited_variables() -> Iterator[None]:
     processes of a private cluster inherit the environment of the driver, the same variables among it; those of a Ray
     that the program has started itself do not.
     """
-    original = find(TRAINERS, PROPAGATED)
-    if original is None or PRELOAD not in os.environ:
+    with contextlib.ExitStack() as stack:
+        if PRELOAD in os.environ:
+            stack.enter_context(_in_place_of(TRAINERS, PROPAGATED, lambda _: NoVariables))
         yield
-        return
-    module = importlib.import_module(TRAINERS)
-    setattr(module, PROPAGATED, NoVariables)
-    try:
-        yield
-    finally:
-        setattr(module, PROPAGATED, original)
 
 
 def class_loader() -> Any | None:
@@ -461,11 +432,12 @@ def autoscales() -> bool:
     The monitor of a cluster without one reports each node as a type of its own, "node_" and its id.
     """
     client: Any = find(find("ray._private.worker", "global_worker"), "gcs_client")
-    second: Any = find("ray.autoscaler.v2.utils", "is_autoscaler_v2")
     try:
-        report = json.loads(client.internal_kv_get(b"__autoscaling_status", None) or "{}").get("autoscaler_report")
-        kinds = [*(report or {}).get("active_nodes", {}), *(report or {}).get("pending_launches", {})]
-        return bool(second(gcs_client=client)) or not all(re.fullmatch(r"node_[0-9a-f]{40,}", one) for one in kinds)
+        report = (
+            json.loads(client.internal_kv_get(b"__autoscaling_status", None) or "{}").get("autoscaler_report") or {}
+        )
+        second: Any = find("ray.autoscaler.v2.utils", "is_autoscaler_v2")
+        return second(gcs_client=client) or any(not kind.startswith("node_") for kind in report.get("active_nodes", {}))
     except Exception:  # of another version of Ray, in any form
         return True
 

@@ -24,8 +24,8 @@ from raytrain.execution.ray_private import cluster_trainer, free_by_node, local_
 from raytrain.execution.recovery.faulty_nodes import NodeChoice
 from raytrain.execution.worker import train_loop_per_worker
 from raytrain.plan.choice import Resolved
-from raytrain.plan.elastic import room_for
 from raytrain.plan.plan import Plan
+from raytrain.plan.room import TYPE_SHARE, Need, room_for
 from raytrain.runs.storage import split
 from raytrain.train.job import TrainJob
 
@@ -134,16 +134,12 @@ def accelerator_type(plan: Plan, *, local: bool) -> str | None:
     return None if any_kind else name
 
 
-def missing_for_workers(each: dict[str, float], number: int, free: dict[str, float]) -> str:
-    """What workers of `each` resources lack in a cluster with these free resources; "" if they have room."""
-    short = [name for name, amount in each.items() if free.get(name, 0) < amount * number]
-    if not short:
-        return ""
-    want = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
-    have = " and ".join(f"{free.get(name, 0):g} {name}" for name in each)
-    who = "1 worker needs" if number == 1 else f"{number} workers need"
-    each_of = "" if number == 1 else " each"
-    return f"{who} {want}{each_of}, {have} are free"
+def workers_need(plan: Plan, number: int) -> Need:
+    """What so many workers of a plan need of a cluster."""
+    each, kind = worker_resources(plan, local=False), accelerator_type(plan, local=False)
+    return Need(
+        "scale.workers", "worker", number, each | ({} if kind is None else {f"accelerator_type:{kind}": TYPE_SHARE})
+    )
 
 
 def free_room(plan: Plan, *, without: Collection[str] = ()) -> int:
@@ -153,11 +149,7 @@ def free_room(plan: Plan, *, without: Collection[str] = ()) -> int:
         plan: says what a worker needs.
         without: ids of nodes that do not count.
     """
-    each = worker_resources(plan, local=False)
-    kind = accelerator_type(plan, local=False)
-    if kind is not None:
-        each[f"accelerator_type:{kind}"] = 0.001  # as Ray requires it
-    return room_for(each, free_by_node(without=without))
+    return room_for(workers_need(plan, 1).each, free_by_node(without=without))
 
 
 def waits_for_room(groups: Mapping[str, Mapping[str, Any]], job: str) -> bool:

@@ -7,7 +7,7 @@ saves, and continues with more. Either way the driver makes a new plan and start
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from cluster.wording import counted
 from raytrain.errors import WorkersChange
@@ -50,11 +50,3 @@ class ElasticWorkers:
         workers = counted(fits, "worker")
         same = "on the same samples, with losses equal to rounding"
         return WorkersChange(fits, f"{what}: the run continues with {workers} instead of {self._workers}, {same}")
-
-
-def room_for(each: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
-    """How often these resources fit the nodes, each time in one of them."""
-    return sum(
-        min((int(node.get(name, 0) / amount + 1e-6) for name, amount in each.items() if amount), default=0)
-        for node in nodes
-    )

@@ -11,9 +11,10 @@ import ray
 
 from cluster.network import answers
 from jobs.driver.screen.progress import Clock
-from raytrain.errors import ClusterLost
+from raytrain.errors import ClusterLost, InputError
 from raytrain.execution import trainer
-from raytrain.execution.ray_private import controller_pid, dead_daemons
+from raytrain.execution.ray_private import autoscales, controller_pid, dead_daemons
+from raytrain.plan.room import Need, missing, short_of
 
 #: Seconds between two looks at a cluster.
 LOOK_EVERY_S = 2.0
@@ -119,6 +120,17 @@ def workers_wait_for_room() -> bool:
     return trainer.waits_for_room(ray.util.placement_group_table(), ray.get_runtime_context().get_job_id())
 
 
-def free_resources() -> dict[str, float]:
-    """What the cluster has free now."""
-    return {name: float(amount) for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+def check_room(needs: Sequence[Need]) -> str:
+    """Refuse processes that the nodes of the connected cluster never have room for (InputError); a line where an
+    autoscaler may add nodes, "" where there may be room."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    found, text = short_of(needs, nodes), missing(needs, nodes, are="there are")
+    if found is None:
+        return ""
+    if autoscales():
+        return f"waiting for nodes that the autoscaler may add: {text}"
+    need, there = found
+    raise InputError(
+        need.key, got=need.many, expected=f"at most {there} ({text})",
+        remedy=f"lower it{'' if 'GPU' in need.each else ' or scale.threads'}, or add nodes",
+    )  # fmt: skip

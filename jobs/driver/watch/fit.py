@@ -22,14 +22,16 @@ from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster
 from jobs.driver.screen.progress import Activity, TrainingDisplay
 from jobs.driver.signals import Interrupted, StopSignals
-from jobs.driver.watch.cluster import ClusterWatch, LostNode, free_resources, workers_wait_for_room
+from jobs.driver.watch.cluster import ClusterWatch, LostNode, workers_wait_for_room
 from jobs.driver.watch.stuck import StuckWorkers, pid_of
 from jobs.job.spec import JobSpec
 from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution import driver_channel, trainer
 from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult, step_of
+from raytrain.execution.ray_private import free_by_node
 from raytrain.execution.telemetry import HostTelemetry
 from raytrain.plan.elastic import ElasticWorkers
+from raytrain.plan.room import missing
 from raytrain.runs.faults import record_lost_ranks
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
@@ -294,10 +296,11 @@ class _Fit:
 
     def missing(self) -> str:
         """What the workers that are being started still need; "" where nothing is missing."""
-        if self._cluster.local or self.progress.get("phase", STARTING) not in (STARTING, RESTARTING):
+        starting = self.progress.get("phase", STARTING) in (STARTING, RESTARTING)
+        if self._cluster.local or not starting or not workers_wait_for_room():
             return ""
         number = int(self._plan.workers.value)  # pyright: ignore[reportAttributeAccessIssue]  (never deferred)
-        return trainer.missing_for_workers(trainer.worker_resources(self._plan, local=False), number, free_resources())
+        return missing([trainer.workers_need(self._plan, number)], free_by_node())
 
     def result(self, *, stopping: bool) -> AttemptResult:
         """Return the result of rank 0, or raise the exception of `fit` unless a stop was requested."""

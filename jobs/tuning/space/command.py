@@ -13,7 +13,6 @@ from jobs.job.paths import path_from_here
 from jobs.tuning.command import TuneCommand
 from jobs.tuning.space.points import Points, find_points
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable, counted, values_text
-from raytrain.errors import InputError
 from raytrain.plan.rules.devices import choose_devices
 from raytrain.runs.sweep import SweepFolder
 
@@ -38,7 +37,10 @@ def run_space(command: TuneCommand, checked: Checked, *, address: str, inventory
         if points is None:
             inventory = inventory_from_ray()
             points = find_points(command.loaded, inventory, shapes=checked.shapes)
-            check_resources(points)
+            from jobs.driver.watch.cluster import check_room  # imports Ray
+
+            for waits in filter(None, dict.fromkeys(check_room([one.need]) for one in points.trials if one.need)):
+                command.print_line(waits)
             command.open_sweep(inventory)
         _try(command, points, inventory, cluster, private=address == "local")
     return command.the_sweep
@@ -97,22 +99,3 @@ def _print_search(command: TuneCommand, points: Points, at_a_time: int) -> None:
     command.print_line(f"{text}; search folder {path_from_here(command.the_sweep.path)}")
     for values, reason in points.left_out:
         command.print_line(f"left out: {values_text(values)}: {reason}")
-
-
-def check_resources(points: Points) -> None:
-    """Check that the connected cluster has the resources of one trial; otherwise a trial would wait forever.
-
-    Raises:
-        InputError: naming what is missing.
-    """
-    import ray
-
-    there = ray.cluster_resources()
-    gpus, cores = max(one.gpus for one in points.trials), max(one.cores for one in points.trials)
-    for name, wanted, key in (("GPU", gpus, "scale.workers"), ("CPU", cores, "scale.threads")):
-        if wanted > there.get(name, 0):
-            raise InputError(
-                key, got=f"a trial that needs {wanted} {name}s",
-                expected=f"at most {there.get(name, 0):g}, all that the cluster has",
-                remedy="lower scale.workers or scale.threads",
-            )  # fmt: skip

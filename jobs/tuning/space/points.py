@@ -21,6 +21,7 @@ from raytrain.data.sources.keys import is_own
 from raytrain.errors import InputError
 from raytrain.models.registry import check_keys, takes
 from raytrain.plan.plan import Plan
+from raytrain.plan.room import Need
 from raytrain.plan.rules.hosts import separate_hosts
 from raytrain.train.build import source_facts
 
@@ -41,6 +42,7 @@ class Point:
         overrides: `section.key=value` for everything that it changes in the job.
         gpus, cores: resources of its processes.
         max_steps: length of its run; None if it depends on the data.
+        need: what its processes need of a cluster.
     """
 
     number: int
@@ -49,6 +51,7 @@ class Point:
     gpus: int
     cores: int
     max_steps: int | None
+    need: Need | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
     if loaded.spec.tune.scheduler != "none" and trial.spec.loop.eval_every == "auto" and most is not None:
         pinned["loop.eval_every"] = max(1, int(most) // LOOKS)
     processes = workers + hosts
+    each = {"CPU": 1, "GPU": plan.gpu_share} if on_gpu else {"CPU": threads}
     return Point(
         number=number,
         values=values,
@@ -177,6 +181,7 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
         gpus=processes if on_gpu else 0,
         cores=processes if on_gpu else processes * threads,
         max_steps=None if most is None else int(most),
+        need=Need("scale.workers", "process of a trial", processes, each),
     )
 
 

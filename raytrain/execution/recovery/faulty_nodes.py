@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.execution.ray_private import NODE_ID_LABEL
-from raytrain.plan.elastic import room_for
+from raytrain.plan.room import room_for
 from raytrain.runs.faults import Fault, read_faults
 from raytrain.runs.folder import RunFolder
 

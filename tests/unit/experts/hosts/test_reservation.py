@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from experts.hosts import reservation
 from experts.hosts.reservation import Request, Reservation
 from experts.hosts.reserve import HostsOfRun
+from jobs.driver.watch import cluster as watched
 from raytrain.errors import InputError
+from raytrain.plan.room import missing
 
 NODES = [{"CPU": 4.0, "memory": 1e9}, {"CPU": 4.0, "GPU": 2.0, "accelerator_type:T4": 1.0}]
 
@@ -23,30 +26,42 @@ def request(hosts: int, workers: int, *, threads: float = 1, gpus: int = 0, kind
 
 
 def test_what_fits_an_empty_cluster_is_not_refused() -> None:
-    request(6, 2).check(NODES)
-    request(1, 1, gpus=1, kind="T4").check(NODES)
+    assert missing(request(6, 2).needs, NODES) == ""
+    assert missing(request(1, 1, gpus=1, kind="T4").needs, NODES) == ""
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("asked", "key", "words"),
     [
-        pytest.param(request(6, 3), "6 hosts and scale.workers 3, which need 9 CPU", id="more than the cluster has"),
-        pytest.param(request(2, 1, threads=5), "5 CPU for one host", id="more than one node has"),
-        pytest.param(
-            request(1, 1, gpus=1, kind="H100"), "1 GPU of type H100 for one host", id="a kind that is not there"
-        ),
-        pytest.param(request(2, 1, gpus=1), "which need 3 GPU", id="hosts and workers together"),
+        pytest.param(request(6, 3), "experts.hosts", r"9 processes need 1 CPU each \(6 expert hosts and 3 workers\)",
+                     id="more than the cluster has"),
+        pytest.param(request(2, 1, threads=5), "experts.hosts", "2 expert hosts need 5 CPU each; of 2 nodes, there are "
+                     "4 CPU on 2 of them: room for 0", id="more than one node has"),
+        pytest.param(request(2, 2, threads=3), "experts.hosts", "room for 2", id="as much as all have, but not of one"),
+        pytest.param(request(1, 1, gpus=1, kind="H100"), "experts.hosts", "1 expert host needs 1 GPU of type H100",
+                     id="a kind that is not there"),
+        pytest.param(request(2, 1, gpus=1), "experts.hosts", "3 processes need 1 GPU each", id="hosts and workers"),
+        pytest.param(request(0, 3, threads=4), "scale.workers", "3 workers need 4 CPU each", id="no hosts"),
     ],
-)
-def test_a_host_that_can_never_start_is_refused(asked: Request, words: str) -> None:
+)  # fmt: skip
+def test_what_no_node_can_ever_hold_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, asked: Request, key: str, words: str
+) -> None:
+    monkeypatch.setattr("ray.nodes", lambda: [{"Resources": node, "Alive": True} for node in NODES])
+    monkeypatch.setattr(watched, "autoscales", lambda: False)
     with pytest.raises(InputError, match=words) as raised:
-        asked.check(NODES)
-    assert "experts.hosts" in str(raised.value)
+        watched.check_room(asked.needs)
+    assert raised.value.key == key
+    monkeypatch.setattr(watched, "autoscales", lambda: True)  # nodes may come
+    assert re.search(f"waiting for nodes that the autoscaler may add: .*{words}", watched.check_room(asked.needs))
 
 
-def test_a_wait_says_what_is_needed_and_what_is_free() -> None:
-    line = request(2, 3).missing({"CPU": 1.0, "memory": 5.0})
-    assert line == "2 expert hosts and 3 workers need 5 CPU; 1 CPU are free"
+def test_a_wait_says_what_is_needed_and_what_is_free_by_node() -> None:
+    line = missing(request(2, 1, threads=2).needs, [{"CPU": 3.0}, {"memory": 5.0}, {"CPU": 3.0}, {"CPU": 1.0}])
+    assert line == (
+        "3 processes need 2 CPU each (2 expert hosts and 1 worker); of 4 nodes, free are 3 CPU on 2 of them, "
+        "0 CPU on one of them, 1 CPU on one of them: room for 2"
+    )
 
 
 class Played:
@@ -98,13 +113,6 @@ def test_the_turn_ends_with_the_start_of_the_workers_and_with_the_run(monkeypatc
     assert len(played.killed) == 1 and played.held == ["hosts"]
     HostsOfRun(None, reservation=Reservation(request(2, 1), begin=began)).close()
     assert len(played.killed) == 2 and played.held == ["hosts"]
-
-
-def test_a_request_that_is_refused_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, ready=[])
-    with pytest.raises(InputError):
-        Reservation(request(9, 1), begin=began)
-    assert played.held == [] and played.killed == []
 
 
 def test_a_signal_while_a_run_waits_gives_back_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,10 +110,11 @@ def test_a_notebook_that_loses_its_own_ray_gets_one_named_error_and_lives_on(
 NOTHING_PRIVATE = {
     "reread_environment": lambda: None,
     "allow_auto_connect": lambda allowed: None,
-    "own_process_groups": contextlib.nullcontext,
+    "own_process_groups": lambda: contextlib.nullcontext([]),
+    "free_agent_port": contextlib.nullcontext,
     "no_pages_of_daemons": contextlib.nullcontext,
     "only_needed_daemons": lambda *, logs: contextlib.nullcontext(),
-    "prompt_look_up": lambda *, meanwhile: contextlib.nullcontext(),
+    "prompt_look_up": lambda *, meanwhile, daemons: contextlib.nullcontext(),
 }
 
 

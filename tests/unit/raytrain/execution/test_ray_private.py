@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import subprocess
 import threading
@@ -72,8 +73,11 @@ def test_the_token_and_what_ray_read_at_its_import_are_read_again_or_kept(monkey
 
 def test_daemons_start_in_separate_process_groups_or_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     original = services().ConsolePopen
-    with ray_private.own_process_groups():
-        assert services().ConsolePopen.func is original and services().ConsolePopen.keywords == {"process_group": 0}
+    with ray_private.own_process_groups() as started:
+        process = services().ConsolePopen(["sleep", "60"])
+        assert started == [process] and os.getpgid(process.pid) == process.pid != os.getpgid(0)
+        process.kill()
+        process.wait()
     assert services().ConsolePopen is original and issubclass(original, subprocess.Popen)
     monkeypatch.setattr("ray._private.services.ConsolePopen", print)  # something else under the same name
     with ray_private.own_process_groups():

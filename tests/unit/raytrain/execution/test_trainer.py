@@ -13,7 +13,6 @@ from ray.train import TrainingFailedError
 from raytrain.errors import ClusterLost, RunError
 from raytrain.execution import trainer
 from raytrain.execution.driver_channel import AttemptResult
-from raytrain.execution.trainer import missing_for_workers
 
 
 def fitted(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> Any:
@@ -68,11 +67,3 @@ def test_the_result_of_rank_0_is_returned(monkeypatch: pytest.MonkeyPatch) -> No
     assert fitted(monkeypatch, AttemptResult("done", "3 steps")).reason == "3 steps"
     with pytest.raises(RunError, match="returned None instead of a result"):
         fitted(monkeypatch, None)
-
-
-def test_missing_resources_are_named_only_where_they_are_missing() -> None:
-    each = {"CPU": 2.0, "GPU": 1.0}
-    assert missing_for_workers(each, 2, {"CPU": 4.0, "GPU": 2.0}) == ""
-    line = missing_for_workers(each, 2, {"CPU": 3.0, "GPU": 2.0})
-    assert line == "2 workers need 2 CPU and 1 GPU each, 3 CPU and 2 GPU are free"
-    assert missing_for_workers({"CPU": 1.0}, 1, {}) == "1 worker needs 1 CPU, 0 CPU are free"
