@@ -219,9 +219,7 @@ class InferenceModel:
         tokenizer = open_tokenizer(self._tokenizer())
         config: Any = getattr(module, "config", None)
         names = self.facts.get("class_names") or _class_names(config)
-        longest = min(
-            (one for one in (_context(module), tokenizer.model_max_length) if isinstance(one, int)), default=None
-        )
+        longest = min(one for one in (_context(module), tokenizer.model_max_length) if one is not None)
         encode = partial(encode_rows, tokenizer, special=True, max_length=longest)
         return TextClassifier(
             module, encode, prompt, pad_id(tokenizer), classes=None if names is None else tuple(names),
@@ -310,9 +308,8 @@ def _class_names(config: Any) -> Sequence[str] | None:
 
 def _context(module: nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
-    if hasattr(config, "to_dict"):
-        return longest_input(config.to_dict())
-    return longest_input({name: getattr(config, name, None) for name in POSITION_KEYS})
+    own = {name: getattr(config, name, None) for name in POSITION_KEYS}
+    return longest_input(config.to_dict() if hasattr(config, "to_dict") else own)
 
 
 def _prompt(infer: InferConfig, schema: Any, chat: Callable[[str], str] | None = None) -> Prompt:

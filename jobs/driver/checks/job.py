@@ -118,10 +118,9 @@ def check_on_driver(
         check_fits(trainable.module, resumed)
     elif initial and spec.model.init_from is not None:
         StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
-    labels = "label_field" if "label_field" in spec.data.keys else "label"
     start = resumed.path if resumed is not None else spec.model.init_from if initial else None
     if start is not None and spec.data.keys.get("class_names", "auto") == "auto":
-        check_names(source.class_names, stored_names(start), key=f"data.{labels}")
+        check_names(source.class_names, stored_names(start), key="data.label")
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
     if spec.loop.compile not in ("off", "auto") or spec.loop.compile_parts != "auto":

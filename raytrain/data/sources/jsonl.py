@@ -69,19 +69,20 @@ def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
 
 
 def class_numbers(
-    columns: Sequence[list[Any]], known: Sequence[str] | None = None
+    columns: Sequence[list[Any]], known: Sequence[str] | str = "auto"
 ) -> tuple[list[np.ndarray], int, tuple[str, ...] | None]:
     """Return the labels of each column as class numbers (int64), the number of classes, and their names.
 
-    String labels are numbered in the order of `known`, otherwise in sorted order over all columns.
+    String labels are numbered in the order of `known`; with "auto" in sorted order over all columns.
     """
     kinds = {type(value) for column in columns for value in column}
     if len(kinds) > 1:
         raise InputError("data.label_field", got="both whole numbers and strings", expected="one kind of label")
     if kinds == {str}:
         names = sorted({value for column in columns for value in column})
-        check_names(names, known, key="data.label_field", whole=False)
-        names = list(known or names)
+        if known != "auto":
+            check_names(names, known, key="data.label_field", whole=False)
+            names = list(known)
         numbers = {name: number for number, name in enumerate(names)}
         found = [np.array([numbers[value] for value in column], np.int64) for column in columns]
         return found, len(names), tuple(names)

@@ -40,6 +40,10 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(name, str) and name for name in value)
 
 
+def _are_classes(value: Any) -> bool:
+    return value == "auto" or (_are_names(value) and len({*value}) == len(value))
+
+
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
@@ -65,10 +69,6 @@ ORDER = Key(lambda value: value in ("auto", "rows", "groups"), "auto, rows or gr
 NAME = Key(lambda value: value is None or _is_name(value), "the name of a field, or null")
 TOKENIZER = Key(lambda value: value is None or _is_path(value), "the folder of a tokenizer, auto or null", is_path=True)
 LABELS = Key(lambda value: value in ("auto", "next", "same"), "auto, next or same", default="auto")
-CLASS_NAMES = Key(
-    lambda value: value == "auto" or (_are_names(value) and len({*value}) == len(value)),
-    "the names of the classes in the order of their numbers, or auto", default="auto",
-)  # fmt: skip
 
 TABLE_KEYS = {"path": REQUIRED_PATHS, "eval_path": OPTIONAL_PATHS, "features": FEATURES, "label": LABEL}
 TEXT_ROW_KEYS = {
@@ -76,7 +76,7 @@ TEXT_ROW_KEYS = {
     "prompt_field": NAME,
     "completion_field": NAME,
     "label_field": NAME,
-    "class_names": CLASS_NAMES,
+    "class_names": Key(_are_classes, "the classes in the order of their numbers, or auto", default="auto"),
     "tokenizer": TOKENIZER,
     "max_length": Key(lambda value: value == "auto" or _is_length(value), "at least 2 tokens, or auto", default="auto"),
     "packing": Key(lambda value: value in ("padded", "packed"), "padded or packed", default="padded"),

@@ -17,17 +17,9 @@ from raytrain.data.sources.keys import as_paths, source_keys
 from raytrain.data.sources.tables import TableColumns
 from raytrain.data.sources.text import check_context, cut, text_facts
 from raytrain.errors import InputError
+from raytrain.models.huggingface import tokenizer as hf
 from raytrain.models.huggingface.class_names import starting_names
 from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, KEYS, longest_input, read_config
-from raytrain.models.huggingface.tokenizer import (
-    TextCodec,
-    encode_prompts,
-    encode_rows,
-    encode_text,
-    ended,
-    open_tokenizer,
-    pad_id,
-)
 from raytrain.runs.storage import read_bytes
 
 FIELDS = ("text_field", "prompt_field", "completion_field", "label_field")
@@ -73,7 +65,7 @@ def tokenise(data: DataConfig) -> Tokenised:
         InputError: there is no tokenizer, or the files are invalid.
     """
     keys = source_keys(data)
-    tokenizer = open_tokenizer(keys["tokenizer"])
+    tokenizer = hf.open_tokenizer(keys["tokenizer"])
     if data.source == "text":
         return _text(keys, tokenizer, fraction=data.eval_fraction)
     if keys["label_field"] is not None:
@@ -83,7 +75,7 @@ def tokenise(data: DataConfig) -> Tokenised:
 
 def tokenised_source(found: Tokenised, *, context: int | None) -> Source:
     """Return the source of these tokens. Raises InputError if a text is too short for `model.context`."""
-    codec = TextCodec(found.tokenizer)
+    codec = hf.TextCodec(found.tokenizer)
     common: dict[str, Any] = {
         "describe": found.describe, "tokenizer": found.tokenizer, "first_labels_ignored": found.same_labels,
         "vocab_size": found.vocab_size,
@@ -128,7 +120,7 @@ def _text(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tokeni
     return Tokenised(
         tokenizer=keys["tokenizer"],
         vocab_size=len(tokenizer),
-        pad=pad_id(tokenizer),
+        pad=hf.pad_id(tokenizer),
         train=tokens,
         eval=others,
         describe=f"text {', '.join(as_paths(keys['path']))}: {len(tokens) + len(others):,} tokens, {kept}",
@@ -138,7 +130,7 @@ def _text(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tokeni
 
 def _tokens_of(paths: Sequence[str], tokenizer: Any, *, key: str) -> np.ndarray:
     """Tokenize files, concatenated in the order given without separators."""
-    tokens = encode_text(tokenizer, "".join(_decoded(path, key=key) for path in paths))
+    tokens = hf.encode_text(tokenizer, "".join(_decoded(path, key=key) for path in paths))
     return tokens.astype(np.uint16) if len(tokenizer) <= 2**16 else tokens
 
 
@@ -176,7 +168,7 @@ def _documents(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> T
     return Tokenised(
         tokenizer=keys["tokenizer"],
         vocab_size=len(tokenizer),
-        pad=pad_id(tokenizer),
+        pad=hf.pad_id(tokenizer),
         train=train,
         eval=evaluation,
         describe=f"jsonl {', '.join(as_paths(keys['path']))}: {'; '.join(notes)}",
@@ -187,7 +179,7 @@ def _documents(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> T
 
 def _to_columns(rows: Sequence[Row], keys: Mapping[str, Any], tokenizer: Any) -> TableColumns:
     if keys["packing"] == "packed":
-        return packed(rows, length=int(keys["max_length"]), pad=pad_id(tokenizer))
+        return packed(rows, length=int(keys["max_length"]), pad=hf.pad_id(tokenizer))
     return padded(rows)
 
 
@@ -199,11 +191,11 @@ def _fill_rate(columns: TableColumns, rows: Sequence[Row]) -> str:
 def _encoded(columns: Mapping[str, list[Any]], tokenizer: Any) -> list[Document]:
     """Tokenize each line; a completion or text ends with the tokenizer's end token if it has one."""
     if "text_field" in columns:
-        return [Document(ended(tokenizer, ids)) for ids in encode_prompts(tokenizer, columns["text_field"])]
-    prompts = encode_prompts(tokenizer, columns["prompt_field"])
-    answers = encode_rows(tokenizer, columns["completion_field"], special=False)
+        return [Document(hf.ended(tokenizer, ids)) for ids in hf.encode_prompts(tokenizer, columns["text_field"])]
+    prompts = hf.encode_prompts(tokenizer, columns["prompt_field"])
+    answers = hf.encode_rows(tokenizer, columns["completion_field"], special=False)
     return [
-        Document(np.concatenate([prompt, ended(tokenizer, answer)]), given=len(prompt))
+        Document(np.concatenate([prompt, hf.ended(tokenizer, answer)]), given=len(prompt))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
 
@@ -213,12 +205,11 @@ def _classes(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tok
     length = int(keys["max_length"])
     columns = _columns(keys, "path")
     others = _columns(keys, "eval_path") if keys["eval_path"] is not None else None
-    known = None if keys["class_names"] == "auto" else keys["class_names"]
-    parts = [part["label_field"] for part in (columns, others) if part is not None]
-    numbers, classes, names = class_numbers(parts, known)
+    labels = [part["label_field"] for part in (columns, others) if part is not None]
+    numbers, classes, names = class_numbers(labels, keys["class_names"])
 
     def rows(part: Mapping[str, list[Any]], labels: np.ndarray) -> list[tuple[np.ndarray, int]]:
-        ids = encode_rows(tokenizer, part["text_field"], special=True, max_length=length)
+        ids = hf.encode_rows(tokenizer, part["text_field"], special=True, max_length=length)
         return list(zip(ids, labels.tolist(), strict=True))
 
     train = rows(columns, numbers[0])
@@ -230,7 +221,7 @@ def _classes(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tok
     return Tokenised(
         tokenizer=keys["tokenizer"],
         vocab_size=len(tokenizer),
-        pad=pad_id(tokenizer),
+        pad=hf.pad_id(tokenizer),
         train=_class_columns(train),
         eval=_class_columns(evaluation) if evaluation else None,
         describe=f"jsonl {', '.join(as_paths(keys['path']))}: {summary}",

@@ -353,8 +353,8 @@ def language_sample(
     learned = (batch["labels"][0] != IGNORED_LABEL).nonzero().flatten().tolist()[:1]
     given = learned[0] + (not source.first_labels_ignored) if learned else 0  # more than one token: a prompt
     front = source.encode("")
-    prompt = row[: min(given, room) if given > 1 else room]
-    prompt = prompt if prompt[: len(front)] == front else front + prompt
+    prompt = row[:given] if given > 1 else row
+    prompt = (prompt if prompt[: len(front)] == front else front + prompt)[:room]
     sampling = Sampling(tokens, temperature=SAMPLE_TEMPERATURE, top_k=SAMPLE_TOP_K, seed=seed)
     try:
         ids = generate(module, [prompt], sampling=sampling, context=context or SAMPLE_PROMPT)[0]

@@ -67,10 +67,7 @@ def read_config(path: Any) -> dict[str, Any]:
 
 
 def longest_input(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of input tokens in a model's config, or None.
-
-    Models that number positions from the one after their padding token, as RoBERTa, cannot use the first of them.
-    """
+    """Return the maximum number of input tokens in a model's config, or None. RoBERTa's do not use all positions."""
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, Mapping) else [config]
     for place in places:

@@ -94,9 +94,8 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
 def _opened(tokenizer: Any, ids: list[int], added: list[int]) -> np.ndarray:
     """The tokens of one text: `added` is 1 for those that are not in the text itself."""
     front = next((place for place, own in enumerate(added) if not own), len(ids))
-    first, end = 0, len(ids)
-    if front and ids[front : front + 1] == ids[:1]:
-        first = front  # the text has what the tokenizer puts in front of it
+    first = front if ids[front : front + 1] == ids[:1] else 0  # the text has what the tokenizer puts in front of it
+    end = len(ids)
     least = int(bool(ids) and ids[0] == tokenizer.bos_token_id)  # which may be the end token, too
     while end > least and added[end - 1] and ids[end - 1] == tokenizer.eos_token_id:
         end -= 1
@@ -136,11 +135,8 @@ def _next_line(text: str, at: int) -> int:
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Converts tokens to text, and prompts to tokens, with the tokenizer in a folder, which is opened on first use.
-
-    Attributes:
-        plain: prompts are encoded without special tokens: a chat template writes them itself.
-    """
+    """Converts tokens to text, and prompts to tokens, with the tokenizer in a folder, which is opened on first use;
+    `plain` without special tokens, which a chat template writes itself."""
 
     path: str
     plain: bool = False
