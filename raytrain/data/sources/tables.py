@@ -44,19 +44,9 @@ class ColumnChoice:
 
 
 def read_pair(keys: Mapping[str, Any], *, kind: str) -> list[Any]:
-    """Read the files of `path`, and of `eval_path` if there are any: a pyarrow Table each.
-
-    Raises:
-        InputError: as for `read_tables`.
-    """
-    label = keys["label"]
-    tables = [
-        read_tables(
-            as_paths(keys[name], key=f"data.{name}"), kind=kind, key=f"data.{name}", text=[label] if label else []
-        )
-        for name in ("path", "eval_path")
-        if keys[name] is not None
-    ]
+    """The files of `path`, and of `eval_path` if it is given, as a pyarrow Table each; errors as of `read_tables`."""
+    label, names = keys["label"], [name for name in ("path", "eval_path") if keys[name] is not None]
+    tables = [read_tables(as_paths(keys[name]), kind=kind, key=f"data.{name}", text=[label]) for name in names]
     if kind != "csv" or any(label not in table.column_names for table in tables):
         return tables
     import pyarrow as pa
@@ -69,7 +59,7 @@ def read_pair(keys: Mapping[str, Any], *, kind: str) -> list[Any]:
     return made
 
 
-def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str] = ()) -> Any:
+def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str | None] = ()) -> Any:
     """Read all files as one pyarrow Table, in the order given.
 
     Args:
