@@ -154,11 +154,15 @@ def csv_kinds(column: Any, among: Sequence[str] = CSV_KINDS, *, label: bool = Fa
         if compute.call_function("any", [codes]).as_py():
             return [TEXT]
         among = [kind for kind in among if kind != "bool"]
-    found = []
-    for kind in among:
-        with contextlib.suppress(pa.ArrowInvalid):
-            typed(column, kind)
-            found.append(kind)
+    found: list[str] = []
+    for clean in (False, True):
+        cells, found = (_present(column, MISSING) if clean else column), []
+        for kind in among:
+            with contextlib.suppress(pa.ArrowInvalid):
+                cells.cast(kind)
+                found.append(kind)
+        if found != [TEXT]:
+            break
     return found
 
 
@@ -166,15 +170,21 @@ def typed(column: Any, kind: str) -> Any:
     """A column of texts as one of `CSV_KINDS`, with null for every way to write that a value is missing; as `TEXT`
     only nothing itself is missing. Raises pyarrow.ArrowInvalid for a value of another type."""
     import pyarrow as pa
+
+    try:
+        return column.cast(kind) if kind != TEXT else _present(column, [""])
+    except pa.ArrowInvalid:
+        return _present(column, MISSING).cast(kind)
+
+
+def _present(column: Any, missing: Sequence[str]) -> Any:
+    """The texts without the spaces around them, null where only one of `missing` is left; as they are for [""]."""
+    import pyarrow as pa
     from pyarrow import compute
 
-    cells, missing = column, [""]
-    if kind != TEXT:
-        with contextlib.suppress(pa.ArrowInvalid):
-            return column.cast(kind)
-        cells, missing = compute.call_function("utf8_trim_whitespace", [column]), MISSING
+    cells = compute.call_function("utf8_trim_whitespace", [column]) if missing == MISSING else column
     absent = compute.call_function("is_in", [cells], compute.SetLookupOptions(pa.array(missing, pa.string())))
-    return compute.call_function("if_else", [absent, pa.scalar(None, pa.string()), cells]).cast(kind)
+    return compute.call_function("if_else", [absent, pa.scalar(None, pa.string()), cells])
 
 
 def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str, float]]:
