@@ -45,11 +45,8 @@ def local_paths(spec: JobSpec, *, missing: bool = False) -> dict[str, str]:
     for key, value in given.items():
         values = value if isinstance(value, list | tuple) else [value]
         for number, path in enumerate(values):
-            if (
-                isinstance(path, str)
-                and os.path.isabs(path)
-                and (os.path.exists(path) or bool(glob(path))) is not missing
-            ):
+            local = isinstance(path, str) and os.path.isabs(path)
+            if local and (os.path.exists(path) or bool(glob(path))) is not missing:
                 found[key if len(values) == 1 else f"{key}[{number}]"] = path
     return found
 

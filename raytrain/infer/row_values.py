@@ -14,16 +14,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from cluster.wording import counted
-from raytrain.data.sources.tables import (
-    ColumnChoice,
-    column_kind,
-    csv_kinds,
-    is_list,
-    is_nested,
-    is_text,
-    number_in,
-    typed,
-)
+from raytrain.data.sources.tables import ColumnChoice, column_kind, csv_kinds, is_list, is_nested, is_text, typed
+from raytrain.data.sources.tables import number_in as number_in
 from raytrain.errors import InputError
 from raytrain.infer.input.files import KEY
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from lab import GPT, MLP, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train, weights_of
 from torch import nn
+from torch.nn import functional as F
 
 from raytrain.checkpoint.reader import load, newest_valid
 from raytrain.data.rows.batches import Cursor
@@ -19,7 +20,7 @@ from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.trainable import MicroBatch
+from raytrain.trainable import LossOutput, MicroBatch, Trainable
 
 # ---------------------------------------------------------------- DESIGN 4.2: one step, however it is shared out
 
@@ -323,8 +324,8 @@ def aggregated(rank: int, world_size: int) -> dict[str, Any]:
     loop.run(session.state)
     rows = [row for row in reporter.rows if row["kind"] == "train"]
     evals = [row for row in reporter.rows if row["kind"] == "eval"]
-    # seconds, data, waiting, peak, the device's peak rate, two shares of the losses
-    own = [[*values[:4], *values[5:]] for values in told if len(values) == 7]
+    # seconds, data, waiting, peak, the device's peak rate, two shares of the losses, new metrics
+    own = [[*values[:4], *values[5:7]] for values in told if len(values) == 8]
     return {"rows": rows, "own": own, "evals": evals, "alone": session.evaluate(0)}
 
 
@@ -336,3 +337,24 @@ def scored(rank: int, world_size: int) -> dict[str, Any]:
         loop={"max_steps": 2, "micro_batch_size": 8 // EVAL_MICRO_BATCHES},
     )
     return session.evaluate(0)
+
+
+def with_metrics(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """The train rows of four steps, each over all 20 rows in micro-batches of 4, 4 and 2, whose loss tells the mean of
+    a column, from step 3 on a number of the last worker only, and a name that a row has already."""
+    forwards: list[int] = []
+
+    def loss(module: nn.Module, batch: dict[str, Any]) -> LossOutput:
+        forwards.append(len(batch["x"]))
+        late = {"late": 7.0} if sum(forwards) > 40 // world_size and rank == world_size - 1 else {}
+        value = F.cross_entropy(module(batch["x"]), batch["labels"])
+        return LossOutput(value, metrics={"first": batch["x"][:, 0].mean(), "lr": torch.tensor(9.0), **late})  # type: ignore[dict-item]
+
+    module = nn.Linear(12, 4)
+    session = make_session(
+        {"module": Trainable(module, loss)},
+        {"train": class_rows(20), "eval_fraction": 0.0},
+        loop={"max_steps": 4, "global_batch_size": 20, "micro_batch_size": 4, "log_every": 1},
+    )
+    session.loop(reporter=(rows := Rows()), should_stop=lambda: False).run(session.state)
+    return [row for row in rows.rows if row["kind"] == "train"]

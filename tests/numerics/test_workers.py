@@ -66,3 +66,14 @@ def test_metrics_come_from_the_workers_that_have_rows_where_rank_0_has_none() ->
     alone = lives.scored(0, 1)
     assert one == two and sorted(one) == ["accuracy", "loss"]
     assert one["loss"] == pytest.approx(alone["loss"], rel=1e-6) and one["accuracy"] == alone["accuracy"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metrics_of_training_losses_are_means_over_the_micro_batches_of_all_workers(world_size: int) -> None:
+    ranks = run_gang(lives.with_metrics, world_size=world_size) if world_size > 1 else [lives.with_metrics(0, 1)]
+    expected = float(class_rows(20)["x"][:, 0].double().mean())
+    for rows in ranks:
+        assert [row["first"] for row in rows] == [pytest.approx(expected, rel=1e-5)] * 4
+        assert [row.get("late") for row in rows] == [None, None, 7.0, 7.0]
+        assert rows[0]["metrics"] == ["first", "lr"] and rows[3]["metrics"] == ["first", "lr", "late"]
+        assert all(row["lr"] < 1 for row in rows), "a column of the row stays"

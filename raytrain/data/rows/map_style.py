@@ -1,7 +1,7 @@
 """Map-style datasets: items of any nesting, read on demand, or read once and kept.
 
 What a dataset draws at random depends on (seed, epoch, row) only. Python's, numpy's and torch's global generators, and
-those that the dataset holds itself, are seeded for each item, in the training process as in a loader process, so that
+numpy's that the dataset holds itself, are seeded for each item, in the training process as in a loader process, so that
 the draws are the same for any number of processes, workers and micro-batches, and after a resume. (torch's DataLoader
 leaves a dataset's own numpy generator as it is, so that each of its processes draws the same.) A dataset that reads
 many items at once (`__getitems__`) finds the generators seeded by the first row of its batch. The global generators of
@@ -16,7 +16,6 @@ import struct
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,7 +115,7 @@ class DatasetSplit:
     def _seed(self, before: Callable[[int], None], index: int) -> None:
         before(index)
         for generator in self._generators:
-            reseed(generator, random.getrandbits(32))
+            generator.bit_generator.state = type(generator.bit_generator)(random.getrandbits(64)).state
 
     def _row(self, item: Any) -> Any:
         if self.collate is not None:
@@ -264,27 +263,12 @@ def spread_rows(rows: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, rows - 1, most).astype(np.int64))
 
 
-def own_generators(value: Any, depth: int = 4) -> list[Any]:
-    """The random generators that a dataset holds, in its attributes or in those of its transforms."""
-    if isinstance(value, np.random.Generator | np.random.RandomState | random.Random | torch.Generator):
+def own_generators(value: Any, depth: int = 4) -> list[np.random.Generator]:
+    """numpy's generators that a dataset holds, in its attributes or in those of its transforms."""
+    if isinstance(value, np.random.Generator):
         return [value]
-    parts = (
-        value if isinstance(value, list | tuple) else (value if isinstance(value, dict) else vars_of(value)).values()
-    )
+    parts = value if isinstance(value, list | tuple) else list(getattr(value, "__dict__", {}).values())
     return [one for part in parts for one in own_generators(part, depth - 1)] if depth and len(parts) <= 64 else []
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object of a user's class."""
-    return {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
-
-
-def reseed(generator: Any, drawn: int) -> None:
-    """Put a generator into the state of a seed of 32 bits."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(drawn).state
-    else:
-        (generator.manual_seed if isinstance(generator, torch.Generator) else generator.seed)(drawn)
 
 
 def seed_item(seed: int, epoch: int, row: int) -> None:

@@ -56,7 +56,7 @@ def _is_length(value: Any) -> bool:
     return _is_count(value) and value >= 2
 
 
-PATHS = "a path, a pattern such as data/*.csv, or a list of them"
+PATHS = "a path or a list of paths"
 REQUIRED_PATHS = Key(_are_paths, PATHS, required=True, is_path=True)
 OPTIONAL_PATHS = Key(lambda value: value is None or _are_paths(value), PATHS, is_path=True)
 REQUIRED_PATH = Key(_is_path, "a path", required=True, is_path=True)

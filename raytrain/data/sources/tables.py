@@ -44,19 +44,9 @@ class ColumnChoice:
 
 
 def read_pair(keys: Mapping[str, Any], *, kind: str) -> list[Any]:
-    """Read the files of `path`, and of `eval_path` if there are any: a pyarrow Table each.
-
-    Raises:
-        InputError: as for `read_tables`.
-    """
-    label = keys["label"]
-    tables = [
-        read_tables(
-            as_paths(keys[name], key=f"data.{name}"), kind=kind, key=f"data.{name}", text=[label] if label else []
-        )
-        for name in ("path", "eval_path")
-        if keys[name] is not None
-    ]
+    """The files of `path`, and of `eval_path` if it is given, as a pyarrow Table each; errors as of `read_tables`."""
+    label, names = keys["label"], [name for name in ("path", "eval_path") if keys[name] is not None]
+    tables = [read_tables(as_paths(keys[name]), kind=kind, key=f"data.{name}", text=[label]) for name in names]
     if kind != "csv" or any(label not in table.column_names for table in tables):
         return tables
     import pyarrow as pa
@@ -69,7 +59,7 @@ def read_pair(keys: Mapping[str, Any], *, kind: str) -> list[Any]:
     return made
 
 
-def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str] = ()) -> Any:
+def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str | None] = ()) -> Any:
     """Read all files as one pyarrow Table, in the order given.
 
     Args:
@@ -164,11 +154,15 @@ def csv_kinds(column: Any, among: Sequence[str] = CSV_KINDS, *, label: bool = Fa
         if compute.call_function("any", [codes]).as_py():
             return [TEXT]
         among = [kind for kind in among if kind != "bool"]
-    found = []
-    for kind in among:
-        with contextlib.suppress(pa.ArrowInvalid):
-            typed(column, kind)
-            found.append(kind)
+    found: list[str] = []
+    for clean in (False, True):
+        cells, found = (_present(column, MISSING) if clean else column), []
+        for kind in among:
+            with contextlib.suppress(pa.ArrowInvalid):
+                cells.cast(kind)
+                found.append(kind)
+        if found != [TEXT]:
+            break
     return found
 
 
@@ -176,15 +170,21 @@ def typed(column: Any, kind: str) -> Any:
     """A column of texts as one of `CSV_KINDS`, with null for every way to write that a value is missing; as `TEXT`
     only nothing itself is missing. Raises pyarrow.ArrowInvalid for a value of another type."""
     import pyarrow as pa
+
+    try:
+        return column.cast(kind) if kind != TEXT else _present(column, [""])
+    except pa.ArrowInvalid:
+        return _present(column, MISSING).cast(kind)
+
+
+def _present(column: Any, missing: Sequence[str]) -> Any:
+    """The texts without the spaces around them, null where only one of `missing` is left; as they are for [""]."""
+    import pyarrow as pa
     from pyarrow import compute
 
-    cells, missing = column, [""]
-    if kind != TEXT:
-        with contextlib.suppress(pa.ArrowInvalid):
-            return column.cast(kind)
-        cells, missing = compute.call_function("utf8_trim_whitespace", [column]), MISSING
+    cells = compute.call_function("utf8_trim_whitespace", [column]) if missing == MISSING else column
     absent = compute.call_function("is_in", [cells], compute.SetLookupOptions(pa.array(missing, pa.string())))
-    return compute.call_function("if_else", [absent, pa.scalar(None, pa.string()), cells]).cast(kind)
+    return compute.call_function("if_else", [absent, pa.scalar(None, pa.string()), cells])
 
 
 def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str, float]]:

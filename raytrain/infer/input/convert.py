@@ -33,7 +33,7 @@ class _OtherColumnsError(Exception):
 
 def converted(
     files: InputFiles, folder: str, *, carried: Collection[str | None] = (), label: str | None = None,
-    numbers: bool = True,     rows_at_once: int = LINES_AT_ONCE,
+    numbers: bool = True, rows_at_once: int = LINES_AT_ONCE,
 ) -> list[str]:  # fmt: skip
     """Write files of another format as Parquet in `folder`, one for each; returns the paths. Parquet is left alone.
 

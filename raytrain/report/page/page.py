@@ -189,14 +189,9 @@ def _trends(records: RunRecords) -> list[str]:
         ("Peak memory", [Curve(f"{name} per worker", memory, "c8")], {"from_zero": True, **again}),
     ]
     own = dict.fromkeys(name for row in rows for name in listed(row.get("metrics")) if name != "accuracy")
-    found += [
-        (
-            str(name),
-            [Curve("train", series(rows, name), "c1"), Curve("eval", series(records.evals, name), "c2", "dots")],
-            {},
-        )
-        for name in own
-    ]
+    for name in own:
+        evaluated = Curve("eval", series(records.evals, name), "c2", "dots")
+        found.append((str(name), [Curve("train", series(rows, name), "c1"), evaluated], {}))
     return [chart(title, curves, **how) for title, curves, how in found if any(len(c.points) > 1 for c in curves)]
 
 

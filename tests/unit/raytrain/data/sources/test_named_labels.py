@@ -1,0 +1,82 @@
+"""String labels of own datasets, and the generators that a dataset holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset
+
+from raytrain.data.loading.prefetch import BatchRequest
+from raytrain.data.loading.processes import LoaderPool
+from raytrain.data.rows.map_style import DatasetSplit
+from raytrain.data.sources.in_memory import memory_source
+from raytrain.errors import InputError
+
+NAMES = ["dog", "cat", "NA", "cat", "ant"]
+
+
+class Named:
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, row: int) -> Any:
+        return torch.tensor([float(row)]), self.names[row]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Named,
+        lambda names: {"x": torch.zeros(len(names), 1), "labels": names},
+        lambda names: {"x": torch.zeros(len(names), 1), "labels": np.array(names)},
+        lambda names: [{"x": [0.0], "labels": name} for name in names],
+    ],
+)
+def test_names_become_the_numbers_of_their_sorted_order_over_both_parts(made: Any) -> None:
+    source = memory_source(made(NAMES), made(["bee", "dog"]), fraction=0.0)
+    assert source.class_names == ("NA", "ant", "bee", "cat", "dog") and source.classes == 5
+    assert source.train.gather(np.arange(5))["labels"].tolist() == [4, 3, 0, 3, 1]
+    assert source.eval is not None and source.eval.gather(np.arange(2))["labels"].tolist() == [2, 4]
+    held = memory_source(made(NAMES * 4), None, fraction=0.25)
+    assert (
+        held.eval is not None and len(held.eval) == 5 and held.eval.gather(np.arange(5))["labels"].dtype == torch.int64
+    )
+
+
+def test_a_name_that_was_not_there_at_first_is_refused() -> None:
+    data = Named(["a", "b"])
+    source = memory_source(data, None, fraction=0.0)
+    data.names[1] = "c"
+    with pytest.raises(InputError, match="the label 'c', expected one of a, b"):
+        source.train.gather(np.arange(2))
+
+
+class Noisy:
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"x": torch.tensor(self.rng.random(3))}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_datasets_own_generator_draws_anew_for_each_row_in_any_number_of_processes(nested: bool) -> None:
+    draws = []
+    for workers in (1, 2):
+        split = DatasetSplit(Subset(Noisy(), list(range(40))) if nested else Noisy())
+        pool = LoaderPool({"train": split}, workers=workers, prefetch=1, seed=3)  # type: ignore[dict-item]
+        try:
+            reads = [pool.begin(BatchRequest("train", 0, np.arange(at, at + 10))) for at in range(0, 40, 10)]
+            draws.append(torch.cat([read.result()["x"] for read in reads]))
+        finally:
+            pool.close()
+    assert torch.equal(*draws) and len(torch.unique(draws[0])) == 120
