@@ -18,7 +18,6 @@ from raytrain.errors import InputError
 VERBS = ("check", "export", "infer", "plan", "report", "train", "tune")
 OUR_PACKAGES = ("raytrain", "experts", "jobs", "cluster")
 HOME = Path(__file__).resolve().parents[1]
-"""The folder that contains our four packages."""
 
 
 class _Package(ModuleType):
@@ -42,18 +41,15 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"jobs.{name}"), name)
 
 
-def shadow_in(folder: Path, package: str) -> Path | None:
-    """The code in a folder that has the name of one of our packages, if it is not ours; without Python files, such as
-    `jobs/` full of YAML, a folder shadows nothing."""
-    as_file, as_folder = folder / f"{package}.py", folder / package
-    found = as_file if as_file.is_file() else as_folder if any(as_folder.glob("*.py")) else None
-    return None if folder == HOME else found
-
-
-def hides(package: str, own: Path | str) -> InputError:
-    """The error for the user's own module with the name of one of our packages."""
+def shadow_in(folder: Path, package: str, own: str | None = None) -> InputError | None:
+    """The error for code of the user's `own`, or found in a folder, with the name of one of our packages; None if it is
+    ours. Without Python files, such as `jobs/` full of YAML, a folder shadows nothing."""
+    files = [*folder.glob(f"{package}.py"), *folder.glob(f"{package}/*.py")] if folder != HOME else []
+    if own is None and not files:
+        return None
+    seen = own or str(files[0] if files[0].parent == folder else files[0].parent)
     expected = f"another name, since it hides the package {package} of raytrain"
-    return InputError(str(own), got=f"your own module named {package}", expected=expected, remedy="rename it")
+    return InputError(seen, got=f"your own module named {package}", expected=expected, remedy="rename it")
 
 
 def _claim(package: str, folder: Path) -> None:
@@ -61,10 +57,12 @@ def _claim(package: str, folder: Path) -> None:
     sys.path.insert(0, str(HOME))
     held = importlib.import_module(package)
     sys.path.remove(str(HOME))
-    if os.path.realpath(held.__file__ or "") != str(HOME / package / "__init__.py"):
-        raise hides(package, held.__file__ or str(held))
-    if (own := shadow_in(folder, package)) is not None:  # which training refuses
-        warnings.warn(str(hides(package, own)), stacklevel=3)
+    ours = os.path.realpath(held.__file__ or "") == str(HOME / package / "__init__.py")
+    error = shadow_in(folder, package, None if ours else str(held.__file__))
+    if error is not None and not ours:
+        raise error
+    if error is not None:  # training refuses it
+        warnings.warn(str(error), stacklevel=3)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -50,9 +50,12 @@ RESUME_MAY_CHANGE = (
 )  # fmt: skip
 """Keys and entire sections that a job given with ``--resume`` may change, except ``save.dir``."""
 
-PATHS = {("model", "init_from"), ("save", "dir"), ("infer", "input"), ("infer", "output")}
-"""Keys that are paths in every job; `data` has more of them, by its source."""
-
+PATHS = {
+    ("model", "init_from"),
+    ("save", "dir"),
+    ("infer", "input"),
+    ("infer", "output"),
+}  # others depend on the source
 Name = Annotated[
     str,
     Field(

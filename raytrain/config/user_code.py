@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raytrain import HOME, OUR_PACKAGES, hides, shadow_in
+from raytrain import HOME, OUR_PACKAGES, shadow_in
 from raytrain.config.messages import suggestion
 from raytrain.errors import InputError, RaytrainError, first_line
 
@@ -73,8 +73,8 @@ def check_shadowing(folder: str | None = None) -> None:
     """
     for place in (folder or os.getcwd(), os.path.dirname(sys.argv[0])):
         for package in OUR_PACKAGES:
-            if (own := shadow_in(Path(place).resolve(), package)) is not None:
-                raise hides(package, own)
+            if (error := shadow_in(Path(place).resolve(), package)) is not None:
+                raise error
 
 
 def users_error(error: BaseException, *, key: str, doing: str) -> InputError:
