@@ -77,6 +77,8 @@ TORCH_FREE = {
     "jobs.plan",
 }
 """Modules that the command line loads before it knows whether there is anything to train."""
+FRONT_DOORS = {"raytrain", "experts", "jobs"}
+"""Packages whose `__init__` has code: what is imported first makes sure of the others, and `raytrain.train` is lazy."""
 BANNED = {
     "manager", "handler", "helper", "helpers", "util", "utils", "common", "misc", "base", "impl",
     "processor", "wrapper",
@@ -331,7 +333,7 @@ def test_init_files_hold_nothing_but_a_docstring() -> None:
     full = [
         module.place
         for module in modules()
-        if module.path.name == "__init__.py" and module.tree.body
+        if module.path.name == "__init__.py" and module.tree.body and module.name not in FRONT_DOORS
         if len(module.tree.body) > 1 or ast.get_docstring(module.tree) is None
     ]
     assert not full, full

@@ -133,8 +133,8 @@ def unknown_option(option: str, value: str | None, *, verb: str, known: Sequence
         typed = shell_command(verb, value or "job.yaml")
         return InputError(option, got="an option", expected="the job file alone", remedy=f"did you mean `{typed}`?")
     if name in TORCHRUN:
-        words = ["--nproc_per_node", "N", "--nnodes", "N", f"--{name}", value or "VALUE"]
-        typed = shell_command("plan", "job.yaml", "--print", "torchrun", *words)
+        words = f"plan job.yaml --print torchrun --nproc_per_node N --nnodes N --{name}".split()
+        typed = shell_command(*words, value or "VALUE")
         expected = "an option of torchrun, which starts this command on each node"
         return InputError(option, got="an option of the verb", expected=expected, remedy=f"`{typed}` prints how")
     examples = {row.key: row.example for row in key_rows(JobSpec)}

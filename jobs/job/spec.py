@@ -50,6 +50,12 @@ RESUME_MAY_CHANGE = (
 )  # fmt: skip
 """Keys and entire sections that a job given with ``--resume`` may change, except ``save.dir``."""
 
+PATHS = {
+    ("model", "init_from"),
+    ("save", "dir"),
+    ("infer", "input"),
+    ("infer", "output"),
+}  # others depend on the source
 Name = Annotated[
     str,
     Field(
@@ -160,19 +166,13 @@ def load_spec(
 def _typed_paths(job: Mapping[Any, Any]) -> dict[Any, Any]:
     """The job with `~` and variables replaced in its paths. The record of a run holds them as they were then."""
     found = dict(job)
-    for section in ("model", "data", "save", "infer"):
-        held = job.get(section)
-        if isinstance(held, Mapping):
-            paths = {key: f"{section}.{key}" for key in held if _is_path(section, key, held)}
-            found[section] = {**held, **{key: _typed(held[key], key=name) for key, name in paths.items()}}
+    for section, held in job.items():
+        for key in held if isinstance(held, Mapping) else ():
+            in_data = section == "data" and is_path_key(held.get("source"), key)
+            is_folder = section == "model" and key == "path" and held.get("builder") in FOLDER_KEYS
+            if in_data or is_folder or (section, key) in PATHS:
+                found[section] = {**found[section], key: _typed(held[key], key=f"{section}.{key}")}
     return found
-
-
-def _is_path(section: str, key: Any, held: Mapping[Any, Any]) -> bool:
-    if section == "data":
-        return is_path_key(held.get("source"), key)
-    own = key == "path" and held.get("builder") in FOLDER_KEYS  # of a folder of transformers
-    return f"{section}.{key}" in ("model.init_from", "save.dir", "infer.input", "infer.output") or own
 
 
 def _typed(value: Any, *, key: str) -> Any:

@@ -194,8 +194,7 @@ def _check_lasting(key: str, path: str | None, *, needed: bool = False) -> None:
         return
     if path is None:
         raise InputError(key, got="nothing", expected=LASTING)
-    on_cluster = path.startswith(("~", "$"))  # the verb itself looks at the value, which it has there
-    if "://" not in path and not os.path.isabs(path) and not on_cluster:
+    if "://" not in path and not path.startswith(("/", "~", "$")):  # the last two are looked at on the cluster
         raise InputError(
             key, got=f"{path}, a folder in the job's working directory on the cluster, which Ray deletes",
             expected=LASTING, remedy=f"such as {key}=/shared/{Path(path).name}" if "." in key else "",

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.environment import take_variables
+from raytrain import HOME, OUR_PACKAGES, shadow_in
 from raytrain.config.messages import suggestion
 from raytrain.errors import InputError, RaytrainError, first_line
-
-OUR_PACKAGES = ("raytrain", "experts", "jobs", "cluster")
-HOME = Path(__file__).resolve().parents[2]
-"""The folder that contains our four packages."""
 
 _IN_PLACE_OF: dict[str, str] = {}
 """Working directory of this process -> that of the command, where the user's code is."""
@@ -73,27 +70,16 @@ def make_importable(folder: str) -> None:
 
 
 def check_shadowing(folder: str | None = None) -> None:
-    """Refuse a working directory with code under the name of one of our packages.
-
-    A folder without Python files (such as `jobs/` full of YAML) shadows nothing and is accepted, as is the
-    repository itself.
+    """Refuse code under the name of one of our packages in the working directory or beside the script: a process of
+    Ray would import it in the place of ours.
 
     Raises:
         InputError: naming the file or folder.
     """
-    here = Path(folder or os.getcwd()).resolve()
-    if here == HOME:
-        return
-    for package in OUR_PACKAGES:
-        as_folder, as_file = here / package, here / f"{package}.py"
-        if as_file.is_file() or (as_folder.is_dir() and any(as_folder.glob("*.py"))):
-            shadow = as_file if as_file.is_file() else as_folder
-            raise InputError(
-                str(shadow),
-                got=f"your own module named {package} in the current directory",
-                expected=f"another name, since it hides the package {package} of raytrain",
-                remedy="rename it, or run the command from another directory",
-            )
+    for place in (folder or os.getcwd(), os.path.dirname(sys.argv[0])):
+        for package in OUR_PACKAGES:
+            if (error := shadow_in(Path(place).resolve(), package)) is not None:
+                raise error
 
 
 def pass_over_breakpoints() -> None:

@@ -35,16 +35,7 @@ from raytrain.config.user_code import import_from, pass_over_breakpoints, raised
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import source_from_driver
 from raytrain.data.transfer import TRANSFERS, TransferCounts
-from raytrain.errors import (
-    CollectiveFailed,
-    InputError,
-    OutOfMemory,
-    RaytrainError,
-    RunError,
-    StateLost,
-    first_line,
-    message_of,
-)
+from raytrain.errors import CollectiveFailed, InputError, OutOfMemory, RaytrainError, RunError, StateLost, first_line
 from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.driver_channel import AttemptResult, OwnProcess, kept, on_stop_request, signs_of_life
@@ -489,7 +480,7 @@ def fault_of(
         rank=rank,
         step=step,
         error=type(error).__name__,
-        message=first_line(error) if message_of(error) or isinstance(error, bdb.BdbQuit) else "",
+        message=first_line(error),
         traceback=traceback.format_exc(),
         precision=precision,
         reduced=precision in ("bf16", "fp16", "tf32"),

@@ -23,8 +23,7 @@ def on_cluster(*words: str) -> str:
 def resume_command(verb: str, folder: str, *keys: str) -> str:
     """How to resume a run or a search: on the cluster if it was submitted, from Python if its job has objects."""
     if verb == "train" and has_objects(RunFolder(folder)):
-        changes = f", overrides={json.dumps(keys)}" if keys else ""
-        return f"train(..., resume={json.dumps(folder, ensure_ascii=False)}{changes})"
+        return f"train(..., resume={json.dumps(folder, ensure_ascii=False)})"
     return on_cluster(verb, "--resume", folder, *keys)
 
 

@@ -92,7 +92,7 @@ class Fault:
     @property
     def what(self) -> str:
         """The error, its message, and where in the user's code it was raised."""
-        text = f"{self.error}: {self.message}" if self.message else self.error
+        text = f"{self.error}: {self.message}" if self.message not in ("", self.error) else self.error
         return f"{text} at {self.place}" if self.place else text
 
     def to_json(self) -> dict[str, Any]:

@@ -358,18 +358,12 @@ def typed_path(path: str, *, key: str) -> str:
     path = os.path.expanduser(path)
     if "$" not in path or (path[0] != "$" and os.path.exists(path)):
         return path
-    where = " on the cluster, where Ray is started" if is_submitted() else ""
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        if name not in os.environ:
-            raise InputError(
-                key, got=f"{path}, whose variable {name} is not set", expected="variables that are set",
-                remedy=f"set {name}{where}, or write the path out",
-            )  # fmt: skip
-        return os.environ[name]
-
-    return _VARIABLE.sub(value, path)
+    unset = [name for pair in _VARIABLE.findall(path) if (name := "".join(pair)) not in os.environ]
+    if unset:
+        seen, where = f"{path}, whose variable {unset[0]} is not set", " on the cluster" if is_submitted() else ""
+        remedy = f"set it{where}, or write the path out"
+        raise InputError(key, got=seen, expected="variables that are set", remedy=remedy)
+    return _VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], path)
 
 
 def locate(path: str, *, key: str) -> tuple[Any, str]:

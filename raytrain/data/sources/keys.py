@@ -181,16 +181,9 @@ OWN_PATHS = ("path", "paths", "file", "files", "dir", "folder", "root")
 
 
 def is_path_key(source: Any, key: Any) -> bool:
-    """Whether a key of a source holds paths: a built-in one declares them, in a user's own the last part of the name
-    tells."""
-    if not isinstance(source, str) or not isinstance(key, str):
-        return False
-    return key in path_keys(source) or (":" in source and key.rsplit("_", 1)[-1] in OWN_PATHS)
-
-
-def path_keys(source: str | None) -> tuple[str, ...]:
-    """Return the keys of a built-in source that hold paths, so that callers can make relative paths absolute."""
-    return tuple(name for name, key in SOURCES.get(source or "", {}).items() if key.is_path)
+    """Whether a key of a source holds paths: a built-in one declares them, a user's own names them so."""
+    known = SOURCES.get(source, {}).get(key) if isinstance(source, str) else None
+    return known.is_path if known is not None else ":" in str(source) and str(key).rsplit("_", 1)[-1] in OWN_PATHS
 
 
 def as_paths(value: Any, *, key: str = "data.path") -> list[str]:

@@ -61,7 +61,9 @@ def test_other_loaders_are_not_changed() -> None:
 
 
 def test_keys_are_scalars_too() -> None:
-    assert list(load_yaml("on: 1\n010: 2\nno: 3\n<<: {a: 1}", origin="j")) == ["on", 10, "no", "<<"]
+    assert list(load_yaml("on: 1\n010: 2\nno: 3", origin="j")) == ["on", 10, "no"]
+    with pytest.raises(InputError, match=r"optim\.<<.*line 3.*extends"):
+        load_yaml("a: &a {lr: 1}\noptim:\n  <<: *a", origin="j")
 
 
 def test_an_alias_is_a_copy() -> None:

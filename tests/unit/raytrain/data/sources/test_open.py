@@ -18,7 +18,7 @@ from raytrain.config.sections import DataConfig, ModelConfig
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.splits import TensorSplit
 from raytrain.data.sources.describe import describe_shapes, describe_source
-from raytrain.data.sources.keys import path_keys
+from raytrain.data.sources.keys import is_path_key
 from raytrain.data.sources.open import open_source, read_on_driver, source_from_driver
 from raytrain.data.sources.stdlib import read_stdlib
 from raytrain.data.sources.text import text_source
@@ -417,9 +417,15 @@ def test_wrong_keys_of_a_source_are_named(section: dict[str, Any], key: str, wor
 
 
 def test_the_keys_that_hold_paths_are_known() -> None:
-    assert path_keys("text") == ("path", "eval_path", "tokenizer") and path_keys("csv") == ("path", "eval_path")
-    assert path_keys("idx") == ("images", "labels", "eval_images", "eval_labels")
-    assert path_keys("stdlib") == path_keys("my.module:function") == path_keys(None) == ()
+    names = ("path", "eval_path", "tokenizer", "images", "labels", "eval_images", "eval_labels", "my_file", "label", 3)
+    paths = {
+        source: {name for name in names if is_path_key(source, name)}
+        for source in ("text", "csv", "idx", "stdlib", "my.module:function", None)
+    }
+    assert paths["text"] == {"path", "eval_path", "tokenizer"} and paths["csv"] == {"path", "eval_path"}
+    assert paths["idx"] == {"images", "labels", "eval_images", "eval_labels"}
+    assert paths["my.module:function"] == {"path", "eval_path", "my_file"}
+    assert not any(paths[source] for source in ("stdlib", None)) and not is_path_key(["csv"], "path")
 
 
 def test_describing_imports_no_torch(tmp_path: Path) -> None:
