@@ -205,6 +205,8 @@ class HeldGradients(GradientBuffers):
         super().__init__(())
         self._empty = [(parameter, None, parameter.detach().new_empty(0)) for parameter in parameters]
         self._orders = [memory_order(parameter) for parameter, *_ in self._empty]
+        watched = [parameter for parameter, *_ in self._empty if parameter._post_accumulate_grad_hooks]
+        self._last_hooks = [one.register_post_accumulate_grad_hook(_refuse_taken) for one in watched]
         self.zero_()
 
     def zero_(self) -> None:
@@ -212,6 +214,12 @@ class HeldGradients(GradientBuffers):
         self._views, self.buffers = list(self._empty), []
         for parameter, *_ in self._views:
             parameter.grad = None
+
+    def release(self) -> None:
+        """As in `GradientBuffers`."""
+        super().release()
+        while self._last_hooks:
+            self._last_hooks.pop().remove()
 
     def take(self) -> None:
         """Note what autograd has left, each in memory of its own.
@@ -243,6 +251,15 @@ class HeldGradients(GradientBuffers):
         """As in `GradientBuffers`, to the bit."""
         rows = self.buffers or [empty for *_, empty in self._empty]  # a worker may have no rows
         return sum_of_squares(rows)
+
+
+def _refuse_taken(parameter: nn.Parameter) -> None:
+    if parameter.grad is None:
+        raise RunError(
+            f"a hook has taken away the gradient of a parameter of shape {tuple(parameter.shape)}, such as one that "
+            "steps an optimizer of its own in backward: it would also act in passes that are only measured; remove it, "
+            "and choose the optimizer by optim.name"
+        )
 
 
 def in_rows(tensor: Tensor, order: list[int]) -> Tensor:
