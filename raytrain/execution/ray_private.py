@@ -81,8 +81,6 @@ NODE_ID_LABEL = "ray.io/node-id"
 #: The module of Ray Train that starts the controller, and the function there that reads the driver's variables.
 TRAINERS, PROPAGATED = "ray.train.v2.api.data_parallel_trainer", "get_env_vars_to_propagate"
 
-AUTOSCALER = "ray.autoscaler.v2.utils"
-
 #: Seconds between two looks for a node that is starting, and the most that they take.
 LOOK_EVERY_S, LOOK_FOR_S = 0.02, 30.0
 
@@ -418,14 +416,15 @@ def free_by_node(*, without: Collection[str] = ()) -> list[dict[str, float]]:
     return [] if free is None else [amounts for node, amounts in free().items() if node not in without]
 
 
-def autoscales() -> bool:
-    """Whether an autoscaler may add nodes to the connected cluster; True where Ray does not tell.
+STATUS = b"__autoscaling_status"
 
-    The monitor of a cluster without one reports each node as a type of its own, "node_" and its id.
-    """
+
+def autoscales() -> bool:
+    """Whether an autoscaler may add nodes to the connected cluster, where each node is no type of its own ("node_ID");
+    True where Ray does not tell."""
     client: Any = find(find("ray._private.worker", "global_worker"), "gcs_client")
     try:
-        status, second = client.internal_kv_get(b"__autoscaling_status", None), find(AUTOSCALER, "is_autoscaler_v2")
+        second, status = find("ray.autoscaler.v2.utils", "is_autoscaler_v2"), client.internal_kv_get(STATUS, None)
         kinds = (json.loads(status or "{}").get("autoscaler_report") or {}).get("active_nodes", {})
         return second(gcs_client=client) or any(not kind.startswith("node_") for kind in kinds)  # pyright: ignore
     except Exception:  # of another version of Ray, in any form

@@ -24,7 +24,6 @@ class Need:
 
     @property
     def many(self) -> str:
-        """Their number in words."""
         return counted(self.number, self.who, self.who.replace("process", "processes") * ("process" in self.who))
 
     def __str__(self) -> str:
