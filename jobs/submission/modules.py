@@ -21,8 +21,7 @@ def users_modules(spec: Any) -> list[tuple[str, str]]:
 
 
 def imported_files(module: str, folder: Path) -> dict[Path, str]:
-    """Files below `folder` that a module needs, each with the module that imports it; what it can do without is left
-    out."""
+    """Files below `folder` that a module cannot do without, each with the module that imports it."""
     found, left = dict[Path, str](), [(module, module)]
     others = [path for path in sys.path if path and Path(path).resolve() != folder.resolve()]
     while left:

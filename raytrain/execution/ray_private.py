@@ -416,17 +416,15 @@ def free_by_node(*, without: Collection[str] = ()) -> list[dict[str, float]]:
     return [] if free is None else [amounts for node, amounts in free().items() if node not in without]
 
 
-STATUS = b"__autoscaling_status"
-
-
 def autoscales() -> bool:
     """Whether an autoscaler may add nodes to the connected cluster, where each node is no type of its own ("node_ID");
     True where Ray does not tell."""
     client: Any = find(find("ray._private.worker", "global_worker"), "gcs_client")
     try:
-        second, status = find("ray.autoscaler.v2.utils", "is_autoscaler_v2"), client.internal_kv_get(STATUS, None)
+        second: Any = find("ray.autoscaler.v2.utils", "is_autoscaler_v2")
+        status = client.internal_kv_get(b"__autoscaling_status", None)
         kinds = (json.loads(status or "{}").get("autoscaler_report") or {}).get("active_nodes", {})
-        return second(gcs_client=client) or any(not kind.startswith("node_") for kind in kinds)  # pyright: ignore
+        return second(gcs_client=client) or any(not kind.startswith("node_") for kind in kinds)
     except Exception:  # of another version of Ray, in any form
         return True
 
