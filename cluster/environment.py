@@ -122,8 +122,8 @@ def restored_environment(environ: MutableMapping[str, str] = os.environ) -> Iter
         limit_memory(None)
 
 
+#: Meant for the user's program. A daemon of Ray would end at its first warning (PYTHONWARNINGS=error).
 FOR_THE_PROGRAM = ("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONINSPECT", "PYTHONVERBOSE", "PYTHONASYNCIODEBUG")
-"""Meant for the user's program. A daemon of Ray would end at its first warning (PYTHONWARNINGS=error)."""
 KEPT = "RAYTRAIN_FOR_THE_PROGRAM"  # hands them to the processes of a private cluster
 
 

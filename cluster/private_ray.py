@@ -37,8 +37,6 @@ PRELOAD_MODULE, PRELOAD = "raytrain.execution.preload", "RAYTRAIN_PRELOAD"
 #: Processes that Ray may start at the same time. Its own limit is the number of cores, and a start is mostly waiting.
 STARTS = 8
 
-TRACEBACK, LAST_LINES = "Traceback (most recent call last)", 3  # lines of it that are quoted
-
 #: One secret for all private clusters of this process: a Ray without a way to reset its token reads it only once.
 _TOKEN = secrets.token_hex(32)
 
@@ -173,18 +171,12 @@ def _write_token(folder: str) -> str:
 
 
 def last_words(folder: str) -> str:
-    """The end of the log of the daemon that failed first in a cluster that did not start; "" if none says so.
-
-    The raylet ends because an agent did, whose log has the exception. `folder` is the cluster's `temp_dir`.
-    """
-    logs = sorted(Path(folder).glob("session_2*/logs/*.*"), key=lambda path: (path.parts[-3], path.suffix != ".log"))
-    texts = {path: path.read_text(errors="replace") for path in logs if not path.name.startswith("worker")}
-    raised = [path for path, text in texts.items() if TRACEBACK in text]
-    for path in raised or [path for path in texts if path.name in ("raylet.err", "gcs_server.err")]:
-        text = texts[path].rpartition(TRACEBACK)[2] if raised else texts[path].partition("*** StackTrace")[0]
-        if lines := [line.strip() for line in text.splitlines() if line.strip()][-LAST_LINES:]:
-            return f"{path.name} ends with: {' / '.join(lines)}"
-    return ""
+    """The exception in the log of a daemon of the cluster in `folder`, or how to see more."""
+    for path in sorted(Path(folder).glob("session_2*/logs/*_agent.*")):
+        _, raised, text = path.read_text(errors="replace").rpartition("Traceback (most recent call last)")
+        if raised:
+            return f"{path.name} ends with: {' / '.join(line.strip() for line in text.strip().splitlines()[-3:])}"
+    return "--verbose shows Ray's own messages"
 
 
 def end_daemons(folder: str) -> list[int]:

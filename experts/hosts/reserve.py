@@ -162,12 +162,7 @@ def _value(choice: Any) -> Any:
 
 
 def request_of(plan: Plan, run: str = "", *, workers: int | None = None) -> Request:
-    """The resources of the expert hosts and of the workers of a plan in a cluster.
-
-    Args:
-        run: its path.
-        workers: how many, by default those of the plan.
-    """
+    """What expert hosts and workers of a plan, or so many workers, need of a cluster; `run` is the path of the run."""
     from raytrain.execution.trainer import accelerator_type, workers_need
 
     gpu, threads = plan.gpu_share if _value(plan.device) == "cuda" else 0, int(_value(plan.threads) or 1)

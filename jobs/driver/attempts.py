@@ -62,10 +62,7 @@ class RunPlanner:
     verbose: bool = False
 
     def open(self, inventory: Inventory, *, shared: bool = False) -> OpenRun:
-        """The run folder, with the plan for these machines.
-
-        Args:
-            shared: they are those of the connected cluster.
+        """The run folder, with the plan for these machines, those of the connected cluster if they are `shared`.
 
         Raises:
             InputError: the machines do not fit the job.
@@ -78,8 +75,7 @@ class RunPlanner:
 
             asked = self.spec.scale.workers
             needs = request_of(plan, workers=asked[0] if isinstance(asked, tuple) else None).needs
-            if waits := check_room(needs):
-                self.console.print(waits, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(check_room(needs), end="", markup=False, highlight=False, soft_wrap=True)
         opened = open_run(
             self.loaded, self.spec, plan, inventory, resumed=self.resumed, began=self.began, console=self.console,
             verbose=self.verbose,

@@ -263,7 +263,7 @@ def _start_private(folder: str, options: dict[str, Any]) -> None:
     words = last_words(os.path.join(folder, "r"))
     _abandon(folder)
     if isinstance(first, ChildProcessError) and (first.errno or 0) > 0:  # negative: it was killed
-        raise RunError(f"{RAY_NOT_STARTED}: {first}; {words}") from first
+        raise RunError(f"{RAY_NOT_STARTED}: {first.strerror}; {words}") from first
     for name, value in PATIENT.items():
         os.environ.setdefault(name, value)
     try:

@@ -77,8 +77,13 @@ class UnitComputation:
         kind = None if self._address == "local" else machines.required_type
         count = workers * self._planned.processes
         with connected(self._address, num_cpus=count + 1, num_gpus=count * gpus, verbose=self._verbose) as cluster:
-            if not cluster.local and (waits := _check_room(work, gpus, kind)):
-                self._say(waits)
+            if not cluster.local:  # one worker is enough, the others may come later
+                from jobs.driver.watch.cluster import check_room  # imports Ray
+
+                each = {"CPU": 1.0, "GPU": gpus} | ({f"accelerator_type:{kind}": TYPE_SHARE} if kind else {})
+                key = "experts.hosts" if work.hosts else "infer.stages" if work.split is not None else "scale.workers"
+                waits = check_room([Need(key, "process of a worker", work.processes_of_worker, each)])
+                self._say(waits.rstrip()) if waits else None
             if work.hosts:
                 work = replace(work, model=self._beside_hosts(work, loopback=cluster.local))
             if self._planned.measures_stages:
@@ -114,15 +119,6 @@ class UnitComputation:
     def _use(self, choice: BatchChoice) -> None:
         self._planned.output.record_batch(choice.to_json())
         self._say(f"batch: {counted(choice.rows, 'row')} ({choice.reason}; {choice.seconds:.1f} s)")
-
-
-def _check_room(work: Work, gpus: int, kind: str | None) -> str:
-    """What `check_room` says of one worker: the others may come later."""
-    from jobs.driver.watch.cluster import check_room  # imports Ray
-
-    each = {"CPU": 1.0} | ({"GPU": gpus} if gpus else {}) | ({f"accelerator_type:{kind}": TYPE_SHARE} if kind else {})
-    key = "experts.hosts" if work.hosts else "infer.stages" if work.split is not None else "scale.workers"
-    return check_room([Need(key, "process of a worker", work.processes_of_worker, each)])
 
 
 def _on_first_gpu(work: Work) -> Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -20,10 +21,7 @@ def users_modules(spec: Any) -> list[tuple[str, str]]:
 
 
 def imported_files(module: str, folder: Path) -> dict[Path, str]:
-    """Files below `folder` that the import of a module needs, itself among them, each with the module that imports it.
-
-    What is imported inside `try ... except ImportError` or `if TYPE_CHECKING` may be missing.
-    """
+    """Files below `folder` that a module cannot do without, each with the module that imports it."""
     found, left = dict[Path, str](), [(module, module)]
     others = [path for path in sys.path if path and Path(path).resolve() != folder.resolve()]
     while left:
@@ -42,10 +40,9 @@ def imported_files(module: str, folder: Path) -> dict[Path, str]:
 
 def _imports(path: Path, package: list[str]) -> Iterator[str]:
     """Names that a file of a package imports, which may be modules."""
-    try:
-        left: list[ast.AST] = [ast.parse(path.read_bytes())]
-    except (SyntaxError, ValueError):  # the job says so
-        return
+    left = list[ast.AST]()
+    with contextlib.suppress(SyntaxError, ValueError):  # the job says so
+        left = [ast.parse(path.read_bytes())]
     for node in left:
         if isinstance(node, ast.Import):
             yield from (one.name for one in node.names)

@@ -35,6 +35,8 @@ SCRIPT_LIMIT_S = 120.0
 STARTING_S = 60.0
 """The dashboard of a cluster that is starting answers earlier than the agents that start jobs."""
 
+NO_AGENT = """the head's agent, which starts jobs, has not started: something else may have its port, 52365 by default
+(ray start --dashboard-agent-listen-port); dashboard_agent.log in the head's /tmp/ray/session_latest/logs says why"""
 POLL_EVERY_S = 0.5
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
@@ -143,7 +145,8 @@ class JobServer:
                 raise InputError(
                     "--id", got=f"{job_id}, the ID of an earlier job", expected="an ID that is not taken"
                 ) from error
-            raise InputError("job", got=_reason(error), expected="a job that Ray accepts") from error
+            remedy = NO_AGENT if "No available agent" in str(error) else ""
+            raise InputError("job", got=_reason(error), expected="a job that Ray accepts", remedy=remedy) from error
         except ServerSilent as error:
             raise RunError(
                 f"{self.address} did not say whether it has submitted {job_id} ({error.reason}): "

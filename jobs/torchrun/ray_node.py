@@ -117,8 +117,8 @@ def ray_node(*, folder: str, address: str, share: NodeShare, head: str | None = 
             node = Node(parameters, head=head is None, shutdown_at_exit=False, spawn_reaper=True)
     except Exception as error:  # Ray raises plain `Exception` too
         what = "start the head" if head is None else f"join the head at {head}"
-        why = "; ".join(filter(None, (first_line(error), last_words(os.path.join(folder, "r")))))
-        raise RunError(f"Ray could not {what} on {address}: {why}") from error
+        words = last_words(os.path.join(folder, "r"))
+        raise RunError(f"Ray could not {what} on {address}: {first_line(error)}; {words}") from error
     try:
         yield str(node.gcs_address)
     finally:

@@ -208,23 +208,17 @@ def only_needed_daemons(*, logs: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def free_agent_port() -> Iterator[None]:
-    """Context manager in which the agent of the node that `ray.init` starts takes any free port.
-
-    At its default port, a `ray start` beside the run would have no agent for its own, which starts no jobs then.
-    """
+    """Context manager in which `ray.init` leaves the default port of an agent to a `ray start` on this machine."""
     port = {"dashboard_agent_listen_port": 0}
     with _in_place_of("ray._private.parameter", "RayParams", lambda original: functools.partial(original, **port)):
         yield
 
 
 @contextlib.contextmanager
-def prompt_look_up(
-    *, meanwhile: Callable[[], object], daemons: Sequence[subprocess.Popen[bytes]] = ()
-) -> Iterator[None]:
+def prompt_look_up(*, meanwhile: Callable[[], object], daemons: Sequence[Any] = ()) -> Iterator[None]:
     """Context manager in which `ray.init` notices within 20 ms that its node has started, or that it never will.
 
-    Ray's own function looks for the node once a second, which takes half a second of a start on average, and goes on
-    looking for half a minute after a daemon has ended.
+    Ray's own function looks for the node once a second, which takes half a second of a start on average.
 
     Args:
         meanwhile: is called while the daemons of the node start.
@@ -242,16 +236,12 @@ def prompt_look_up(
             state = states()
             state._initialize_global_state(options(gcs_address))
             until = time.monotonic() + LOOK_FOR_S
-            while (
-                time.monotonic() < until
-                and all(one.poll() is None for one in daemons)
-                and all(row["NodeID"] != node_id for row in state.node_table())
-            ):
+            while time.monotonic() < until and all(row["NodeID"] != node_id for row in state.node_table()):
+                if any(one.poll() is not None for one in daemons):
+                    break
                 time.sleep(LOOK_EVERY_S)
-        for one in daemons:
-            if one.poll() is not None:
-                name = os.path.basename(one.args[0])  # pyright: ignore  (Ray gives a list)
-                raise ChildProcessError(one.returncode, f"its process {name} ended at once")
+        for one in (one for one in daemons if one.poll() is not None):
+            raise ChildProcessError(one.returncode, f"Ray's process {os.path.basename(one.args[0])} ended at once")
         return original(gcs_address, node_id)
 
     with _in_place_of("ray._private.services", "get_node", lambda _: get_node):
@@ -427,17 +417,14 @@ def free_by_node(*, without: Collection[str] = ()) -> list[dict[str, float]]:
 
 
 def autoscales() -> bool:
-    """Whether an autoscaler may add nodes to the connected cluster; True where Ray does not tell.
-
-    The monitor of a cluster without one reports each node as a type of its own, "node_" and its id.
-    """
+    """Whether an autoscaler may add nodes to the connected cluster, where each node is no type of its own ("node_ID");
+    True where Ray does not tell."""
     client: Any = find(find("ray._private.worker", "global_worker"), "gcs_client")
     try:
-        report = (
-            json.loads(client.internal_kv_get(b"__autoscaling_status", None) or "{}").get("autoscaler_report") or {}
-        )
         second: Any = find("ray.autoscaler.v2.utils", "is_autoscaler_v2")
-        return second(gcs_client=client) or any(not kind.startswith("node_") for kind in report.get("active_nodes", {}))
+        status = client.internal_kv_get(b"__autoscaling_status", None)
+        kinds = (json.loads(status or "{}").get("autoscaler_report") or {}).get("active_nodes", {})
+        return second(gcs_client=client) or any(not kind.startswith("node_") for kind in kinds)
     except Exception:  # of another version of Ray, in any form
         return True
 

@@ -24,8 +24,7 @@ class Need:
 
     @property
     def many(self) -> str:
-        """Their number in words."""
-        return counted(self.number, self.who, self.who.replace("process", "processes") if "process" in self.who else "")
+        return counted(self.number, self.who, self.who.replace("process", "processes") * ("process" in self.who))
 
     def __str__(self) -> str:
         each = " each" if self.number > 1 else ""
@@ -47,8 +46,7 @@ def short_of(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> tup
 
 def missing(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]], *, are: str = "free are") -> str:
     """What processes lack on nodes with these resources, in a line; "" if they may have room."""
-    found = short_of(needs, nodes)
-    if found is None:
+    if (found := short_of(needs, nodes)) is None:
         return ""
     need, there = found
     alike = Counter(in_words({name: node.get(name, 0) for name in need.each}) for node in nodes)

@@ -128,7 +128,7 @@ def check_room(needs: Sequence[Need]) -> str:
     if found is None:
         return ""
     if autoscales():
-        return f"waiting for nodes that the autoscaler may add: {text}"
+        return f"waiting for nodes that the autoscaler may add: {text}\n"
     need, there = found
     raise InputError(
         need.key, got=need.many, expected=f"at most {there} ({text})",

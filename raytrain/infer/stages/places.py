@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 from raytrain.errors import RunError, mismatch
-from raytrain.execution.ray_private import free_by_node
-from raytrain.plan.room import TYPE_SHARE, Need, missing
+from raytrain.plan.room import TYPE_SHARE
 
 #: Seconds that replicas wait for room in a cluster; after them the job gives back what it holds.
 ROOM_S = 120.0
@@ -83,13 +82,18 @@ def no_room(stages: int, bundle: dict[str, float], *, replicas: int = 1, hosts: 
         bundle: the resources of a stage.
         hosts: see `ReplicaPlaces`.
     """
-    key = "experts.hosts" if hosts else "infer.stages"
+    import ray
+
+    free, have = ray.available_resources(), ray.cluster_resources()
+    need = " and ".join(f"{amount * stages * replicas:g} {name}" for name, amount in bundle.items())
+    room = " and ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}" for name in bundle)
     each = f"a worker and {hosts} hosts" if hosts else f"{stages} stages"
-    need = Need(key, f"process of {each}", stages * replicas, bundle)
+    what = f"{replicas} replicas of {each}" if replicas > 1 else each
+    key = "experts.hosts" if hosts else "infer.stages"
     return RunError(
         mismatch(
-            key, got=f"{replicas} replicas of {each}" if replicas > 1 else each,
-            expected=f"as much free in the cluster within {ROOM_S:g} s ({missing([need], free_by_node()) or need})",
+            key, got=f"{what}, which need {need}",
+            expected=f"as much free in the cluster within {ROOM_S:g} s, where {room} are free",
             remedy=f"lower {key}, wait until other jobs end, or add nodes",
         )
     )  # fmt: skip

@@ -7,10 +7,20 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import pytest
+
 from cluster.devices.inventory import local_inventory
-from cluster.environment import environment_record, git_commit, ray_environment, restored_environment
+from cluster.environment import (
+    environment_record,
+    git_commit,
+    ray_environment,
+    restored_environment,
+    take_variables,
+    variables_kept_from_ray,
+)
 
 
 def test_ray_uses_loopback_only_if_the_cluster_is_local() -> None:
@@ -70,3 +80,29 @@ def test_the_commit_of_the_users_code_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("x = 2\n")
     changed = git_commit(tmp_path)
     assert changed is not None and changed["dirty"] is True
+
+
+def test_rays_daemons_do_not_get_what_the_users_program_has_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"PYTHONWARNINGS": "error::UserWarning,ignore::FutureWarning", "PYTHONINSPECT": "1", "PATH": "/bin"}
+    given = dict(environ)
+    with variables_kept_from_ray(environ):
+        inherited = dict(environ)
+    assert environ == given
+    assert {name for name in inherited if name.startswith("PYTHON")} == set() and inherited["PATH"] == "/bin"
+    with warnings.catch_warnings():
+        take_variables(inherited)
+        assert inherited == given
+        with pytest.raises(UserWarning):
+            warnings.warn("a user's", UserWarning, stacklevel=1)
+        warnings.warn_explicit("Ray's", UserWarning, "worker.py", 1, module="ray.train")
+        take_variables(inherited)
+        assert inherited == given, "nothing is left to take"
+
+
+def test_a_command_survives_warnings_about_rays_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with restored_environment({}):
+            warnings.warn_explicit("Ray's", DeprecationWarning, "context.py", 1, module="ray.data.context")
+        with pytest.raises(DeprecationWarning):
+            warnings.warn_explicit("Ray's", DeprecationWarning, "context.py", 1, module="ray.data.context")

@@ -23,6 +23,7 @@ from cluster.private_ray import (
     _socket_folder,
     _write_token,
     end_daemons,
+    last_words,
     private_ray,
     remove_left_folders,
 )
@@ -176,3 +177,15 @@ def test_only_daemons_of_this_cluster_and_this_process_are_ended(tmp_path: Path)
     with child(f"{tmp_path}/r/session") as ours, child("/tmp/rt-other/r/session") as others:
         assert end_daemons(str(tmp_path)) == [ours.pid]
         assert ours.wait(60) == -9 and others.poll() is None
+
+
+def test_the_exception_of_an_agent_is_quoted(tmp_path: Path) -> None:
+    assert last_words(str(tmp_path)) == "--verbose shows Ray's own messages"
+    logs = tmp_path / "session_2026-01-01_00-00-00_1_1/logs"
+    logs.mkdir(parents=True)
+    (logs / "runtime_env_agent.log").write_text("INFO started\n")
+    (logs / "worker-1.err").write_text("Traceback (most recent call last)\nanother's\n")
+    (logs / "dashboard_agent.log").write_text(
+        "INFO\nTraceback (most recent call last):\n  a\n  b\n  c\nOSError: port\n\n"
+    )
+    assert last_words(str(tmp_path)) == "dashboard_agent.log ends with: b / c / OSError: port"

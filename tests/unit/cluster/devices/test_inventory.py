@@ -161,3 +161,10 @@ def test_the_memory_of_this_machines_gpus_is_the_drivers() -> None:
     here = Inventory((Node("head", 4, 1000, tuple(devices)),), source="", cpu_model="c", cpu_flags={})
     inventory = inventory_from_rows([ray_row("head", gpus=1)], local=here, source="Ray")
     assert [d.memory_bytes for d in inventory.devices()] == [1000]
+
+
+def test_two_nodes_of_ray_on_one_machine_are_two_nodes() -> None:
+    """Ray places a worker on one of them: the cores of both are not there for it."""
+    rows = [ray_row("here", gpus=0, NodeID="aaaaaaaabb"), ray_row("here", gpus=0, NodeID="ccccccccdd")]
+    found = inventory_from_rows(rows, local=local_inventory(), source="Ray")
+    assert [(node.host, node.cpus) for node in found.nodes] == [("here", 8), ("here (cccccccc)", 8)]

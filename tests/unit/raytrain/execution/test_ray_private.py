@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import subprocess
@@ -308,3 +309,54 @@ def test_workers_without_a_process_group_are_ended_by_us_or_by_ray(monkeypatch: 
     for missing in ("get_workers", "shutdown", "actor"):
         ray_private.end_workers(Group(missing))
     assert killed == ["an actor"] * 2
+
+
+def test_a_daemon_that_ends_while_the_node_starts_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class State:
+        def _initialize_global_state(self, options: Any) -> None: ...
+
+        def node_table(self) -> list[dict[str, str]]:
+            return []
+
+    monkeypatch.setattr("ray._private.services._get_gcs_client_options", lambda address: address)
+    monkeypatch.setattr("ray._private.services.get_node", lambda *_: pytest.fail("Ray would look for half a minute"))
+    monkeypatch.setattr("ray._private.state.GlobalState", State)
+    ended = subprocess.Popen(["false"])
+    ended.wait()
+    with (
+        ray_private.prompt_look_up(meanwhile=lambda: None, daemons=[ended]),
+        pytest.raises(ChildProcessError, match="Ray's process false ended at once") as raised,
+    ):
+        services().get_node("here:1", "n1")
+    assert raised.value.errno == 1
+
+
+def test_the_agent_of_a_private_cluster_has_no_port_of_rays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import parameter
+
+    original = parameter.RayParams
+    with ray_private.free_agent_port():
+        assert parameter.RayParams(num_cpus=3).dashboard_agent_listen_port == 0
+        assert parameter.RayParams(num_cpus=3).num_cpus == 3
+    assert parameter.RayParams is original and original().dashboard_agent_listen_port == 52365
+
+
+@pytest.mark.parametrize(
+    ("kinds", "second", "expected"),
+    [
+        pytest.param(["node_5b45", "node_fbbc"], False, False, id="ray start"),
+        pytest.param(None, False, False, id="no monitor"),
+        pytest.param(["node_5b45", "gpu.worker"], False, True, id="ray up"),
+        pytest.param([], True, True, id="the second one"),
+    ],
+)
+def test_an_autoscaler_is_known_by_the_kinds_of_its_nodes(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[str] | None, second: bool, expected: bool
+) -> None:
+    status = None if kinds is None else json.dumps({"autoscaler_report": {"active_nodes": dict.fromkeys(kinds, 1)}})
+    client = SimpleNamespace(internal_kv_get=lambda key, namespace: status and status.encode())
+    monkeypatch.setattr("ray._private.worker.global_worker", SimpleNamespace(gcs_client=client))
+    monkeypatch.setattr("ray.autoscaler.v2.utils.is_autoscaler_v2", lambda gcs_client: second)
+    assert ray_private.autoscales() is expected
+    monkeypatch.setattr("ray._private.worker.global_worker", SimpleNamespace())  # another Ray: nothing is refused
+    assert ray_private.autoscales()
