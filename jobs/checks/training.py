@@ -194,7 +194,7 @@ def check_training(rows: Sequence[dict[str, Any]], *, workers: int) -> list[Chec
         products = f"products in {' and '.join(sorted(mine[0]['products'])) or 'no format'}"
         seen = f"{counted(len(mine), 'worker')}, {STEPS} steps, {products}, losses {losses}, "
         seen += f"{seconds:.1f} s on {mine[0]['device']}"
-        expected = f"{STEPS} steps with products in {mine[0]['wanted']} and finite losses that change every weight, on one device"
+        expected = f"{STEPS} steps with products in {mine[0]['wanted']}, finite losses and other weights, on one device"
         status, remedy = ("fail", "see the rank's own message above") if wrong else ("ok", "")
         results.append(CheckResult(f"training in {dtype}", status, "; ".join(wrong) or seen, expected, remedy))
     return [*results, check_copies(trained)]

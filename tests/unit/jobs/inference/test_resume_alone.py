@@ -59,7 +59,7 @@ def test_the_output_folder_alone_is_enough(tmp_path: Path, elsewhere: bool) -> N
     assert again.returncode == 0, again.stdout + again.stderr
     found = answers(tmp_path)
     assert [row["name"] for row in found] == [f"row {number}" for number in range(70)]
-    assert [row["prediction"] for row in found] == [0] * 70
+    assert [row["prediction"] for row in found] == [1] + [0] * 69
     complete = infer(begin, "--resume", str(tmp_path / "out"))
     assert complete.returncode == 0 and "is complete; nothing is left to compute" in complete.stdout
 
