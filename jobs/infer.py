@@ -17,6 +17,7 @@ from rich.console import Console
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
 from cluster.environment import restored_environment
 from cluster.private_ray import private_folder
+from cluster.telemetry.process import limit_memory
 from jobs.driver.runtime import connected
 from jobs.inference.compute import UnitComputation
 from jobs.inference.display import InferenceDisplay, print_plan, print_summary
@@ -80,8 +81,11 @@ def infer(
     console = Console(quiet=quiet, highlight=False)
     name = None if target is None else str(target)
     data = None if named else input
-    with restored_environment():
-        result = run_infer(name, changes, resume=resume, dry_run=False, verbose=False, console=console, data=data)
+    try:
+        with restored_environment():
+            result = run_infer(name, changes, resume=resume, dry_run=False, verbose=False, console=console, data=data)
+    finally:
+        limit_memory(None)  # `cluster.memory_limit`, where rows were computed in this process
     assert result is not None
     if result.status == "failed":
         raise RunError(f"{result.failed} of {result.rows} rows failed (output folder: {result.output})")
