@@ -18,7 +18,6 @@ from typing import Any
 
 from cluster.devices.inventory import Inventory, local_inventory
 from cluster.devices.nvidia import driver_version
-from cluster.telemetry.process import limit_memory
 
 # fmt: off
 PACKAGES = ("raytrain", "torch", "ray", "numpy", "pyarrow", "pydantic", "safetensors", "transformers")
@@ -104,7 +103,7 @@ def restored_environment(environ: MutableMapping[str, str] = os.environ) -> Iter
     """Context manager after which the variables of Ray, and those of `CHANGED`, are as they were before.
 
     A program that trains from Python may start a Ray of its own afterwards, for which ours would be wrong. Other
-    variables are left alone: they may be the program's. Nor does `cluster.memory_limit` stay in force for the program.
+    variables are left alone: they may be the program's.
     """
 
     def relevant() -> dict[str, str]:
@@ -119,7 +118,6 @@ def restored_environment(environ: MutableMapping[str, str] = os.environ) -> Iter
         for name in relevant().keys() - before.keys():
             environ.pop(name, None)
         environ.update(before)
-        limit_memory(None)
 
 
 #: Meant for the user's program. A daemon of Ray would end at its first warning (PYTHONWARNINGS=error).

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,20 +17,23 @@ from rich.console import Console
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
 from cluster.environment import restored_environment
 from cluster.private_ray import private_folder
+from cluster.telemetry.process import limit_memory
 from jobs.driver.runtime import connected
 from jobs.inference.compute import UnitComputation
 from jobs.inference.display import InferenceDisplay, print_plan, print_summary
 from jobs.inference.plan import InferencePlan, plan_inference
 from jobs.inference.result import InferResult
 from jobs.inference.target import Target, open_target
-from jobs.job.paths import path_from_here
-from raytrain.errors import RunError
-from raytrain.infer.output.folder import MANIFEST
+from jobs.job.paths import absolute_path, path_from_here
+from raytrain.config.user_code import make_importable
+from raytrain.errors import InputError, RunError
+from raytrain.infer.output.folder import MANIFEST, OutputFolder
 from raytrain.infer.output.merge import merge, remove_work
 from raytrain.infer.output.summary import TableFigures, summarise
 from raytrain.infer.stages.split import StageSplit
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.report.inference import build_inference_report
+from raytrain.runs.commands import resume_command
 
 __all__ = ["InferResult", "infer"]
 
@@ -79,8 +81,11 @@ def infer(
     console = Console(quiet=quiet, highlight=False)
     name = None if target is None else str(target)
     data = None if named else input
-    with restored_environment():
-        result = run_infer(name, changes, resume=resume, dry_run=False, verbose=False, console=console, data=data)
+    try:
+        with restored_environment():
+            result = run_infer(name, changes, resume=resume, dry_run=False, verbose=False, console=console, data=data)
+    finally:
+        limit_memory(None)  # `cluster.memory_limit`, where rows were computed in this process
     assert result is not None
     if result.status == "failed":
         raise RunError(f"{result.failed} of {result.rows} rows failed (output folder: {result.output})")
@@ -96,10 +101,13 @@ def run_infer(
     Args:
         data: the rows, as a Ray Dataset or an Arrow table, instead of `infer.input`.
     """
+    if resume is not None and given is None:
+        given, overrides = _continued(resume, overrides)
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts GPUs, by which a device is chosen
     inventory = local_inventory()
     target = open_target(given, overrides, inventory)
     more: Any = {"resume": resume, "dry_run": dry_run, "verbose": verbose, "console": console, "data": data}
+    more["command"] = _command(given, overrides, target)
     if target.address == "local":
         return infer_target(target, inventory, **more)
     with connected(target.address, num_cpus=0, num_gpus=0, verbose=verbose):
@@ -109,9 +117,9 @@ def run_infer(
 
 def infer_target(
     target: Target, inventory: Inventory, *, resume: str | None, dry_run: bool, verbose: bool, console: Console,
-    data: Any = None,
+    data: Any = None, command: dict[str, Any] | None = None,
 ) -> InferResult | None:  # fmt: skip
-    """Run an inference job with a model that was found; arguments as for `run_infer`."""
+    """Run an inference job with a model that was found; arguments as for `run_infer`, and `_command` of them."""
     if dry_run:
         with private_folder() as scratch:
             print_plan(plan_inference(target, inventory, resume=resume, data=data, scratch=scratch), console)
@@ -126,13 +134,37 @@ def infer_target(
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     try:
         computation = UnitComputation(planned, verbose=verbose, say=say) if missing else None
-        with planned.output.claimed(planned.identity):
+        with planned.output.claimed(planned.identity, command):
             found = _computed(planned, computation, missing, sum(finished.values()), console)
             split = planned.stages.split if computation is None else computation.split
             return found if isinstance(found, InferResult) else _merged(planned, found, split, console)
     except BaseException:
         _tell_what_is_kept(planned, console)
         raise
+
+
+def _command(given: str | None, overrides: Sequence[str], target: Target) -> dict[str, Any]:
+    """What `--resume DIR` alone needs to repeat this command in any folder."""
+    rows = target.spec.infer.input
+    paths = [absolute_path(one) for one in ([rows] if isinstance(rows, str) else rows or [])]
+    kept = [one for one in overrides if one.partition("=")[0] not in ("infer.input", "infer.output")]
+    named = target.run.path if target.run is not None else given
+    model = os.path.abspath(named) if named is not None and os.path.exists(named) else named
+    return {"model": model, "overrides": [*kept, f"infer.input={json.dumps(paths)}"], "folder": os.getcwd()}
+
+
+def _continued(resume: str, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The model and the overrides of the command that wrote an output folder, and these overrides."""
+    command = OutputFolder(absolute_path(resume)).command()
+    if command is None and not overrides:
+        raise InputError(
+            "--resume", got=f"{resume}, where no command has said what it computes",
+            expected="the output folder of an interrupted infer", remedy="repeat that command with --resume",
+        )  # fmt: skip
+    if command is None:
+        return None, list(overrides)
+    make_importable(command["folder"])
+    return command["model"], [*command["overrides"], *overrides]
 
 
 def _computed(
@@ -171,8 +203,11 @@ def _tell_what_is_kept(planned: InferencePlan, console: Console) -> None:
     if output.identity() is None or not output.has_parts():
         output.forget()
         return
-    option = shlex.join(["--resume", path_from_here(output.path)])
-    console.print(f"what is complete is kept: {option} continues", markup=False, soft_wrap=True)
+    console.print(
+        f"what is complete is kept: `{resume_command('infer', path_from_here(output.path))}` continues",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _too_many(planned: InferencePlan, failed: int, error: str | None, console: Console) -> InferResult:

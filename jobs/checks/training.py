@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,8 @@ from cluster.devices.inventory import Inventory
 from cluster.wording import counted
 
 COPIES = "batch_copies"
+#: Operations of torch that are products of matrices; one may stay in another format.
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 STEPS, ROWS, WIDTH, CONTEXT = 2, 8, 64, 32
 #: Bytes that the collectives move.
 MOVED = 8 << 20
@@ -73,17 +77,36 @@ def _train(packed: tuple[Any, Any], workers: Any, local_rank: int) -> dict[str, 
     session.prepare(dtype)
     before = [parameter.detach().clone() for parameter in session.trainable.module.parameters()]
     copied = replace(TRANSFERS)
-    session.loop(reporter=Losses(), should_stop=lambda: False).run(session.state)
+    with _products() as products:
+        session.loop(reporter=Losses(), should_stop=lambda: False).run(session.state)
     copies = TRANSFERS.since(copied)
     moved = all(
         not (one == other).all() for one, other in zip(before, session.trainable.module.parameters(), strict=True)
     )  # fmt: skip
     places = sorted({str(parameter.device) for parameter in session.trainable.module.parameters()})
     row = {"what": "training", "precision": dtype, "losses": losses, "steps": session.state.step, "moved": moved,
-           "device": str(session.device), "devices": places, "copies": vars(copies),
+           "device": str(session.device), "devices": places, "copies": vars(copies), "products": dict(products),
+           "wanted": str(session.policy.autocast_dtype or session.policy.master_dtype).removeprefix("torch."),
            "seconds": time.perf_counter() - began}  # fmt: skip
     session.close()
     return row
+
+
+@contextlib.contextmanager
+def _products() -> Iterator[Counter[str]]:
+    """How many matrix products of this thread's passes read which format, as they reach their kernels."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found = Counter[str]()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ in PRODUCTS:
+                found[str(args[1].dtype).removeprefix("torch.")] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        yield found
 
 
 def _collectives(workers: Any) -> dict[str, Any]:
@@ -168,8 +191,10 @@ def check_training(rows: Sequence[dict[str, Any]], *, workers: int) -> list[Chec
         wrong = [text for row in mine if (text := _wrong(row))]
         seconds = max(row["seconds"] for row in mine)
         losses = ", ".join(f"{loss:.4f}" for loss in mine[0]["losses"])
-        seen = f"{counted(len(mine), 'worker')}, {STEPS} steps, losses {losses}, {seconds:.1f} s on {mine[0]['device']}"
-        expected = f"{STEPS} steps with finite losses that change every weight, on one device"
+        products = f"products in {' and '.join(sorted(mine[0]['products'])) or 'no format'}"
+        seen = f"{counted(len(mine), 'worker')}, {STEPS} steps, {products}, losses {losses}, "
+        seen += f"{seconds:.1f} s on {mine[0]['device']}"
+        expected = f"{STEPS} steps with products in {mine[0]['wanted']}, finite losses and other weights, on one device"
         status, remedy = ("fail", "see the rank's own message above") if wrong else ("ok", "")
         results.append(CheckResult(f"training in {dtype}", status, "; ".join(wrong) or seen, expected, remedy))
     return [*results, check_copies(trained)]
@@ -205,6 +230,8 @@ def _wrong(row: dict[str, Any]) -> str:
         return f"{who} has the losses {row['losses']}"
     if not row["moved"]:
         return f"{who} has weights that no step changed"
+    if row["products"].get(row["wanted"], 0) <= sum(row["products"].values()) / 2:
+        return f"{who} computes its products in {' and '.join(sorted(row['products'])) or 'no format'}"
     if row["devices"] != [row["device"]]:
         return f"{who} computes on {row['device']} and holds weights on {', '.join(row['devices'])}"
     return ""

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from cluster.checks.ray_job import is_submitted
 from cluster.devices.inventory import local_inventory
+from cluster.telemetry.process import limit_memory
 from jobs.driver.attempts import RunPlanner
 from jobs.driver.plan import show_only_picked
 from jobs.driver.run_folder import OpenRun
@@ -64,4 +65,6 @@ def debugged(
         why = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {first_line(error)}"
         place = users_place(error)
         result = AttemptResult("failed", f"{why} ({place})" if place else why, steps=worker.committed())
+    finally:
+        limit_memory(None)  # `cluster.memory_limit`, for a program that goes on
     return opened, result

@@ -91,6 +91,7 @@ class InferenceDisplay:
         self._complete: dict[int, int] = {}
         self._began = self._last = self._beaten = clock()
         self._shown = 0
+        self._first: tuple[float, int] | None = None
         self._over = threading.Event()
         self._bar = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24 if console.width >= WIDE else 10),
@@ -128,7 +129,8 @@ class InferenceDisplay:
                 return
             self._last, self._shown = now, done
             rows = f"{self._earlier + done:,} of {self._rows:,} rows"
-            self._console.print(f"{rows}, {self._rate(now)}{self._left(now)}", markup=False, highlight=False)
+            rate = self._rate(now)
+            self._console.print(f"{rows}{rate and f', {rate}'}{self._left(now)}", markup=False, highlight=False)
 
     def _done(self) -> int:
         """Rows that this command has computed."""
@@ -136,8 +138,18 @@ class InferenceDisplay:
         partial = {unit: rows for unit, rows in self._in_progress().items() if unit not in complete}
         return sum(complete.values()) + sum(partial.values())
 
+    def _per_s(self, now: float) -> float | None:
+        """Rows a second since the first were seen, as in the last line: the time until then, in which processes start
+        and the model is loaded, computes none. None before there are more."""
+        done = self._done()
+        if self._first is None and done:
+            self._first = (now, done)
+        since, before = self._first or (now, done)
+        return (done - before) / (now - since) if now > since and done > before else None
+
     def _rate(self, now: float) -> str:
-        return f"{self._done() / max(now - self._began, 1e-9):,.1f} rows/s"
+        rate = self._per_s(now)
+        return "" if rate is None else f"{rate:,.1f} rows/s"
 
     def _times(self) -> str:
         now = self._clock()
@@ -148,9 +160,9 @@ class InferenceDisplay:
         return f" after {now - self._began:.0f} s" if left_s is None else f", about {left_s:,.0f} s left"
 
     def _left_s(self, now: float) -> float | None:
-        """Seconds for the rows that are left; None before the first is done."""
-        done = self._done()
-        return max(self._rows - self._earlier - done, 0) * (now - self._began) / done if done else None
+        """Seconds for the rows that are left; None where the rate is unknown."""
+        rate = self._per_s(now)
+        return None if rate is None else max(self._rows - self._earlier - self._done(), 0) / rate
 
     def _run(self) -> None:
         while not self._over.wait(1.0):

@@ -11,7 +11,7 @@ from typing import Any
 from raytrain.errors import RunError
 from raytrain.execution.observers import Observers
 from raytrain.runs.folder import RunFolder
-from raytrain.runs.records import event
+from raytrain.runs.records import event, rate_of
 
 REPORT_EVERY_S = 5.0
 PRINTED = ("death",)
@@ -137,10 +137,7 @@ class RankZeroReporter:
 
 def epoch_line(row: Mapping[str, Any]) -> str:
     """The line about an epoch that ended with this train row; memory is that of rank 0 at its end."""
-    return (
-        f"epoch {row['epoch']} ended at step {row['step']}: loss {row['loss']:.4f}, "
-        f"{row['samples_per_s']:,.0f} samples/s, {_memory(row)}"
-    )
+    return f"epoch {row['epoch']} ended at step {row['step']}: loss {row['loss']:.4f}, {rate_of(row)}, {_memory(row)}"
 
 
 def memory_line(row: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,13 @@ class EvalRecord:
         if self.accuracy is not None:
             row["accuracy"] = self.accuracy
         return {**row, **self.extra}
+
+
+def rate_of(row: Mapping[str, Any]) -> str:
+    """The rate of a train row as every line shows it: of tokens where rows have them, else of samples."""
+    unit = "tokens" if row.get("tokens_per_s") else "samples"
+    rate = row.get(f"{unit}_per_s")
+    return f"{rate:,.0f} {unit}/s" if rate else ""
 
 
 def event(kind: str, **fields: Any) -> dict[str, Any]:

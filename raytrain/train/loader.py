@@ -66,7 +66,7 @@ class BatchLoader:
         self._weight = weight
         self._cast = dtype if dtype is torch.float64 else None
         self.float64 = Float64Columns(batches.split, seed=batches.seed)
-        self._eval_times = 1 if whole else EVAL_MICRO_BATCHES
+        self.eval_times = 1 if whole else EVAL_MICRO_BATCHES
         self._verified = False
         self.tokens_per_row = batches.split.tokens_per_row or 0
         self.pool, self.uploads = pool, uploads
@@ -184,8 +184,8 @@ class BatchLoader:
         """Batches of the busiest worker in an evaluation."""
         rows = self._scored(split, limit)
         if self.batches.tokens_per_batch is not None:
-            return math.ceil(len(self.batches.parts(rows, split, times=self._eval_times)) / self.batches.world_size)
-        return self._most_passes(len(rows), micro_batch=self._eval_times * self.micro_batch)
+            return math.ceil(len(self.batches.parts(rows, split, times=self.eval_times)) / self.batches.world_size)
+        return self._most_passes(len(rows), micro_batch=self.eval_times * self.micro_batch)
 
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
         """Yield this rank's share of the eval split, in file order. `limit` counts global batches, so the scored rows
@@ -202,9 +202,9 @@ class BatchLoader:
         batches, rows = self.batches, self._scored(split, limit)
         place = {"rank": batches.rank, "world_size": batches.world_size}
         if batches.tokens_per_batch is not None:
-            parts = batches.parts(rows, split, times=self._eval_times)
+            parts = batches.parts(rows, split, times=self.eval_times)
             return parts[part_of_rank(len(parts), **place)]
-        micro = self._eval_times * self.micro_batch
+        micro = self.eval_times * self.micro_batch
         return rank_micro_batches(rows, micro_batch=micro, shares=batches.shares, **place)
 
     def _scored(self, split: Split, limit: int | None) -> np.ndarray:

@@ -15,6 +15,7 @@ from rich.status import Status
 from jobs.driver.screen.phases import READING, TRAINING, Phases
 from jobs.driver.screen.remaining import RemainingTime, clock_text, times_column, times_text
 from raytrain.execution.driver_channel import STARTING
+from raytrain.runs.records import rate_of
 
 #: A new step is shown at most this often.
 PLAIN_EVERY_S = 10.0
@@ -238,10 +239,8 @@ def figures(row: dict[str, Any], *, brief: bool = False) -> str:
         return "".join(parts)
     named = [(name, row.get(name)) for name in row.get("metrics", ())[:METRICS_SHOWN]]
     parts += [f"{name} {value:.4g}" for name, value in named if isinstance(value, float)]
-    if row.get("tokens_per_s"):
-        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
-    elif row.get("samples_per_s"):
-        parts.append(f"{row['samples_per_s']:,.0f} samples/s")
+    if rate := rate_of(row):
+        parts.append(rate)
     if row.get("peak_memory_bytes"):
         parts.append(f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB")
     return "  ".join(parts)

@@ -18,7 +18,7 @@ from raytrain.runs.lease import Attempts, this_process
 from raytrain.runs.storage import ANSWERS, LocalStore, ObjectStore, join, locate, open_store
 
 KEY = "infer.output"
-JOB = "job.json"
+JOB, COMMAND = "job.json", "command"
 PARTS = "parts"
 CONVERTED = "input"
 MANIFEST = "manifest.json"
@@ -50,6 +50,14 @@ class OutputFolder:
 
     def identity(self) -> dict[str, Any] | None:
         """What the job that wrote here depends on; None in a new folder."""
+        known = self._job()
+        return None if known is None else {name: value for name, value in known.items() if name != COMMAND}
+
+    def command(self) -> dict[str, Any] | None:
+        """What the command that wrote here was given, for one that only continues it; None if that is unknown."""
+        return (self._job() or {}).get(COMMAND)
+
+    def _job(self) -> dict[str, Any] | None:
         store = self.store
         return json.loads(store.read_bytes(JOB)) if store.exists(JOB) else None
 
@@ -100,8 +108,8 @@ class OutputFolder:
             )  # fmt: skip
 
     @contextlib.contextmanager
-    def claimed(self, identity: Mapping[str, Any]) -> Iterator[None]:
-        """Write here as the only command; `beat` is to be called every few seconds.
+    def claimed(self, identity: Mapping[str, Any], command: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Write here as the only command, given `command`; `beat` is to be called every few seconds.
 
         Raises:
             InputError: another command has begun to write here.
@@ -114,7 +122,9 @@ class OutputFolder:
                 self.store.delete(f"{LEASE}/{number:04d}.json")
                 self.check_free(resume=True)
             if self.identity() is None:
-                self.store.write_bytes(JOB, json.dumps(identity, indent=1, sort_keys=True).encode())
+                self.store.write_bytes(
+                    JOB, json.dumps({**identity, COMMAND: command}, indent=1, sort_keys=True).encode()
+                )
             yield
         finally:
             if self._user(before=number) is None:

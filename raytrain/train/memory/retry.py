@@ -81,6 +81,8 @@ class ShortageRetry:
         before = self._sizing.now
         now = self._sizing.after_shortage()
         where = f"the evaluation after step {step}" if evaluation else f"step {step}"
+        if now is None and evaluation and self._loader.eval_times > 1:  # passes of several micro-batches' rows
+            before, now, self._loader.eval_times = self._loader.eval_times, 1, 1
         if now is None and self._sizing.whole:
             raise RunError(f"out of memory in {where}: {dropped}; {NOT_SPLIT}")
         if now is None:
