@@ -144,7 +144,7 @@ class _MergedFile:
             self._writer.write_table(own)
             return
         for row in own.to_pylist():
-            self._sink.write((json.dumps(row, ensure_ascii=False, default=_json_value) + "\n").encode())
+            self._sink.write((json.dumps(row, ensure_ascii=False, default=json_value) + "\n").encode())
 
     def close(self) -> None:
         """Write what is left."""
@@ -158,7 +158,7 @@ class _MergedFile:
         return {"bytes": self._counted.bytes, "sha256": self._counted.hash.hexdigest()}
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A whole number beyond 64 bits as it was; another value that JSON lacks as a text."""
     return int(value) if isinstance(value, Decimal) and value == value.to_integral_value() else str(value)
 

@@ -8,10 +8,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
+from raytrain.infer.output.merge import json_value
 from raytrain.infer.stages.pipeline import StageTimes
 from raytrain.infer.stages.split import StageSplit
 from raytrain.infer.units import UnitReport
@@ -52,7 +54,7 @@ class TableFigures:
         self.again += int(table["again"].to_numpy(zero_copy_only=False).sum())
         self._seconds.append(np.unique(seconds, return_counts=True))  # the rows of a batch share their seconds
         first = np.argsort(-seconds, kind="stable")[:SLOWEST]
-        found = [(float(seconds[at]), table["id"][int(at)].as_py()) for at in first]
+        found = [(float(seconds[at]), _id(table["id"][int(at)])) for at in first]
         self._slowest = sorted([*self._slowest, *found], key=lambda one: -one[0])[:SLOWEST]
         self._add_failures(table)
         if self.label is not None:
@@ -66,7 +68,7 @@ class TableFigures:
             if error is not None:
                 self._errors[error.partition(":")[0]] += 1
                 if len(self._failures) < FAILURES:
-                    self._failures.append({"id": table["id"][row].as_py(), "error": error})
+                    self._failures.append({"id": _id(table["id"][row]), "error": error})
 
     def _score(self, labels: Any, predictions: Any) -> None:
         from pyarrow import types
@@ -87,6 +89,11 @@ class TableFigures:
             "failures": self._failures, "errors": dict(self._errors.most_common()),
             "quality": None if self._quality is None else self._quality.figures(),
         }  # fmt: skip
+
+
+def _id(value: Any) -> Any:
+    found = value.as_py()
+    return json_value(found) if isinstance(found, Decimal) else found
 
 
 def quantile(values: Any, counts: Any, share: float) -> float:
