@@ -50,12 +50,7 @@ RESUME_MAY_CHANGE = (
 )  # fmt: skip
 """Keys and entire sections that a job given with ``--resume`` may change, except ``save.dir``."""
 
-PATHS = {
-    ("model", "init_from"),
-    ("save", "dir"),
-    ("infer", "input"),
-    ("infer", "output"),
-}  # others depend on the source
+PATHS = ("model.init_from", "save.dir", "infer.input", "infer.output")  # besides those of a source and of a builder
 Name = Annotated[
     str,
     Field(
@@ -141,8 +136,7 @@ def load_spec(
     job = extended(own, file=path)
     mapping = job.mapping
     merged, touched = apply_overrides(mapping, overrides)
-    if runs_here:
-        merged = _typed_paths(merged)
+    merged = _typed_paths(merged) if runs_here else merged
     spec = decode(JobSpec, merged)
     _check_across(spec)
     given, switched = spec, set[str]()
@@ -170,7 +164,7 @@ def _typed_paths(job: Mapping[Any, Any]) -> dict[Any, Any]:
         for key in held if isinstance(held, Mapping) else ():
             in_data = section == "data" and is_path_key(held.get("source"), key)
             is_folder = section == "model" and key == "path" and held.get("builder") in FOLDER_KEYS
-            if in_data or is_folder or (section, key) in PATHS:
+            if in_data or is_folder or f"{section}.{key}" in PATHS:
                 found[section] = {**found[section], key: _typed(held[key], key=f"{section}.{key}")}
     return found
 

@@ -40,14 +40,14 @@ class Mistake:
 FILE = "job.yaml"
 MISTAKES = {
     # names
-    "unknown section": Mistake("optimizer", "optimizer: {lr: 1}", says=("did you mean optim?", "precision")),
+    "unknown section": Mistake("optimizer", "optimizer: {lr: 1}", says=("did you mean optim.lr?", "precision")),
     "unknown key": Mistake("loop.max_step", "loop: {max_step: 3}", says=("did you mean loop.max_steps?",)),
     "key of another section": Mistake("loop.lr", "loop: {lr: 1}", says=("did you mean optim.lr?",)),
     "key at the top": Mistake("max_steps", "max_steps: 3", says=("did you mean loop.max_steps?",)),
     "duplicate key": Mistake("loop.epochs", "loop:\n  epochs: 1\n  epochs: 2", says=("lines 10 and 11",)),
     "duplicate section": Mistake("data", "data: {source: text}", says=("lines 6 and 9",)),
     "number as a key": Mistake("data.3", text=JOB + "  3: x\n"),
-    "unknown section in an override": Mistake("loops", overrides=["loops.epochs=1"], says=("mean loop?",)),
+    "unknown section in an override": Mistake("loops", overrides=["loops.epochs=1"], says=("mean loop.epochs?",)),
     "unknown key in an override": Mistake("optim.learning_rate", overrides=["optim.learning_rate=1"],
                                           says=("did you mean optim.lr?",)),
     # types
