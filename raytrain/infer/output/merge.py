@@ -128,14 +128,14 @@ class _MergedFile:
 
     def __init__(self, file: Any, kind: str, fields: list[Any]) -> None:
         import pyarrow as pa
-        from pyarrow import csv, parquet
+        from pyarrow import parquet
 
         schema = pa.schema(fields)
         self._counted, self._names = _Hashed(file), schema.names
         self._sink = pa.PythonFile(self._counted, mode="w")
         self._writer: Any = None
         if kind != "jsonl":
-            self._writer = (parquet.ParquetWriter if kind == "parquet" else csv.CSVWriter)(self._sink, schema)
+            self._writer = (parquet.ParquetWriter if kind == "parquet" else _CsvWriter)(self._sink, schema)
 
     def write(self, table: Any) -> None:
         """Append the columns that the file has."""
@@ -156,6 +156,36 @@ class _MergedFile:
     def facts(self) -> dict[str, Any]:
         """{"bytes", "sha256"} of what was written."""
         return {"bytes": self._counted.bytes, "sha256": self._counted.hash.hexdigest()}
+
+
+class _CsvWriter:
+    """Writes cells as most programs write them: in quotes only where they need them, and an empty text as `""`, so that
+    what was carried from a CSV file is what stood there. (Arrow's own writer puts quotes around every text.)"""
+
+    def __init__(self, sink: Any, schema: Any) -> None:
+        self._sink = sink
+        self.write_table(schema.empty_table(), names=schema.names)
+
+    def write_table(self, table: Any, *, names: Sequence[str] = ()) -> None:
+        """Append rows; before them a row of `names`."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        columns = [[name] for name in names] or [column.cast(pa.string()) for column in table.columns]
+        cells = [_in_quotes(pa.chunked_array([one]) if names else one) for one in columns]
+        lines = pc.binary_join_element_wise(*cells, ",", null_handling="replace", null_replacement="")
+        self._sink.write("".join(f"{line}\n" for line in lines.to_pylist()).encode())
+
+    def close(self) -> None:
+        """Nothing is buffered."""
+
+
+def _in_quotes(texts: Any) -> Any:
+    import pyarrow.compute as pc
+
+    needed = pc.or_(pc.match_substring_regex(texts, '[",\r\n]'), pc.equal(texts, ""))
+    quoted = pc.binary_join_element_wise('"', pc.replace_substring(texts, '"', '""'), '"', "")
+    return pc.if_else(needed, quoted, texts)
 
 
 def json_value(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from raytrain.errors import InputError
 from raytrain.infer.input.convert import converted
 from raytrain.infer.input.files import input_files
 from raytrain.infer.input.rows import InputRows, check_columns
+from raytrain.infer.output.merge import _CsvWriter
 
 ROWS = [{"name": f"row {number}", "size": number * 3} for number in range(103)]
 
@@ -205,3 +207,24 @@ def test_parquet_files_whose_types_do_not_go_together_are_refused_by_name(tmp_pa
         parquet.write_table(pa.table({"size": [value]}), tmp_path / f"{name}.parquet")
     with pytest.raises(InputError, match=r"b.parquet: .*size.*int64 vs string, expected one type a column"):
         InputRows.at([str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")])
+
+
+def test_carried_cells_are_written_to_csv_as_they_stood_byte_for_byte(tmp_path: Path) -> None:
+    lines = (
+        b'id,note,code\n007,"a, b",1.10\n7,"says ""no""",NA\nNA,"two\nlines",12345678901234567890\n'
+        b'x,"",0x1F\ny,,true\nz, z,1e5\n'
+    )
+    (tmp_path / "rows.csv").write_bytes(lines)
+    (written,) = converted(
+        input_files(str(tmp_path / "rows.csv")), str(tmp_path / "made"), carried=("id", "note", "code")
+    )
+    table = parquet.read_table(written)
+    sink = io.BytesIO()
+    writer = _CsvWriter(sink, table.schema)
+    writer.write_table(table.slice(0, 2))
+    writer.write_table(table.slice(2))
+    assert sink.getvalue() == lines
+    numbers = pa.table({"prediction": [0.5, None, 1e-7], "ok": [True, False, None], "n": [2**63 - 1, -1, 0]})
+    sink = io.BytesIO()
+    _CsvWriter(sink, numbers.schema).write_table(numbers)
+    assert sink.getvalue() == b"prediction,ok,n\n0.5,true,9223372036854775807\n,false,-1\n1e-7,,0\n"
