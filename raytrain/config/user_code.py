@@ -76,7 +76,8 @@ def check_shadowing(folder: str | None = None) -> None:
     Raises:
         InputError: naming the file or folder.
     """
-    for place in (folder or os.getcwd(), os.path.dirname(sys.argv[0])):
+    beside = os.path.dirname(sys.argv[0])  # a script's folder; "" where there is none
+    for place in filter(None, (folder or os.getcwd(), beside)):
         for package in OUR_PACKAGES:
             if (error := shadow_in(Path(place).resolve(), package)) is not None:
                 raise error

@@ -19,6 +19,7 @@ from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.sources.in_memory import memory_source
 from raytrain.data.transfer import TRANSFERS, TransferCounts, to_device
 from raytrain.train.loader import BatchLoader
+from raytrain.train.memory.allocator import give_back_free_pages
 
 DATA = {"train": class_rows(64), "eval_fraction": 0.25}
 
@@ -108,6 +109,7 @@ class Spike(nn.Module):
 
 @pytest.mark.covers("BP-05", "MEM-03")
 def test_a_peak_of_the_first_epoch_does_not_count_for_the_second() -> None:
+    give_back_free_pages()  # of the tests before
     data = {"train": class_rows(64), "eval_fraction": 0.0}
     rows, _ = train(make_session({"module": Spike()}, data, loop={"max_steps": 8, "global_batch_size": 16}))
     peaks, epochs = rows.of("train", "peak_memory_bytes"), rows.of("train", "epoch")

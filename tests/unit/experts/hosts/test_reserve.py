@@ -82,7 +82,7 @@ def test_hosts_reserve_what_workers_do(started: Any, tmp_path: Path, device: str
     _, given = started(2, device=device, per_gpu=per_gpu)
     assert given["arguments"]["gpus"] == share
     plan = plan_of(2, device=device, per_gpu=per_gpu)
-    request = reserve._request(plan, RunFolder(str(tmp_path)))
+    request = reserve.request_of(plan, str(tmp_path))
     assert request.workers == [worker_resources(plan, local=False)] * 3
     resources = [*request.hosts, *request.workers]
     assert len(resources) == 5 and {one.get("GPU", 0) for one in resources} == {share}

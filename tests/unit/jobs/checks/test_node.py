@@ -123,6 +123,8 @@ def row(**changes: Any) -> dict[str, Any]:
     good = {"what": "training", "rank": 1, "precision": "bf16", "losses": [5.5, 5.4], "steps": STEPS, "moved": True,
             "device": "cuda:0", "devices": ["cuda:0"], "seconds": 0.1,
             "copies": vars(TransferCounts(4, 4096, pinned=4, non_blocking=4))}  # fmt: skip
+    good |= {"products": {"bfloat16": 9, "float32": 1}, "wanted": "bfloat16"}
+    good |= {"products": {"float32": 9}, "wanted": "float32"} if changes.get("precision") == "fp32" else {}
     return {**good, **changes}
 
 
@@ -134,6 +136,8 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"steps": 1}, "took 1 step"),
         ({"moved": False}, "no step changed"),
         ({"devices": ["cpu", "cuda:0"]}, "holds weights on cpu, cuda:0"),
+        ({"products": {"float32": 9, "bfloat16": 1}}, "products in bfloat16 and float32"),
+        ({"products": {}}, "products in no format"),
     ],
 )
 def test_a_worker_that_does_not_train_fails_its_precision(changes: dict[str, Any], said: str) -> None:

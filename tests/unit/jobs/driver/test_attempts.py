@@ -123,11 +123,11 @@ def test_an_elastic_run_goes_on_with_the_number_of_the_change_and_keeps_it_when_
     def change_workers(opened: OpenRun, _inventory: Any, workers: Resolved) -> OpenRun:
         return replace(opened, plan=f"{workers.value} workers ({workers.reason})")  # type: ignore[arg-type]
 
-    planner: Any = SimpleNamespace(open=lambda _: command.opened, change_workers=change_workers, phases=None)
+    planner: Any = SimpleNamespace(open=lambda *_, **__: command.opened, change_workers=change_workers, phases=None)
     monkeypatch.setattr(module, "connected", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(local=False)))
     monkeypatch.setattr(module, "cluster_size", lambda _: (1, 0, 1))
     for name in ("inventory_from_ray", "dashboard_url"):
-        monkeypatch.setattr(module, name, lambda: None)
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
     monkeypatch.setattr("jobs.driver.watch.fit.fit_watched", fit_watched)
     spec: Any = SimpleNamespace(retry=RetryConfig(), precision=SimpleNamespace(fallback=True))
     signals: Any = SimpleNamespace(install=lambda: None, training=True)

@@ -147,4 +147,4 @@ def test_a_command_to_copy_stays_in_one_line(tmp_path: Path, monkeypatch: pytest
     made = command_at(terminal)
     made.sweep = sweep
     print_files(made, died=[])
-    assert f"raytrain train {folder}best.yaml" in printed(terminal), "below its label, where both do not fit"
+    assert f"raytrain train '{folder}best.yaml'" in printed(terminal), "below its label, where both do not fit"

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.devices.inventory import Device, Inventory, Node, inventory_from_rows
-from experts.hosts.reserve import _request
+from experts.hosts.reserve import request_of
 from raytrain.config.sections import (
     DataConfig,
     LoopConfig,
@@ -23,7 +23,6 @@ from raytrain.execution.trainer import accelerator_type
 from raytrain.plan.plan import Plan, make_plan
 from raytrain.plan.rules.accelerators import is_named
 from raytrain.plan.rules.rates import peak_of
-from raytrain.runs.folder import RunFolder
 
 HEAD = Device("cuda", "NVIDIA H100 80GB HBM3", 80 << 30, (9, 0), "GPU-1", 0)
 HERE = Inventory((Node("head", 16, 1 << 38, (HEAD,)),), source="here", cpu_model="c", cpu_flags={})
@@ -124,7 +123,7 @@ def test_expert_hosts_ask_for_rays_spelling_too(
     hosts: Any, scale: dict[str, Any], of_hosts: list[str], of_workers: str | None
 ) -> None:
     made = plan(MIXED, hosts=hosts, **scale)
-    request = _request(made, RunFolder("runs/x"))
+    request = request_of(made, "runs/x")
     kinds = [[name for name in bundle if ":" in name] for bundle in request.hosts]
     assert kinds == [[f"accelerator_type:{kind}"] for kind in of_hosts]
     wanted = [] if of_workers is None else [f"accelerator_type:{of_workers}"]
