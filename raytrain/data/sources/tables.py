@@ -201,7 +201,7 @@ def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str
                 opened = parquet.ParquetFile(file)
                 meta, schema = opened.metadata, schema or opened.schema_arrow
         except pa.ArrowException as error:
-            kind = KINDS.get(os.path.splitext(path)[1].lower())
+            kind = KINDS.get(os.path.splitext(path.lower().removesuffix(".gz"))[1])
             raise InputError(
                 key, got=f"{path}: {str(error).splitlines()[0].rstrip('.')}", expected="a parquet file",
                 remedy=f"data.source={kind} reads files of this name" if kind else "",

@@ -149,8 +149,10 @@ class CsvTypes:
     numbers: bool = True
 
     def tables(self, path: str) -> Iterator[Any]:
-        """The rows of a file, in order."""
+        """The rows of a file, in order; columns in that of the first file, as training takes them by their names."""
         for table in _csv_tables(path):
+            if set(table.column_names) == set(self._names) and len(table.column_names) == len(self._names):
+                table = table.select(self._names)
             for number, name in enumerate(table.column_names):
                 if name not in self.carried:
                     kind = self._kinds[name][0] if self.numbers else TEXT
@@ -158,6 +160,10 @@ class CsvTypes:
                     column = column.fill_null("") if kind == TEXT and name != self.label else column
                     table = table.set_column(number, name, column)
             yield table
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return next((table.column_names for table in _csv_tables(self.files[0])), [])
 
     @cached_property
     def _kinds(self) -> dict[str, list[str]]:

@@ -186,8 +186,9 @@ class ClassQuality:
         """One row; a row without a label is left out."""
         if label is None:
             return
-        self.labels.add(str(label))
-        self.counts[str(label), UNKNOWN if prediction is None else str(prediction).strip()] += 1
+        name = str(label).strip()  # as training reads it
+        self.labels.add(name)
+        self.counts[name, UNKNOWN if prediction is None else str(prediction).strip()] += 1
 
     def figures(self) -> dict[str, Any]:
         """Accuracy, precision, recall and F1 of each class and their means over classes, and the confusion matrix; the

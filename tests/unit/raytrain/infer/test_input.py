@@ -228,3 +228,15 @@ def test_carried_cells_are_written_to_csv_as_they_stood_byte_for_byte(tmp_path: 
     sink = io.BytesIO()
     _CsvWriter(sink, numbers.schema).write_table(numbers)
     assert sink.getvalue() == b"prediction,ok,n\n0.5,true,9223372036854775807\n,false,-1\n1e-7,,0\n"
+
+
+@pytest.mark.parametrize("numbers", [True, False])
+def test_csv_files_of_a_folder_may_have_their_columns_in_another_order(numbers: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "a.csv").write_text("u,v\n1,x\n")
+    (folder / "b.csv").write_text("v,u\ny,2\n")
+    written = converted(input_files(str(folder)), str(tmp_path / "made"), numbers=numbers)
+    rows = InputRows.at(written)
+    expected = {"u": [1, 2], "v": ["x", "y"]} if numbers else {"u": ["1", "2"], "v": ["x", "y"]}
+    assert rows.read(0, 2, ["u", "v"]).select(["u", "v"]).to_pydict() == expected
