@@ -37,6 +37,7 @@ def test_a_vector_has_no_error_against_one_value() -> None:
 
 def test_numbers_are_compared_as_classes_or_as_values() -> None:
     assert quality_of([(1, 1), (2, 1)], values=False)["accuracy"] == 0.5
+    assert quality_of([(" 7", "7"), ("8 ", "7")], values=False)["accuracy"] == 0.5, "training leaves out the spaces"
     found = quality_of([(1.0, 1.5), (2.0, 0.0), (3.0, None), (None, 1.0)], values=True)
     assert found["mean_absolute_error"] == pytest.approx(1.25) and found["rmse"] == pytest.approx((4.25 / 2) ** 0.5)
     assert found["rows"] == 2 and found["failed"] == 1
