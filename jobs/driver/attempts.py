@@ -62,7 +62,7 @@ class RunPlanner:
     verbose: bool = False
 
     def open(self, inventory: Inventory, *, shared: bool = False) -> OpenRun:
-        """The run folder, with the plan for these machines, those of the connected cluster if they are `shared`.
+        """The run folder, with the plan for these machines, those of the connected cluster if it is `shared`.
 
         Raises:
             InputError: the machines do not fit the job.
@@ -184,7 +184,7 @@ class RunAttempts:
                 self._signals.install()
                 if self.opened is None:  # a running cluster: Ray knows its machines
                     activity.begin("checking the nodes of the cluster")
-                    self.opened = self._planner.open(inventory_from_ray(), shared=True)
+                    self.opened = self._planner.open(inventory_from_ray(), shared=not cluster.local)
                 elif self._workers is not None:
                     activity.begin(f"planning for {counted(self._workers.value, 'worker')}")
                     self.opened = self._planner.change_workers(self.opened, inventory_from_ray(), self._workers)
