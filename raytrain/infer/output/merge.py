@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
@@ -169,8 +170,8 @@ class _CsvWriter:
     def write_table(self, table: Any, *, names: Sequence[str] = ()) -> None:
         """Append rows; before them a row of `names`."""
         import pyarrow as pa
-        import pyarrow.compute as pc
 
+        pc: Any = importlib.import_module("pyarrow.compute")  # its functions are made at run time
         columns = [[name] for name in names] or [column.cast(pa.string()) for column in table.columns]
         cells = [_in_quotes(pa.chunked_array([one]) if names else one) for one in columns]
         lines = pc.binary_join_element_wise(*cells, ",", null_handling="replace", null_replacement="")
@@ -181,8 +182,7 @@ class _CsvWriter:
 
 
 def _in_quotes(texts: Any) -> Any:
-    import pyarrow.compute as pc
-
+    pc: Any = importlib.import_module("pyarrow.compute")
     needed = pc.or_(pc.match_substring_regex(texts, '[",\r\n]'), pc.equal(texts, ""))
     quoted = pc.binary_join_element_wise('"', pc.replace_substring(texts, '"', '""'), '"', "")
     return pc.if_else(needed, quoted, texts)
