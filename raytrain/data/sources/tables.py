@@ -141,8 +141,8 @@ def csv_as_text(filesystem: Any, path: str) -> dict[str, Any]:
 def csv_kinds(column: Any, among: Sequence[str] = CSV_KINDS, *, label: bool = False) -> list[str]:
     """The types among these that hold every value of a column of texts; the first is meant, the last is `TEXT`.
 
-    A label is a number only where no other spelling is the same number: `007` and `7` are two classes, as are ids of 19
-    digits, and true and false are the names of classes.
+    Labels with leading zeros are texts, so that `007` and `7` are two classes, as are ids of 19 digits; true and false
+    are the names of classes. Other spellings of one number (`+7`, `7`; `1.0`, `1.00`) are that number.
     """
     import pyarrow as pa
     from pyarrow import compute
