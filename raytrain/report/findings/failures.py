@@ -117,18 +117,6 @@ def restarts(records: RunRecords) -> list[Finding]:
     return [Finding("info", f"{len(attempts)} attempts", f"resumed from {origin}{failed}: {reasons}")]
 
 
-def hangs(records: RunRecords) -> list[Finding]:
-    """Workers whose processes were ended as nothing came of them, and steps that were late and ended by themselves."""
-    ended, late = records.of_kind("hang_ended"), records.of_kind("hang")
-    remedy = "logs/rank_*.stacks shows where each rank was; retry.hang_s and retry.host_silence_s limit the wait."
-    if ended:
-        title = f"{counted(len(ended), 'worker')} hung"
-        return [Finding("warning", title, "; ".join(cause_of(row) for row in ended[:3]), remedy)]
-    if late:
-        return [Finding("warning", "A step took far longer than the others", cause_of(late[-1]), remedy)]
-    return []
-
-
 def fall_backs(records: RunRecords) -> list[Finding]:
     """Fall-backs: of the precision during the run, and of any choice in the plan."""
     rows = [

@@ -8,7 +8,7 @@ from typing import Any
 from raytrain.config.messages import advice
 from raytrain.report.figures import outcome, seconds, size
 from raytrain.report.findings.finding import Finding
-from raytrain.report.records import Row, RunRecords, listed, mapping, number
+from raytrain.report.records import Row, RunRecords, first_text, listed, mapping, number
 
 HELD = re.compile(
     r"([\d.]+) ((?:[KMG]i)?B) is allocated by PyTorch.*?([\d.]+) ((?:[KMG]i)?B) is reserved by PyTorch but unallocated"
@@ -99,3 +99,21 @@ def shortages(records: RunRecords) -> list[Finding]:
             ),
         )
     ]
+
+
+MEMORY_TITLES = {
+    "high_memory": "Memory is nearly full",
+    "soft_limit": "A process uses much memory",
+    "memory_growth": "Memory grows without end",
+    "telemetry_ended": "Telemetry ended early",
+}
+
+
+def memory_warnings(records: RunRecords) -> list[Finding]:
+    """The warnings of telemetry: memory that is nearly full, or that grows."""
+    found = []
+    for row in records.of_kind("warning"):
+        evidence, _, remedy = first_text(row, "reason").partition(": ")
+        remedy = f"{remedy[:1].upper()}{remedy[1:]}." if remedy else ""
+        found.append(Finding("warning", MEMORY_TITLES.get(str(row.get("what")), "Warning"), evidence, remedy))
+    return found

@@ -9,41 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from raytrain.report.findings.bottleneck import memory_warnings, step_limits, throttling, utilisation
-from raytrain.report.findings.compile import compilation_pays, graph_breaks, recompiles
-from raytrain.report.findings.experts import experts
-from raytrain.report.findings.failures import failure, fall_backs, hangs, idle_devices, restarts, unusable_devices
+from raytrain.report.findings.failures import failure, fall_backs, idle_devices, restarts, unusable_devices
 from raytrain.report.findings.finding import SEVERITIES, Finding
-from raytrain.report.findings.memory import shortages
-from raytrain.report.findings.speed import data_at_start, limiting_part, planned_time, step_times
-from raytrain.report.findings.training import clipping, loss_trend, non_finite, overfitting
+from raytrain.report.findings.memory import memory_warnings, shortages
+from raytrain.report.findings.speed import compilation, limiting_part, step_limits, utilisation
+from raytrain.report.findings.training import experts, loss_trend, non_finite, overfitting
 from raytrain.report.records import RunRecords
 
 RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
-    failure,
-    loss_trend,
-    overfitting,
-    non_finite,
-    restarts,
-    hangs,
-    fall_backs,
-    unusable_devices,
-    idle_devices,
-    shortages,
-    memory_warnings,
-    step_limits,
-    throttling,
-    utilisation,
-    limiting_part,
-    data_at_start,
-    clipping,
-    step_times,
-    planned_time,
-    compilation_pays,
-    graph_breaks,
-    recompiles,
-    experts,
-)
+    failure, loss_trend, overfitting, non_finite, restarts, fall_backs, unusable_devices, idle_devices, shortages,
+    memory_warnings, step_limits, utilisation, limiting_part, compilation, experts,
+)  # fmt: skip
 
 
 def diagnose(records: RunRecords) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Findings about the course of the training: loss, overfitting, non-finite steps, clipping."""
+"""Findings about the course of the training: loss, overfitting, non-finite steps, experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from cluster.wording import counted
 from raytrain.config.messages import advice
-from raytrain.report.figures import loss_text, measured
+from raytrain.report.experts import loads_of, names_of
+from raytrain.report.figures import loss_text
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import (
     RunRecords,
@@ -110,18 +111,27 @@ def non_finite(records: RunRecords) -> list[Finding]:
     return [Finding("warning", "Non-finite steps were skipped", evidence, remedy)]
 
 
-def clipping(records: RunRecords) -> list[Finding]:
-    """The gradient norm exceeds the clip at nearly every step of the second half."""
-    limit = number(records.configured("optim.max_grad_norm"))
-    norms = values(records.train[len(records.train) // 2 :], "grad_norm")
-    if not limit or len(norms) < 20:
-        return []
-    share = sum(norm > limit for norm in norms) / len(norms)
-    if share < 0.9:
-        return []
-    median = measured(percentile(norms, 0.5))
-    seen = f"{share:.0%} of the steps of the second half; median norm {median}, clip {limit:g}"
-    ends = smoothed_ends(series(records.train, "loss"))
-    stuck = ends is not None and ends[1] > ends[0] - 0.02 * abs(ends[0])
-    remedy = "Try a third of optim.lr, or raise optim.max_grad_norm if the loss is smooth."
-    return [Finding("warning" if stuck else "info", "Gradients are clipped at nearly every step", seen, remedy)]
+def experts(records: RunRecords) -> list[Finding]:
+    """Dead experts, uneven load and dropped tokens of a mixture of experts."""
+    late = records.train[len(records.train) // 2 :]
+    load = percentile(values(late, "load_imbalance"), 0.5)
+    dropped = percentile(values(late, "dropped_fraction"), 0.5)
+    remedy = advice(
+        ("raise experts.balance_weight", False),
+        ("set experts.balance: both", records.configured("experts.balance") == "both"),
+    )
+    found, loads = [], loads_of(records)
+    if loads is not None and (dead := loads.dead()):
+        total = sum(map(len, loads.last_used))
+        seen = f"{len(dead)} of {total} received no row in the last quarter of the log intervals: {names_of(dead)}"
+        found.append(Finding("warning", "Experts without tokens", seen, remedy))
+    if load is not None and load > 2:
+        seen = f"the busiest expert has {load:.2g} times the mean load (median of the second half)"
+        found.append(Finding("warning", "Experts are loaded unevenly", seen, remedy))
+    if dropped is not None and dropped > 0.02:
+        seen, remedy = (
+            f"{dropped:.1%} of the routed tokens",
+            "Raise experts.capacity_factor; null drops none.",
+        )
+        found.append(Finding("warning", "Tokens are dropped", seen, remedy))
+    return found
