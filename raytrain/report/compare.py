@@ -3,15 +3,11 @@ did, relative to the first."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 from urllib.parse import quote
 
-from cluster.wording import counted
 from raytrain.report.figures import loss_text, measured, rate_text, seconds, size, summarise
 from raytrain.report.page.charts import Curve, chart, smoothed
 from raytrain.report.page.page import TONES
@@ -30,7 +26,7 @@ _REST = (
     "tokens_per_s_run", "samples_per_s_run", "compute_s", "data_s", "communication_s", "mode", "devices", "strategy",
     "precision", "effective_batch", "micro_batch", "accumulation", "parameters", "experts_last",
 )  # fmt: skip
-"""Folded where it is the same in all runs."""
+"""Left out where it is the same in all runs."""
 _LESS_IS_BETTER = (
     "wall_s", "step_ms_p50", "step_ms_p95", "peak_memory_bytes", "final_loss", "best_eval_loss", "perplexity"
 )  # fmt: skip
@@ -46,13 +42,9 @@ _CHOICES = {
 """Decision of the plan -> the key that sets it; runs of one job can differ in what `auto` chose."""
 _ABOUT_EQUAL = 0.01
 """A smaller relative difference is not marked."""
-_OF_A_REPEAT = ("name", "seed", "save.dir")
-"""Keys in which repeats of a run may differ."""
 _FOUND = "tune.found"
 """What a search wrote down about its measurements; no setting."""
 _FOLDER, _LONGEST = "comparisons", 120
-_HEAD_KEYS, _HEAD_LENGTH = 2, 32
-"""Most differing keys, and characters of their values, that name a run in the heads of the columns."""
 
 
 def compare(runs: Sequence[RunFolder]) -> str:
@@ -79,42 +71,28 @@ def _link(path: str, beside: str) -> str:
 
 def compare_page(runs: Sequence[RunRecords], links: Sequence[str] = ()) -> str:
     """Several runs on one page; figures that no run has are left out. `links` are the addresses of their reports."""
-    names = _distinct([records.name for records in runs])
-    heads = _heads(runs) or names
-    summaries = [summarise(records) for records in runs]
+    names = [records.name for records in runs]  # those of different directories may be the same
+    names = [f"{name} ({index + 1})" if names.count(name) > 1 else name for index, name in enumerate(names)]
     notes = "".join(
         f'<article class="card finding warning"><span class="badge">warning</span><b>{esc(title)}</b>'
         f"<p>{esc(text)}</p></article>"
         for title, text in not_comparable(runs, names)
     )
-    linked = [_titled(name, link) for name, link in zip_longest(names, links[: len(names)], fillvalue="")]
-    meta = "".join(
-        f"<span>{'' if heads is names else f'{esc(head)}: '}{link}</span>"
-        for head, link in zip(heads, linked, strict=True)
-    )
+    linked = (_titled(name, link) for name, link in zip_longest(names, links[: len(names)], fillvalue=""))
+    meta = "".join(f"<span>{link}</span>" for link in linked)
     body = (
         f'<header><p class="brand">raytrain report</p><h1>{len(runs)} runs compared</h1>'
         f'<p class="meta">{meta}</p></header>'
         + (f'<section><div class="findings tiles-gap">{notes}</div></section>' if notes else "")
-        + f"<section><h2>What differs in their jobs</h2>{_differences(runs, heads)}</section>"
-        + f"<section><h2>Key figures</h2>{_figures(summaries, heads)}</section>"
-        + f'<section><h2>Loss</h2><div class="charts">{_charts(runs, heads)}</div></section>'
-        + _repeats(runs, summaries)
+        + f"<section><h2>What differs in their jobs</h2>{_differences(runs, names)}</section>"
+        + f"<section><h2>Key figures</h2>{_figures([summarise(records) for records in runs], names)}</section>"
+        + f'<section><h2>Loss</h2><div class="charts">{_charts(runs, names)}</div></section>'
     )
     return page("Runs compared - raytrain", body)
 
 
 def _titled(name: str, link: str) -> str:
     return f'<a href="{esc(link)}">{esc(name)}</a>' if link else esc(name)
-
-
-def _heads(runs: Sequence[RunRecords]) -> list[str]:
-    """Names of the runs by what differs in their jobs, such as `lr 0.003`; [] where that is much or not distinct."""
-    keys = [key for key in differing_keys(runs) if key not in ("name", "save.dir")]
-    if not 1 <= len(keys) <= _HEAD_KEYS:
-        return []
-    heads = [", ".join(f"{key.rpartition('.')[2]} {shown(run.configured(key))}" for key in keys) for run in runs]
-    return heads if len(set(heads)) == len(heads) and max(map(len, heads)) <= _HEAD_LENGTH else []
 
 
 def differing_keys(runs: Sequence[RunRecords]) -> list[str]:
@@ -154,63 +132,35 @@ def _differences(runs: Sequence[RunRecords], heads: Sequence[str]) -> str:
     if not rows:
         return '<p class="note">Nothing: all keys have the same values.</p>'
     columns = [("Key", "k"), *((head, "v") for head in heads)]
-    return f'<div class="card">{table(columns, rows, heads=True)}</div>'
+    return f'<div class="card">{table(columns, rows)}</div>'
 
 
-def _charts(runs: Sequence[RunRecords], heads: Sequence[str]) -> str:
-    train, evals, are_smoothed = [], [], False
-    for index, (name, records) in enumerate(zip(heads, runs, strict=True)):
+def _charts(runs: Sequence[RunRecords], names: Sequence[str]) -> str:
+    train, evals = [], []
+    for index, (name, records) in enumerate(zip(names, runs, strict=True)):
         colour, points = f"c{index % 8 + 1}", series(records.train, "loss")
-        are_smoothed |= (long := len(points) > 30)
-        train.append(Curve(name, smoothed(points) if long else points, colour))
+        train.append(Curve(name, smoothed(points) if len(points) > 30 else points, colour))
         evals.append(Curve(name, series(records.evals, "loss"), colour, "dots"))
-    first = f"Training loss{' (smoothed)' if are_smoothed else ''}"
     return "".join(
-        chart(title, curves, wide=True, write=loss_text, note=note)
-        for title, (curves, note) in ((first, _apart(train)), ("Eval loss", _apart(evals)))
+        chart(title, curves, wide=True, write=loss_text)
+        for title, curves in (("Training loss", train), ("Eval loss", evals))
     )
 
 
-def _apart(curves: Sequence[Curve]) -> tuple[list[Curve], str]:
-    """The curves, those that would hide an earlier one dashed, and a sentence that says so."""
-    drawn, equal = [], []
-    for index, curve in enumerate(curves):
-        same = next((other for other in curves[:index] if _covers(curve, other)), None)
-        drawn.append(curve if same is None else replace(curve, style="dashed"))
-        equal += [f"{curve.label}: the same losses as {same.label}, dashed."] if same is not None else []
-    return drawn, " ".join(equal)
-
-
-def _covers(curve: Curve, other: Curve) -> bool:
-    """Whether the curves are the same wherever both have points."""
-    known = dict(other.points)
-    common = [(known[x], y) for x, y in curve.points if x in known]
-    return bool(common) and all(math.isclose(one, y, rel_tol=1e-6) for one, y in common)
-
-
-def _figures(summaries: Sequence[dict[str, Any]], heads: Sequence[str]) -> str:
-    """What the runs achieved, then what else differs; what is the same in all of them is folded."""
+def _figures(summaries: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """What the runs achieved, then what else differs."""
     if any(summary.get("tokens_per_s_median") for summary in summaries):
         summaries = [{key: row[key] for key in row if not key.startswith("samples_per_s")} for row in summaries]
-    known = [key for key in (*_RESULTS, *_REST) if any(summary.get(key) is not None for summary in summaries)]
-    cells = {key: [_cell(key, summary) for summary in summaries] for key in known}
-    folded = [key for key in known if key in _REST and len(set(cells[key])) == 1]
-    rows = [
-        [
-            esc(label(key)),
-            *(cell + _relative(key, row, summaries[0]) for cell, row in zip(cells[key], summaries, strict=True)),
-        ]
-        for key in known
-        if key not in folded
-    ]
+    rows = []
+    for key in (*_RESULTS, *_REST):
+        cells = [_cell(key, summary) for summary in summaries]
+        if set(cells) == {"-"} or (key in _REST and len(set(cells)) == 1):
+            continue
+        relative = (_relative(key, summary, summaries[0]) for summary in summaries)
+        rows.append([esc(label(key)), *(cell + change for cell, change in zip(cells, relative, strict=True))])
     note = "Percentages are relative to the first run; green is better."
-    columns = [("Figure", "k"), *((head, "v") for head in heads)]
-    body = f'<div class="card">{table(columns, rows, heads=True)}</div><p class="note">{note}</p>'
-    if not folded:
-        return body
-    same = table([("Figure", "k"), ("All runs", "v")], [[esc(label(key)), cells[key][0]] for key in folded])
-    summary = f"<summary>{counted(len(folded), 'figure is', 'figures are')} the same in all runs</summary>"
-    return f'{body}<details>{summary}<div class="card">{same}</div></details>'
+    columns = [("Figure", "k"), *((name, "v") for name in names)]
+    return f'<div class="card">{table(columns, rows)}</div><p class="note">{note}</p>'
 
 
 def _relative(key: str, summary: dict[str, Any], first: dict[str, Any]) -> str:
@@ -227,32 +177,6 @@ def _relative(key: str, summary: dict[str, Any], first: dict[str, Any]) -> str:
         return ""
     better = (change < 0) == (key in _LESS_IS_BETTER)
     return f' <span class="badge {"good" if better else "error"}">{change:+.0%}</span>'
-
-
-def _repeats(runs: Sequence[RunRecords], summaries: Sequence[dict[str, Any]]) -> str:
-    """Runs that differ in their seed only: the median and the range of what they reached."""
-    groups: dict[str, list[int]] = {}
-    for index, records in enumerate(runs):
-        same = repr(sorted((line.key, repr(line.value)) for line in records.config if line.key not in _OF_A_REPEAT))
-        groups.setdefault(same, []).append(index)
-    repeated = [members for members in groups.values() if len(members) > 1]
-    if not repeated:
-        return ""
-    rows = []
-    for members in repeated:
-        cells = [esc(", ".join(runs[index].name for index in members))]
-        for key in ("best_eval_loss", "final_loss", "step_ms_p50"):
-            found = [summaries[index][key] for index in members if isinstance(summaries[index].get(key), int | float)]
-            if not found:
-                cells.append("-")
-                continue
-            ends = (min(found), statistics.median(found), max(found))
-            low, middle, high = (_cell(key, {key: value}) for value in ends)
-            cells.append(f'{middle} <span class="soft">[{low}, {high}]</span>')
-        rows.append(cells)
-    columns = [("Runs", "k"), ("best eval loss", "v"), ("final loss", "v"), ("step time (p50)", "v")]
-    note = '<p class="note">The median, and in brackets the smallest and the largest.</p>'
-    return f'<section><h2>Repeats</h2><div class="card">{table(columns, rows, heads=True)}</div>{note}</section>'
 
 
 def _cell(key: str, summary: dict[str, Any]) -> str:
@@ -272,8 +196,3 @@ def _cell(key: str, summary: dict[str, Any]) -> str:
     if key.endswith("_s") or "_ms_" in key:
         return esc(seconds(value / 1000 if "_ms_" in key else value))
     return esc(size(value) if key.endswith("_bytes") else measured(value))
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Numbers the names that occur more than once (runs of different directories)."""
-    return [f"{name} ({index + 1})" if names.count(name) > 1 else name for index, name in enumerate(names)]

@@ -140,7 +140,7 @@ def _workers(summary: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     names = ("Units", "Rows", "Rows per second", "Busy", "Busy share", "Model load")
     columns = [("Worker", "k"), *((name, "n") for name in names)]
-    return f'<div class="card">{table(columns, rows, heads=True)}</div>' if rows else ""
+    return f'<div class="card">{table(columns, rows)}</div>' if rows else ""
 
 
 def _slowest(summary: Mapping[str, Any]) -> str:
@@ -159,7 +159,7 @@ def _failures(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     kinds = ", ".join(f"{count:,} {name}" for name, count in summary["errors"].items())
     left = manifest["failed"] - len(rows)
     more = f" The first {len(rows)} are listed." if left else ""
-    body = table([("Row", "k"), ("Error", "")], rows, stack=True)
+    body = table([("Row", "k"), ("Error", "")], rows)
     return f'<p class="note">{esc(kinds)}.{more}</p><div class="card">{body}</div>'
 
 
@@ -198,7 +198,7 @@ def _files(manifest: Mapping[str, Any]) -> str:
         [esc(name), esc(size(one["bytes"])), f"<code>{esc(one['sha256'])}</code>"]
         for name, one in manifest["files"].items()
     ]
-    return f'<div class="card">{table([("File", "k"), ("Size", "k"), ("SHA-256", "soft")], rows, stack=True)}</div>'
+    return f'<div class="card">{table([("File", "k"), ("Size", "k"), ("SHA-256", "soft")], rows)}</div>'
 
 
 def _config(job: Mapping[str, Any]) -> str:

@@ -7,10 +7,9 @@ percent, and every hover band contains its own tooltip. Coordinates inside the S
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import linear_regression
 from typing import Literal
@@ -26,16 +25,14 @@ _BUCKETS = 400
 
 @dataclass(frozen=True)
 class Curve:
-    """One series. `colour` is a class of the page (c1 to c11); the style "points" does not join them. The line is
-    interrupted before the first point at or beyond each x of `gaps`, which are in order. `intervals` are (x, low, high)
-    of vertical bars."""
+    """One series. `colour` is a class of the page (c1 to c11). The line is interrupted before the first point at or
+    beyond each x of `gaps`, which are in order."""
 
     label: str
     points: Sequence[Point]
     colour: str = "c1"
-    style: Literal["line", "faint", "dots", "points", "dashed"] = "line"
+    style: Literal["line", "faint", "dots", "dashed"] = "line"
     gaps: tuple[float, ...] = ()
-    intervals: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,6 @@ def chart(
     at: Callable[[float], str] | None = None,
     x_label: str = "step",
     x_tick: Callable[[float], str] | None = None,
-    log: bool = False,
 ) -> str:
     """A figure with axes, gridlines, legend and tooltips; "" if no curve has a point.
 
@@ -90,12 +86,7 @@ def chart(
         at: formats an x value in a tooltip; None where x counts steps.
         x_label: names the x axis.
         x_tick: formats an x value at the axis.
-        log: a logarithmic y axis; values must be positive.
     """
-    if log:
-        curves = [replace(curve, points=[(x, math.log10(y)) for x, y in curve.points]) for curve in curves]
-        shown = write
-        write, tick = (lambda y: shown(10**y)), (lambda y: short(10**y))
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return ""
@@ -106,7 +97,7 @@ def chart(
     low, high, above = _y_range(curves, from_zero=from_zero)
     frame = _Frame(left, right, low, high)
     x_ticks = [x for x in ticks(left, right, 6) if at is not None or float(x).is_integer()]
-    y_ticks = log_ticks(low, high) if log else ticks(low, high, 5)
+    y_ticks = ticks(low, high, 5)
     if above:
         note = f"{note} {above} point{'s' if above > 1 else ''} above the axis.".strip()
     lines = "".join(_svg_curve(curve, frame) for curve in curves)
@@ -136,36 +127,6 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """The logarithms of round numbers inside [low, high], which are logarithms too: of 1, 2 and 5 times powers of ten,
-    or of closer numbers where these are fewer than three."""
-    for factors in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8), tuple(1 + step / 10 for step in range(90))):
-        powers = range(math.floor(low), math.ceil(high) + 1)
-        found = [math.log10(factor * 10.0**power) for power in powers for factor in factors]
-        found = [value for value in found if low <= value <= high]
-        if len(found) >= 3:
-            break
-    return found[:: max(1, len(found) // 6)]
-
-
-def tabs(name: str, panes: Sequence[tuple[str, str]]) -> str:
-    """Several views of the same figure, of which one is shown at a time; works without scripts.
-
-    Args:
-        name: unique on the page.
-        panes: (label, HTML) of each view; the first is shown first.
-    """
-    if len(panes) < 2:
-        return "".join(html for _, html in panes)
-    choices = "".join(
-        f'<input type="radio" name="{esc(name)}" id="{esc(name)}-{index}"{" checked" if index == 0 else ""}>'
-        f'<label for="{esc(name)}-{index}">{esc(label)}</label>'
-        for index, (label, _) in enumerate(panes)
-    )
-    views = "".join(f'<div class="pane">{html}</div>' for _, html in panes)
-    return f'<div class="tabs wide">{choices}<div class="panes">{views}</div></div>'
-
-
 def short(value: float) -> str:
     """A tick label: 1,500 as 1.5k, 0.00025 as 2.5e-4."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -175,17 +136,6 @@ def short(value: float) -> str:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:.4g}"
-
-
-def aligned(texts: Sequence[str]) -> list[str]:
-    """Tick labels with as many decimals as the longest of them (0.60 beside 0.58), zero excepted; unchanged where they
-    are not plain numbers of one unit."""
-    parts = [re.fullmatch(r"(-?\d+)(?:\.(\d+))?( ?[kMGs%]?)", text) for text in texts if text != "0"]
-    if not all(parts) or len({part[3] for part in parts if part}) != 1:
-        return list(texts)
-    most = max(len(part[2] or "") for part in parts if part)
-    padded = iter(f"{part[1]}{'.' * (most > 0)}{(part[2] or '').ljust(most, '0')}{part[3]}" for part in parts if part)
-    return [text if text == "0" else next(padded) for text in texts]
 
 
 @dataclass(frozen=True)
@@ -207,7 +157,6 @@ class _Frame:
 def _y_range(curves: Sequence[Curve], *, from_zero: bool) -> tuple[float, float, int]:
     """(low, high, number of points above), chosen so that a few outliers do not flatten the rest of the curve."""
     ys = [y for curve in curves for _, y in curve.points]
-    ys += [end for curve in curves for _, *ends in curve.intervals for end in ends]
     low, high = min(ys), max(ys)
     usual = percentile(ys, 0.95) or 0.0
     above = 0
@@ -238,15 +187,12 @@ def _svg_curve(curve: Curve, frame: _Frame) -> str:
     thinned = _thinned(curve.points)
     places = [(frame.x(x), frame.y(y)) for x, y in thinned]
     dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
-    dotted = curve.style in ("dots", "points") or len(places) == 1
-    path = f'<path class="dot {curve.colour}" d="{dots}"/>' if dotted else ""
-    if len(places) > 1 and curve.style != "points":
+    path = f'<path class="dot {curve.colour}" d="{dots}"/>' if curve.style == "dots" or len(places) == 1 else ""
+    if len(places) > 1:
         ends = [0, *(bisect_left(thinned, gap, key=lambda point: point[0]) for gap in curve.gaps), len(places)]
         joined = "".join(_joined(places[start:end]) for start, end in pairwise(ends))
-        kind = "line" if curve.style == "dots" else curve.style
-        path = f'<path class="{kind} {curve.colour}" d="{joined}"/>{path}'
-    bars = "".join(f"M{frame.x(x):.1f} {frame.y(low):.1f}V{frame.y(high):.1f}" for x, low, high in curve.intervals)
-    return f'<path class="interval {curve.colour}" d="{bars}"/>{path}' if bars else path
+        path = f'<path class="{"line" if curve.style == "dots" else curve.style} {curve.colour}" d="{joined}"/>{path}'
+    return path
 
 
 def _joined(places: Sequence[Point]) -> str:
@@ -264,11 +210,7 @@ def _labels(
     x_ticks: Sequence[float], y_ticks: Sequence[float], frame: _Frame, tick: Callable[[float], str],
     x_tick: Callable[[float], str],
 ) -> str:  # fmt: skip
-    texts = aligned([tick(y) for y in y_ticks])
-    ys = (
-        f'<span class="yt" style="top:{frame.y(y) / 10:.2f}%">{esc(text)}</span>'
-        for y, text in zip(y_ticks, texts, strict=True)
-    )
+    ys = (f'<span class="yt" style="top:{frame.y(y) / 10:.2f}%">{esc(tick(y))}</span>' for y in y_ticks)
     xs = (f'<span class="xt" style="left:{frame.x(x) / 10:.2f}%">{esc(x_tick(x))}</span>' for x in x_ticks)
     return "".join(ys) + "".join(xs)
 

@@ -5,63 +5,25 @@ Steps that were lost and repeated after a restart are drawn faint beside the lin
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from raytrain.report.figures import measured
-from raytrain.report.page.charts import Curve, Mark, Point, chart, smoothed
+from raytrain.report.page.charts import Curve, Mark, Point, chart
 from raytrain.report.page.style import esc
 from raytrain.report.records import Row, RunRecords, listed, mapping, number
 
 MOST_CURVES = 8
 """Devices drawn; of more, those whose figure is highest at the end."""
-POINTS = 400
-"""Most points of a curve; of more, every nth is drawn."""
 STEADY = 0.005
 """Figures that differ by less than this from each other are listed in a line below the charts."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure of a device: its title, its key in telemetry, the divisor to `unit`, what stands for the samples within
-    a step, and whether its axis begins at zero."""
-
-    title: str
-    key: str
-    unit: str
-    divisor: float = 1.0
-    of_step: Callable[[Sequence[float]], float] = statistics.fmean
-    from_zero: bool = True
-
-
-FIGURES = (
-    Figure("Utilisation", "utilisation", "%"),
-    Figure("Memory in use", "memory_used", "GiB", 2**30, max),
-    Figure("Memory of the run", "memory_run", "GiB", 2**30, max),
-    Figure("Temperature", "temperature_c", "°C", from_zero=False),
-    Figure("Power", "power_w", "W"),
-    Figure("Clock", "clock_mhz", "MHz"),
-)
-
-
-@dataclass
-class Trace:
-    """The samples of one device, divided where the step went back: `kept` are the parts of the run's own steps, `lost`
-    those of steps that a restart repeated. Each part begins where the one before was interrupted."""
-
-    kept: list[list[Point]] = field(default_factory=list)
-    lost: list[list[Point]] = field(default_factory=list)
-
-    def curves(self, name: str, colour: str) -> list[Curve]:
-        """The lost parts faint, and the line, interrupted between the kept parts."""
-        total = sum(map(len, self.kept))
-        points = [point for part in self.kept for point in _thinned(part, total)]
-        gaps = tuple(part[0][0] for part in self.kept[1:])
-        faint = [Curve(name, part, colour, "faint") for part in self.lost if len(part) > 1]
-        return [*faint, Curve(name, points, colour, gaps=gaps)] if len(points) > 1 else []
+FIGURES = {
+    "utilisation": ("Utilisation", "%", 1.0), "memory_used": ("Memory in use", "GiB", 2.0**30),
+    "memory_run": ("Memory of the run", "GiB", 2.0**30), "temperature_c": ("Temperature", "°C", 1.0),
+    "power_w": ("Power", "W", 1.0), "clock_mhz": ("Clock", "MHz", 1.0),
+}  # fmt: skip
+"""Key of a device in telemetry -> the title of its chart, the unit, and the divisor to it."""
 
 
 def telemetry_charts(records: RunRecords, marks: Sequence[Mark] = ()) -> str:
@@ -70,98 +32,74 @@ def telemetry_charts(records: RunRecords, marks: Sequence[Mark] = ()) -> str:
     starts: dict[object, float] = {
         row.get("attempt"): number(row.get("from_step")) or 0.0 for row in records.of_kind("attempt")
     }
-    found, steady, lost = [], [], False
-    for figure in FIGURES:
-        curves = device_curves(rows, figure, starts=starts)
+    found, notes = [], []
+    for key, (title, unit, _) in FIGURES.items():
+        curves = device_curves(rows, key, starts=starts)
         values = [y for curve in curves for _, y in curve.points]
         if values and max(values) - min(values) <= STEADY * abs(max(values)):
-            steady.append(f"{figure.title}: {measured(max(values))} {figure.unit} throughout")
+            notes.append(f"{title}: {measured(max(values))} {unit} throughout")
             continue
-        lost |= any(curve.style == "faint" for curve in curves)
-        found.append(chart(f"{figure.title} ({figure.unit})", curves, marks=marks, from_zero=figure.from_zero))
-    inner = "".join(found)
-    slowed = sorted({reason for row in rows for one in listed(row.get("devices")) for reason in throttled(one)})
-    notes = ["Faint: steps that were lost with a worker and repeated"] if lost else []
-    notes += [*steady, *([f"Devices were slowed down by: {', '.join(slowed)}"] if slowed else [])]
-    note = f'<p class="note">{esc(". ".join(notes))}.</p>' if notes else ""
+        if any(curve.style == "faint" for curve in curves) and not found:
+            notes.append("Faint: steps that were lost with a worker and repeated")
+        found.append(chart(f"{title} ({unit})", curves, marks=marks, from_zero=key != "temperature_c"))
+    slowed = {f"{why} ({device.get('device')})" for row in rows for device in _devices(row)
+              for why in listed(device.get("throttle"))}  # fmt: skip
+    notes += [f"Devices were slowed down by: {', '.join(sorted(slowed))}"] if slowed else []
+    inner, note = "".join(found), f'<p class="note">{esc(". ".join(notes))}.</p>' if notes else ""
     return f'<div class="charts devices">{inner}</div>{note}' if inner else note
 
 
-def device_curves(rows: Sequence[Row], figure: Figure, *, starts: Mapping[object, float]) -> list[Curve]:
-    """A curve over the steps for each device that reports the figure.
+def _devices(row: Row) -> list[Row]:
+    return [mapping(device) for device in listed(row.get("devices"))]
+
+
+def device_curves(rows: Sequence[Row], key: str, *, starts: Mapping[object, float]) -> list[Curve]:
+    """A curve over the steps for each device that reports the figure, after those of the steps that it lost.
 
     Args:
         starts: attempt -> the step that it started from.
     """
-    traces: dict[str, Trace] = {}
     several = len({row.get("node") for row in rows}) > 1
-    for node, own in _by_node(rows).items():
-        steps = [max(number(row.get("step")) or 0.0, starts.get(row.get("attempt"), 0.0)) for row in own]
-        limits = _limits(own, steps, starts)
-        samples: dict[str, list[tuple[float, float, object, bool]]] = {}
-        for row, step, limit in zip(own, steps, limits, strict=True):
-            for device in map(mapping, listed(row.get("devices"))):
-                if (value := number(device.get(figure.key))) is not None:
-                    name = f"{node} {device.get('device')}" if several else str(device.get("device"))
-                    sample = (step, value / figure.divisor, row.get("attempt"), step > limit)
-                    samples.setdefault(name, []).append(sample)
-        traces |= {name: _trace(seen, figure) for name, seen in samples.items()}
-    drawn = sorted((name for name in traces if traces[name].kept), key=lambda name: -traces[name].kept[-1][-1][1])
-    return [
-        curve
-        for place, name in enumerate(sorted(drawn[:MOST_CURVES]))
-        for curve in traces[name].curves(name, f"c{place % 8 + 1}")
-    ]
-
-
-def _by_node(rows: Sequence[Row]) -> dict[object, list[Row]]:
-    found: dict[object, list[Row]] = {}
+    samples: dict[str, list[tuple[float, object, float]]] = {}
     for row in rows:
-        found.setdefault(row.get("node"), []).append(row)
-    return found
+        # a sample from before the state was loaded counts at the start of its attempt
+        step = max(number(row.get("step")) or 0.0, starts.get(row.get("attempt"), 0.0))
+        for device in _devices(row):
+            if (value := number(device.get(key))) is not None:
+                name = f"{row.get('node')} {device.get('device')}" if several else str(device.get("device"))
+                samples.setdefault(name, []).append((step, row.get("attempt"), value / FIGURES[key][2]))
+    traces = {name: _trace(seen, largest=key.startswith("memory")) for name, seen in samples.items()}
+    highest = sorted(traces, key=lambda name: -traces[name][0][-1][1])[:MOST_CURVES]
+    curves = []
+    for place, name in enumerate(sorted(highest)):
+        kept, lost, gaps = traces[name]
+        colour = f"c{place % 8 + 1}"
+        curves += [Curve(name, part, colour, "faint") for part in lost if len(part) > 1]
+        curves += [Curve(name, kept, colour, gaps=gaps)] if len(kept) > 1 else []
+    return curves
 
 
-def _limits(rows: Sequence[Row], steps: Sequence[float], starts: Mapping[object, float]) -> list[float]:
-    """For each row the step beyond which the run went on from an earlier one: the lowest that a later attempt started
-    from, or that a later row has, since remote state is also rewound within an attempt."""
-    limits, lowest, attempt = [], math.inf, None
-    for row, step in zip(reversed(rows), reversed(steps), strict=True):
-        if row.get("attempt") != attempt:
-            attempt = row.get("attempt")
-            lowest = min([lowest, *(start for other, start in starts.items() if _follows(other, attempt))])
-        limits.append(lowest)
-        lowest = min(lowest, step)
-    return limits[::-1]
-
-
-def _follows(other: object, attempt: object) -> bool:
-    return isinstance(other, int) and isinstance(attempt, int) and other > attempt
-
-
-def _trace(samples: Sequence[tuple[float, float, object, bool]], figure: Figure) -> Trace:
-    """Samples (step, value, attempt, lost) in order of time; those of one step become one point."""
-    trace, previous = Trace(), None
-    for (attempt, lost), group in groupby(samples, key=lambda sample: sample[2:]):
-        steps = groupby(group, key=lambda sample: sample[0])
-        part = [(step, figure.of_step([value for _, value, *_ in same])) for step, same in steps]
-        if lost:
-            begins = trace.kept[-1][-1:] if trace.kept and previous == (attempt, False) else []
-            trace.lost.append([*begins, *part])
+def _trace(
+    samples: Sequence[tuple[float, object, float]], *, largest: bool
+) -> tuple[list[Point], list[list[Point]], tuple[float, ...]]:
+    """(points of the run's own steps, parts that a restart repeated, steps at which the line is interrupted) from
+    samples (step, attempt, value) in order of time; those of one step are one point, their largest value or mean."""
+    kept: list[tuple[float, object, list[float]]] = []
+    lost: list[list[Point]] = []
+    gaps: list[float] = []
+    value_of = max if largest else fmean
+    for step, attempt, value in samples:
+        if kept and step < kept[-1][0]:
+            first = bisect_left(kept, step, key=lambda point: point[0])
+            lost.append([(at, value_of(seen)) for at, _, seen in kept[first:]])
+            del kept[first:]
+            gaps.append(step)
+        elif kept and attempt != kept[-1][1]:
+            gaps.append(step)
+        if kept and kept[-1][0] == step:
+            if attempt != kept[-1][1]:  # of a step, the later attempt counts
+                kept[-1] = (step, attempt, [])
+            kept[-1][2].append(value)
         else:
-            while trace.kept and trace.kept[-1][-1][0] >= part[0][0]:  # of a step, the later attempt counts
-                trace.kept[-1].pop()
-                trace.kept = [kept for kept in trace.kept if kept]
-            trace.kept.append(part)
-        previous = (attempt, lost)
-    return trace
-
-
-def _thinned(points: Sequence[Point], total: int) -> Sequence[Point]:
-    if total <= POINTS:
-        return points
-    return smoothed(points)[:: -(-total // POINTS)]
-
-
-def throttled(device: Row) -> list[str]:
-    """The reasons for which a device of a row is slowed down."""
-    return [f"{reason} ({device.get('device')})" for reason in map(str, listed(mapping(device).get("throttle")))]
+            kept.append((step, attempt, [value]))
+    return [(at, value_of(seen)) for at, _, seen in kept], lost, tuple(gaps)

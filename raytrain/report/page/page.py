@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from cluster.wording import counted
-from raytrain.report.experts import activation_spec
 from raytrain.report.figures import (
     loss_text,
     measured,
@@ -22,10 +20,8 @@ from raytrain.report.figures import (
 from raytrain.report.findings.finding import Finding
 from raytrain.report.findings.rules import diagnose
 from raytrain.report.page.charts import Curve, Mark, chart, smoothed
-from raytrain.report.page.curves import loss_chart
 from raytrain.report.page.devices import telemetry_charts
-from raytrain.report.page.heat import expert_maps
-from raytrain.report.page.style import esc, page
+from raytrain.report.page.style import esc, page, picture
 from raytrain.report.page.tables import configuration, epochs, machine, plan_table, sample, time_table
 from raytrain.report.page.timeline import timeline
 from raytrain.report.records import RunRecords, listed, number, series, values
@@ -43,7 +39,7 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
         ("findings", "What stands out", _findings(findings)),
         ("curves", "Curves", _curves(records)),
         ("devices", "Devices", telemetry_charts(records, restarts(records))),
-        ("experts", "Experts", expert_maps(activation_spec(records)) + _pictures(pictures or {})),
+        ("experts", "Experts", _pictures(pictures or {})),
         ("sample", "A sample of its text", sample(records)),
         ("time", "Where the time went", time_table(records)),
         ("plan", "The plan and its reasons", plan_table(records.plan)),
@@ -160,7 +156,7 @@ def rough(label: str, points: Sequence[tuple[float, float]], colour: str) -> lis
 def _curves(records: RunRecords) -> str:
     losses = rough("train", series(records.train, "loss"), "c1")
     losses.append(Curve("eval", series(records.evals, "loss"), "c2", "dots"))
-    figures = [loss_chart(losses, marks=marks(records), records=records), *_trends(records)]
+    figures = [chart("Loss", losses, marks=marks(records), wide=True), *_trends(records)]
     inner = "".join(figures)
     return f'<div class="charts">{inner}</div>' if inner else ""
 
@@ -198,17 +194,13 @@ def _trends(records: RunRecords) -> list[str]:
 def _pictures(pictures: Mapping[str, bytes]) -> str:
     """The pictures, embedded so that the page is a single file."""
     return "".join(
-        f'<div class="card scroll"><img alt="{esc(_ALT.get(name, name))}" loading="lazy" style="max-width:100%"'
-        f' src="data:image/png;base64,{base64.b64encode(data).decode()}"></div>'
-        for name, data in pictures.items()
-        if name not in _DRAWN
+        f'<div class="card scroll">{picture(_ALT.get(name, name), data)}</div>' for name, data in pictures.items()
     )
 
 
-_DRAWN = ("expert_activations",)
-"""Pictures that the page draws itself, in its own colours."""
 _ALT = {
-    "expert_device_distribution": "which host each expert is on, with bytes and rows of each host",
+    "expert_activations": "how many rows each expert of each layer received, and when it was used last",
+    "expert_device_distribution": "how many experts each host has, with bytes and rows of each host",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -27,6 +28,12 @@ def page(title: str, body: str) -> str:
         '<meta name="color-scheme" content="light dark">'
         f"<title>{esc(title)}</title><style>{STYLE}</style></head>\n<body><main>{body}</main></body></html>\n"
     )
+
+
+def picture(alt: str, data: bytes) -> str:
+    """A PNG file as an image that is part of the page."""
+    encoded = base64.b64encode(data).decode()
+    return f'<img alt="{esc(alt)}" loading="lazy" style="max-width:100%" src="data:image/png;base64,{encoded}">'
 
 
 STYLE = """
@@ -108,7 +115,7 @@ figcaption{display:flex;flex-wrap:wrap;gap:2px 16px;align-items:baseline;justify
 .key{
   display:inline-block; width:14px; height:3px; border-radius:2px; background:currentColor;
   margin-right:6px; vertical-align:middle}
-.key.dots,.key.points{height:7px;width:7px;border-radius:50%}
+.key.dots{height:7px;width:7px;border-radius:50%}
 .plot{position:relative;height:200px;margin:12px 4px 36px 46px}
 .wide .plot{height:290px}
 .plot svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible}
@@ -119,7 +126,6 @@ svg path{
 .faint{stroke-width:1;opacity:.33}
 .devices .faint{stroke-width:1.5;opacity:.5}
 .dot{stroke-width:7}
-.interval{stroke-width:5;opacity:.28}
 .dashed{stroke-dasharray:7 7}
 svg .grid{color:var(--grid);stroke-width:1}
 svg .axis{color:var(--soft);stroke-width:1;opacity:.6}
@@ -148,26 +154,6 @@ svg .checkpoint{stroke-width:2}
 .yt{right:100%;margin-right:8px;transform:translateY(-50%)}
 .xt{top:100%;margin-top:8px;transform:translateX(-50%)}
 .xl{position:absolute;right:0;top:100%;margin-top:23px;font-size:12px;line-height:1;color:var(--soft)}
-.tabs{min-width:0}
-.tabs>input{position:absolute;opacity:0;pointer-events:none}
-.tabs>label{
-  display:inline-block; font-size:13px; color:var(--soft); padding:3px 11px; margin:0 2px 8px 0;
-  border-radius:99px; cursor:pointer}
-.tabs>input:checked+label{background:var(--card);color:var(--ink);box-shadow:0 0 0 1px var(--line)}
-.tabs>input:focus-visible+label{outline:2px solid var(--accent)}
-.pane{display:none}
-.tabs>input:nth-of-type(1):checked~.panes>.pane:nth-child(1),
-.tabs>input:nth-of-type(2):checked~.panes>.pane:nth-child(2),
-.tabs>input:nth-of-type(3):checked~.panes>.pane:nth-child(3),
-.tabs>input:nth-of-type(4):checked~.panes>.pane:nth-child(4){display:block}
-.heat rect{fill:color-mix(in srgb,var(--c1) calc(var(--share)*100%),var(--card))}
-.heat rect.none{fill:color-mix(in srgb,var(--bad) 55%,var(--card))}
-.heat .dead{color:var(--bad);font-weight:650}
-.heat svg{outline:1px solid var(--line)}
-.heatscale{font-size:12px;color:var(--soft);display:flex;align-items:center;margin-top:4px}
-.heatscale i{width:22px;height:12px;background:color-mix(in srgb,var(--c1) calc(var(--share)*100%),var(--card))}
-.heatscale i:first-of-type{margin-left:8px}
-.heatscale i:last-of-type{margin-right:8px}
 .hit{position:absolute;top:0;bottom:0}
 .hit>i,.tip{position:absolute;display:none;pointer-events:none}
 .hit>i{top:0;bottom:0;border-left:1px solid var(--soft)}
@@ -184,8 +170,7 @@ tr:last-child td{border-bottom:0}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 td.v{font-weight:600;font-variant-numeric:tabular-nums}
 td.k,th.k,th.v{white-space:nowrap;overflow-wrap:normal}
-.compared th.v{white-space:normal;overflow-wrap:anywhere;vertical-align:bottom}
-.compared td.v,.compared th.v{min-width:104px}
+td.v,th.v{min-width:104px}
 .soft{color:var(--soft)}
 td.soft{font-size:13.5px}
 .bar{
@@ -227,20 +212,6 @@ footer p+p{margin-top:4px}
   .chart{padding:12px 14px 8px}
   .card{padding:12px 14px}
   .plot{margin-left:40px}
-  .stack thead{display:none}
-  .stack tr{display:block;padding:8px 0;border-bottom:1px solid var(--line)}
-  .stack tr:last-child{border:0}
-  .stack td{display:inline;border:0;padding:0 8px 0 0}
-  .stack td.soft{display:block}
-  .compared,.compared tbody{display:block}
-  .compared thead{display:none}
-  .compared tr{display:block;padding:8px 0;border-bottom:1px solid var(--line)}
-  .compared tr:last-child{border:0}
-  .compared td{display:flex;gap:16px;justify-content:space-between;border:0;padding:1px 0}
-  .compared td.k{color:var(--soft);white-space:normal}
-  .compared td:empty{display:none}
-  .compared td[data-head]::before{content:attr(data-head);font-weight:400;font-size:13px;overflow-wrap:anywhere}
-  .compared td[data-head]>span{text-align:right}
   .events li{grid-template-columns:minmax(0,1fr);gap:0}
   .events time{text-align:left}
   .pairs{grid-template-columns:minmax(0,1fr);gap:0}
@@ -253,13 +224,13 @@ footer p+p{margin-top:4px}
   *{-webkit-print-color-adjust:exact;print-color-adjust:exact}
   body{background:var(--card)}
   main{max-width:none;padding:0}
-  nav,.tabs>label{display:none}
+  nav{display:none}
   h2{margin:24px 0 8px}
   h2,h3,summary,.bar{break-after:avoid}
   .tiles{grid-template-columns:repeat(5,minmax(0,1fr));gap:8px;margin-top:14px}
   .tile{padding:8px 12px}
   .tile dd{font-size:20px}
-  .tile,.chart,.finding,.heatscale,.events li,tr{break-inside:avoid}
+  .tile,.chart,.finding,.events li,tr{break-inside:avoid}
   .card:not(.finding){border:0;padding:0}
   .finding{padding:8px 14px}
   .charts{gap:10px}

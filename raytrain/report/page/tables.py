@@ -31,29 +31,18 @@ BYTES = ("memory", "host_memory", "checkpoint_bytes")
 """Decisions of the plan that are bytes."""
 
 
-def table(
-    columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, stack: bool = False, heads: bool = False
-) -> str:
-    """A table; its cells are HTML.
+def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
+    """A table, which scrolls where the page is narrow; its cells are HTML.
 
     Args:
         columns: (title, class) of each column; class "n" aligns numbers to the right.
-        stack: show each row as a block on small screens, for tables with sentences.
-        heads: as `stack`, with the title of its column before each value, for columns that are compared.
     """
     head = "".join(f'<th scope="col" class="{kind}">{esc(title)}</th>' for title, kind in columns)
-    body = "".join(
-        f"<tr>{''.join(_data(column, cell, heads=heads) for column, cell in zip(columns, row, strict=True))}</tr>"
-        for row in rows
+    lines = (
+        "".join(f'<td class="{kind}">{cell}</td>' for (_, kind), cell in zip(columns, row, strict=True)) for row in rows
     )
-    kind = ' class="compared"' if heads else ' class="stack"' if stack else ""
-    return f"<div class=scroll><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def _data(column: tuple[str, str], cell: str, *, heads: bool) -> str:
-    title, kind = column
-    named = f' data-head="{esc(title)}"' if heads and kind in ("v", "n") else ""
-    return f'<td class="{kind}"{named}>{f"<span>{cell}</span>" if named else cell}</td>'
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def shown(value: Any, name: str = "") -> str:
@@ -152,7 +141,7 @@ def plan_table(plan: Sequence[PlanRow]) -> str:
         for line in plan
     ]
     columns = [("Decision", "k"), ("Value", "v"), ("Reason", "soft")]
-    return f'<div class="card">{table(columns, rows, stack=True)}</div>'
+    return f'<div class="card">{table(columns, rows)}</div>'
 
 
 def _when(line: PlanRow) -> str:
@@ -242,7 +231,7 @@ def _checks(checks: Sequence[Row]) -> str:
         for row in checks
     ]
     columns = [("Check", "k"), ("Result", "k"), ("Seen", "soft")]
-    return f'<h3>Checks before the start</h3><div class="card">{table(columns, rows, stack=True)}</div>'
+    return f'<h3>Checks before the start</h3><div class="card">{table(columns, rows)}</div>'
 
 
 def configuration(records: RunRecords) -> str:
@@ -261,4 +250,4 @@ def configuration(records: RunRecords) -> str:
 
 def _config_table(lines: Sequence[ConfigRow]) -> str:
     rows = [[f"<code>{esc(line.key)}</code>", shown(line.value), esc(line.source)] for line in lines]
-    return table([("Key", "k"), ("Value", "v"), ("Source", "soft")], rows, stack=True)
+    return table([("Key", "k"), ("Value", "v"), ("Source", "soft")], rows)

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from raytrain.report.page.charts import Curve, chart
-from raytrain.report.page.devices import FIGURES, Figure, device_curves, telemetry_charts
+from raytrain.report.page.devices import device_curves, telemetry_charts
 from raytrain.report.page.page import report_page
 from raytrain.report.records import RunRecords
 
-MEMORY = next(figure for figure in FIGURES if figure.key == "memory_run")
-UTILISATION = next(figure for figure in FIGURES if figure.key == "utilisation")
+MEMORY, UTILISATION = "memory_run", "utilisation"
 STEPS = ((1, (0, 0, 40, 80)), (2, (90, 100, 110, 120)), (3, (100, 105, 130, 130)))
 """Samples of (attempt, steps); the third attempt starts from step 100."""
 
@@ -30,7 +29,7 @@ def rows(*, node: str = "a", clock: float = 2000.0) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def curves(figure: Figure, told: list[dict[str, Any]] | None = None) -> list[Curve]:
+def curves(figure: str, told: list[dict[str, Any]] | None = None) -> list[Curve]:
     return device_curves(told or rows(), figure, starts={1: 0.0, 2: 80.0, 3: 100.0})
 
 

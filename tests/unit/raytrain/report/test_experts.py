@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +117,7 @@ def test_experts_in_one_place_have_no_such_picture(tmp_path: Path) -> None:
         pixels = imread(io.BytesIO(two.store.read_bytes(f"report/{name}.png")))
         assert pixels.shape[1] > 1000 and pixels.std() > 0
         assert json.loads(two.read_text(f"report/{name}.json"))["title"] == "two"
-    html = Path(page).read_text()
-    assert html.count("data:image/png;base64,") == 1, "the rows over time are drawn in the colours of the page"
-    spec = json.loads(two.read_text("report/expert_activations.json"))
-    cells = [share for panel in spec["panels"] for row in panel["over_time"] for share in row]
-    assert html.count("<rect ") == len(cells) and html.count('<rect x="0.0"') == LAYERS * EXPERTS
-    drawn = [float(text) for text in re.findall(r'<rect [^>]*style="--share:([0-9.]+)"', html)]
-    assert drawn == [round(min(1.0, share / 2), 2) for share in cells if share], "an even share has half the colour"
-    assert html.count('class="none"') == sum(not share for share in cells)
-    dead = [(n, e) for n, panel in enumerate(spec["panels"]) for e, step in enumerate(panel["last_used"])
-            if step is None or step <= spec["late_from"]]  # fmt: skip
-    assert html.count('class="yt dead"') == len(dead) > 0
+    assert Path(page).read_text().count("data:image/png;base64,") == 2
     assert "experts_without_tokens" in two.read_text("report/performance_summary.txt")
     assert read_records(two).unreadable == []
 

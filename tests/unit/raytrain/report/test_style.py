@@ -31,8 +31,3 @@ def test_backgrounds_that_carry_meaning_are_printed():
 def test_the_time_of_an_event_is_not_broken():
     (rule,) = re.findall(r"\n\.events time\{([^}]+)\}", STYLE)
     assert "white-space:nowrap" in rule
-
-
-def test_cells_of_a_heat_map_are_opaque_so_that_neighbours_leave_no_seam_in_print():
-    rules = re.findall(r"\n\.(?:heat rect|heatscale i)[^{]*\{([^}]+)\}", STYLE)
-    assert sum("color-mix(" in rule for rule in rules) == 3 and not any("opacity" in rule for rule in rules)
