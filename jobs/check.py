@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.checks.preflight import CheckResult, local_folder, on_each_node
-from cluster.checks.wanted import DeviceSize, check_wanted
+from cluster.checks.preflight import CheckResult, DeviceSize, check_wanted, local_folder, on_each_node
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
-from cluster.wording import counted
+from cluster.wording import counted, size
 from jobs.checks.compare import (
     check_clocks,
     check_monitoring,
@@ -34,7 +33,7 @@ from jobs.checks.compare import (
     check_repeatable,
     check_versions,
 )
-from jobs.checks.node import DeviceRates, NodeReport, clock, examine, gib, measure_node
+from jobs.checks.node import DeviceRates, NodeReport, clock, examine, measure_node
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.driver.screen.progress import Activity
 from jobs.job.paths import absolute_path, resolved
@@ -412,7 +411,7 @@ def _bundled(
         ended = error
     checked = report.to_json() if ended is None else {"status": "failed", "error": str(ended)}
     line = report.line() if ended is None else f"FAILED: {ended}"
-    names = write_bundle(file, checked=checked, line=line, loaded=loaded, inventory=report.inventory, run=folder)
+    names = write_bundle(file, checked=checked, line=line, loaded=loaded, run=folder)
     files = counted(len(names), "file")
     said = f"bundle    {file}: {files}; a run on five samples beside it helps: raytrain train JOB {SMALL}"
     print(said, file=sys.stderr)
@@ -453,5 +452,5 @@ def run_check(
     else:
         memory = min((one.limits["memory_free_bytes"] or 0 for one in report.nodes.values()), default=0)
         took = f"{report.seconds['machines']:.1f} s for the machines, {report.seconds['all']:.1f} s in all"
-        console.print(f"{report.line()}; {gib(memory)} free; {took}", markup=False)
+        console.print(f"{report.line()}; {size(memory)} free; {took}", markup=False)
     return 1 if report.failed else 0

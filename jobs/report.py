@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.wording import counted
+from cluster.wording import counted, size
 from jobs.driver.screen.progress import TrainingDisplay
 from jobs.driver.screen.remaining import clock_text
 from jobs.job.paths import path_from_here, text_from_here
@@ -23,7 +23,7 @@ from raytrain.errors import InputError, RunError
 from raytrain.execution.driver_channel import RESTARTING, STARTING
 from raytrain.report.build import build_report
 from raytrain.report.compare import compare
-from raytrain.report.figures import cause_of, outcome, size
+from raytrain.report.figures import cause_of, outcome
 from raytrain.report.findings.rules import diagnose, finding_lines
 from raytrain.report.inference import build_inference_report, is_inference
 from raytrain.report.records import read_records

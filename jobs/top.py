@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.telemetry.sampler import NodeSampler, node_name
+from cluster.wording import size
 from raytrain.errors import InputError
-from raytrain.report.figures import size
 
 #: A node that has not answered by then is shown as such, and asked again.
 NODE_LIMIT_S = 5.0

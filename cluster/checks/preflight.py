@@ -5,21 +5,24 @@ A failed check does not raise: it is a value that names the key to change.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from cluster.config import ClusterConfig
 from cluster.devices.amd import amd_devices
 from cluster.devices.inventory import Inventory
 from cluster.devices.limits import ROOT
 from cluster.devices.nvidia import select_visible, visible_devices
 from cluster.placement import on_node
-from cluster.wording import counted
+from cluster.wording import counted, size
 
 DISK_SLACK = 64 << 20
 """Disk space for metrics, logs and the report, in addition to the checkpoints."""
@@ -140,14 +143,14 @@ def check_disk(
     wanted = copies * (need_bytes or 0) + DISK_SLACK
     free = usage(folder).free
     number = {1: "one checkpoint", 2: "two checkpoints", 3: "three checkpoints"}[copies] + (" more" if saved else "")
-    expected = f"{_mib(wanted)} free: {number} and {_mib(DISK_SLACK)}"
+    expected = f"{size(wanted)} free: {number} and {size(DISK_SLACK)}"
     if free < wanted:
-        lacking = f" ({_mib(max(wanted - free, 2**20))} too little)" if _mib(free) == _mib(wanted) else ""
+        lacking = f" ({size(max(wanted - free, 2**20))} too little)" if size(free) == size(wanted) else ""
         return CheckResult(
-            "disk", "fail", f"{_mib(free)} free in {folder}{lacking}", expected,
+            "disk", "fail", f"{size(free)} free in {folder}{lacking}", expected,
             "set save.dir to a disk with more free space, or free some", "save.dir",
         )  # fmt: skip
-    return CheckResult("disk", "ok", f"{_mib(free)} free in {folder}", expected)
+    return CheckResult("disk", "ok", f"{size(free)} free in {folder}", expected)
 
 
 def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers: int, on_gpu: bool) -> CheckResult:
@@ -160,15 +163,15 @@ def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers:
     """
     each = PROCESS_BYTES if on_gpu or need_bytes is None else need_bytes
     free = min(node.memory_bytes if node.free_bytes is None else node.free_bytes for node in inventory.nodes)
-    expected = f"{_mib(each * local_workers)} for {counted(local_workers, 'worker')} of {_mib(each)}"
+    expected = f"{size(each * local_workers)} for {counted(local_workers, 'worker')} of {size(each)}"
     if not free:
         return CheckResult("memory", "na", "the free memory is not known", expected)
     if free < each * local_workers:
         return CheckResult(
-            "memory", "warn", f"{_mib(free)} free", expected,
+            "memory", "warn", f"{size(free)} free", expected,
             "lower scale.workers or loop.micro_batch_size", "loop.micro_batch_size",
         )  # fmt: skip
-    return CheckResult("memory", "ok", f"{_mib(free)} free", expected)
+    return CheckResult("memory", "ok", f"{size(free)} free", expected)
 
 
 def check_shared_memory(*, root: Path = ROOT, usage: Callable[[Path], Any] = shutil.disk_usage) -> CheckResult:
@@ -177,11 +180,11 @@ def check_shared_memory(*, root: Path = ROOT, usage: Callable[[Path], Any] = shu
     if not folder.is_dir():
         return CheckResult("shared_memory", "na", "there is no /dev/shm", "Linux")
     free = usage(folder).free
-    expected = f"{_mib(SHARED_MEMORY)} free"
+    expected = f"{size(SHARED_MEMORY)} free"
     if free < SHARED_MEMORY:
         remedy = "give the container more (docker run --shm-size=1g)"
-        return CheckResult("shared_memory", "warn", f"{_mib(free)} free in /dev/shm", expected, remedy)
-    return CheckResult("shared_memory", "ok", f"{_mib(free)} free in /dev/shm", expected)
+        return CheckResult("shared_memory", "warn", f"{size(free)} free in /dev/shm", expected, remedy)
+    return CheckResult("shared_memory", "ok", f"{size(free)} free in /dev/shm", expected)
 
 
 def check_visible_devices(
@@ -235,6 +238,61 @@ def run_preflight(
         check_shared_memory(),
         check_visible_devices(),
     ]
+
+
+@dataclass(frozen=True)
+class DeviceSize:
+    """What `check_wanted` compares of a GPU or of a node's CPU: `capability` is None where there is none."""
+
+    name: str
+    is_gpu: bool
+    memory_bytes: int | None
+    capability: tuple[int, int] | None
+
+
+def check_wanted(config: ClusterConfig, devices: Iterable[DeviceSize]) -> CheckResult:
+    """A warning if a device has less than the job is meant for (`cluster.wanted_memory`, `cluster.wanted_capability`);
+    the job can still train there. What is not known of a device counts as enough."""
+    memory, capability = config.wanted_memory, config.wanted_capability
+    wanted = [f"{size(memory)} of memory"] if memory else []
+    wanted += [f"compute capability {capability}"] if capability else []
+    least = divmod(round(10 * (capability or 0)), 10)  # 8.6 is (8, 6)
+    lesser = []
+    for one in devices:
+        less = [size(one.memory_bytes)] if memory and one.memory_bytes and one.memory_bytes < memory else []
+        if capability and not one.is_gpu:
+            less.append("no compute capability")
+        elif capability and one.capability is not None and one.capability < least:
+            less.append(f"compute capability {'.'.join(map(str, one.capability))}")
+        lesser += [f"{one.name} has {' and '.join(less)}"] if less else []
+    expected = " and ".join(wanted) or "any device"
+    if not lesser:
+        return CheckResult("wanted_devices", "ok" if wanted else "na", "no device has less", expected)
+    key = "cluster.wanted_memory" if memory else "cluster.wanted_capability"
+    remedy = f"scale.accelerator and cluster.address choose other devices; {key} says what the job is meant for"
+    return CheckResult("wanted_devices", "warn", "; ".join(lesser), expected, remedy, key)
+
+
+def check_caches(runtime: str | None, *, environ: Mapping[str, str] | None = None) -> CheckResult:
+    """The versions that kernels are compiled for, and what compilers keep of earlier compilations.
+
+    Args:
+        runtime: of the devices, such as "CUDA 12.8".
+    """
+    environ = os.environ if environ is None else environ
+    home = Path(environ.get("HOME") or tempfile.gettempdir())
+    folders = {
+        "torch.compile": environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{home.name}",
+        "Triton": environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache",
+        "CUDA": environ.get("CUDA_CACHE_PATH") or home / ".nv" / "ComputeCache",
+    }
+    kept = []
+    for name, folder in folders.items():
+        with contextlib.suppress(OSError):  # another process cleans up, or the folder is not ours
+            sizes = [path.lstat().st_size for path in Path(folder).rglob("*")]
+            kept += [f"{name} {size(sum(sizes))} in {folder}"] if sizes else []
+    seen = f"{runtime or 'no CUDA'}; kept: {', '.join(kept) or 'nothing'}"
+    return CheckResult("kernel_caches", "ok", seen, "any; a folder may be deleted, and kernels are compiled again")
 
 
 def check_seen_by_all(
@@ -295,7 +353,3 @@ def on_each_node(
 
 def _unseen(paths: list[str]) -> list[str]:
     return [path for path in paths if not os.path.exists(path)]
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.telemetry.trend import TrendTest
-from cluster.wording import counted
+from cluster.wording import counted, size
 
 #: A device is nearly full above this fraction of its memory: the default of `cluster.memory_fraction`, up to which a
 #: run plans. What lies above is for the driver, the kernel and other processes.
@@ -77,9 +77,9 @@ class MemoryWatch:
         if not used or not total or used <= self._high * total:
             return []
         own, other = device["memory_run"], device["memory_other"]
-        whose = "" if own is None else f", {_mib(own)} of it by this run and {_mib(other)} by others"
+        whose = "" if own is None else f", {size(own)} of it by this run and {size(other)} by others"
         text = (
-            f"{device['device']} of {node} uses {used / total:.0%} of its {_mib(total)} of memory{whose}: "
+            f"{device['device']} of {node} uses {used / total:.0%} of its {size(total)} of memory{whose}: "
             "lower loop.micro_batch_size, or end what else runs there"
         )
         figures = {"used": used, "total": total, "run": own, "other": other}
@@ -88,8 +88,8 @@ class MemoryWatch:
     def _full_process(self, node: str, process: Mapping[str, Any]) -> MemoryWarning:
         assert self._limit is not None
         text = (
-            f"{process['name']} (pid {process['pid']}) on {node} uses {_mib(process['rss'])}, "
-            f"{process['rss'] / self._limit:.0%} of cluster.memory_limit ({_mib(self._limit)}): "
+            f"{process['name']} (pid {process['pid']}) on {node} uses {size(process['rss'])}, "
+            f"{process['rss'] / self._limit:.0%} of cluster.memory_limit ({size(self._limit)}): "
             "lower loop.micro_batch_size or raise the limit"
         )
         figures = {"used": process["rss"], "total": self._limit, "pid": process["pid"]}
@@ -112,9 +112,9 @@ class MemoryWatch:
         step_s = 1.5 * found.seconds / (steps - WARM_UP_STEPS)  # the trend is of the last two thirds of the steps
         each = found.bytes_per_s * step_s
         text = (
-            f"the memory of {title} on {row['node']} grows by {_mib(60 * found.bytes_per_s)} a minute, "
+            f"the memory of {title} on {row['node']} grows by {size(60 * found.bytes_per_s)} a minute, "
             f"about {each / 2**20:.2g} MiB a step, from "
-            f"{_mib(found.first)} to {_mib(found.last)} in {_duration(found.seconds)}{left}: look for tensors that are "
+            f"{size(found.first)} to {size(found.last)} in {_duration(found.seconds)}{left}: look for tensors that are "
             "kept between steps, such as losses collected in a list without .item()"
         )
         rates = {"bytes_per_s": found.bytes_per_s, "bytes_per_step": each}
@@ -126,10 +126,6 @@ class MemoryWatch:
         """Bytes per second of the other processes of a node whose memory grows: they fill the same memory."""
         tests = (test for (of, other), test in self._trends.items() if of == node and other != who)
         return [found.bytes_per_s for test in tests if (found := test.growth()) is not None]
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
 
 
 def _duration(seconds: float) -> str:

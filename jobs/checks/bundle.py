@@ -6,7 +6,6 @@ values after such a name are blanked in every file.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -14,18 +13,12 @@ import shutil
 import subprocess
 import zipfile
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
-from jobs.driver.plan import plan_job
-from jobs.driver.screen.plan_table import print_plan
 from jobs.job.spec import LoadedSpec
-from raytrain.errors import InputError, RaytrainError, RunError
+from raytrain.errors import InputError, RunError
 from raytrain.runs.folder import RunFolder
 
 SECRET = (
@@ -41,14 +34,9 @@ PREFIXES = (
     "TRITON", "CUBLAS", "CUDNN", "MALLOC", "GLIBC", "LD_", "PYTHON", "PATH", "VIRTUAL_ENV", "CONDA",
 )  # fmt: skip
 """Beginnings of the variables that can change how a run goes."""
-RECORDS = (
-    "job.yaml", "job.json", "plan.json", "preflight.json", "environment.json", "memory_probe.json", "result.json",
-    "report/performance_summary.json",
-)  # fmt: skip
-"""Files of a run that are taken whole; of the others, the last lines."""
-TAILS = {"events.jsonl": 1000, "metrics.jsonl": 200, "experts.jsonl": 20}
-FOLDERS = {"faults": 1000, "logs": 400, "telemetry": 100}
-"""Files and folders of a run -> last lines taken of each file."""
+FOLDERS = ("", "report", "faults", "logs", "telemetry")
+"""Folders of a run whose texts are taken, the last `LINES` of each."""
+TEXTS, LINES = (".json", ".jsonl", ".yaml", ".txt", ".log", ".stacks", ".tensors"), 400
 SMI_TIMEOUT_S = 20.0
 SMALL = "loop.max_steps=5 loop.global_batch_size=1 loop.micro_batch_size=1 scale.workers=1"
 """A run on five samples, whose log shows most mistakes."""
@@ -107,28 +95,26 @@ def _blanked(match: re.Match[str]) -> str:
 
 
 def write_bundle(
-    file: Path, *, checked: Mapping[str, Any], line: str, loaded: LoadedSpec, inventory: Inventory | None,
-    run: RunFolder | None = None,
+    file: Path, *, checked: Mapping[str, Any], line: str, loaded: LoadedSpec, run: RunFolder | None = None
 ) -> list[str]:  # fmt: skip
     """Write the archive and return the names in it.
 
     Args:
         checked: the record of the check, or why it ended.
         line: its verdict.
-        loaded: the job that the plan is for.
-        inventory: the machines of the cluster; None for this one.
+        loaded: the job.
         run: whose records and last log lines are added.
 
     Raises:
         RunError: the file cannot be written.
     """
     redaction = Redaction(os.environ)
+    names = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and name not in redaction.names]
+    environment = {**environment_record(), "variables": {name: os.environ[name] for name in names}}
     contents = {
         "check.json": json.dumps(checked, indent=1, default=str) + "\n",
-        "environment.json": json.dumps(_environment(redaction), indent=1, default=str) + "\n",
-        "packages.txt": "".join(f"{name}=={version}\n" for name, version in _packages()),
+        "environment.json": json.dumps(environment, indent=1, default=str) + "\n",
         "job.yaml": loaded.text,
-        **_plan(loaded, inventory),
         **_driver_tools(),
         **({} if run is None else _of_run(run)),
     }
@@ -144,26 +130,6 @@ def write_bundle(
         part.unlink(missing_ok=True)
         raise RunError(f"--bundle {file}: cannot be written: {error}") from error
     return list(contents)
-
-
-def _environment(redaction: Redaction) -> dict[str, Any]:
-    names = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and name not in redaction.names]
-    return {**environment_record(), "variables": {name: os.environ[name] for name in names}}
-
-
-def _packages() -> list[tuple[str, str]]:
-    found = {str(one.metadata["Name"]): one.version for one in metadata.distributions() if one.metadata["Name"]}
-    return sorted(found.items(), key=lambda row: row[0].lower())
-
-
-def _plan(loaded: LoadedSpec, inventory: Inventory | None) -> dict[str, str]:
-    try:
-        plan = plan_job(loaded, inventory=inventory)
-    except RaytrainError as error:
-        return {"plan.txt": f"{error}\n"}
-    out = io.StringIO()
-    print_plan(plan, Console(file=out, width=200), full=True)
-    return {"plan.txt": out.getvalue(), "plan.json": json.dumps(plan.to_json(), indent=1) + "\n"}
 
 
 def _driver_tools() -> dict[str, str]:
@@ -185,29 +151,18 @@ def _printed(command: list[str]) -> str:
 
 
 def _of_run(run: RunFolder) -> dict[str, str]:
+    """What the records show to be wrong, and the last lines of each text of the run."""
     from raytrain.report.findings.rules import diagnose, finding_lines
     from raytrain.report.records import read_records
 
     found = {"run/findings.txt": "\n".join([f"run {run.path}", *finding_lines(diagnose(read_records(run)))]) + "\n"}
-    for name in RECORDS:
-        if run.store.exists(name):
-            found[f"run/{name}"] = _text(run, name)
-    for name, lines in TAILS.items():
-        if run.store.exists(name):
-            found[f"run/{name}"] = _last(_text(run, name), lines)
-    for folder, lines in FOLDERS.items():
+    for folder in FOLDERS:
         for entry in run.store.entries(folder):
-            if not entry.is_dir:
-                found[f"run/{folder}/{entry.name}"] = _last(_text(run, f"{folder}/{entry.name}"), lines)
+            if not entry.is_dir and entry.name.endswith(TEXTS):
+                name = f"{folder}/{entry.name}".lstrip("/")
+                text = run.store.read_bytes(name).decode("utf-8", "replace")
+                found[f"run/{name}"] = "".join(text.splitlines(keepends=True)[-LINES:])
     return found
-
-
-def _text(run: RunFolder, name: str) -> str:
-    return run.store.read_bytes(name).decode("utf-8", "replace")
-
-
-def _last(text: str, lines: int) -> str:
-    return "".join(text.splitlines(keepends=True)[-lines:])
 
 
 def _readme(contents: Mapping[str, str], line: str, redaction: Redaction, run: RunFolder | None) -> str:

@@ -11,13 +11,12 @@ from typing import Any
 
 import ray
 
-from cluster.checks.caches import check_caches
-from cluster.checks.preflight import CheckResult, check_place, check_shared_memory, check_visible_devices
+from cluster.checks.preflight import CheckResult, check_caches, check_place, check_shared_memory, check_visible_devices
 from cluster.devices.facts import device_facts, machine_limits
 from cluster.devices.inventory import local_inventory
 from cluster.environment import environment_record
 from cluster.network import GLOO, interface_of
-from cluster.wording import counted
+from cluster.wording import counted, size
 from raytrain.errors import RaytrainError, first_line
 from raytrain.runs.storage import open_store
 
@@ -150,10 +149,10 @@ def shared_storage(save_dir: str, token: str, name: str) -> CheckResult:
 def check_limits(limits: Mapping[str, Any]) -> CheckResult:
     """Cores and memory that a process may use here, and whether a cgroup allows less than the machine has."""
     free, total, machine = (limits[f"{name}_bytes"] for name in ("memory_free", "memory_total", "machine_memory"))
-    seen = f"{counted(limits['cores'], 'core')} ({limits['cores_reason']}), {gib(free)} of {gib(total)} free"
+    seen = f"{counted(limits['cores'], 'core')} ({limits['cores_reason']}), {size(free)} of {size(total)} free"
     if machine and total < 0.98 * machine:
-        seen += f"; a cgroup allows {gib(total)} of {gib(machine)}"
-    expected = f"at least 1 core and {gib(LEAST_MEMORY)}"
+        seen += f"; a cgroup allows {size(total)} of {size(machine)}"
+    expected = f"at least 1 core and {size(LEAST_MEMORY)}"
     if free is not None and free < LEAST_MEMORY:
         return CheckResult("memory", "fail", seen, expected, "end other programs, or raise the container's limit")
     return CheckResult("memory", "ok", seen, expected)
@@ -181,11 +180,6 @@ def check_load(load: float | None = None, cores: int | None = None) -> CheckResu
         remedy = "end other programs, or wait: rates and steps are slower than they could be"
         return CheckResult("load", "warn", seen, expected, remedy)
     return CheckResult("load", "ok", seen, expected)
-
-
-def gib(count: int | None) -> str:
-    """Bytes as text."""
-    return "unknown" if count is None else f"{count / 2**30:.1f} GiB"
 
 
 def measure_node() -> list[DeviceRates]:

@@ -8,7 +8,8 @@ from itertools import zip_longest
 from typing import Any
 from urllib.parse import quote
 
-from raytrain.report.figures import loss_text, measured, rate_text, seconds, size, summarise
+from cluster.wording import loss_text, measured, rate_text, seconds, size
+from raytrain.report.figures import summarise
 from raytrain.report.page.charts import Curve, chart, smoothed
 from raytrain.report.page.page import TONES
 from raytrain.report.page.style import esc, page

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.wording import counted
+from cluster.wording import counted, measured, rate_text, seconds, size
 from raytrain.config.messages import abbreviated
-from raytrain.report.figures import measured, rate_text, seconds, size
 from raytrain.report.page.charts import Curve, Point, chart
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import shown, table

@@ -16,7 +16,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from raytrain.report.figures import size
+from cluster.wording import size
 
 _COLOURS = {
     "train": "#2f6bd8", "eval": "#d2600a", "gradient norm": "#8b46c1", "epoch": "#15845a", "step": "#15845a",

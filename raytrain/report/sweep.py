@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raytrain.report.figures import loss_text, measured, rate_text, seconds, size
+from cluster.wording import loss_text, measured, rate_text, seconds, size
 from raytrain.report.page.style import esc, page, picture
 from raytrain.report.page.tables import label, shown, table
 from raytrain.report.records import listed, mapping, number

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from cluster.devices.limits import cpu_description
+from cluster.wording import size
 from raytrain.plan.text import seconds_text, size_text
 
 MACHINE = [
@@ -61,7 +62,6 @@ def test_a_bundle_holds_the_machine_and_the_training_and_each_worker_trained_on_
     assert trained and all(row["devices"] == [row["device"]] for row in trained)
     (fp32,) = [check for check in report["checks"] if check["name"] == "training in fp32"]
     assert fp32["status"] == "ok" and fp32["seen"].endswith(f"on {trained[0]['device']}") and report["nodes"]
-    assert json.loads(files["plan.json"])["choices"]["device"]["value"] in trained[0]["device"]
 
 
 @pytest.mark.timeout(240)
@@ -148,7 +148,7 @@ def test_the_check_needs_no_tool_of_the_system_and_can_be_one_line(run_cli: Call
     (tmp_path / "kernels" / "one.so").write_bytes(bytes(3 << 20))
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kernels"), "CUDA_CACHE_PATH": str(tmp_path / "none")}
     plain = run_cli("check", "--quick", cwd=tmp_path, env=bare | kept)
-    assert f"no CUDA; kept: torch.compile 3.0 MiB in {tmp_path / 'kernels'}" in plain.out and "none" not in plain.out
+    assert f"no CUDA; kept: torch.compile 3 MiB in {tmp_path / 'kernels'}" in plain.out and "none" not in plain.out
     assert "torch               2." in plain.out
     short = run_cli("check", "--short", "--quick", cwd=tmp_path, env=bare)
     assert short.code == 0, short.text
@@ -193,9 +193,9 @@ def test_a_container_with_little_shared_memory_and_lesser_devices_than_wanted_is
     assert shared["status"] == "warn" and shared["seen"] == "64 MiB free in /dev/shm"
     assert shared["expected"] == "256 MiB free" and "docker run --shm-size=" in shared["remedy"]
     assert devices["status"] == "warn" and devices["key"] == "cluster.wanted_memory"
-    assert devices["expected"] == "8381.9 GiB of memory and compute capability 99.0"
+    assert devices["expected"] == "8.19 TiB of memory and compute capability 99.0"
     total = json.loads(checked.out)["nodes"][devices_node(checked)]["limits"]["memory_total_bytes"]
-    assert f"has {total / 2**30:.1f} GiB and no compute capability" in devices["seen"]
+    assert f"has {size(total)} and no compute capability" in devices["seen"]
 
     shutil.copy(Path(__file__).parent / "guest" / "large_rows.py", tmp_path)
     job = [

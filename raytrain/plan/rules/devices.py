@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.checks.wanted import DeviceSize, check_wanted
+from cluster.checks.preflight import DeviceSize, check_wanted
 from cluster.config import ClusterConfig
 from cluster.devices.inventory import Device, Inventory, Node
 from raytrain.config.sections import PrecisionConfig, ScaleConfig

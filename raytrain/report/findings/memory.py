@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from cluster.wording import seconds, size
 from raytrain.config.messages import advice
-from raytrain.report.figures import outcome, seconds, size
+from raytrain.report.figures import outcome
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import Row, RunRecords, first_text, listed, mapping, number
 

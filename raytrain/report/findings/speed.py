@@ -10,9 +10,10 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
+from cluster.wording import seconds
 from raytrain.config.messages import abbreviated, advice
 from raytrain.report.compilation import compile_gain
-from raytrain.report.figures import outcome, seconds, time_account
+from raytrain.report.figures import outcome, time_account
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import Row, RunRecords, number, percentile
 

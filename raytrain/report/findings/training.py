@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from cluster.wording import counted
+from cluster.wording import counted, loss_text
 from raytrain.config.messages import advice
 from raytrain.report.experts import loads_of, names_of
-from raytrain.report.figures import loss_text
 from raytrain.report.findings.finding import Finding
 from raytrain.report.records import (
     RunRecords,

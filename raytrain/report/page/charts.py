@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from statistics import linear_regression
 from typing import Literal
 
-from raytrain.report.figures import measured
+from cluster.wording import measured
 from raytrain.report.page.style import esc
 from raytrain.report.records import percentile
 

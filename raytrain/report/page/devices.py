@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from raytrain.report.figures import measured
+from cluster.wording import measured
 from raytrain.report.page.charts import Curve, Mark, Point, chart
 from raytrain.report.page.style import esc
 from raytrain.report.records import Row, RunRecords, listed, mapping, number

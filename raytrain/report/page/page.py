@@ -6,17 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from cluster.wording import counted
-from raytrain.report.figures import (
-    loss_text,
-    measured,
-    outcome,
-    plain_number,
-    rate_text,
-    seconds,
-    size,
-    summarise,
-)
+from cluster.wording import counted, loss_text, measured, plain_number, rate_text, seconds, size
+from raytrain.report.figures import outcome, summarise
 from raytrain.report.findings.finding import Finding
 from raytrain.report.findings.rules import diagnose
 from raytrain.report.page.charts import Curve, Mark, chart, smoothed

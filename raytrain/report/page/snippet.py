@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raytrain.report.figures import plain_number
+from cluster.wording import plain_number
 from raytrain.report.page.charts import Curve, chart
 from raytrain.report.page.style import STYLE, esc
 from raytrain.report.page.tables import table

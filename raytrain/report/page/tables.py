@@ -10,15 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raytrain.report.figures import (
-    HISTORY_COLUMNS,
-    history,
-    plain_number,
-    ranks_of,
-    seconds,
-    size,
-    time_account,
-)
+from cluster.wording import plain_number, seconds, size
+from raytrain.report.figures import HISTORY_COLUMNS, history, ranks_of, time_account
 from raytrain.report.page.style import esc
 from raytrain.report.records import ConfigRow, PlanRow, Row, RunRecords, first_text, listed, mapping, number
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cluster.wording import counted
-from raytrain.report.figures import cause_of, plain_number, seconds, size
+from cluster.wording import counted, plain_number, seconds, size
+from raytrain.report.figures import cause_of
 from raytrain.report.page.style import esc
 from raytrain.report.page.tables import label
 from raytrain.report.records import Row, first_text, listed, mapping, number

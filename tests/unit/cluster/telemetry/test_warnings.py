@@ -124,7 +124,7 @@ def test_a_nearly_full_device_and_a_process_near_its_limit_are_named_with_their_
     calm = {"pid": 5, "name": "worker", "rss": int(HIGH * 1000 * MIB), "anonymous": 10}
     assert watch.look(row(1, processes=[calm], used=HIGH)) == []
     full, near = watch.look(row(2, processes=[{**calm, "rss": 950 * MIB}], used=0.951, memory_run=40 << 30))
-    assert full.text.startswith("cpu of n uses 95% of its 100.0 GiB of memory, 40.0 GiB of it by this run")
+    assert full.text.startswith("cpu of n uses 95% of its 100 GiB of memory, 40 GiB of it by this run")
     assert "loop.micro_batch_size" in full.text and full.key == "high n cpu" and full.what == "high_memory"
-    assert "worker (pid 5) on n uses 950 MiB, 95% of cluster.memory_limit (1,000 MiB)" in near.text
+    assert "worker (pid 5) on n uses 950 MiB, 95% of cluster.memory_limit (1000 MiB)" in near.text
     assert watch.look(row(3, used=0.96))[0].key == full.key, "the same cause has the same key"

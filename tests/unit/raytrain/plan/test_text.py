@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.wording import seconds
 from raytrain.plan.text import digits_text, seconds_text
-from raytrain.report.figures import seconds
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from raytrain.report.figures import history, outcome, plain_number, seconds, size, time_account
+from cluster.wording import plain_number, seconds, size
+from raytrain.report.figures import history, outcome, time_account
 from raytrain.report.page.charts import Curve, chart, smoothed, ticks
 from raytrain.report.records import RunRecords, number, percentile, read_records
 from raytrain.runs.folder import RunFolder

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.report.figures import loss_text, measured, plain_number, rate_text, size
+from cluster.wording import loss_text, measured, plain_number, rate_text, size
 from raytrain.report.page.timeline import timeline
 
 RANKS = [{"node": f"10.0.0.{n}", "device": "cpu", "pid": n, "visible": None} for n in (1, 2)]
