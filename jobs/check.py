@@ -36,14 +36,14 @@ from jobs.checks.compare import (
 from jobs.checks.node import DeviceRates, NodeReport, clock, examine, measure_node
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.driver.screen.progress import Activity
-from jobs.job.paths import absolute_path, resolved
+from jobs.job.paths import absolute_path
 from jobs.job.spec import JobSpec, load_spec
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
 if TYPE_CHECKING:
-    from jobs.checks.job import JobNumbers
+    from jobs.checks.job import NamedJob
 
 __all__ = ["CheckReport", "check"]
 
@@ -63,9 +63,8 @@ class CheckReport:
         results: (node, check) in order; the node is "" for what is about all of them.
         nodes, rates: by the address of the node.
         training: the rows of every worker; empty with `quick`.
-        job: what was measured of the job; None where none was named.
+        job: what was measured of the job, a row for each of its trainings; None where none was named.
         seconds: of each part.
-        inventory: the machines that jobs are planned for; None before the cluster was reached.
 
     Example:
         >>> from jobs.check import check
@@ -82,9 +81,8 @@ class CheckReport:
     nodes: dict[str, NodeReport] = field(default_factory=dict)
     rates: dict[str, list[DeviceRates]] = field(default_factory=dict)
     training: list[dict[str, Any]] = field(default_factory=list)
-    job: JobNumbers | None = None
+    job: list[dict[str, Any]] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    inventory: Inventory | None = None
 
     @property
     def failed(self) -> bool:
@@ -99,7 +97,7 @@ class CheckReport:
             "nodes": {node: report.to_json() for node, report in self.nodes.items()},
             "rates": {node: [vars(one) for one in devices] for node, devices in self.rates.items()},
             "training": self.training,
-            "job": None if self.job is None else self.job.to_json(),
+            "job": self.job,
             "seconds": self.seconds,
         }
 
@@ -145,7 +143,11 @@ def check(
     """
     path = None if job is None else Path(job)
     spec = load_spec(path, list(overrides)).spec
-    own = None if path is None or quick else NamedJob(path, overrides)
+    own = None
+    if path is not None and not quick:
+        from jobs.checks.job import NamedJob  # imports torch
+
+        own = NamedJob(path, overrides)
     report, console = CheckReport(), console or Console(quiet=True)
     address = cluster_address(spec.cluster.address)
     here = local_inventory()
@@ -157,7 +159,7 @@ def check(
             _timed(report, "with Ray"),
             connected(address, num_cpus=slots, num_gpus=len(here.devices()), verbose=False) as cluster,
         ):
-            report.inventory = inventory_from_ray()
+            inventory = inventory_from_ray()
             with _timed(report, "machines"):
                 interface = "lo" if cluster.local else spec.cluster.interface
                 _check_machines(report, spec, activity, console, interface)
@@ -167,11 +169,11 @@ def check(
             elif not report.failed:
                 activity.begin("training two steps in each supported precision")
                 with _timed(report, "training"):
-                    _check_training(report, spec, cluster, report.inventory, console)
+                    _check_training(report, spec, cluster, inventory, console)
                 if own is not None and not report.failed:
                     activity.begin("measuring the job on its data")
                     with _timed(report, "job"):
-                        _check_job(report, own, spec, cluster, report.inventory, console)
+                        _check_job(report, own, spec, cluster, inventory, console)
             else:
                 skipped = CheckResult("training", "na", "left out: a check failed", "the other checks are ok")
                 _add(report, console, [skipped])
@@ -233,60 +235,58 @@ def _check_training(
     report: CheckReport, spec: JobSpec, cluster: Cluster, inventory: Inventory, console: Console
 ) -> None:
     """One fit on every GPU, or on two workers of a machine's CPU, or one worker on each CPU node."""
-    from jobs.checks.training import check_training, run_fit
+    from jobs.checks.training import check_training, small_jobs
 
     gpus, nodes = len(inventory.devices()), sum(node.cpus > 0 for node in inventory.nodes)
     workers = gpus or (nodes if nodes > 1 else CPU_WORKERS)
-    formats = [name for name in ("fp32", "tf32", "bf16", "fp16") if _everywhere(report, name)]
-    save_dir, name = absolute_path(spec.save.dir), f".raytrain-check-{secrets.token_hex(8)}"
-    storage = os.path.join(cluster.folder, "t") if cluster.local else join(save_dir, name)
     try:
-        report.training = run_fit(
-            inventory, workers=workers, formats=formats, local=cluster.local, interface=spec.cluster.interface,
-            storage=storage,
-        )  # fmt: skip
+        jobs = small_jobs(inventory, workers=workers, formats=_formats(report))
+        report.training = _fit(jobs, spec, cluster, workers=workers, on_gpu=gpus > 0)
     except RunError as error:
         failed = CheckResult(
             "training", "fail", first_line(error), f"{counted(workers, 'worker')} train", "see the message"
         )
         _add(report, console, [failed])
         return
-    finally:
-        if not cluster.local:
-            open_store(save_dir).delete_tree(name)
     _add(report, console, check_training(report.training, workers=workers))
 
 
-class NamedJob:
-    """A job that was named, opened and built on the driver before Ray starts.
+def _fit(jobs: Sequence[Any], spec: JobSpec, cluster: Cluster, *, workers: int, on_gpu: bool) -> list[dict[str, Any]]:
+    """`run_fit` with a storage folder that is removed.
 
     Raises:
-        InputError: the job, its data or its model is wrong.
+        RunError: the fit failed.
     """
+    from jobs.checks.training import run_fit
 
-    def __init__(self, path: Path, overrides: Sequence[str]) -> None:
-        from jobs.checks.job import OPEN
-        from jobs.driver.checks.job import check_on_driver  # imports torch
-
-        self.loaded = load_spec(path, [*overrides, *OPEN])
-        self.checked = check_on_driver(resolved(self.loaded.spec))
+    save_dir, name = absolute_path(spec.save.dir), f".raytrain-check-{secrets.token_hex(8)}"
+    storage = os.path.join(cluster.folder, "t") if cluster.local else join(save_dir, name)
+    try:
+        return run_fit(
+            jobs, workers=workers, on_gpu=on_gpu, local=cluster.local, interface=spec.cluster.interface, storage=storage
+        )
+    finally:
+        if not cluster.local:
+            open_store(save_dir).delete_tree(name)
 
 
 def _check_job(
     report: CheckReport, own: NamedJob, spec: JobSpec, cluster: Cluster, inventory: Inventory, console: Console
 ) -> None:
-    """Measure the job on one device, and judge what was measured."""
-    from jobs.checks.job import check_job, measure_job
+    """Train the job on one device, and judge what was measured."""
+    from jobs.checks.job import check_job
 
-    facts = own.checked.data_facts
+    arms = own.arms(_formats(report))
     try:
-        report.job = measure_job(own.loaded, own.checked, inventory, local=cluster.local)
+        jobs = [own.job(arm, inventory) for arm in arms]
+        rows = _fit(jobs, spec, cluster, workers=1, on_gpu=bool(inventory.devices()))
     except RaytrainError as error:  # the plan refuses it, or the process that measured died
-        expected = "a step of the job on its data"
+        expected = "some steps of the job on its data"
         _add(report, console, [CheckResult("job", "fail", str(error), expected, "see the message")])
         return
+    report.job = [{"rows_asked": arm.rows, "loaders": arm.loaders, **row} for arm, row in zip(arms, rows, strict=True)]
     source = spec.data.source or "the data"
-    _add(report, console, check_job(report.job, spec, source=source, rows=facts.train_rows))
+    _add(report, console, check_job(arms, rows, spec, source=source, rows=own.checked.data_facts.train_rows))
 
 
 @contextlib.contextmanager
@@ -316,13 +316,16 @@ def _one_of_each_host(nodes: Mapping[str, NodeReport]) -> list[list[str]]:
     for node, report in nodes.items():
         turn = seen[report.host]
         seen[report.host] += 1
-        turns += [[]] * (turn == len(turns))
-        turns[turn] = [*turns[turn], node]
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(node)
     return turns
 
 
-def _everywhere(report: CheckReport, dtype: str) -> bool:
-    return all(dtype in one.flops for devices in report.rates.values() for one in devices)
+def _formats(report: CheckReport) -> list[str]:
+    """The formats that every device computes in."""
+    devices = [one for found in report.rates.values() for one in found]
+    return [name for name in ("fp32", "tf32", "bf16", "fp16") if all(name in one.flops for one in devices)]
 
 
 @contextlib.contextmanager

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.checks.preflight import CheckResult
 from cluster.devices.inventory import Inventory
 from cluster.wording import counted
 
+if TYPE_CHECKING:
+    from raytrain.train.job import TrainJob
+
 COPIES = "batch_copies"
 #: Operations of torch that are products of matrices; one may stay in another format.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 STEPS, ROWS, WIDTH, CONTEXT = 2, 8, 64, 32
+#: Seconds after which a training of a slow job stops.
+ENOUGH_S = 20.0
 #: Bytes that the collectives move.
 MOVED = 8 << 20
 
@@ -46,11 +52,13 @@ def train_steps(config: dict[str, Any]) -> list[dict[str, Any]]:
     import ray.train
     from ray import cloudpickle
 
+    from raytrain.config.user_code import import_from
     from raytrain.train.parallel.collectives import Workers
 
     workers = Workers()
     rows = [_collectives(workers)] if workers.world_size > 1 else []
     local_rank = ray.train.get_context().get_local_rank()
+    import_from(config["folder"])  # a job may name classes of the user's: importable before it is unpickled
     for payload in config["jobs"]:
         rows.append(_train(cloudpickle.loads(payload), workers, local_rank))
     gathered = workers.all_gather_object([{**row, "rank": workers.rank} for row in rows])
@@ -58,36 +66,45 @@ def train_steps(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _train(packed: tuple[Any, Any], workers: Any, local_rank: int) -> dict[str, Any]:
-    """Two steps of a job; the row of this worker."""
+    """The steps of a job, at most `ENOUGH_S` long and without evaluations; the row of this worker."""
+    from jobs.checks.job import figures_of
+    from raytrain.data.sources.open import source_from_driver
     from raytrain.data.transfer import TRANSFERS
     from raytrain.execution.reporter import SilentReporter
+    from raytrain.train.memory.device import process_budget
     from raytrain.train.session import Session
 
-    losses = list[float]()
+    logged = list[dict[str, Any]]()
 
-    class Losses(SilentReporter):
+    class Rows(SilentReporter):
         def metrics(self, row: dict[str, Any]) -> None:
             if row["kind"] == "train":
-                losses.append(row["loss"])
+                logged.append(row)
 
     job, data = packed
     began = time.perf_counter()
-    session = Session(job, workers=workers, local_rank=local_rank, source=data)
+    source = source_from_driver(data, job.data, context=job.model.keys.get("context"))
+    session = Session(job, workers=workers, local_rank=local_rank, source=source)
     dtype = str(job.planned("precision"))
     session.prepare(dtype)
     before = [parameter.detach().clone() for parameter in session.trainable.module.parameters()]
     copied = replace(TRANSFERS)
+    loop = session.loop(reporter=Rows(), should_stop=lambda: time.perf_counter() - began > ENOUGH_S)
+    loop.evaluate = None
     with _products() as products:
-        session.loop(reporter=Losses(), should_stop=lambda: False).run(session.state)
+        loop.run(session.state)
     copies = TRANSFERS.since(copied)
     moved = all(
         not (one == other).all() for one, other in zip(before, session.trainable.module.parameters(), strict=True)
     )  # fmt: skip
     places = sorted({str(parameter.device) for parameter in session.trainable.module.parameters()})
-    row = {"what": "training", "precision": dtype, "losses": losses, "steps": session.state.step, "moved": moved,
+    budget = process_budget(session.device, fraction=job.cluster.memory_fraction, limit=job.cluster.memory_limit,
+                            processes=session.sharing)  # fmt: skip
+    row = {"what": "training", "precision": dtype, "losses": [one["loss"] for one in logged],
+           "steps": session.state.step, "moved": moved, "rows": loop.sizing.now, "asked": loop.sizing.planned,
            "device": str(session.device), "devices": places, "copies": vars(copies), "products": dict(products),
            "wanted": str(session.policy.autocast_dtype or session.policy.master_dtype).removeprefix("torch."),
-           "seconds": time.perf_counter() - began}  # fmt: skip
+           "budget": budget, **figures_of(logged), "seconds": time.perf_counter() - began}  # fmt: skip
     session.close()
     return row
 
@@ -135,10 +152,24 @@ def _collectives(workers: Any) -> dict[str, Any]:
     return {"what": "collectives", "backend": dist.get_backend(), "world_size": workers.world_size, **found}
 
 
+def small_jobs(inventory: Inventory, *, workers: int, formats: Sequence[str]) -> list[tuple[TrainJob, Any]]:
+    """A small training in each format, and its data."""
+    from jobs.driver.session import worker_job
+
+    on_gpu = bool(inventory.devices())
+    mode = "cpu" if not on_gpu else "multi_gpu" if workers > 1 else "single_gpu"
+    packed = []
+    for dtype in formats:
+        job, source = worker_job(small_job(workers=workers, threads=1, mode=mode, dtype=dtype), inventory=inventory)
+        packed.append((job, source.worker_data))
+    return packed
+
+
 def run_fit(
-    inventory: Inventory, *, workers: int, formats: Sequence[str], local: bool, interface: str | None, storage: str
-) -> list[dict[str, Any]]:
-    """The rows of every worker.
+    packed: Sequence[tuple[TrainJob, Any]], *, workers: int, on_gpu: bool, local: bool, interface: str | None,
+    storage: str,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of every worker, from one fit in which all train the jobs, one after the other.
 
     Raises:
         RunError: the fit failed.
@@ -146,23 +177,19 @@ def run_fit(
     from ray import cloudpickle
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-    from jobs.driver.session import worker_job
     from raytrain.errors import RunError, first_line
     from raytrain.execution import driver_channel
     from raytrain.execution.controller import Collectives
     from raytrain.execution.ray_private import cluster_trainer, local_trainer
     from raytrain.execution.trainer import worker_resources
 
-    on_gpu = bool(inventory.devices())
-    mode = "cpu" if not on_gpu else "multi_gpu" if workers > 1 else "single_gpu"
-    packed = []
-    for dtype in formats:
-        job, source = worker_job(small_job(workers=workers, threads=1, mode=mode, dtype=dtype), inventory=inventory)
-        packed.append((replace(job, import_path=""), source))
     first = packed[0][0]
     trainer = (local_trainer() if local else cluster_trainer())(
         train_steps,
-        train_loop_config={"jobs": [cloudpickle.dumps(one) for one in packed]},  # pyright: ignore[reportPrivateImportUsage]
+        train_loop_config={
+            "jobs": [cloudpickle.dumps(one) for one in packed],  # pyright: ignore[reportPrivateImportUsage]
+            "folder": os.getcwd(),
+        },
         scaling_config=ScalingConfig(
             num_workers=workers, use_gpu=on_gpu, resources_per_worker=worker_resources(first.plan, local=local),
             placement_strategy=first.planned("placement"),

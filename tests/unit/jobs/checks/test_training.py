@@ -16,8 +16,8 @@ from raytrain.train.precision.policy import PrecisionPolicy
 
 def results(dtype: str, *, workers: int = 1) -> tuple[dict[str, Any], Any]:
     """The row of a worker, and the result for the format."""
-    packed = worker_job(training.small_job(workers=1, threads=1, mode="cpu", dtype=dtype))
-    row = {**training._train(packed, Workers(), 0), "rank": 0}
+    job, source = worker_job(training.small_job(workers=1, threads=1, mode="cpu", dtype=dtype))
+    row = {**training._train((job, source.worker_data), Workers(), 0), "rank": 0}
     (found,) = [one for one in training.check_training([row], workers=workers) if one.name.startswith("training")]
     return row, found
 
