@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import difflib
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 
-from jobs.job.job_file import recipe_names
 from jobs.job.spec import JobSpec
 from raytrain.config.decode import accepts
-from raytrain.config.foreign import SWITCHES, meant, switched
-from raytrain.config.messages import SPELLINGS, key_rows
+from raytrain.config.messages import SPELLINGS, key_rows, meant
 from raytrain.errors import InputError
 from raytrain.runs.commands import shell_command
 
 #: For every verb that takes a job.
 LAUNCHER = {"num_processes": "scale.workers", "mixed_precision": "precision.dtype"}
 #: For the other verbs that take a job.
-TRAINING = {
-    "experts": "experts.num_experts", "parallel_strategy": "experts.hosts", "compile": "loop.compile",
-    "compile_mode": "loop.compile", "cudnn_benchmark": "loop.cudnn_benchmark", "pin_memory": "data.storage",
-    "log_gpu_memory": "telemetry.log_memory", "monitor_gpu": "telemetry.every", "monitor_interval": "telemetry.every",
-}  # fmt: skip
+TRAINING = {"experts": "experts.num_experts", "parallel_strategy": "experts.hosts", "compile": "loop.compile"}
 #: For `infer`.
-INFERENCE = {
-    "data_source": "infer.input", "max_samples": "infer.max_samples", "strategy": "infer.template",
-    "output_dir": "infer.output", "batch_size": "infer.batch_size", "max_new_tokens": "infer.max_new_tokens",
-    "temperature": "infer.temperature",
-}  # fmt: skip
+INFERENCE = {"data_source": "infer.input", "max_samples": "infer.max_samples"}
 FILES = ("c", "config", "config_file", "job", "file")
 """What other programs call the job file."""
 MACHINES = "num_machines"
 TORCHRUN = ("nnodes", "node_rank", "master_addr", "master_port")
 """Options of torchrun itself, which takes them before the verb."""
 _VALUES = {
-    ("precision.dtype", "no"): "fp32", ("infer.max_samples", "None"): "null",
-    ("experts.hosts", "data_parallel"): "0", ("experts.hosts", "expert_parallel"): "colocated",
+    ("precision.dtype", "no"): "fp32", ("infer.max_samples", "None"): "null", ("loop.compile", "true"): "default",
+    ("loop.compile", "false"): "off", ("experts.hosts", "data_parallel"): "0",
+    ("experts.hosts", "expert_parallel"): "colocated",
 }  # fmt: skip
 
 
@@ -53,54 +43,21 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
         given = waiting.pop(0)
         name, mark, value = given[2:].partition("=")
         name = name.replace("-", "_")
-        if given.startswith("--no") and not mark and (off := name.removeprefix("no_")) in SWITCHES and off in names:
-            found.append(_switch(given, off, "false"))
-            continue
         if not given.startswith("--") or name not in (*names, MACHINES):
             found.append(given)
             continue
-        if name in SWITCHES:
-            value = value if mark else waiting.pop(0) if waiting and _is_value(waiting[0]) else "true"
-            typed = _switch(given.partition("=")[0], name, value)
-            if name == "monitor_gpu":  # --monitor_interval says how often, wherever it stands
-                found.insert(0, typed)
-            else:
-                found.append(typed)
-            continue
-        if not mark:
+        if not mark and name == "compile":  # a switch, or a word behind it
+            value = waiting.pop(0) if waiting and waiting[0].lower() in ("true", "false") else "true"
+        elif not mark:
             if not waiting:
                 raise InputError(given, got="no value", expected=f"{given} VALUE")
             value = waiting.pop(0)
         if name == MACHINES:
             _check_machines(value, arguments)
-        else:
-            key, plain = names[name], value.lower() if value in ("True", "False") else value
-            given_key = f"{key}={_VALUES.get((key, plain), plain)}"
-            if name == "monitor_gpu":  # --monitor_interval says how often, wherever it stands
-                found.insert(0, given_key)
-            else:
-                found.append(given_key)
+            continue
+        key, plain = names[name], value.lower() if value in ("True", "False") else value
+        found.append(f"{key}={_VALUES.get((key, plain), plain)}")
     return found
-
-
-def _is_value(argument: str) -> bool:
-    """Whether what follows a switch belongs to it: not an option, a key, a job file or a recipe."""
-    is_job = argument.endswith((".yaml", ".yml")) or argument in recipe_names() or os.path.exists(argument)
-    return not (argument.startswith("-") or "=" in argument or is_job)
-
-
-def _switch(option: str, name: str, value: str) -> str:
-    """`key=value` for a switch.
-
-    Raises:
-        InputError: the value is neither true nor false, and not one of the key's own.
-    """
-    key, on, off = SWITCHES[name]
-    typed = switched(name, value)
-    if typed is None and name != "compile":  # whose key has further values
-        remedy = f"for example {option} true, which is {key}={on} here; false is {key}={off}"
-        raise InputError(option, got=value, expected="true or false", remedy=remedy)
-    return typed or f"{key}={value}"
 
 
 def unknown_among(option: str, given: Sequence[str], *, verb: str, known: Sequence[str]) -> InputError:
@@ -142,7 +99,7 @@ def unknown_option(option: str, value: str | None, *, verb: str, known: Sequence
     close = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in examples], n=1, cutoff=0.75)
     near = [key for key in examples if close and key.rpartition(".")[2] == close[0]]
     of_verb = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
-    key = next(iter([*([meant(name, value)] if meant(name) else []), *last, *([] if of_verb else near)]), None)
+    key = next(iter([*([meant(name)] if meant(name) else []), *last, *([] if of_verb else near)]), None)
     expected = "section.key=value" + (f", or one of {', '.join(known)}" if known else "")
     typed = key if key is None or "=" in key else _typed(key, name, value, example=examples[key])
     guess = typed or next(iter(of_verb), None)

@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from raytrain.config.foreign import SWITCHES, meant
 from raytrain.errors import InputError
 
 _KINDS = {
@@ -36,6 +35,28 @@ SPELLINGS = {
     "float64": "fp64", "double": "fp64", "gpu": "single_gpu", "cuda": "single_gpu", "gpus": "multi_gpu",
 }  # fmt: skip
 """What other programs call a value."""
+OTHER_NAMES = {
+    "loop.global_batch_size": ("batch_size", "bs", "train_batch_size"),
+    "loop.micro_batch_size": ("per_device_train_batch_size", "per_device_batch_size"),
+    "loop.max_steps": ("steps", "iterations", "num_steps"),
+    "loop.epochs": ("num_train_epochs", "num_epochs"),
+    "optim.lr": ("lr", "learning_rate"),
+    "optim.name": ("optimizer", "optim"),
+    "optim.weight_decay": ("wd",),
+    "scale.workers": ("gpus", "num_gpus", "num_workers", "devices", "nproc_per_node"),
+    "scale.mode": ("device",),
+    "precision.dtype": ("fp16", "bf16", "amp", "precision"),
+    "save.dir": ("output_dir", "output", "out", "save_dir"),
+    "model.builder": ("model",),
+    "model.init_from": ("checkpoint", "init"),
+    "data.source": ("dataset", "data"),
+    "infer.input": ("input",),
+    "data.storage": ("pin_memory",),
+    "telemetry.every": ("monitor_gpu", "monitor_interval"),
+    "telemetry.log_memory": ("log_gpu_memory",),
+    "cluster.address": ("ray_address",),
+}
+"""Key -> its names in other programs."""
 LARGEST_EXACT = 2**53
 """Up to here every integer is a floating-point number."""
 _LONGEST = 80
@@ -244,7 +265,7 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
     ]
     guess = remote[0] if remote and (near is None or not prefix) else near and join(prefix, near)
     foreign = guess is None or not (prefix or isinstance(value, Mapping))  # a mapping was meant as a section
-    guess = (meant(key, value) if key in SWITCHES or foreign else None) or guess
+    guess = (meant(key) if foreign else None) or guess
     guess = guess if prefix else _nested(cls, key, value) or guess
     return InputError(
         join(prefix, key),
@@ -252,6 +273,11 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
         expected=f"one of {', '.join(known)}",
         remedy=f"did you mean {guess}?" if guess else "",
     )
+
+
+def meant(name: str) -> str | None:
+    """The key that `name` stands for in other programs; None if it stands for none."""
+    return next((key for key, names in OTHER_NAMES.items() if name in names), None)
 
 
 def _nested(cls: type[BaseModel], key: str, value: Any) -> str | None:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raytrain.config.foreign import meant
-from raytrain.config.messages import describe, suggestion
+from raytrain.config.messages import describe, meant, suggestion
 from raytrain.data.sources.stdlib import STDLIB_MAX_BYTES
 from raytrain.errors import InputError
 from raytrain.runs.storage import matching
@@ -160,7 +159,7 @@ def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str)
                 f"data.{name}",
                 got=f"an unknown key of the source {owner}",
                 expected=f"one of {', '.join(known)}" if known else "no keys for it",
-                remedy=suggestion(name, known) or (f"did you mean {key}?" if (key := meant(name, keys[name])) else ""),
+                remedy=suggestion(name, known) or (f"did you mean {key}?" if (key := meant(name)) else ""),
             )
     values = {name: keys.get(name, key.default) for name, key in known.items()}
     for name, key in known.items():
