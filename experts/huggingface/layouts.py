@@ -70,6 +70,21 @@ class LayerSizes:
     hidden: int
     shared: int | None
 
+    def shapes(self, names: LayoutNames, *, fused: bool) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of a layer, by its name in the layout."""
+        E, D, F = self.num_experts, self.width, self.hidden
+        found: dict[str, tuple[int, ...]] = {GATE: (E, D)}
+        if fused:
+            found |= {GATE_UP: (E, 2 * F, D), DOWN: (E, D, F)}
+        else:
+            own = weight_shapes(D, F, activation="swiglu")
+            found |= {f"experts.{e}.{names.weights[name]}.weight": own[name] for e in range(E) for name in own}
+        if self.shared is not None:
+            own = weight_shapes(D, self.shared, activation="swiglu")
+            found |= {f"shared_expert.{names.weights[name]}.weight": own[name] for name in own}
+            found[SHARED_GATE] = (1, D)
+        return found
+
 
 def to_layout(layer: MoELayer, layout: Layout, *, prefix: str = "", fused: bool = False) -> dict[str, Tensor]:
     """Return the weights of one layer under their names in a layout: copies in the layer's dtype, on its device.
@@ -134,9 +149,8 @@ def from_layout(
     names = _names(layout)
     if layout == "mixtral" and not renormalize:
         raise InputError("renormalize", got="false", expected="true, as Mixtral always does")
-    found = LayerTensors(state, names, prefix)
-    sizes = found.sizes()
-    read = found.read(sizes)
+    sizes = _sizes_of(state, names, prefix)
+    read = _read(state, names, prefix, sizes)
     made = TopKRouter(sizes.width, sizes.num_experts, top_k, score="softmax", renormalize=renormalize, **router)
     with torch.device("meta"):  # no random initialisation: the weights are assigned below
         experts = GroupedExperts(sizes.num_experts, sizes.width, sizes.hidden, activation="swiglu")
@@ -188,7 +202,7 @@ def load_layers(
     if len(blocks) != len(layers):
         raise InputError(
             f"{prefix}*",
-            got=f"{len(blocks)} layers with experts, {_list_numbers(list(blocks))}",
+            got=f"{len(blocks)} layers with experts, numbers {', '.join(map(str, blocks)) or 'none'}",
             expected=f"{len(layers)}, as many as the model has",
         )
     for block, layer in zip(blocks.values(), layers, strict=True):
@@ -196,7 +210,7 @@ def load_layers(
         shared = layer.shared.hidden if isinstance(layer.shared, SharedExpert) else None
         sizes = LayerSizes(layer.router.num_experts, experts.width, experts.hidden_E[0], shared)
         targets = layer.state_dict()
-        for name, value in LayerTensors(state, names, block).read(sizes).items():
+        for name, value in _read(state, names, block, sizes).items():
             targets[name].copy_(value * layer.router.temperature if name == "router.weight" else value)
         layer.router.bias_E.zero_()
         layer.router.shares_E.fill_(1 / sizes.num_experts)
@@ -268,90 +282,56 @@ def _names(layout: str) -> LayoutNames:
     return LAYOUTS[layout]
 
 
-def _list_numbers(numbers: Sequence[int]) -> str:
-    return f"numbers {', '.join(map(str, numbers))}" if numbers else "none"
+def _sizes_of(state: Mapping[str, Tensor], names: LayoutNames, prefix: str) -> LayerSizes:
+    """The sizes of a layer by the tensors of its router, its first expert and its shared expert; the first of them that
+    is missing is refused by `_read`."""
+    fused = prefix + GATE_UP in state or prefix + DOWN in state
+    w1 = names.weights["w1"]
+
+    def side(name: str, dim: int) -> int:
+        shape = state[prefix + name].shape if prefix + name in state else ()
+        return shape[dim] if dim < len(shape) else 0
+
+    hidden = side(GATE_UP, 1) // 2 if fused else side(f"experts.0.{w1}.weight", 0)
+    shared = side(f"shared_expert.{w1}.weight", 0) if names.shared else None
+    return LayerSizes(side(GATE, 0), side(GATE, 1), hidden, shared)
 
 
-class LayerTensors:
-    """Index of the tensors of one layer; refuses unknown names and weights that occur twice."""
+def _read(state: Mapping[str, Tensor], names: LayoutNames, prefix: str, sizes: LayerSizes) -> dict[str, Tensor]:
+    """Copies of the weights of a layer under the names of our `MoELayer`, each checked against `sizes`.
 
-    def __init__(self, state: Mapping[str, Tensor], names: LayoutNames, prefix: str) -> None:
-        self.state, self.names, self.prefix = state, names, prefix
-        self.fused = prefix + GATE_UP in state or prefix + DOWN in state
-        ours = {theirs: name for name, theirs in names.weights.items()}
-        self.experts: dict[tuple[int, str], str] = {}
-        pattern = re.compile(rf"experts\.(\d+)\.({'|'.join(ours)})\.weight")
-        fixed = {GATE, GATE_UP, DOWN}
-        if names.shared:
-            fixed |= {SHARED_GATE, *(f"shared_expert.{theirs}.weight" for theirs in ours)}
-        for full in sorted(name for name in state if name.startswith(prefix)):
-            match = pattern.fullmatch(full[len(prefix) :])
-            if match is None:
-                if full[len(prefix) :] not in fixed:
-                    raise InputError(full, got="a tensor that this layout does not have", expected="its weights only")
-                continue
-            expert, name = int(match[1]), ours[match[2]]
-            other = prefix + (DOWN if name == "w2" else GATE_UP) if self.fused else self.experts.get((expert, name))
-            if other is not None:
-                raise InputError(full, got=f"expert {expert} twice, also in {other}", expected="each expert once")
-            self.experts[expert, name] = full
-
-    def sizes(self) -> LayerSizes:
-        """Read the sizes from the tensors of the router, the first expert and the shared expert."""
-        number, width = self._get(GATE, "the router", (None, None)).shape
-        if self.fused:
-            hidden = self._get(GATE_UP, "every expert", (number, None, width)).shape[1] // 2
-        else:
-            hidden = len(self._get(self._name(0, "w1"), "expert 0", (None, width)))
-        shared = None
-        if self.names.shared:
-            name = f"shared_expert.{self.names.weights['w1']}.weight"
-            shared = len(self._get(name, "the shared expert", (None, width)))
-        return LayerSizes(number, width, hidden, shared)
-
-    def read(self, sizes: LayerSizes) -> dict[str, Tensor]:
-        """Return copies of the weights under the names of our `MoELayer`, each checked against `sizes`."""
-        E, D, F = sizes.num_experts, sizes.width, sizes.hidden
-        made = {"router.weight": self._get(GATE, "the router", (E, D)).clone()}
-        for (expert, _), full in self.experts.items():
-            if expert >= E:
-                raise InputError(full, got=f"expert {expert}", expected=f"experts 0 to {E - 1}, as the router has")
-        if self.fused:
-            w1, w3 = self._get(GATE_UP, "every expert", (E, 2 * F, D)).split(F, dim=1)
-            w2 = self._get(DOWN, "every expert", (E, D, F))
-            stacks = {"w1": w1.clone(), "w2": w2.clone(), "w3": w3.clone()}
-        else:
-            shapes = weight_shapes(D, F, activation="swiglu")
-            stacks = {
-                name: torch.stack([self._get(self._name(e, name), f"expert {e}", shape) for e in range(E)])
-                for name, shape in shapes.items()
-            }
-        made |= {f"experts.{name}": stack for name, stack in stacks.items()}
-        if sizes.shared is not None:
-            for name, shape in weight_shapes(D, sizes.shared, activation="swiglu").items():
-                full = f"shared_expert.{self.names.weights[name]}.weight"
-                made[f"shared.{name}"] = self._get(full, "the shared expert", shape).clone()
-            made["shared.gate.weight"] = self._get(SHARED_GATE, "the shared expert", (1, D)).clone()
-        return made
-
-    def _name(self, expert: int, name: str) -> str:
-        found = self.experts.get((expert, name))
-        return found[len(self.prefix) :] if found else f"experts.{expert}.{self.names.weights[name]}.weight"
-
-    def _get(self, name: str, owner: str, shape: tuple[int | None, ...]) -> Tensor:
-        """Return one tensor, detached; None in `shape` matches any size."""
-        full = self.prefix + name
-        if full not in self.state:
-            raise InputError(full, got="no such tensor", expected=f"the weight of {owner}")
-        value = self.state[full].detach()
-        fits = len(shape) == value.ndim and all(
-            want in (None, have) for want, have in zip(shape, value.shape, strict=True)
-        )
-        if not fits or not value.is_floating_point():
-            wanted = " x ".join("any" if want is None else str(want) for want in shape)
+    Raises:
+        InputError: a tensor is missing, has no place in the layer, or has another shape; names it.
+    """
+    fused = prefix + GATE_UP in state or prefix + DOWN in state
+    wanted = sizes.shapes(names, fused=fused)
+    for full in sorted(name for name in state if name.startswith(prefix)):
+        if full[len(prefix) :] not in wanted:
+            expected = f"each weight of {sizes.num_experts} experts once, {'fused' if fused else 'one by one'}"
+            raise InputError(full, got="a tensor that this layer does not have", expected=expected)
+    found: dict[str, Tensor] = {}
+    for name, shape in wanted.items():
+        if prefix + name not in state:
+            owner = "the router" if name == GATE else "the layer"
+            raise InputError(prefix + name, got="no such tensor", expected=f"a weight of {owner}")
+        found[name] = value = state[prefix + name].detach()
+        if tuple(value.shape) != shape or not value.is_floating_point():
             seen = f"{' x '.join(map(str, value.shape))} of {value.dtype}"
-            raise InputError(full, got=seen, expected=f"{wanted} floating-point numbers")
-        return value
+            expected = f"{' x '.join(map(str, shape))} floating-point numbers"
+            raise InputError(prefix + name, got=seen, expected=expected)
+    made = {"router.weight": found[GATE].clone()}
+    if fused:
+        w1, w3 = found[GATE_UP].split(sizes.hidden, dim=1)
+        made |= {"experts.w1": w1.clone(), "experts.w2": found[DOWN].clone(), "experts.w3": w3.clone()}
+    for ours, theirs in names.weights.items():
+        if not fused:
+            every = [found[f"experts.{expert}.{theirs}.weight"] for expert in range(sizes.num_experts)]
+            made[f"experts.{ours}"] = torch.stack(every)
+        if sizes.shared is not None:
+            made[f"shared.{ours}"] = found[f"shared_expert.{theirs}.weight"].clone()
+    if sizes.shared is not None:
+        made["shared.gate.weight"] = found[SHARED_GATE].clone()
+    return made
 
 
 def blocks_of(state: Mapping[str, Tensor], names: LayoutNames, *, prefix: str) -> dict[int, str]:
