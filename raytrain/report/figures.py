@@ -398,12 +398,6 @@ def summary_text(summary: Mapping[str, Any]) -> str:
     return "\n".join(["raytrain performance summary", "", *lines, ""])
 
 
-def summary_from_text(text: str) -> dict[str, str]:
-    """The figures of a summary text by name, each as text."""
-    rows = (line.split(None, 1) for line in text.splitlines()[2:] if line.strip())
-    return {row[0]: row[1].strip() if len(row) > 1 else "" for row in rows}
-
-
 def _summary_cell(value: Any) -> str:
     if isinstance(value, str):
         return " ".join(value.split())

@@ -7,18 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.wording import counted, measured, rate_text, seconds, size
-from raytrain.config.messages import abbreviated
 from raytrain.report.page.charts import Curve, Point, chart
 from raytrain.report.page.style import esc, page
-from raytrain.report.page.tables import shown, table
+from raytrain.report.page.tables import table
 from raytrain.runs.storage import join, open_store
 
 MANIFEST, SUMMARY = "manifest.json", "summary.json"
 PAGE = "report/report.html"
-#: Points of a curve of rows per second, and the most workers that have a curve of their own.
-POINTS, CURVES = 60, 8
-#: Rows of a batch that are named; of more, their number.
-SHOWN_ROWS = 5
+#: Points of the curve of rows per second.
+POINTS = 60
 
 
 def is_inference(path: str) -> bool:
@@ -41,12 +38,10 @@ def inference_page(name: str, manifest: Mapping[str, Any], summary: Mapping[str,
     sections = [
         ("speed", "Speed", _curves(summary)),
         ("workers", "Workers", _workers(summary)),
-        ("slowest", "Slowest batches", _slowest(summary)),
         ("failures", "Failures", _failures(manifest, summary)),
         ("quality", "Quality", _quality(summary.get("quality"))),
         ("batch", "Batch", _batch(manifest.get("batch"))),
         ("files", "Files", _files(manifest)),
-        ("config", "What the predictions depend on", _config(manifest.get("job") or {})),
     ]
     present = [(key, title, body) for key, title, body in sections if body]
     links = "".join(f'<a href="#{key}">{esc(title)}</a>' for key, title, _ in present)
@@ -114,17 +109,9 @@ def rate_over_time(times: Sequence[Mapping[str, Any]], *, points: int = POINTS) 
 
 def _curves(summary: Mapping[str, Any]) -> str:
     times = summary.get("times") or []
-    workers = sorted({one["worker"] for one in times})
-    fewer = max(2, min(POINTS, len(times)))
-    curves = [Curve("all workers" if len(workers) > 1 else "rows/s", rate_over_time(times, points=fewer), "c1")]
-    if 1 < len(workers) <= CURVES:
-        for number, name in enumerate(workers):
-            own = [one for one in times if one["worker"] == name]
-            end = max(one["end_s"] for one in own)
-            count = max(2, round(fewer * end / max(one["end_s"] for one in times)))
-            curves.append(Curve(name, rate_over_time(own, points=count), f"c{number % 8 + 2}"))
+    curve = Curve("rows/s", rate_over_time(times, points=max(2, min(POINTS, len(times)))))
     named = {"at": seconds, "x_tick": seconds, "x_label": "time since the first unit began", "write": rate_text}
-    drawn = chart("Rows per second", curves, from_zero=True, wide=True, **named)
+    drawn = chart("Rows per second", [curve], from_zero=True, wide=True, **named)
     return f'<div class="charts">{drawn}</div>' if drawn else ""
 
 
@@ -140,15 +127,6 @@ def _workers(summary: Mapping[str, Any]) -> str:
     names = ("Units", "Rows", "Rows per second", "Busy", "Busy share", "Model load")
     columns = [("Worker", "k"), *((name, "n") for name in names)]
     return f'<div class="card">{table(columns, rows)}</div>' if rows else ""
-
-
-def _slowest(summary: Mapping[str, Any]) -> str:
-    """The slowest rows; those of the same time are of one batch, and are a line."""
-    batches: dict[float, list[str]] = {}
-    for one in summary["slowest"]:
-        batches.setdefault(one["seconds"], []).append(str(one["id"]))
-    rows = [[esc(seconds(spent)), esc(abbreviated(ids, SHOWN_ROWS))] for spent, ids in batches.items()]
-    return f'<div class="card">{table([("Time", "k"), ("Rows", "soft")], rows)}</div>' if rows else ""
 
 
 def _failures(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -198,8 +176,3 @@ def _files(manifest: Mapping[str, Any]) -> str:
         for name, one in manifest["files"].items()
     ]
     return f'<div class="card">{table([("File", "k"), ("Size", "k"), ("SHA-256", "soft")], rows)}</div>'
-
-
-def _config(job: Mapping[str, Any]) -> str:
-    rows = [[esc(name), shown(value)] for name, value in sorted(job.items()) if value not in (None, (), [], {})]
-    return f'<div class="card">{table([("Key", "k"), ("Value", "v")], rows)}</div>' if rows else ""

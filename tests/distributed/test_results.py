@@ -24,9 +24,9 @@ from jobs.export import export_weights_of
 from raytrain.errors import InputError
 from raytrain.models.gpt import gpt
 from raytrain.models.weights.headers import find_weights
-from raytrain.report.figures import summary_from_text
 from raytrain.report.plots import activations, figure, png
 from raytrain.runs.folder import RunFolder
+from tests.unit.raytrain.report.test_build import summary_from_text
 
 LIMIT_S = 240
 GPT = {"builder": "raytrain.models.gpt:gpt", "layers": 2, "heads": 2, "width": 16, "context": 8}

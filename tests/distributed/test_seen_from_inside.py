@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from jobs.driver.screen.progress import PLAIN_EVERY_S, TrainingDisplay
-from raytrain.report.figures import summary_from_text
+from tests.unit.raytrain.report.test_build import summary_from_text
 
 GUEST = Path(__file__).parent / "guest" / "watching.py"
 INSTRUMENTS = Path(__file__).resolve().parents[1] / "numerics"

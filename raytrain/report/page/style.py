@@ -204,43 +204,12 @@ footer{margin-top:44px;color:var(--soft);font-size:13px}
 footer p+p{margin-top:4px}
 @media screen and (max-width:760px){
   main{padding:20px 14px 40px}
-  .charts{grid-template-columns:minmax(0,1fr)}
-  h1{font-size:22px}
-  .tiles{grid-template-columns:repeat(2,minmax(0,1fr));gap:10px}
-  .tile dd{font-size:20px}
-  .wide .plot{height:230px}
-  .chart{padding:12px 14px 8px}
-  .card{padding:12px 14px}
-  .plot{margin-left:40px}
-  .events li{grid-template-columns:minmax(0,1fr);gap:0}
+  .charts,.pairs,.events li{grid-template-columns:minmax(0,1fr)}
   .events time{text-align:left}
-  .pairs{grid-template-columns:minmax(0,1fr);gap:0}
-  .pairs dd{margin-bottom:8px}
 }
-@page{margin:12mm}
 @media print{
-  :root{color-scheme:light}
-  html{zoom:.8}
   *{-webkit-print-color-adjust:exact;print-color-adjust:exact}
-  body{background:var(--card)}
-  main{max-width:none;padding:0}
-  nav{display:none}
-  h2{margin:24px 0 8px}
-  h2,h3,summary,.bar{break-after:avoid}
-  .tiles{grid-template-columns:repeat(5,minmax(0,1fr));gap:8px;margin-top:14px}
-  .tile{padding:8px 12px}
-  .tile dd{font-size:20px}
   .tile,.chart,.finding,.events li,tr{break-inside:avoid}
-  .card:not(.finding){border:0;padding:0}
-  .finding{padding:8px 14px}
-  .charts{gap:10px}
-  .chart{padding:10px 14px 6px}
-  .plot{height:150px}
-  .wide .plot{height:220px}
-  th,td{padding-top:4px;padding-bottom:4px}
-  .events li{padding:4px 0}
-  pre{max-height:none}
-  .scroll{overflow:visible}
-  footer{margin-top:24px;break-before:avoid;break-inside:avoid}
+  nav{display:none}
 }
 """

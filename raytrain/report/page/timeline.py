@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cluster.wording import counted, plain_number, seconds, size
+from cluster.wording import counted, plain_number, seconds
 from raytrain.report.figures import cause_of
 from raytrain.report.page.style import esc
 from raytrain.report.page.tables import label
@@ -144,43 +144,6 @@ def _exported(row: Row) -> tuple[str, str]:
     return f"the weights of step {step:,} were written in {seconds(number(row.get('seconds')))}", ""
 
 
-def _compile(row: Row) -> tuple[str, str]:
-    counts = ", ".join(
-        _count(row, key, name)
-        for key, name in (("graphs", "graph"), ("graph_breaks", "graph break"), ("recompiles", "recompilation"))
-    )
-    text = f"by step {int(number(row.get('step')) or 0):,} {row.get('achieved')} compiled: {counts}"
-    text += f", {seconds(number(row.get('seconds')))} in the compiler"
-    return text, "; ".join(map(str, listed(row.get("reasons"))))
-
-
-def _eager_step(row: Row) -> tuple[str, str]:
-    return f"a step without compilation takes {seconds(number(row.get('seconds')))}", ""
-
-
-def _expert_hosts(row: Row) -> tuple[str, str]:
-    hosts = [mapping(host) for host in listed(row.get("hosts"))]
-    places = ", ".join(f"{host.get('device')} of {host.get('node')} (pid {host.get('pid')})" for host in hosts)
-    took = number(row.get("seconds"))
-    return f"{len(hosts)} expert host{'s are' if len(hosts) != 1 else ' is'} ready" + (
-        f" after {seconds(took)}" if took else ""
-    ), places
-
-
-def _placement(row: Row) -> tuple[str, str]:
-    layers = [listed(mapping(layer).get("copies")) for layer in listed(row.get("layers"))]
-    held = [0] * int(number(row.get("num_hosts")) or 0)
-    for copies in layers:
-        for hosts in copies:
-            for host in listed(hosts):
-                if isinstance(host, int) and 0 <= host < len(held):
-                    held[host] += 1
-    sizes = [size(number(one)) for one in listed(row.get("bytes"))]
-    text = f"version {row.get('version')} from step {int(number(row.get('step')) or 0):,}: "
-    text += f"{' + '.join(map(str, held))} copies of experts on {len(held)} hosts"
-    return text, f"with {' + '.join(sizes)}" if sizes else ""
-
-
 def _decision(row: Row) -> tuple[str, str]:
     if row.get("what") == "recovery":
         return _recovery(row)
@@ -217,16 +180,10 @@ def _message(row: Row) -> tuple[str, str]:
     return cause_of(row), ""
 
 
-def _nonfinite(row: Row) -> tuple[str, str]:
-    return f"step {int(number(row.get('step')) or 0):,}: {first_text(row, 'what')}", ""
-
-
 _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
     "driver_start": _driver_start, "driver_end": _driver_end, "attempt": _attempt, "attempt_end": _attempt_end,
-    "checkpoint": _checkpoint, "compile": _compile, "eager_step": _eager_step, "exported": _exported,
-    "expert_hosts": _expert_hosts, "placement": _placement, "decision": _decision, "nonfinite": _nonfinite,
-    "fault": _fault,
+    "checkpoint": _checkpoint, "exported": _exported, "decision": _decision, "fault": _fault,
     "preparation": _message, "inference": _message,
     "speed_remedies": _message, "memory_remedies": _message, "dashboard": _message,
 }  # fmt: skip
-"""Kind of event -> (a sentence, details)."""
+"""Kind of event -> (a sentence, details); of others, the message and the plain fields are shown."""

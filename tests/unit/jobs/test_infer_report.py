@@ -30,7 +30,7 @@ def test_a_job_leaves_its_report_and_the_verb_report_writes_it_again(
     assert str(path) in capsys.readouterr().out
     page = path.read_text()
     assert "39 of 40 rows have a prediction" in page and "no finite number" in page and "done, with failed rows" in page
-    for section in ("speed", "workers", "slowest", "failures", "quality", "files", "config"):
+    for section in ("speed", "workers", "failures", "quality", "files"):
         assert f'id="{section}"' in page
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert [one["rows"] for one in summary["times"]] == [16, 16, 8]

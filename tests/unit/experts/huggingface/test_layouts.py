@@ -152,8 +152,11 @@ BROKEN = {
     "a missing first expert": (dropped(f"{MOE}.experts.0.w1.weight"), r"experts\.0\.w1\.weight: got no such tensor"),
     "a missing router": (dropped(f"{MOE}.gate.weight"), r"gate\.weight: got no such tensor, expected .*router"),
     "one expert too many": (added(f"{MOE}.experts.3.w1.weight", F, D), r"experts\.3\.w1\.weight: got a tensor that"),
-    "a doubled expert": (added(f"{MOE}.experts.01.w1.weight", F, D), r"experts\.01\.w1\.weight: got a tensor that.*each weight of 3 experts once"),
-    "experts singly and fused": (added(f"{MOE}.experts.gate_up_proj", E, 2 * F, D), r"experts\.0\.w1\.weight: got a tensor that .*once, fused"),
+    "a doubled expert": (added(f"{MOE}.experts.01.w1.weight", F, D), r"01\.w1.*got a tensor that.*experts once"),
+    "experts singly and fused": (
+        added(f"{MOE}.experts.gate_up_proj", E, 2 * F, D),
+        r"0\.w1.*got a tensor that .*fused",
+    ),
     "a layer twice": (added("mlp.experts.gate_up_proj", E, 2 * F, D), r"mlp\.experts.* got layer 1 twice"),
     "another width": (added(f"{MOE}.experts.1.w2.weight", D, F + 1), r"w2\.weight: got 8 x 6 .*expected 8 x 5"),
     "a vector": (added(f"{MOE}.experts.0.w1.weight", D), r"experts\.0\.w1\.weight: got 8 of torch.float32"),

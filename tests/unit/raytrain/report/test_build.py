@@ -15,7 +15,7 @@ from jobs.report import report_verb
 from raytrain.errors import InputError
 from raytrain.report.build import build_report
 from raytrain.report.compare import compare_page, not_comparable
-from raytrain.report.figures import outcome, summarise, summary_from_text
+from raytrain.report.figures import outcome, summarise
 from raytrain.report.page.page import report_page
 from raytrain.report.records import read_records
 from raytrain.runs.folder import RunFolder
@@ -78,6 +78,12 @@ def write(folder: Path, contents: dict[str, Any]) -> RunFolder:
         else:
             path.write_text(content if isinstance(content, str) else json.dumps(content))
     return RunFolder.open(str(folder))
+
+
+def summary_from_text(text: str) -> dict[str, str]:
+    """The figures of a performance summary by name, each as text."""
+    rows = (line.split(None, 1) for line in text.splitlines()[2:] if line.strip())
+    return {row[0]: row[1].strip() if len(row) > 1 else "" for row in rows}
 
 
 class Page(HTMLParser):
