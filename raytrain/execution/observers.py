@@ -11,18 +11,10 @@ import copy
 import math
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from raytrain.errors import InputError
 from raytrain.runs.mirror import MirroredFolder
-
-
-class Sink(Protocol):
-    """Anything that accepts rows."""
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Write one row."""
-        ...
 
 
 class Observers:

@@ -168,15 +168,6 @@ def rows_of(data: bytes, *, origin: str) -> list[dict[str, Any]]:
     return rows
 
 
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a local JSONL file, [] if it does not exist; see `rows_of`."""
-    try:
-        data = Path(path).read_bytes()
-    except FileNotFoundError:
-        return []
-    return rows_of(data, origin=str(path))
-
-
 class JsonlWriter:
     """Appends rows to a local file, each with one system call, so that readers see complete rows immediately.
 

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from cluster.checks.ray_job import is_submitted
 from raytrain.errors import InputError, RunError, first_line
@@ -94,32 +94,12 @@ def part_below(place: str, path: str) -> str | None:
     return inner[len(base.rstrip("/")) + 1 :] if inner.startswith(f"{base.rstrip('/')}/") else None
 
 
-class Store(Protocol):
-    """A tree of files below `uri`; every name is relative to it, with forward slashes.
+class LocalStore:
+    """A directory of a local or shared file system: a tree of files below `uri`; every name is relative to it, with
+    forward slashes.
 
     Reading methods raise FileNotFoundError (OSError), writing methods RunError.
     """
-
-    uri: str
-    is_local: bool
-
-    def read_bytes(self, name: str) -> bytes: ...
-    def read_head(self, name: str, size: int) -> bytes: ...
-    def write_bytes(self, name: str, data: bytes) -> None: ...
-    def create_exclusive(self, name: str, data: bytes) -> bool: ...
-    def open_write(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]: ...
-    def local_copy(self, name: str, scratch: str) -> str: ...
-    def exists(self, name: str) -> bool: ...
-    def entries(self, name: str) -> list[Entry]: ...
-    def changed(self, name: str) -> float | None: ...
-    def delete(self, name: str) -> None: ...
-    def delete_tree(self, name: str) -> None: ...
-    def make_dir(self, name: str) -> None: ...
-    def sync_dir(self, name: str) -> None: ...
-
-
-class LocalStore:
-    """A directory of a local or shared file system."""
 
     is_local = True
 
@@ -246,7 +226,7 @@ class LocalStore:
 
 
 class ObjectStore:
-    """Any location that a pyarrow filesystem supports, addressed by URI (s3, gs, hdfs, file).
+    """Any location that a pyarrow filesystem supports, addressed by URI (s3, gs, hdfs, file); methods as `LocalStore`.
 
     Objects are written in one piece; nothing relies on rename or append. `file://` URIs use this class too.
     """
@@ -332,7 +312,10 @@ class ObjectStore:
         """Does nothing: objects are durable once their stream is closed."""
 
 
-def open_store(path: str, advice: WriteAdvice = SAVES) -> LocalStore | ObjectStore:
+Store = LocalStore | ObjectStore
+
+
+def open_store(path: str, advice: WriteAdvice = SAVES) -> Store:
     """The store for a path or a URI, with the advice of its errors.
 
     Errors: pyarrow's ValueError or OSError for a URI that it does not support.

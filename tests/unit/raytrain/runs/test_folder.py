@@ -18,7 +18,7 @@ from raytrain.runs import lease as attempts
 from raytrain.runs import storage
 from raytrain.runs.folder import RunFolder, find_unfinished
 from raytrain.runs.lease import process_start, this_process
-from raytrain.runs.records import StepRecord, read_rows
+from raytrain.runs.records import StepRecord, rows_of
 
 JOB = {"model": {"builder": "m:f"}, "optim": {"betas": [0.9, 0.99]}, "loop": {"max_steps": 5}}
 
@@ -168,7 +168,7 @@ def test_truncation_on_an_object_store(tmp_path):
     assert run.truncate_metrics(1) == 2
     run.writer(run.metrics).write({"kind": "train", "step": 2})
     run.close()
-    assert [row["step"] for row in read_rows(on_disk(run) / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in rows_of((on_disk(run) / "metrics.jsonl").read_bytes(), origin="")] == [1, 2]
 
 
 def test_attempts_are_numbered_and_owned(save_dir):
