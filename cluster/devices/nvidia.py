@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -154,31 +155,36 @@ def narrow_visible(
     return ",".join(map(name, devices))
 
 
+@contextlib.contextmanager
+def _asking(nvml: Any) -> Iterator[Any]:
+    """Context manager with NVML, initialised; None without a driver.
+
+    Args:
+        nvml: the pynvml module or a substitute; imported if None.
+    """
+    nvml = _import_nvml() if nvml is None else nvml
+    try:
+        if nvml is not None:
+            nvml.nvmlInit()
+    except nvml.NVMLError:
+        nvml = None
+    try:
+        yield nvml
+    finally:
+        if nvml is not None:
+            nvml.nvmlShutdown()
+
+
 def driver_version(*, nvml: Any = None) -> str | None:
     """The version of the NVIDIA driver; None without a driver."""
-    nvml = nvml or _import_nvml()
-    if nvml is None:
-        return None
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    version = _or_none(nvml, lambda: _text(nvml.nvmlSystemGetDriverVersion()))
-    nvml.nvmlShutdown()
-    return version
+    with _asking(nvml) as asked:
+        return asked and _or_none(asked, lambda: _text(asked.nvmlSystemGetDriverVersion()))
 
 
 def cuda_of_driver(*, nvml: Any = None) -> tuple[int, int] | None:
     """(major, minor) of the newest CUDA that the driver supports; None without a driver."""
-    nvml = nvml or _import_nvml()
-    if nvml is None:
-        return None
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    version = _or_none(nvml, lambda: int(nvml.nvmlSystemGetCudaDriverVersion_v2()))
-    nvml.nvmlShutdown()
+    with _asking(nvml) as asked:
+        version = asked and _or_none(asked, lambda: int(asked.nvmlSystemGetCudaDriverVersion_v2()))
     return None if version is None else (version // 1000, version % 1000 // 10)
 
 
@@ -260,23 +266,14 @@ def gpu_links(uuid: str, *, nvml: Any = None) -> list[str]:
     Args:
         nvml: the pynvml module or a substitute; imported if None.
     """
-    nvml = _import_nvml() if nvml is None else nvml
-    if nvml is None:
-        return []
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return []
-    try:
-        handle = _or_none(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID(uuid))
+    with _asking(nvml) as asked:
+        handle = asked and _or_none(asked, lambda: asked.nvmlDeviceGetHandleByUUID(uuid))
         if handle is None:
             return []
-        generation = _or_none(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
-        width = _or_none(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
-        most = int(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0))
-        states = [_or_none(nvml, lambda at=at: nvml.nvmlDeviceGetNvLinkState(handle, at)) for at in range(most)]
-    finally:
-        nvml.nvmlShutdown()
+        generation = _or_none(asked, lambda: asked.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+        width = _or_none(asked, lambda: asked.nvmlDeviceGetMaxPcieLinkWidth(handle))
+        most = int(getattr(asked, "NVML_NVLINK_MAX_LINKS", 0))
+        states = [_or_none(asked, lambda at=at: asked.nvmlDeviceGetNvLinkState(handle, at)) for at in range(most)]
     found = [f"PCIe {generation} x{width}"] if generation and width else []
     active = sum(bool(state) for state in states)
     return [*found, f"{active} NVLink"] if active else found
