@@ -298,27 +298,11 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
             remedy="each trial is one process, which cannot be sharded; the trials of a tune.space can, such as "
             "tune.space='{loop.micro_batch_size: [4, 8]}' tune.metric=samples_per_s",
         )
-    for key, (possible, expected, reason) in _later(spec).items():
-        section, name = key.split(".")
-        value = getattr(getattr(spec, section), name)
-        if not possible and not (verb == "tune" and key == "loop.global_batch_size"):  # which the search decides
-            raise InputError(
-                key,
-                got=describe(value),
-                expected=expected,
-                remedy=reason,
-            )
-
-
-def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
-    """Key -> (whether its value is implemented, the implemented values, the remedy)."""
-    return {
-        "loop.global_batch_size": (
-            spec.loop.global_batch_size != "auto",
-            "an integer >= 1",
-            "`raytrain tune` searches for a batch size",
-        ),
-    }
+    if verb != "tune" and spec.loop.global_batch_size == "auto":  # which the search decides
+        raise InputError(
+            "loop.global_batch_size", got=describe("auto"), expected="an integer >= 1",
+            remedy="`raytrain tune` searches for a batch size",
+        )  # fmt: skip
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
