@@ -163,11 +163,11 @@ def _asking(nvml: Any) -> Iterator[Any]:
         nvml: the pynvml module or a substitute; imported if None.
     """
     nvml = _import_nvml() if nvml is None else nvml
-    try:
-        if nvml is not None:
+    if nvml is not None:
+        try:
             nvml.nvmlInit()
-    except nvml.NVMLError:
-        nvml = None
+        except nvml.NVMLError:
+            nvml = None
     try:
         yield nvml
     finally:
