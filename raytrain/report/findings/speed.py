@@ -221,7 +221,13 @@ def limiting_part(records: RunRecords) -> list[Finding]:
             found.append(Finding("info" if small else "warning", title, seen, remedy))
     busy = account.get("compute", 0.0) / wall
     if busy >= 0.5:
-        found.append(Finding("good", "Limited by compute", f"{busy:.0%} of {seconds(wall)} is computation"))
+        compared = records.configured("precision.dtype") != "fp32"
+        tuned = any(line.key.startswith("tune.found.") for line in records.config)
+        remedy = advice(
+            ("set precision.dtype: auto, which compares bf16 with fp32 on this model", compared),
+            ("let `raytrain tune` find the batch size that computes the most rows per second", tuned),
+        )
+        found.append(Finding("good", "Limited by compute", f"{busy:.0%} of {seconds(wall)} is computation", remedy))
     return found
 
 

@@ -184,6 +184,6 @@ _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
     "driver_start": _driver_start, "driver_end": _driver_end, "attempt": _attempt, "attempt_end": _attempt_end,
     "checkpoint": _checkpoint, "exported": _exported, "decision": _decision, "fault": _fault,
     "preparation": _message, "inference": _message,
-    "speed_remedies": _message, "memory_remedies": _message, "dashboard": _message,
+    "memory_remedies": _message, "dashboard": _message,
 }  # fmt: skip
 """Kind of event -> (a sentence, details); of others, the message and the plain fields are shown."""

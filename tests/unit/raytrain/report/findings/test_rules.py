@@ -292,6 +292,20 @@ def test_the_part_of_time_that_limits(part: str, title: str):
     assert busy["Limited by compute"].evidence.startswith("99% of"), "the share of the time that is computation"
 
 
+@pytest.mark.covers("TRB-18", "TRB-21")
+def test_a_run_limited_by_compute_is_told_of_bf16_and_of_larger_batches_unless_it_has_tried_them() -> None:
+    def told(**keys: Any) -> str:
+        config = [ConfigRow(key.replace("__", "."), value, "file") for key, value in keys.items()]
+        done = records(train=rows(FALLING), result=account(compute=990.0), config=config)
+        return remedy_of(done, "Limited by compute")
+
+    batch = "`raytrain tune` find the batch size that computes the most rows per second."
+    dtype = "Set precision.dtype: auto, which compares bf16 with fp32 on this model"
+    assert told(precision__dtype="fp32") == f"{dtype} or let {batch}"
+    assert told(precision__dtype="auto") == told(precision__dtype="bf16") == f"Let {batch}", "measured, or in force"
+    assert told(precision__dtype="auto", tune__found__facts={}) == "", "the search has found its batch"
+
+
 STEP = {"step_time_s": 1.0, "data_time_s": 0.02, "wait_time_s": 0.1, "data_cpu_share": 0.0, "slowest_data_time_s": 0.02,
         "work_time_s_median": 0.9, "work_time_s_max": 0.92, "slowest_rank": 1}  # fmt: skip
 
