@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cluster.wording import size as size_text
 from raytrain.plan.choice import Choice, Resolved
 
 IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
@@ -38,15 +39,6 @@ def reason_of(choice: Choice) -> str:
     if isinstance(choice, Resolved):
         return choice.reason
     return f"{choice.how}; {choice.reason}" if choice.reason else choice.how
-
-
-def size_text(count: float) -> str:
-    """Bytes in binary units with three digits: 12.3 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if abs(count) >= 100 else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
 
 
 def seconds_text(spent: float, *, digits: int = 2) -> str:
