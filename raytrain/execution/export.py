@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,10 +27,6 @@ Export = Callable[[dict[str, Tensor], str], None]
 """`Trainable.export`."""
 
 NAME = "model.safetensors"
-#: Samples of earlier weights, which show what was learned: so many, of so many tokens, within so many seconds.
-EARLIER_AT_MOST, EARLIER_TOKENS, EARLIER_S = 4, 160, 2.0
-#: Of a larger model, reading a checkpoint alone takes seconds.
-EARLIER_PARAMETERS = 50_000_000
 
 
 def export(session: Session, module: nn.Module, run: RunFolder) -> None:
@@ -40,10 +35,10 @@ def export(session: Session, module: nn.Module, run: RunFolder) -> None:
     The weights are those of the last step, or of the best evaluation if the plan says so (`save.export`). The weights
     folder also receives the files that `Trainable.export` writes, and the tokenizer's.
 
-    The sample is taken from the exported weights, and shorter ones from the checkpoints that are kept.
+    The sample is taken from the exported weights.
 
     Args:
-        module: the session's module with its full weights; it is left with those of any of these.
+        module: the session's module with its full weights; it is left with those that were exported.
     """
     state, step = session.state, session.state.step
     best = state.best_step if session.job.plan.value("export", "last") == "best" else None
@@ -62,28 +57,7 @@ def export(session: Session, module: nn.Module, run: RunFolder) -> None:
         return
     sample = language_sample(module, session.source, context=session.job.model.keys.get("context"))
     if sample is not None:
-        run.write_json(run.sample, {**sample, "step": step})  # which stands if the rest is interrupted
-        earlier = _earlier_samples(session, module, run, before=step)
-        run.write_json(run.sample, {**sample, "step": step, "earlier": earlier})
-
-
-def _earlier_samples(session: Session, module: nn.Module, run: RunFolder, *, before: int) -> list[dict[str, Any]]:
-    """[{"step", "text"}] from the weights of kept checkpoints before a step, the first ones first, for at most
-    `EARLIER_S` seconds; a checkpoint that cannot be read is left out."""
-    context, found, ends = session.job.model.keys.get("context"), [], time.monotonic() + EARLIER_S
-    if sum(parameter.numel() for parameter in module.parameters()) > EARLIER_PARAMETERS:
-        return []
-    kept = [info for info in list_checkpoints(run) if info.complete and info.step < before]
-    for info in kept[:EARLIER_AT_MOST]:
-        if time.monotonic() > ends:
-            break
-        try:
-            load_module(module, read_weights(info.path).tensors)
-        except (CheckpointError, OSError):
-            continue
-        sample = language_sample(module, session.source, context=context, tokens=EARLIER_TOKENS)
-        found += [] if sample is None else [{"step": info.step, "text": sample["text"]}]
-    return found
+        run.write_json(run.sample, {**sample, "step": step})
 
 
 def notes_of(state: LoopState, *, step: int) -> dict[str, str]:

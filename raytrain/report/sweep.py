@@ -19,7 +19,7 @@ OF_RUNS = ("trial", "outcome", "eval_loss", "samples_per_s", "steps", "wall_s")
 """Columns of the trials that are complete runs."""
 OF_SIZES = ("precision", "micro_batch_size", "passes", "rows_per_s", "low", "high", "measured_peak", "predicted_peak")
 """Columns of the sizes that a batch search measured."""
-TITLES = {"low": "95 % from", "high": "to", "measured_peak": "peak memory", "predicted_peak": "predicted peak"}
+TITLES = {"low": "least", "high": "most", "measured_peak": "peak memory", "predicted_peak": "predicted peak"}
 CHOSEN = ' <span class="badge good">chosen</span>'
 
 

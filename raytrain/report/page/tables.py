@@ -80,18 +80,7 @@ def sample(records: RunRecords) -> str:
     text = text.removeprefix(prompt)
     note = ", ".join(fact for fact in facts if fact)
     lead = f'<span class="prompt">{esc(prompt)}</span>' if prompt else ""
-    last = f'<div class="card"><pre>{lead}{esc(text)}</pre></div><p class="note">{esc(note)}</p>'
-    return last + "".join(_earlier(mapping(row), lead=lead, prompt=prompt) for row in listed(sample.get("earlier")))
-
-
-def _earlier(row: Row, *, lead: str, prompt: str) -> str:
-    """What the weights of an earlier checkpoint write, folded."""
-    step, text = number(row.get("step")), first_text(row, "text").removeprefix(prompt)
-    if step is None or not text:
-        return ""
-    begin = " ".join(text.split())
-    summary = f"at step {int(step):,}: {begin[:60]}{'...' * (len(begin) > 60)}"
-    return f"<details><summary>{esc(summary)}</summary><div class=card><pre>{lead}{esc(text)}</pre></div></details>"
+    return f'<div class="card"><pre>{lead}{esc(text)}</pre></div><p class="note">{esc(note)}</p>'
 
 
 def time_table(records: RunRecords) -> str:

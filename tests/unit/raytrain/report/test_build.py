@@ -62,8 +62,7 @@ def files() -> dict[str, Any]:
             "attempt": 1, "time": 105.0, "error": "WorkerDied", "message": "signal 9",
             "traceback": "Traceback: here",
         },
-        "sample.json": {"prompt": "To be", "text": "To be or not", "step": 20, "temperature": 0.8,
-                        "earlier": [{"step": 1200, "text": "To be xq zz"}, {"step": None, "text": "left out"}]},
+        "sample.json": {"prompt": "To be", "text": "To be or not", "step": 20, "temperature": 0.8},
         "result.json": {"status": "done", "steps": 20, "final_loss": 2.0, "best_eval_loss": 2.5,
                         "best_step": 20, "wall_s": sum(TIME.values()), "time": TIME},
     }  # fmt: skip
@@ -163,7 +162,7 @@ def test_the_page_describes_the_run_in_one_file(tmp_path: Path):
     for told in (
         "Done: 20 steps in 9.0 s.", "2 attempts", "Best eval loss 2.5000 step 20", "half the time",
         "resolved in the run", "optim.lr 0.001 command line", "experts.num_experts 4 file",
-        "WorkerDied: signal 9", "Traceback: here", "To be or not", "step 20, temperature 0.8", "at step 1,200: xq zz",
+        "WorkerDied: signal 9", "Traceback: here", "To be or not", "step 20, temperature 0.8",
         "A CPU, 2 cores", "little space; free some", "threads: one each",
         "startup 2.0 s 22.2%", "total 9.0 s", "name: shown", "training waited 4 ms",
     ):  # fmt: skip
