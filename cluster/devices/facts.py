@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.devices.inventory import Inventory
 from cluster.devices.limits import ROOT
-from cluster.devices.nvidia import Device, driver_version, gpu_links
+from cluster.devices.nvidia import Device, driver_version
 from cluster.devices.torch_build import TorchBuild, installed_torch
 
 BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (7, 0)
@@ -19,7 +19,7 @@ def device_facts(inventory: Inventory, *, torch: TorchBuild | None = None, nvml:
     """A row for each device of this machine that a process may use: its GPUs, else the CPU.
 
     Each row has the keys kind (cuda, rocm or cpu), index, name, uuid, memory_total_bytes, memory_free_bytes,
-    capability, features, driver, runtime and links; what does not apply is None or empty. `features` are the number
+    capability, features, driver and runtime; what does not apply is None or empty. `features` are the number
     formats with fast matrix products.
 
     Args:
@@ -31,18 +31,18 @@ def device_facts(inventory: Inventory, *, torch: TorchBuild | None = None, nvml:
     node = inventory.nodes[0]
     if node.devices:
         driver = driver_version(nvml=nvml)
-        return [_gpu(device, driver if device.kind == "cuda" else None, build, nvml) for device in node.devices]
+        return [_gpu(device, driver if device.kind == "cuda" else None, build) for device in node.devices]
     return [
         {
             "kind": "cpu", "index": 0, "name": inventory.cpu_model, "uuid": None,
             "memory_total_bytes": node.memory_bytes, "memory_free_bytes": node.free_bytes, "capability": None,
             "features": [name for name, present in inventory.cpu_flags.items() if present], "driver": None,
-            "runtime": f"torch {build.version}" if build.version else None, "links": [],
+            "runtime": f"torch {build.version}" if build.version else None,
         }
     ]  # fmt: skip
 
 
-def _gpu(device: Device, driver: str | None, build: TorchBuild, nvml: Any) -> dict[str, Any]:
+def _gpu(device: Device, driver: str | None, build: TorchBuild) -> dict[str, Any]:
     is_amd = device.kind != "cuda" or (build.hip is not None and build.cuda is None)
     runtime = f"ROCm {build.hip}" if is_amd else f"CUDA {build.cuda}"
     return {
@@ -51,7 +51,6 @@ def _gpu(device: Device, driver: str | None, build: TorchBuild, nvml: Any) -> di
         "capability": None if device.capability is None else list(device.capability),
         "features": fast_formats(device.capability), "driver": driver,
         "runtime": runtime if build.hip or build.cuda else None,
-        "links": gpu_links(device.uuid, nvml=nvml) if device.uuid else [],
     }  # fmt: skip
 
 

@@ -49,8 +49,6 @@ class _Gpu:
 
     device: Device
     partitions: list[Device] | None = None
-    old_names: Mapping[str, str] = field(default_factory=dict)
-    """Names of MIG devices before driver R470, MIG-GPU-UUID/gi/ci, with the UUID of each."""
 
 
 def visible_devices(environ: Mapping[str, str], *, nvml: Any = None) -> FoundDevices:
@@ -70,9 +68,7 @@ def visible_devices(environ: Mapping[str, str], *, nvml: Any = None) -> FoundDev
     if wanted is not None and gpus:
         partitions = [one for gpu in gpus if gpu is not None for one in gpu.partitions or ()]
         names = ["" if gpu is None else gpu.device.uuid or "" for gpu in gpus]
-        old = {name: uuid for gpu in gpus if gpu is not None for name, uuid in gpu.old_names.items()}
-        tokens = ",".join(old.get(token.strip(), token) for token in wanted.split(","))
-        places, problem = select_visible(tokens, [*names, *(one.uuid or "" for one in partitions)], gpus=len(gpus))
+        places, problem = select_visible(wanted, [*names, *(one.uuid or "" for one in partitions)], gpus=len(gpus))
         named = [(*gpus, *partitions)[place] for place in places]
         chosen = [one for one in named if one is not None]
         if problem:
@@ -228,16 +224,12 @@ def _read(nvml: Any, index: int) -> _Gpu:
     mode = _or_none(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle))
     if mode is None or not mode[0]:
         return _Gpu(device)
-    partitions, old_names = list[Device](), dict[str, str]()
+    partitions = list[Device]()
     for place in range(int(_or_none(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0)):
         part = _or_none(nvml, lambda at=place: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, at))
-        if part is None:  # no MIG device in this place
-            continue
-        partitions.append(_device(nvml, part, index, shown))
-        ids = [_or_none(nvml, lambda of=of, part=part: getattr(nvml, of)(part))
-               for of in ("nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")]  # fmt: skip
-        old_names[f"{MIG}{device.uuid}/{ids[0]}/{ids[1]}"] = partitions[-1].uuid or ""
-    return _Gpu(device, partitions, old_names)
+        if part is not None:  # there is a MIG device in this place
+            partitions.append(_device(nvml, part, index, shown))
+    return _Gpu(device, partitions)
 
 
 def _device(nvml: Any, handle: Any, index: int, capability: tuple[int, int] | None) -> Device:
@@ -258,25 +250,6 @@ def _device(nvml: Any, handle: Any, index: int, capability: tuple[int, int] | No
         free_bytes=None if memory is None else int(memory.free),
         unified=unified,
     )
-
-
-def gpu_links(uuid: str, *, nvml: Any = None) -> list[str]:
-    """How a GPU is connected, such as ["PCIe 4 x16", "18 NVLink"]; empty where NVML does not tell.
-
-    Args:
-        nvml: the pynvml module or a substitute; imported if None.
-    """
-    with _asking(nvml) as asked:
-        handle = asked and _or_none(asked, lambda: asked.nvmlDeviceGetHandleByUUID(uuid))
-        if handle is None:
-            return []
-        generation = _or_none(asked, lambda: asked.nvmlDeviceGetMaxPcieLinkGeneration(handle))
-        width = _or_none(asked, lambda: asked.nvmlDeviceGetMaxPcieLinkWidth(handle))
-        most = int(getattr(asked, "NVML_NVLINK_MAX_LINKS", 0))
-        states = [_or_none(asked, lambda at=at: asked.nvmlDeviceGetNvLinkState(handle, at)) for at in range(most)]
-    found = [f"PCIe {generation} x{width}"] if generation and width else []
-    active = sum(bool(state) for state in states)
-    return [*found, f"{active} NVLink"] if active else found
 
 
 def _or_none(nvml: Any, read: Callable[[], Any]) -> Any:

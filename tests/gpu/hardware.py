@@ -156,12 +156,6 @@ class Nvml:
             raise self.NVMLError_NotFound("Not Found")
         return handle[0], place
 
-    def nvmlDeviceGetGpuInstanceId(self, handle: tuple[int, int]) -> int:
-        return handle[1] + 7
-
-    def nvmlDeviceGetComputeInstanceId(self, handle: tuple[int, int]) -> int:
-        return 0
-
 
 def amd_driver(root: Path, gpus: Iterable[str]) -> None:
     """Write what AMD's kernel driver shows of these GPUs below `root`, after a CPU."""

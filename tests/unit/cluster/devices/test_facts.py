@@ -16,7 +16,7 @@ ROCM = TorchBuild("2.13.0+rocm7", hip="7.0")
 CPU = TorchBuild("2.13.0+cpu")
 KEYS = [
     "kind", "index", "name", "uuid", "memory_total_bytes", "memory_free_bytes", "capability", "features", "driver",
-    "runtime", "links",
+    "runtime",
 ]  # fmt: skip
 
 
@@ -56,31 +56,6 @@ def test_every_kind_of_device_has_the_same_keys(tmp_path: Path) -> None:
 )
 def test_fast_formats_follow_from_the_capability(capability: tuple[int, int] | None, formats: list[str]) -> None:
     assert fast_formats(capability) == formats
-
-
-def test_a_gpu_says_how_it_is_connected() -> None:
-    from cluster.devices.nvidia import gpu_links
-
-    class Linked(Nvml):
-        NVML_NVLINK_MAX_LINKS = 18
-
-        def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
-            return name
-
-        def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: str) -> int:
-            return 5
-
-        def nvmlDeviceGetMaxPcieLinkWidth(self, handle: str) -> int:
-            return 16
-
-        def nvmlDeviceGetNvLinkState(self, handle: str, link: int) -> int:
-            if link >= 12:
-                raise self.NVMLError_NotSupported
-            return 1
-
-    nvml = Linked("H100")
-    assert gpu_links(uuid(0), nvml=nvml) == ["PCIe 5 x16", "12 NVLink"] and nvml.open == 0
-    assert gpu_links(uuid(0), nvml=Nvml("H100")) == [], "bindings that do not tell"
 
 
 def test_limits_are_those_of_the_cgroup_beside_the_machines(tmp_path: Path) -> None:

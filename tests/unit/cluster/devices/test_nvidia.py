@@ -122,7 +122,6 @@ MIG_0 = {0: 3}
         (MIG_0, mig_uuid(0, 2), mig_uuid(0, 2)),
         (MIG_0, mig_uuid(0, 2)[:14], mig_uuid(0, 2)),
         (MIG_0, f"{mig_uuid(0, 1)},{mig_uuid(0, 2)}", mig_uuid(0, 1)),
-        (MIG_0, f"MIG-{uuid(0)}/8/0", mig_uuid(0, 1)),
         (MIG_0, f"1,{mig_uuid(0, 1)}", mig_uuid(0, 1)),
         (MIG_0, "1", uuid(1)),
         ({1: 2}, None, mig_uuid(1, 0)),
