@@ -1,17 +1,12 @@
 """The processes of bench `experts`: a worker or a host of a layout, or all experts in one process.
 
-    python -m jobs.bench.experts.experts_member SETTINGS.json RANK
-
 Workers and the single process serve requests of the bench, a host serves its workers; waiting uses no CPU.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -204,7 +199,3 @@ def main(settings: dict[str, Any], rank: int) -> None:
         train(settings, rank) if "job" in settings else work(settings, rank)
     else:
         serve_host(settings, rank, place(settings, [settings["num_experts"]] * len(settings["widths"])))
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))

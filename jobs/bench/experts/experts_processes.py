@@ -53,7 +53,7 @@ class ExpertsArm(ArmProcesses):
             "meters": f"{self._files}.meter",
         }  # fmt: skip
         super().__init__(
-            server, name, "jobs.bench.experts.experts_member", settings, processes=layout.processes,
+            server, name, "jobs.bench.experts.experts_member:main", settings, processes=layout.processes,
             connecting=max(1, layout.workers),
         )  # fmt: skip
 

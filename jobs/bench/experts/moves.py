@@ -103,8 +103,8 @@ class MovesArm(ArmProcesses):
 
     def __init__(self, server: ArmServer, name: str, options: MovesOptions, text: Path) -> None:
         settings, processes = settings_of(options, name, server.folder, text), 1 + len(options.slowness)
-        module = "jobs.bench.experts.moves_member"
-        super().__init__(server, name, module, settings, processes=processes, connecting=1)
+        target = "jobs.bench.experts.moves_member:main"
+        super().__init__(server, name, target, settings, processes=processes, connecting=1)
         self.times: list[float] = []
         self.losses: list[float] = []
         self.notices: list[tuple[str, dict[str, Any]]] = []

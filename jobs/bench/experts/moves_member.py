@@ -1,16 +1,11 @@
 """The processes of bench `moves`: one training worker, and hosts of different speed.
 
-    python -m jobs.bench.experts.moves_member SETTINGS.json RANK
-
 The worker serves requests of the bench, the hosts serve the worker.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,7 +117,3 @@ def main(settings: dict[str, Any], rank: int) -> None:
         train(settings)
     else:
         serve(settings, rank)
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))

@@ -30,6 +30,8 @@ ADDRESS = "RAYTRAIN_BENCH_SOCKET"
 ANSWER_TIMEOUT_S = 180.0
 #: Seconds within which a process must exit after its last block.
 EXIT_TIMEOUT_S = 20.0
+#: What every process of an arm runs.
+MEMBER = "jobs.bench.harness.member"
 LOG_TAIL = 2000
 
 
@@ -182,19 +184,19 @@ class ArmServer:
 
 
 class ArmProcesses:
-    """The processes of one arm, each `python -m MODULE SETTINGS.json RANK`, with one log file.
+    """The processes of one arm, each runs `FUNCTION(settings, rank)` of a module (`harness.member`), with one log file.
 
     Args:
-        module: dotted name of what they run.
+        target: "MODULE:FUNCTION" that they run.
         settings: written to SETTINGS.json.
         processes: number of processes; `connecting` of them (default: all) connect to the bench.
-        launcher: arguments before `-m MODULE`, such as those of torchrun.
+        launcher: arguments before `-m`, such as those of torchrun.
         environment: variables in addition to those of the bench.
         cwd: their working directory.
     """
 
     def __init__(
-        self, server: ArmServer, arm: str, module: str, settings: Mapping[str, Any], *, processes: int = 1,
+        self, server: ArmServer, arm: str, target: str, settings: Mapping[str, Any], *, processes: int = 1,
         connecting: int | None = None, launcher: Sequence[str] = (), environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> None:  # fmt: skip
@@ -204,7 +206,7 @@ class ArmProcesses:
         path.write_text(json.dumps(settings))
         server.own(self)
         self._processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, *launcher, "-m", module, str(path)]
+        command = [sys.executable, *launcher, "-m", MEMBER, target, str(path)]
         with self._log.open("ab") as log:
             for rank in range(processes):
                 variables = {**os.environ, **(environment or {})}

@@ -76,10 +76,10 @@ def loop_job(options: LoopOptions, *, world_size: int, text: Path, save_dir: Pat
 
 
 def start_script(
-    server: ArmServer, arm: str, module: str, options: LoopOptions, *, world_size: int, text: Path,
+    server: ArmServer, arm: str, target: str, options: LoopOptions, *, world_size: int, text: Path,
     cwd: Path | None = None,
 ) -> ArmProcesses:  # fmt: skip
-    """Start `module` as an arm: one process, or `world_size` processes under torchrun."""
+    """Start `target` as an arm: one process, or `world_size` processes under torchrun."""
     keys = ("layers", "heads", "width", "context", "batch", "seed")
     settings = {key: getattr(options, key) for key in keys}
     threads = threads_of(options, world_size)
@@ -92,14 +92,14 @@ def start_script(
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--master-addr=127.0.0.1",
                     f"--master-port={port}"]  # fmt: skip
     return ArmProcesses(
-        server, arm, module, settings, connecting=world_size, launcher=launcher,
+        server, arm, target, settings, connecting=world_size, launcher=launcher,
         environment={"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}, cwd=cwd,
     )  # fmt: skip
 
 
 def start_plain(server: ArmServer, options: LoopOptions, *, world_size: int, text: Path) -> ArmProcesses:
     """The plain loop, with DDP if `world_size` is above 1."""
-    return start_script(server, "plain", "jobs.bench.harness.plain", options, world_size=world_size, text=text)
+    return start_script(server, "plain", "jobs.bench.harness.plain:main", options, world_size=world_size, text=text)
 
 
 class OurRun:

@@ -61,9 +61,9 @@ def _measure(options: PeersOptions, found: BenchMeasurement, server: ArmServer, 
 
     text = make_text(options, server.folder)
     say(f"starting Ray, the plain loop, {' and '.join(peers)}")
-    module = "jobs.bench.training.peers_member"
+    target = "jobs.bench.training.peers_member:main"
     others = {
-        name: start_script(server, name, module, options, world_size=1, text=text, cwd=server.folder)
+        name: start_script(server, name, target, options, world_size=1, text=text, cwd=server.folder)
         for name in ("plain", *peers)
     }
     ours = OurRun(server, loop_job(options, world_size=1, text=text, save_dir=server.folder / "runs"))

@@ -1,4 +1,4 @@
-"""The process of one arm of bench `peers`: `python -m jobs.bench.training.peers_member SETTINGS.json`.
+"""The process of one arm of bench `peers`.
 
 Each peer is used as its documentation shows, without extra work: no logger, no checkpoint, no progress bar. All use the
 model, the batches, the optimizer and the learning rates of the plain loop.
@@ -6,11 +6,8 @@ model, the batches, the optimizer and the learning rates of the plain loop.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,14 +110,9 @@ def lightning(loop: PlainLoop, timer: BlockTimer) -> None:
     trainer.fit(Module(), train_dataloaders=Batches())
 
 
-def main(path: str) -> None:
+def main(settings: dict[str, Any], rank: int) -> None:
     """Run the loop of one arm until the bench sends zero steps."""
-    settings = json.loads(Path(path).read_text())
     torch.set_num_threads(settings["threads"])
     loop = gpt_loop(settings, clip="torch", rank=0, world_size=1)
-    timer = BlockTimer(connect(arm=settings["arm"], rank=0))
+    timer = BlockTimer(connect(arm=settings["arm"], rank=rank))
     {"plain": plain, "accelerate": accelerate, "lightning": lightning}[settings["arm"]](loop, timer)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
