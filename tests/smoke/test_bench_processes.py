@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jobs.bench.experts.moves import _after_switches
 from jobs.bench.harness.command import bench_verb
+from jobs.bench.moves import _after_switches
 
 ALONE = {"in process, 2 thread(s)", "in process, 1 thread(s)"}
 

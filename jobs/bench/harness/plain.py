@@ -28,7 +28,7 @@ class PlainLoop:
     """Forward, backward, clip, AdamW and a learning-rate schedule, as in a script of forty lines.
 
     Args:
-        module: the model, on the CPU.
+        module: the model, on its device.
         loss: `loss(model, batch)` -> scalar; `model` is the module, or DDP around it.
         batches: an endless iterator.
         max_steps, lr, weight_decay, betas, clip: as in a job's sections.
@@ -67,7 +67,9 @@ class PlainLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * self.factor(self.done)
         self.optimizer.zero_grad(set_to_none=True)
-        autocast = torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext()
+        autocast = (
+            torch.autocast(self.parameters[0].device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+        )
         with autocast:
             loss = self.loss(self.model, next(self.batches))
         loss.backward()

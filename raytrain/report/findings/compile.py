@@ -10,7 +10,7 @@ from raytrain.report.records import RunRecords, number
 
 #: The last batch of an epoch, an evaluation and their last batch have shapes of their own: up to so many are usual.
 USUAL_RECOMPILES = 4
-OTHER_MODES = "`raytrain bench compile` measures all modes of loop.compile, and from which step on each pays."
+OTHER_MODES = "`raytrain bench claims parts=[compile]` measures all modes, and from which step on each pays."
 
 
 def compilation_pays(records: RunRecords) -> list[Finding]:

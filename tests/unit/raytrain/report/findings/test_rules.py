@@ -426,7 +426,7 @@ def test_graph_breaks_are_reported_with_their_number_and_reason():
     event = {"kind": "compile", "achieved": "2 of 2 parts", "graph_breaks": 4, "breaks_at": ["Data dependent operator"]}
     found = {one.title: one for one in diagnose(records(events=[{**event, "graph_breaks": 1}, event]))}
     told = found["Compiled code has graph breaks"]
-    assert "`raytrain bench compile` measures all modes" in told.remedy
+    assert "`raytrain bench claims parts=[compile]` measures all modes" in told.remedy
     assert told.severity == "info" and told.evidence == "4 times in 2 of 2 parts: Data dependent operator"
     assert "Compiled code has graph breaks" not in titles(records(events=[{**event, "graph_breaks": 0}]))
 

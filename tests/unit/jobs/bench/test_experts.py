@@ -1,0 +1,63 @@
+"""Bench `experts`: the gate, refused layouts, and that the compared implementations give the same results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from experts.routing.grouped import GroupedExperts
+from jobs.bench.experts import TOLERANCE, equal_tensors, join
+from jobs.bench.experts_layers import Case, InProcess, balance, build_layers
+from jobs.bench.harness.command import bench_verb
+from raytrain.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [("layouts=[2]", "layouts"), ("layouts=[0+2]", "layouts"), ("layouts=[1+9]", "layouts"), ("tokens=63", "tokens")],
+)
+def test_an_invalid_layout_is_refused(key: str, names: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        bench_verb("experts", [key], out=str(tmp_path / "x.json"), quick=True, as_json=False)
+    assert refused.value.key == names
+
+
+def test_the_gate_detects_different_tensors() -> None:
+    ours = {"output": torch.ones(4), "gradient": torch.ones(2)}
+    assert equal_tensors("same", ours, ours, tolerance=0.0).passed
+    different = equal_tensors("different", {**ours, "gradient": torch.tensor([1.0, 1.1])}, ours, tolerance=1e-2)
+    assert not different.passed and "of gradient" in different.detail
+    assert not equal_tensors("less", {"output": torch.ones(4)}, ours, tolerance=1.0).passed
+    assert not equal_tensors("nan", {**ours, "output": torch.full((4,), torch.nan)}, ours, tolerance=1.0).passed
+
+
+def test_results_of_workers_are_joined_as_of_one_process() -> None:
+    names = ("output", "gradient of the input", "gradient of router.weight")
+    parts = [{name: torch.full((2, 3), float(rank)) for name in names} for rank in (1, 2)]
+    parts[0]["gradient of experts.w1"] = torch.zeros(1)
+    joined = join(parts)
+    assert joined["output"].shape == (4, 3) and joined["gradient of router.weight"].tolist() == [[3.0] * 3] * 2
+    assert set(joined) == {*names, "gradient of experts.w1"}
+
+
+def test_masks_give_the_same_results_and_a_balanced_router_loads_all_experts_equally() -> None:
+    """The gate detects a changed expert."""
+    case = Case(256, 16, "fp32")
+    alone = InProcess([16], num_experts=4, top_k=2, seed=3)
+    alone.prepare(case)
+    assert sum(alone.counts) == 512 and max(alone.counts) < 1.1 * 128
+    sorted_rows, masks = alone.results("sorted"), alone.results("masks")
+    assert equal_tensors("masks", sorted_rows, masks, tolerance=TOLERANCE["fp32"]).passed
+    assert isinstance(alone.layer.experts, GroupedExperts)
+    with torch.no_grad():
+        alone.layer.experts.w2[2] *= 1.01
+    assert not equal_tensors("changed", alone.results("sorted"), masks, tolerance=TOLERANCE["fp32"]).passed
+
+
+def test_a_layer_has_the_same_weights_whichever_other_layers_are_built() -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "seed": 3}
+    (alone,), (_, second) = build_layers([16], **sizes), build_layers([8, 16], **sizes)
+    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), second.parameters(), strict=True))
+    assert balance(alone, torch.randn(64, 16)) != [0] * 4
