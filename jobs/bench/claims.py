@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.config import Count, Text
+from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Say
 from jobs.bench.harness.options import BenchOptions
 from raytrain.errors import InputError
@@ -29,17 +29,14 @@ PARTS: dict[Part, str] = {
 
 
 class ClaimsOptions(BenchOptions):
-    """Common claims about speed and memory, each measured on this machine."""
+    """Common claims about attention masks, memory, precision, torch.compile, kept rows, clones, loader processes and
+    pinned memory."""
 
-    MEASURES: ClassVar[str] = (
-        "common claims about attention masks, memory, precision, torch.compile, kept rows, clones, loader processes "
-        "and pinned memory"
-    )
     QUICK: ClassVar[dict[str, Any]] = {
         "blocks": 3, "repeats": 1, "block_s": 0.0, "layers": 1, "heads": 2, "width": 16, "context": 8, "batch": 4,
         "block_steps": 1, "wide": 64, "long": 32, "rows": 16, "widths": [16, 32], "compare_width": 32, "mlp_batch": 8,
-        "length": 32, "lengths": [1024, 1280, 1536, 2048], "window": 8, "annotations": 64, "values": 64,
-        "data_batch": 16, "epochs": 3, "load_batches": 4, "megabytes": 0.25, "batches": 2,
+        "length": 32, "lengths": [1024, 1280, 1536, 2048], "annotations": 64, "values": 64,
+        "data_batch": 16, "epochs": 3, "load_batches": 4,
     }  # fmt: skip
 
     parts: list[Part] = Field(list(PARTS), description="what to measure")
@@ -62,21 +59,16 @@ class ClaimsOptions(BenchOptions):
     modes: list[Literal["default", "reduce-overhead", "max-autotune"]] = Field(
         ["default", "reduce-overhead", "max-autotune"], description="of torch.compile"
     )
-    compile_parts: Text = Field("blocks", description="loop.compile_parts")
     length: Count = Field(512, description="tokens of a row of timed attention")
     lengths: list[Count] = Field(
         [1024, 1536, 2048, 3072, 4096],
         description="of a row whose peak bytes are counted; torch's kernel uses other tiles below 1024",
     )
-    window: Count = Field(64, description="tokens that a sliding window sees")
     annotations: Count = Field(2048, description="rows of the dataset of JSON text")
     values: Count = Field(2048, description="features of a row")
     data_batch: Count = Field(128, description="rows of a step on them")
-    hidden: Count = Field(16, description="width of the perceptron that trains on them")
     epochs: Count = Field(5, description="of each arm")
     load_batches: Count = Field(24, description="steps of a block with and without a loader process")
-    megabytes: float = Field(16.0, gt=0, description="of a batch that is copied to a GPU")
-    batches: Count = Field(16, description="such batches in a block")
 
 
 def run(options: ClaimsOptions, *, quick: bool, say: Say) -> BenchMeasurement:

@@ -1,4 +1,5 @@
-"""The parts of `bench infer` about generated text, in one process: batches, transformers, long answers."""
+"""The parts of `bench infer` about generated text, in one process: batches, and transformers'
+GPT-2 with the same weights."""
 
 from __future__ import annotations
 
@@ -13,24 +14,28 @@ import torch
 from torch import nn
 
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
-from jobs.bench.infer_models import VOCABULARY, seeded_gpt
-from jobs.bench.infer_plain import plain_answers, transformers_gpt2
 from raytrain.infer.text.generate import Sampling, generate
 from raytrain.infer.text.transformers import greedy_answers
+from raytrain.models.gpt import gpt
+from raytrain.trainable import Trainable
 
+VOCABULARY = 256  # bytes
 #: Tokens/s of a batch of so many rows over those of single rows.
 GOALS_BATCHED = {4: Goal(at_least=2.7), 16: Goal(at_least=4.0)}
-GOAL_PLAIN, GOAL_TRANSFORMERS = Goal(at_least=0.95), Goal(at_least=1.0)
-#: Tokens/s of the last tenth of a long answer over those of its first tenth.
-GOAL_LENGTH = Goal(at_least=0.6)
-TENTH = 10
+GOAL_TRANSFORMERS = Goal(at_least=1.0)
 
 Answering = Callable[[list[list[int]]], list[list[int]]]
 
 
+def seeded_gpt(*, layers: int, heads: int, width: int, context: int, vocab_size: int, seed: int) -> Trainable:
+    """A GPT with random weights that are the same in every process."""
+    torch.manual_seed(seed)
+    return gpt(layers=layers, heads=heads, width=width, context=context, vocab_size=vocab_size)
+
+
 def context_of(options: Any) -> int:
     """Tokens of the longest prompt and answer."""
-    return options.prompt + max(options.tokens, options.long)
+    return options.prompt + options.tokens
 
 
 def bench_gpt(options: Any) -> nn.Module:
@@ -50,13 +55,10 @@ def prompts_of(options: Any, rows: int) -> list[list[int]]:
 
 
 def measure_batches(options: Any, found: BenchMeasurement, say: Say) -> None:
-    """Tokens/s of our generation in batches, against single rows, a plain loop and transformers."""
+    """Tokens/s of our generation in batches, against single rows and transformers."""
     module = bench_gpt(options)
     sampling = Sampling(options.tokens)
-    arms: dict[str, Answering] = {
-        "ours": partial(generate, module, sampling=sampling, context=context_of(options)),
-        "plain loop": partial(plain_answers, module, tokens=options.tokens),
-    }  # fmt: skip
+    arms: dict[str, Answering] = {"ours": partial(generate, module, sampling=sampling, context=context_of(options))}
     if "transformers" in options.parts and _has_transformers(found):
         copy = transformers_gpt2(module)
         arms["transformers"] = lambda prompts: greedy_answers(copy, None, prompts, sampling=sampling, numbers=())
@@ -90,12 +92,11 @@ def _compare_batches(
                 times, of=f"ours, batch {single}", to=f"ours, batch {rows}", goal=GOALS_BATCHED.get(rows),
                 name=f"tokens/s, batch {rows} / batch {single}",
             )  # fmt: skip
-    for name, goal in (("plain loop", GOAL_PLAIN), ("transformers", GOAL_TRANSFORMERS)):
-        for rows in options.batches if name in arms else ():
-            found.compare(
-                times, of=f"{name}, batch {rows}", to=f"ours, batch {rows}", goal=goal,
-                name=f"tokens/s, ours / {name}, batch {rows}",
-            )  # fmt: skip
+    for rows in options.batches if "transformers" in arms else ():
+        found.compare(
+            times, of=f"transformers, batch {rows}", to=f"ours, batch {rows}", goal=GOAL_TRANSFORMERS,
+            name=f"tokens/s, ours / transformers, batch {rows}",
+        )  # fmt: skip
 
 
 def _has_transformers(found: BenchMeasurement) -> bool:
@@ -127,26 +128,30 @@ def _per_token(answer: Answering, prompts: list[list[int]], tokens: int, wall: l
     return spent / made
 
 
-def measure_length(options: Any, found: BenchMeasurement, say: Say) -> None:
-    """Tokens/s at the end of a long answer against those at its begin."""
-    module = bench_gpt(options)
-    stamps: list[float] = []
-    module.register_forward_pre_hook(lambda *_: stamps.append(time.process_time()))
-    prompts, sampling = prompts_of(options, 4), Sampling(options.long)
-    tenth = max(1, options.long // TENTH)
-    say(f"{options.blocks} answers of {options.long} tokens")
-    names = f"first tenth of {options.long} tokens", f"last tenth of {options.long} tokens"
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for block in range(options.blocks + 1):
-        stamps.clear()
-        answers = generate(module, prompts, sampling=sampling, context=context_of(options))
-        if block == 0:
-            lengths = {len(answer) for answer in answers}
-            found.gate(Check("long answers have all their tokens", lengths == {options.long}, f"{sorted(lengths)}"))
-            continue
-        first, last = stamps[1 : tenth + 2], stamps[-tenth - 1 :]  # without the pass over the prompts
-        for name, part in zip(names, (first, last), strict=True):
-            times[name].append((part[-1] - part[0]) / (len(part) - 1) / len(prompts))
-    found.arms |= times
-    found.compare(times, of=names[0], to=names[1], goal=GOAL_LENGTH,
-                  name=f"tokens/s, last / first tenth of {options.long} tokens")  # fmt: skip
+def transformers_gpt2(module: nn.Module) -> nn.Module:
+    """transformers' GPT-2 with the weights of our GPT, whose missing biases are zeros there: the same function."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    made: Any = module
+    vocabulary, width = made.tokens.weight.shape
+    config = GPT2Config(
+        n_layer=len(made.blocks), n_head=made.blocks[0].attention.heads, n_embd=width, vocab_size=vocabulary,
+        n_positions=made.context, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    copy: Any = GPT2LMHeadModel(config).eval()
+    weights = {name: torch.zeros_like(value) for name, value in copy.state_dict().items() if name.endswith(".bias")}
+    weights["transformer.wte.weight"] = weights["lm_head.weight"] = made.tokens.weight
+    weights["transformer.wpe.weight"], weights["transformer.ln_f.weight"] = made.positions, made.norm.weight
+    for number, block in enumerate(made.blocks):
+        weights |= {
+            f"transformer.h.{number}.{name}": value
+            for name, value in {
+                "ln_1.weight": block.norm_attention.weight, "attn.c_attn.weight": block.attention.qkv.weight.t(),
+                "attn.c_proj.weight": block.attention.out.weight.t(), "ln_2.weight": block.norm_feed_forward.weight,
+                "mlp.c_fc.weight": block.feed_forward.up.weight.t(),
+                "mlp.c_proj.weight": block.feed_forward.out.weight.t(),
+            }.items()
+        }  # fmt: skip
+    copy.load_state_dict(weights)
+    return copy

@@ -1,4 +1,4 @@
-"""The parts of `bench infer` about workers: what the pool costs, pulled units, and workers that only sleep.
+"""The parts of `bench infer` about several processes: what the pool of workers costs, and a model over two stages.
 
 Times are those from the begin of the first unit to the end of the last one, as `summary.json` has them: the start of
 Ray and of the workers is not in them. A steady run is timed from the end of its first unit, in which a process
@@ -7,19 +7,19 @@ computes its first batch.
 
 from __future__ import annotations
 
-import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
-from jobs.bench.infer_models import VOCABULARY
+from jobs.bench.infer_generation import VOCABULARY
 from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.infer.input.rows import InputRows
 from raytrain.infer.model import InferenceModel
@@ -28,37 +28,19 @@ from raytrain.infer.ray_data import run_units
 from raytrain.infer.units import Unit, UnitReport, units_of
 from raytrain.infer.worker import InferenceWorker, Work
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 #: Seconds of one worker of the pool over those of the same units in this process.
 GOAL_POOL = Goal(at_most=1.05)
-#: Seconds of two equal shards over those of units that two workers pull, one worker at half speed.
-GOAL_PULL = Goal(at_least=1.3)
-#: Seconds of one sleeping worker over those of two, and of four.
-GOAL_TWO = Goal(at_least=1.9)
-GOAL_FOUR = Goal(at_least=3.8)
-FOUR = 4
 #: A job begins when all its workers have loaded the model, so that its time is that of a steady pool.
 STARTED_WITHIN_S = 300
-FOUR_OVER_ONE = "seconds, one sleeping worker / four"
-MODELS = "jobs.bench.infer_models"
+#: Seconds of one process with the whole model over those of two stages with all batches in flight; 16 / 9 is possible.
+GOAL_STAGES = Goal(at_least=1.3)
+STAGES = 2
+BUILDER = "jobs.bench.infer_generation:seeded_gpt"
 
 Arm = Callable[[Work, list[Unit]], list[UnitReport]]
-
-
-def measure_workers(options: Any, found: BenchMeasurement, say: Say) -> None:
-    """The parts that need a cluster, on one."""
-    from ray.data import DataContext
-
-    from jobs.driver.runtime import connected
-
-    DataContext.get_current().wait_for_min_actors_s = STARTED_WITHIN_S
-    say("starting Ray")
-    with (
-        TemporaryDirectory(prefix="bench-infer-") as folder,
-        connected("local", num_cpus=FOUR + 1, num_gpus=0, verbose=False),
-    ):
-        for part, measure in (("pool", _measure_pool), ("pull", _measure_pull), ("four", _measure_four)):
-            if part in options.parts:
-                measure(options, found, Path(folder), say)
 
 
 def pooled(work: Work, units: list[Unit], *, workers: int) -> list[UnitReport]:
@@ -70,29 +52,6 @@ def _here(work: Work, units: list[Unit]) -> list[UnitReport]:
     worker = InferenceWorker(work, "this process")
     worker.load()
     return [worker.run(unit) for unit in units]
-
-
-def _halves(work: Work, units: list[Unit]) -> list[UnitReport]:
-    """Equal shards for two workers, fixed before they start."""
-    workers = [InferenceWorker(replace(work, rows=replace(work.rows)), name) for name in ("a", "b")]
-    for worker in workers:
-        worker.load()
-    reports: list[UnitReport] = []
-    shards = units[: len(units) // 2], units[len(units) // 2 :]
-    threads = [
-        threading.Thread(target=_shard, args=(worker, shard, reports))
-        for worker, shard in zip(workers, shards, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return reports
-
-
-def _shard(worker: InferenceWorker, units: Sequence[Unit], reports: list[UnitReport]) -> None:
-    for unit in units:
-        reports.append(worker.run(unit))
 
 
 def wall_seconds(reports: Sequence[UnitReport]) -> float:
@@ -129,12 +88,8 @@ class JobRunner:
     def run(self, name: str, arm: Arm) -> float:
         """Seconds of one job."""
         parts = self.folder / f"parts-{next(self._numbers)}"
-        model = self.work.model
-        if "claim" in model.model.keys:
-            model = replace(model, model=ModelConfig(**{**model.model.model_dump(exclude_none=True),
-                                                        "claim": f"{parts}.claim"}))  # fmt: skip
         parts.mkdir(parents=True)
-        reports = arm(replace(self.work, model=model, parts=str(parts)), self.units)
+        reports = arm(replace(self.work, parts=str(parts)), self.units)
         self.reports.setdefault(name, []).append(reports)
         self.answers.setdefault(name, set()).add(tuple(_answers(parts, self.units)))
         return self.seconds(reports)
@@ -155,80 +110,41 @@ def _answers(parts: Path, units: Sequence[Unit]) -> Iterator[Any]:
         yield from parquet.read_table(parts / part_name(unit.number))["prediction"].to_pylist()
 
 
-def _measure_pool(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
-    """What the pool costs: one worker of it against the loop in this process, each with one thread."""
-    for kind, units, unit_rows, seconds, goal in (
-        ("steady", options.steady_units, options.steady_rows, _steady, GOAL_POOL),
-        ("small units", options.units, options.unit_rows, wall_seconds, None),
+def measure_pool(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """One worker of the pool against the loop in this process, each with one thread."""
+    from ray.data import DataContext
+
+    from jobs.bench.harness.sessions import restored_threads
+    from jobs.driver.runtime import connected
+
+    DataContext.get_current().wait_for_min_actors_s = STARTED_WITHIN_S
+    say("pool: starting Ray")
+    with (
+        TemporaryDirectory(prefix="bench-infer-") as folder,
+        connected("local", num_cpus=2, num_gpus=0, verbose=False),
+        restored_threads(1),
     ):
-        work, every = gpt_work(options, folder, units=units, unit_rows=unit_rows)
-        jobs = JobRunner(work, every, folder / f"pool-{unit_rows}", seconds)
-        one, here = f"one worker, {kind}", f"this process, {kind}"
+        work, units = gpt_work(options, Path(folder), units=options.units, unit_rows=options.steady_rows)
+        jobs = JobRunner(work, units, Path(folder) / "pool", _steady)
+        one, here = "one worker of the pool", "this process"
         arms: dict[str, Arm] = {one: partial(pooled, workers=1), here: _here}
-        with _one_thread():
-            times = _measured(options, jobs, arms, f"pool, {kind}", say)
+        say(f"pool: {options.jobs} times two jobs of {options.units} units")
+        blocks = {name: partial(jobs.run, name, arm) for name, arm in arms.items()}
+        times = alternate(blocks, blocks=options.jobs, dropped=0)
         found.arms |= times
-        jobs.gate(found, f"pool, {kind}")
-        found.compare(times, of=one, to=here, goal=goal,
-                      name=f"seconds, one worker of the pool / this process, units of {unit_rows} rows")  # fmt: skip
-        idle = [1 - sum(report.seconds for report in reports) / wall_seconds(reports) for reports in jobs.reports[one]]
-        found.values[f"share of the time in which the pool's worker waits for a unit of {unit_rows} rows"] = idle
+        jobs.gate(found, "pool")
+        name = f"seconds, one worker of the pool / this process, units of {options.steady_rows} rows"
+        found.compare(times, of=one, to=here, goal=GOAL_POOL, name=name)
 
 
 def gpt_work(options: Any, folder: Path, *, units: int, unit_rows: int) -> tuple[Work, list[Unit]]:
     """Prompts that a GPT with the sizes of the options answers, in batches of `options.unit_rows`, with one thread."""
     keys = {name: getattr(options, name) for name in ("layers", "heads", "width", "seed")}
     keys |= {"context": options.prompt + options.answer, "vocab_size": VOCABULARY}
-    model = InferenceModel(ModelConfig(builder=f"{MODELS}:seeded_gpt", **keys), facts={"vocab_size": VOCABULARY})
+    model = InferenceModel(ModelConfig(builder=BUILDER, **keys), facts={"vocab_size": VOCABULARY})
     rows = units * unit_rows
     found_in = _text_rows(folder / f"text-{unit_rows}.parquet", rows, options)
     work = Work(model, InferConfig(max_new_tokens=options.answer), found_in, "", options.unit_rows, 0, 1)
-    return work, units_of(rows, unit_rows)
-
-
-def _measure_pull(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
-    work, units = _sleeping(options, folder, units=max(1, options.sleep_units // 2), claim=True)
-    jobs = JobRunner(work, units, folder / "pull")
-    arms: dict[str, Arm] = {"equal shards": _halves, "pulled": partial(pooled, workers=2)}
-    times = _measured(options, jobs, arms, "pull", say)
-    found.arms |= times
-    jobs.gate(found, "pull")
-    found.compare(times, of="equal shards", to="pulled", goal=GOAL_PULL,
-                  name="seconds, equal shards / pulled units, one of two workers at half speed")  # fmt: skip
-
-
-def _measure_four(options: Any, found: BenchMeasurement, folder: Path, say: Say) -> None:
-    work, units = _sleeping(options, folder, units=options.sleep_units, claim=False)
-    jobs = JobRunner(work, units, folder / "four")
-    arms: dict[str, Arm] = {
-        "one sleeping worker": partial(pooled, workers=1), "two sleeping workers": partial(pooled, workers=2),
-        "four sleeping workers": partial(pooled, workers=FOUR),
-    }  # fmt: skip
-    times = _measured(options, jobs, arms, "four", say)
-    found.arms |= times
-    jobs.gate(found, "four")
-    found.compare(times, of="one sleeping worker", to="two sleeping workers", goal=GOAL_TWO,
-                  name="seconds, one sleeping worker / two")  # fmt: skip
-    found.compare(times, of="one sleeping worker", to="four sleeping workers", goal=GOAL_FOUR, name=FOUR_OVER_ONE)
-
-
-def _measured(options: Any, jobs: JobRunner, arms: dict[str, Arm], part: str, say: Say) -> dict[str, list[float]]:
-    say(f"{part}: {options.jobs} times {len(arms)} jobs of {len(jobs.units)} units")
-    blocks = {name: partial(jobs.run, name, arm) for name, arm in arms.items()}
-    return alternate(blocks, blocks=options.jobs, dropped=0)
-
-
-def _sleeping(options: Any, folder: Path, *, units: int, claim: bool) -> tuple[Work, list[Unit]]:
-    """Units whose batches sleep; of two workers, one sleeps twice as long with `claim`."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    rows, unit_rows = units * 8, 8
-    path = folder / "numbers.parquet"
-    parquet.write_table(pa.table({"x": [float(row) for row in range(rows)]}), path)
-    keys = {"seconds": options.sleep_ms / 1e3, **({"claim": "one for each job"} if claim else {})}
-    model = InferenceModel(ModelConfig(builder=f"{MODELS}:sleeper", **keys))
-    work = Work(model, InferConfig(), InputRows.at([str(path)]), "", unit_rows, 0, 1)
     return work, units_of(rows, unit_rows)
 
 
@@ -244,13 +160,83 @@ def _text_rows(path: Path, rows: int, options: Any) -> InputRows:
     return InputRows.at([str(path)])
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
+# -- stages ---------------------------------------------------------------------------------------
+
+
+def measure_stages(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """Seconds of the same batches through the whole model, and over two stages with one or all of them in flight."""
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    from jobs.bench.harness.sessions import restored_threads
+    from jobs.driver.runtime import connected
+    from raytrain.infer.stages.actors import remote_pipeline
+    from raytrain.infer.stages.plan import plan_stages
+    from raytrain.infer.stages.sequence import parts_of
+    from raytrain.infer.stages.split import SplitModule, StageSplit, skeleton_of
+
+    draw = torch.Generator().manual_seed(options.seed)
+    shape = (options.stage_rows, options.stage_tokens)
+    batches = [torch.randint(VOCABULARY, shape, generator=draw) for _ in range(options.micro_batches)]
+    say("stages: starting Ray")
+    with (
+        TemporaryDirectory(prefix="bench-infer-") as folder,
+        connected("local", num_cpus=STAGES + 1, num_gpus=0, verbose=False),
+        ThreadPoolExecutor(len(batches)) as pool,
+        restored_threads(1),
+        torch.inference_mode(),
+    ):
+        model, whole = _model(options, Path(folder))
+        split = StageSplit(plan_stages(parts_of(skeleton_of(model)), STAGES), len(batches))
+        work = Work(model, InferConfig(), InputRows.at([]), folder, 1, 0, 1, split=split)
+        pipeline = remote_pipeline(work, cpus=1, gpus=0)
+        module = SplitModule(skeleton_of(model).module, pipeline, inflight=len(batches))
+        outputs: dict[str, list[Tensor]] = {}
+        arms = {
+            "whole model": partial(_timed, outputs, "whole", partial(_in_turn, whole, batches)),
+            "two stages, 1 in flight": partial(_timed, outputs, "one", partial(_in_turn, module, batches)),
+            f"two stages, {len(batches)} in flight": partial(
+                _timed, outputs, "all", partial(_at_once, pool, module, batches)
+            ),
+        }
+        say(f"stages: {options.stage_blocks} times {len(arms)} arms of {len(batches)} batches")
+        times = alternate(arms, blocks=options.stage_blocks)
+        pipeline.close()
+    equal = all(
+        torch.equal(a, b) for name in ("one", "all") for a, b in zip(outputs["whole"], outputs[name], strict=True)
+    )
+    found.gate(
+        Check("stages: the outputs of the whole model, bit for bit", equal, f"{len(batches)} batches of {shape}")
+    )
+    found.arms |= times
+    name = "seconds, whole model in one process / "
+    *_, one, every = arms
+    found.compare(times, of="whole model", to=one, name=name + one)
+    found.compare(times, of="whole model", to=every, name=name + every, goal=GOAL_STAGES)
+
+
+def _model(options: Any, folder: Path) -> tuple[InferenceModel, nn.Module]:
+    """The model with weights in a file, and itself whole."""
+    from jobs.bench.infer_generation import seeded_gpt
+    from raytrain.models.weights.stored import export_weights
+
+    sizes = {"layers": options.stage_layers, "heads": options.heads, "width": options.stage_width,
+             "context": options.stage_tokens, "vocab_size": VOCABULARY}  # fmt: skip
+    module = seeded_gpt(**sizes, seed=options.seed).module.eval()
+    path = str(folder / "model.safetensors")
+    export_weights(module.state_dict(), path)
+    keys = {"builder": "raytrain.models.gpt:gpt", "init_from": path, **sizes}
+    return InferenceModel(ModelConfig.model_validate(keys)), module
+
+
+def _timed(outputs: dict[str, list[Tensor]], name: str, run: Any) -> float:
+    began = time.perf_counter()
+    outputs[name] = run()
+    return time.perf_counter() - began
+
+
+def _in_turn(module: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    return [module(input_ids=batch)["logits"] for batch in batches]
+
+
+def _at_once(pool: ThreadPoolExecutor, module: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    return list(pool.map(lambda batch: module(input_ids=batch)["logits"], batches))

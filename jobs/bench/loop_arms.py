@@ -6,32 +6,35 @@ for its vote. The time of a block therefore includes the steps, the logged rows,
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from cluster.config import Count, NonNegativeInt, Text
+from cluster.config import Count, Text
 from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
+from jobs.bench.harness.measuring import alternate
 from jobs.bench.harness.options import BenchOptions
 from jobs.bench.harness.processes import ArmProcesses, ArmServer, JsonConnection, connect
-from raytrain.errors import RunError
+from raytrain.errors import InputError, RunError
 
 LOG_EVERY = 10
+#: Seconds within which our run must end after its last block.
+END_TIMEOUT_S = 120.0
 
 
 class LoopOptions(BenchOptions):
-    """Our loop in Ray Train workers against a hand-written loop."""
+    """A steady training step against that of a plain PyTorch loop, and of plain DDP."""
 
-    MEASURES: ClassVar[str] = (
-        "raytrain against a plain PyTorch loop and plain DDP: steady state and, separately, startup"
-    )
     QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "blocks": 3, "block_steps": 10, "startups": 0,
+        "layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "blocks": 3, "block_steps": 10,
     }  # fmt: skip
 
     workers: list[Count] = Field([1, 2], description="world sizes, one after the other")
@@ -43,7 +46,12 @@ class LoopOptions(BenchOptions):
     text: Text | None = Field(None, description="a text file; null generates one")
     block_steps: Count = Field(40, description="steps of one block, a multiple of 10 (the log interval)")
     dropped: Count = Field(2, description="warm-up blocks")
-    startups: NonNegativeInt = Field(2, description="measurements of each arm's start-up")
+
+
+def check_block_steps(options: LoopOptions) -> None:
+    """Refuse blocks that do not end with a logged row."""
+    if options.block_steps % LOG_EVERY:
+        raise InputError("block_steps", got=str(options.block_steps), expected=f"a multiple of {LOG_EVERY}")
 
 
 def make_text(options: LoopOptions, folder: Path) -> Path:
@@ -97,9 +105,27 @@ def start_script(
     )  # fmt: skip
 
 
-def start_plain(server: ArmServer, options: LoopOptions, *, world_size: int, text: Path) -> ArmProcesses:
-    """The plain loop, with DDP if `world_size` is above 1."""
-    return start_script(server, "plain", "jobs.bench.harness.plain:main", options, world_size=world_size, text=text)
+class TrainingBlocks:
+    """Arms that train so many steps on request, in alternating blocks.
+
+    Attributes:
+        losses, cpu_s: of each arm, of all blocks so far: the logged losses, and the CPU seconds of a step.
+    """
+
+    def __init__(self, asks: Mapping[str, Callable[..., dict[str, Any]]], steps: int) -> None:
+        self.losses: dict[str, list[float]] = {name: [] for name in asks}
+        self.cpu_s: dict[str, list[float]] = {name: [] for name in asks}
+        self._asks, self._steps = asks, steps
+
+    def run(self, blocks: int) -> dict[str, list[float]]:
+        """Run blocks of each arm in turn; returns the seconds per step of each."""
+        return alternate({name: partial(self._block, name) for name in self._asks}, blocks=blocks, dropped=0)
+
+    def _block(self, name: str) -> float:
+        answer = self._asks[name](steps=self._steps)
+        self.losses[name] += answer["losses"]
+        self.cpu_s[name].append(answer["cpu_s"] / self._steps)
+        return answer["seconds"] / self._steps
 
 
 class OurRun:
@@ -133,7 +159,29 @@ class OurRun:
         self._thread.start()
         self._server.await_arm(self.arm, processes=1, alive=self._thread.is_alive)
 
-    def ask_slowest(self, *, steps: int, **_unused: Any) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def beside(self, *others: ArmProcesses) -> Iterator[None]:
+        """Starts this run while the other arms start; at the end lets both go on and waits for the end of this run.
+
+        Raises:
+            RunError: an arm died, with what each of them said last.
+        """
+        try:
+            for other in others:
+                other.await_ready()
+            self.start()
+            yield
+            self.dismiss()
+            self._join(END_TIMEOUT_S)
+        except RunError as error:
+            logs = "; ".join(f"{other.arm}: {other.log_tail()}" for other in others)
+            raise RunError(f"{error}; {self.arm}: {self.error or 'running'}; {logs}") from error
+        finally:
+            self.dismiss()
+            for other in others:
+                other.close()
+
+    def ask_slowest(self, *, steps: int) -> dict[str, Any]:
         """Train `steps` steps; returns the answer of rank 0, like `ArmProcesses.ask_slowest`."""
         return self._server.ask_slowest(self.arm, steps=steps)
 
@@ -141,7 +189,7 @@ class OurRun:
         """Tell the run that there are no more blocks; it continues to its end without waiting."""
         self._server.dismiss(self.arm)
 
-    def join(self, timeout: float) -> None:
+    def _join(self, timeout: float) -> None:
         """Wait for the end of the run.
 
         Raises:

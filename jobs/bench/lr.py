@@ -31,11 +31,11 @@ MIN_FALL = 0.01
 
 
 class LrOptions(BenchOptions):
-    """A learning-rate range test: `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`."""
+    """Learning-rate range test of JOB.yaml: the loss over a rising learning rate, and a suggested rate.
 
-    MEASURES: ClassVar[str] = (
-        "learning-rate range test of JOB.yaml: the loss over a rising learning rate, and a suggested rate"
-    )
+    `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`
+    """
+
     QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
     IN_ALL: ClassVar[bool] = False
 

@@ -34,11 +34,8 @@ ROUND_ROBIN, MOVING = "round-robin", "moving"
 
 
 class MovesOptions(BenchOptions):
-    """Training with a shifting load on unequal hosts: moving experts against a fixed placement."""
+    """Moving experts against round-robin, with a shifting load on expert hosts of unequal speed."""
 
-    MEASURES: ClassVar[str] = (
-        "moving experts against round-robin, with a shifting load on expert hosts of unequal speed"
-    )
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "width": 32, "context": 16, "batch": 4, "blocks": 3, "block_steps": 8, "shift_steps": 12,
         "every": 4, "slowness": [1, 2],

@@ -17,7 +17,7 @@ from experts.placement.starting import PlacementRules, starting_placement
 from experts.placement.values import Placement, equal_hosts
 from experts.routing.router import TopKRouter
 from experts.shapes import LayerShape
-from jobs.bench.experts_group import FileConnection, serve_host
+from jobs.bench.experts_arms import FileConnection, serve_host
 from jobs.bench.harness.processes import serve_blocks
 from jobs.bench.harness.sessions import LossLog, SessionArm
 from raytrain.train.memory.allocator import keep_freed_memory

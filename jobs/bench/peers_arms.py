@@ -50,13 +50,6 @@ class BlockTimer:
             self.begin()
 
 
-def plain(loop: PlainLoop, timer: BlockTimer) -> None:
-    """The plain loop, with torch's clipping."""
-    timer.begin()
-    while not timer.over:
-        timer.end_step(loop.step())
-
-
 def accelerate(loop: PlainLoop, timer: BlockTimer) -> None:
     """Accelerate's loop."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
@@ -115,4 +108,4 @@ def main(settings: dict[str, Any], rank: int) -> None:
     torch.set_num_threads(settings["threads"])
     loop = gpt_loop(settings, clip="torch", rank=0, world_size=1)
     timer = BlockTimer(connect(arm=settings["arm"], rank=rank))
-    {"plain": plain, "accelerate": accelerate, "lightning": lightning}[settings["arm"]](loop, timer)
+    {"accelerate": accelerate, "lightning": lightning}[settings["arm"]](loop, timer)

@@ -39,9 +39,8 @@ TITLES = {HOST: b"ray::ExpertHost", WORKER: b"ray::RayTrainWorker"}
 
 
 class RecoveryOptions(BenchOptions):
-    """Deaths of an expert host and of a worker in a run of the default recipe."""
+    """Interruption of a run when an expert host dies, against that of a dead worker."""
 
-    MEASURES: ClassVar[str] = "interruption of a run when an expert host dies, against that of a dead worker"
     QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "layers": 1, "width": 32, "steps_between": 12, "save_every": 5}
 
     blocks: Count = Field(5, description="deaths of each kind")

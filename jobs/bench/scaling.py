@@ -15,8 +15,16 @@ from pydantic import Field
 from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, equal_series
 from jobs.bench.harness.processes import ArmServer
-from jobs.bench.loop_arms import LOG_EVERY, BlockObserver, LoopOptions, OurRun, loop_job, make_text
-from raytrain.errors import InputError, RunError
+from jobs.bench.loop_arms import (
+    BlockObserver,
+    LoopOptions,
+    OurRun,
+    TrainingBlocks,
+    check_block_steps,
+    loop_job,
+    make_text,
+)
+from raytrain.errors import InputError
 
 Part = Literal["training", "inference"]
 PARTS: tuple[Part, ...] = ("training", "inference")
@@ -25,13 +33,11 @@ ONE, TWO = "one worker", "two workers"
 GOAL = Goal(at_most=0.55)
 #: Two workers add gradients in another order.
 TOLERANCE = 1e-4
-END_TIMEOUT_S = 120.0
 
 
 class ScalingOptions(LoopOptions):
-    """One worker against two on equal work, each with one thread."""
+    """One worker against two on equal work: training steps, and answers of a model."""
 
-    MEASURES: ClassVar[str] = "one worker against two on equal work: training steps, and answers of a model"
     QUICK: ClassVar[dict[str, Any]] = {
         **LoopOptions.QUICK, "dropped": 1, "jobs": 1, "samples": 4, "unit_rows": 2, "prompt": 6, "answer": 2,
     }  # fmt: skip
@@ -69,8 +75,7 @@ def run(options: ScalingOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """
     from jobs.driver.runtime import connected
 
-    if options.block_steps % LOG_EVERY:
-        raise InputError("block_steps", got=str(options.block_steps), expected=f"a multiple of {LOG_EVERY}")
+    check_block_steps(options)
     if options.batch % 2 or 2 * options.samples % options.unit_rows:
         raise InputError("batch, samples", got=f"{options.batch}, {options.samples}", expected="equal parts for two")
     block = f"seconds per step, the mean of {options.block_steps}; for inference seconds of a job"
@@ -87,39 +92,21 @@ def run(options: ScalingOptions, *, quick: bool, say: Say) -> BenchMeasurement:
 
 def _measure_training(options: ScalingOptions, found: BenchMeasurement, server: ArmServer, say: Say) -> None:
     text = make_text(options, server.folder)
-    runs = {
-        kind.ARM: OurRun(
+    one, two = (
+        OurRun(
             server, loop_job(options, world_size=workers, text=text, save_dir=server.folder / f"runs-{workers}"),
             observer=kind,
         )
         for workers, kind in ((1, OneWorker), (2, TwoWorkers))
-    }  # fmt: skip
-    try:
-        for name, one in runs.items():
-            say(f"{name}: starting")
-            one.start()
-        _run_blocks(options, found, runs, say)
-    except RunError as error:
-        raise RunError(f"{error}; {'; '.join(f'{name}: {one.error}' for name, one in runs.items())}") from error
-    finally:
-        for one in runs.values():
-            one.dismiss()
-    for one in runs.values():
-        one.join(END_TIMEOUT_S)
-
-
-def _run_blocks(options: ScalingOptions, found: BenchMeasurement, runs: dict[str, OurRun], say: Say) -> None:
-    losses: dict[str, list[float]] = {name: [] for name in runs}
-
-    def block(name: str) -> float:
-        answer = runs[name].ask_slowest(steps=options.block_steps)
-        losses[name] += answer["losses"]
-        return answer["seconds"] / options.block_steps
-
-    say(f"training: {options.blocks} blocks of both")
-    times = alternate({name: partial(block, name) for name in runs}, blocks=options.blocks, dropped=options.dropped)
+    )  # fmt: skip
+    blocks = TrainingBlocks({ONE: one.ask_slowest, TWO: two.ask_slowest}, options.block_steps)
+    say("training: starting both")
+    with one.beside(), two.beside():
+        blocks.run(options.dropped)
+        say(f"training: {options.blocks} blocks of both")
+        times = blocks.run(options.blocks)
     label = "the losses of two workers equal those of one: equal work"
-    if found.gate(equal_series(label, losses[TWO], losses[ONE], relative=TOLERANCE)):
+    if found.gate(equal_series(label, blocks.losses[TWO], blocks.losses[ONE], relative=TOLERANCE)):
         _compare(found, times, what="training step")
 
 

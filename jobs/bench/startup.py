@@ -23,7 +23,7 @@ from cluster.config import Count
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
 from jobs.bench.harness.options import BenchOptions
-from jobs.bench.harness.processes import run_command
+from jobs.bench.harness.processes import MEMBER, run_command
 from raytrain.config.decode import dump_yaml
 from raytrain.errors import RunError
 
@@ -39,11 +39,8 @@ OURS, BARE, SCRIPT, CHECK = "raytrain train", "TorchTrainer", "script without Ra
 
 
 class StartupOptions(BenchOptions):
-    """The first step of a command."""
+    """First step of raytrain train, and raytrain check, against a bare TorchTrainer and a script."""
 
-    MEASURES: ClassVar[str] = (
-        "first step of raytrain train, and raytrain check, against a bare TorchTrainer and a script"
-    )
     QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "dropped": 0, "layers": 1, "width": 16, "context": 16, "batch": 4}
 
     blocks: Count = Field(5, description="starts of each command that are kept")
@@ -79,8 +76,8 @@ def run(options: StartupOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         )  # fmt: skip
         commands = {
             OURS: [sys.executable, "-m", "jobs", "train", str(_our_job(options, place, text))],
-            BARE: [sys.executable, "-m", "jobs.bench.startup_trainer", str(_settings(options, place, text))],
-            SCRIPT: [sys.executable, "-m", "jobs.bench.startup_script", str(_settings(options, place, text))],
+            BARE: _member("train_with_ray", _settings(options, place, text)),
+            SCRIPT: _member("train_script", _settings(options, place, text)),
         }
         say(f"{options.dropped + options.blocks} starts of {len(commands) + 1} commands")
         arms: dict[str, Any] = {
@@ -115,6 +112,10 @@ def _our_job(options: StartupOptions, place: Path, text: Path) -> Path:
     path = place / "job.yaml"
     path.write_text(dump_yaml(job))
     return path
+
+
+def _member(function: str, settings: Path) -> list[str]:
+    return [sys.executable, "-m", MEMBER, f"jobs.bench.startup_arms:{function}", str(settings), "0"]
 
 
 def _settings(options: StartupOptions, place: Path, text: Path) -> Path:

@@ -42,11 +42,8 @@ OF_THE_BEST, OF_THE_GRIDS_TIME, OF_DOUBLINGS_TIME = 0.95, 0.25, 0.4
 
 
 class TuneOptions(BenchOptions):
-    """The search for batch size and precision against an exhaustive grid and against doubling."""
+    """The search for batch size and precision, against an exhaustive grid and against doubling until failure."""
 
-    MEASURES: ClassVar[str] = (
-        "the search for batch size and precision, against an exhaustive grid and against doubling until failure"
-    )
     QUICK: ClassVar[dict[str, Any]] = {
         "wide": 32, "narrow": 16, "context": 16, "rows": 16, "repeats": 2, "blocks": 2, "gate_steps": 2,
         "block_s": 0.0, "ceilings": [2],

@@ -54,12 +54,9 @@ def test_checkpoint_stalls_of_both_kinds_and_the_same_bytes(bench: Callable[...,
     # weights and two moments in fp32, and some metadata
     assert 12 * row["parameters"] <= row["checkpoint_bytes"] < 13 * row["parameters"] + 50_000
     assert row["staged_bytes"] >= 12 * row["parameters"]
-    stalls = {kind: document["arms"][f"{name}, {kind}"]["median"] for kind in ("asynchronous", "synchronous")}
-    assert row["asynchronous_over_synchronous"] == pytest.approx(stalls["asynchronous"] / stalls["synchronous"])
     (ratio,) = [ratio for ratio in document["ratios"] if "stall" in ratio["name"]]
     assert ratio["goal"]["at_most"] == 0.25 and ratio["met"] == (ratio["median"] <= 0.25)
     assert all(seconds > 0 for kind in row["write_s"].values() for seconds in kind)
-    assert 0 < row["share_of_budget"] <= 1 and row["interval_steps"] >= 1
     assert not list((tmp_path / "disk").iterdir()), "the bench removes its checkpoints"
 
 

@@ -23,14 +23,14 @@ BENCHES = (
 class BenchOptions(Section):
     """Options of one bench; each bench derives its own class, the type of the `options` of its `run`.
 
+    The first paragraph of its docstring is what `bench --list` says.
+
     Attributes:
-        MEASURES: one line for `bench --list`.
         QUICK: values for `--quick`: sizes for a test, too small for meaningful figures.
         IN_ALL: whether bench `all` runs it.
         OUT: default path of its JSON document; None means a new file in runs/bench.
     """
 
-    MEASURES: ClassVar[str] = ""
     QUICK: ClassVar[dict[str, Any]] = {}
     IN_ALL: ClassVar[bool] = True
     OUT: ClassVar[str | None] = None
@@ -56,7 +56,7 @@ class Bench:
     @property
     def measures(self) -> str:
         """What it measures, in one line."""
-        return self.options.MEASURES
+        return " ".join((self.options.__doc__ or "").partition("\n\n")[0].split())
 
 
 @functools.cache

@@ -239,6 +239,12 @@ class ArmProcesses:
         """`ask`, but return only the answer of the slowest process (the largest "seconds")."""
         return max(self.ask(steps=steps, **more), key=lambda answer: answer["seconds"])
 
+    def cpu_seconds(self) -> float:
+        """CPU seconds that they have used so far."""
+        stats = [Path(f"/proc/{process.pid}/stat").read_text() for process in self._processes]
+        ticks = sum(int(ticks) for stat in stats for ticks in stat.rpartition(")")[2].split()[11:13])  # user and system
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def close(self, *, kill: bool = False) -> None:
         """Dismiss them and wait until they exit; they are killed with `kill`, or if they do not exit in time."""
         self.server.dismiss(self.arm)

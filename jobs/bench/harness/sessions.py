@@ -59,12 +59,6 @@ class SessionArm:
         self.loop.run(self.session.state)
         return time.perf_counter() - began
 
-    def run_block(self, steps: int) -> dict[str, Any]:
-        """`run`, with the answer to the bench: {"seconds", "cpu_s" of this process, "losses" of these steps}."""
-        before, cpu = len(self.losses), time.process_time()
-        seconds = self.run(steps)
-        return {"seconds": seconds, "cpu_s": time.process_time() - cpu, "losses": self.losses[before:]}
-
 
 def alternate_steps(arms: Mapping[str, TrainingArm], *, steps: int, blocks: int) -> dict[str, list[float]]:
     """Train blocks of `steps` steps of each arm in turn; returns the seconds per step, see `alternate`."""

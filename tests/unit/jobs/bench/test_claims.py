@@ -51,7 +51,7 @@ def test_a_mode_that_does_not_compile_is_skipped_with_its_reason(monkeypatch: py
 
     monkeypatch.setattr(claims_steps, "gpt_arm", lambda options, compile="off", **_: Arm(compile))
     found = BenchMeasurement("claims", False, {}, "seconds of a step")
-    claims_steps._compare_modes(ClaimsOptions(), found, lambda _: None)
+    claims_steps._compare_modes(ClaimsOptions.model_validate({}), found, lambda _: None)
     assert found.passed and set(found.arms) == {"eager", "default", "reduce-overhead"}
     assert found.values["skipped"] == {"max-autotune": "no such kernel"}
     (skipped,) = [claim for claim in found.claims if "max-autotune" in claim.effect]

@@ -9,7 +9,7 @@ import torch
 
 from experts.routing.grouped import GroupedExperts
 from jobs.bench.experts import TOLERANCE, equal_tensors, join
-from jobs.bench.experts_layers import Case, InProcess, balance, build_layers
+from jobs.bench.experts_arms import LayerRunner
 from jobs.bench.harness.command import bench_verb
 from raytrain.errors import InputError
 
@@ -44,20 +44,12 @@ def test_results_of_workers_are_joined_as_of_one_process() -> None:
 
 def test_masks_give_the_same_results_and_a_balanced_router_loads_all_experts_equally() -> None:
     """The gate detects a changed expert."""
-    case = Case(256, 16, "fp32")
-    alone = InProcess([16], num_experts=4, top_k=2, seed=3)
-    alone.prepare(case)
+    settings = {"workers": 0, "tokens": 256, "width": 16, "num_experts": 4, "top_k": 2, "seed": 3}
+    alone = LayerRunner(settings, 0)
     assert sum(alone.counts) == 512 and max(alone.counts) < 1.1 * 128
-    sorted_rows, masks = alone.results("sorted"), alone.results("masks")
+    sorted_rows, masks = alone.results("fp32"), alone.results("fp32", "masks")
     assert equal_tensors("masks", sorted_rows, masks, tolerance=TOLERANCE["fp32"]).passed
     assert isinstance(alone.layer.experts, GroupedExperts)
     with torch.no_grad():
         alone.layer.experts.w2[2] *= 1.01
-    assert not equal_tensors("changed", alone.results("sorted"), masks, tolerance=TOLERANCE["fp32"]).passed
-
-
-def test_a_layer_has_the_same_weights_whichever_other_layers_are_built() -> None:
-    sizes = {"num_experts": 4, "top_k": 2, "seed": 3}
-    (alone,), (_, second) = build_layers([16], **sizes), build_layers([8, 16], **sizes)
-    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), second.parameters(), strict=True))
-    assert balance(alone, torch.randn(64, 16)) != [0] * 4
+    assert not equal_tensors("changed", alone.results("fp32"), masks, tolerance=TOLERANCE["fp32"]).passed

@@ -52,12 +52,11 @@ def test_a_block_ends_after_its_steps_with_the_first_and_every_tenth_loss_and_ze
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the peers
-@pytest.mark.parametrize("name", ["plain", "lightning", "accelerate"])
+@pytest.mark.parametrize("name", ["lightning", "accelerate"])
 def test_each_loop_trains_the_steps_of_the_plain_loop(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name != "plain":
-        pytest.importorskip(name)
+    pytest.importorskip(name)
     from jobs.bench import peers_arms
     from jobs.bench.harness.plain import gpt_loop
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from jobs.bench import startup, startup_script
+from jobs.bench import startup, startup_arms
 from jobs.bench.harness.command import bench_verb
 from raytrain.errors import RunError
 
-SECONDS = {"jobs": 4.0, "jobs.bench.startup_trainer": 8.0, "jobs.bench.startup_script": 1.0}
+SECONDS = {"job.yaml": 4.0, "train_with_ray": 8.0, "train_script": 1.0}
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, out: Path, command: Any, *keys: str) -> tuple[int, dict[str, Any]]:
@@ -32,9 +32,10 @@ def test_the_first_steps_of_three_commands_are_compared(tmp_path: Path, monkeypa
             return json.dumps({"seconds": {"machines": float(begun.count("check")), "all": 9.0}})
         note = Path(environment[startup.NOTE])
         assert not note.exists(), "of the command before"
-        settings = Path(command[-1]).read_text()
+        name = "job.yaml" if command[2] == "jobs" else command[3].partition(":")[2]
+        settings = Path(command[-1] if command[2] == "jobs" else command[-2]).read_text()
         assert ("FirstStep" in settings) == (command[2] == "jobs") and (str(note) in settings) == (command[2] != "jobs")
-        note.write_text(repr(time.time() + SECONDS[command[2]]))
+        note.write_text(repr(time.time() + SECONDS[name]))
         return ""
 
     code, document = measured(monkeypatch, tmp_path / "a.json", run, "blocks=2", "dropped=1")
@@ -66,6 +67,5 @@ def test_the_script_takes_a_step(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"the mill turns. " * 64)
     settings = {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "workers": 1, "threads": 1,
                 "text": str(tmp_path / "text"), "note": str(tmp_path / "note")}  # fmt: skip
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
-    startup_script.main(str(tmp_path / "settings.json"))
+    startup_arms.train_script(settings, 0)
     assert float((tmp_path / "note").read_text()) <= time.time()
