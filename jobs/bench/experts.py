@@ -38,7 +38,7 @@ RunSteps = Callable[[int], dict[str, Any]]
 
 
 class ExpertsOptions(BenchOptions):
-    """A layer with experts on hosts or partitioned across workers, against one process; sorted rows against masks."""
+    """A layer with experts on hosts or partitioned across workers, against one process."""
 
     QUICK: ClassVar[dict[str, Any]] = {
         "tokens": 64, "width": 16, "experts": 4, "layouts": ["1+2", "2+0"], "blocks": 3, "block_s": 0.0
@@ -97,12 +97,12 @@ class ExpertsArm(ArmProcesses):
         answer = self.ask_slowest(steps=steps, **more)
         return {**answer, "cpu_s": self.cpu_seconds() - before}
 
-    def results(self, dtype: str, **more: Any) -> list[dict[str, Tensor]]:
+    def results(self, dtype: str) -> list[dict[str, Tensor]]:
         """The output and gradients of one pass in each worker."""
         from safetensors.torch import load_file
 
         stem = f"{self._files}-results"
-        self.run_passes(steps=1, dtype=dtype, results=stem, **more)
+        self.run_passes(steps=1, dtype=dtype, results=stem)
         paths = [f"{stem}-{rank}.safetensors" for rank in range(max(1, self.layout.workers))]
         results = [load_file(path) for path in paths]
         for path in paths:
@@ -111,7 +111,7 @@ class ExpertsArm(ArmProcesses):
 
 
 def run(options: ExpertsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
-    """Measure the exchange by layout, and sorted rows in one process.
+    """Measure the exchange by layout.
 
     Raises:
         InputError: an invalid layout, more holders than experts, or tokens that are not divisible by the workers.
@@ -151,12 +151,10 @@ def _measure(
 ) -> bool:
     """Check the gate, then run blocks in turn; False if the gate failed."""
     threads, blocks = options.thread_count, options.blocks
-    (reference,) = alone.results(dtype, kind="sorted", threads=1)
-    checked = {f"outputs and gradients of {arm.layout}": join(arm.results(dtype)) for arm in arms}
-    (checked["masks"],) = alone.results(dtype, kind="masks", threads=threads)
-    for what, results in checked.items():
-        name = f"{dtype}: {what} equal those in one process"
-        if not found.gate(equal_tensors(name, results, reference, tolerance=TOLERANCE[dtype])):
+    (reference,) = alone.results(dtype)
+    for arm in arms:
+        name = f"{dtype}: outputs and gradients of {arm.layout} equal those in one process"
+        if not found.gate(equal_tensors(name, join(arm.results(dtype)), reference, tolerance=TOLERANCE[dtype])):
             return False
     answers: dict[str, list[dict[str, Any]]] = {}
 
@@ -171,14 +169,10 @@ def _measure(
 
         return block
 
-    def run_alone(kind: str, number: int) -> RunSteps:
-        return lambda steps: alone.run_passes(steps=steps, dtype=dtype, kind=kind, threads=number)
+    def run_arm(arm: ExpertsArm, **more: Any) -> RunSteps:
+        return lambda steps: arm.run_passes(steps=steps, dtype=dtype, **more)
 
-    def run_arm(arm: ExpertsArm) -> RunSteps:
-        return lambda steps: arm.run_passes(steps=steps, dtype=dtype)
-
-    runs = {_alone(number): run_alone("sorted", number) for number in (threads, 1)}
-    runs["masks"] = run_alone("masks", threads)
+    runs = {_alone(number): run_arm(alone, threads=number) for number in (threads, 1)}
     runs |= {str(arm.layout): run_arm(arm) for arm in arms}
     times = alternate({name: block_of(name, run) for name, run in runs.items()}, blocks=blocks)
     found.arms |= {f"{dtype}, {name}": values for name, values in times.items()}
@@ -190,7 +184,6 @@ def _measure(
         "calm_rounds": calm,
         "layouts": {name: {"ms": 1e3 * statistics.median(times[name]), "cpu_s": cpu[name]} for name in times},
     }
-    found.compare(times, of="masks", to=_alone(threads), name=f"{dtype}: a mask for each expert / sorted rows")
     _judge(options, found, times, arms, dtype=dtype)
     return True
 

@@ -26,7 +26,6 @@ from experts.layer import MoELayer
 from experts.models import moe_layer
 from experts.placement.starting import PlacementRules, first_placement
 from experts.placement.values import Placement
-from experts.routing.grouped import GroupedExperts
 from experts.routing.load import LoadTracker
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
@@ -129,36 +128,32 @@ class LayerRunner:
         """Reset remote experts to their initial weights."""
         self.client.configure(OPTIM, dtype=torch.float32, device=torch.device("cpu"))
 
-    def once(self, dtype: str, kind: str = "sorted") -> Tensor:
-        """Run forward and backward once; returns the output and leaves the gradient of the input in `x.grad`.
-
-        `kind`: "sorted" is the layer itself; "masks" runs each expert on the tokens that a mask selects.
-        """
+    def once(self, dtype: str) -> Tensor:
+        """Run forward and backward once; returns the output and leaves the gradient of the input in `x.grad`."""
         self.x.grad = None
         lower = torch.autocast("cpu", torch.bfloat16) if dtype == "bf16" else contextlib.nullcontext()
         with lower:
-            y = by_masks(self.layer, self.x) if kind == "masks" else self.layer(self.x.unsqueeze(0))[0].squeeze(0)
+            y = self.layer(self.x.unsqueeze(0))[0].squeeze(0)
         y.backward(self.grad)
         return y.detach()
 
     def run_block(self, request: dict[str, Any]) -> dict[str, float]:
         """Run "steps" passes; the gradients of all processes are zero afterwards."""
         torch.set_num_threads(request.get("threads", 1))
-        way = {"dtype": request["dtype"], "kind": request.get("kind", "sorted")}
         began = time.perf_counter()
         for _ in range(request["steps"]):
-            self.once(**way)
+            self.once(request["dtype"])
         seconds = time.perf_counter() - began
         if self.client is not None:
             self.client.discard()
         self.buffers.zero_()
         return {"seconds": seconds}
 
-    def results(self, dtype: str, kind: str = "sorted") -> dict[str, Tensor]:
+    def results(self, dtype: str) -> dict[str, Tensor]:
         """The output of one pass with the initial weights, the gradients of input and router, and those of the experts:
         of remote ones on rank 0, their change in a step at a learning rate of 1."""
         self.buffers.zero_()
-        y = self.once(dtype, kind)
+        y = self.once(dtype)
         gradients = {name: parameter.grad for name, parameter in self.layer.named_parameters()}
         results = {"output": y, "gradient of the input": self.x.grad}
         results |= {f"gradient of {name}": value for name, value in gradients.items()}
@@ -187,19 +182,6 @@ def balance(layer: MoELayer, x_TD: Tensor) -> list[int]:
     return router(x_TD.unsqueeze(0)).counts_E.tolist()
 
 
-def by_masks(layer: MoELayer, x_TD: Tensor) -> Tensor:
-    """The layer as it is often written: for each expert, select its tokens, run it, add its output."""
-    routing = layer.router(x_TD.unsqueeze(0))
-    experts, y_TD = layer.experts, torch.zeros_like(x_TD)
-    assert isinstance(experts, GroupedExperts)
-    for expert in range(layer.router.num_experts):
-        tokens, choices = torch.where(routing.indices_TK == expert)
-        inner = torch.nn.functional.gelu(torch.nn.functional.linear(x_TD[tokens], experts.w1[expert]))
-        output = torch.nn.functional.linear(inner, experts.w2[expert])
-        y_TD = y_TD.index_add(0, tokens, output * routing.weights_TK[tokens, choices].unsqueeze(-1))
-    return y_TD
-
-
 def place(settings: dict[str, Any]) -> Placement:
     """The fixed placement of the layer."""
     return first_placement([settings["num_experts"]], hosts=settings["hosts"] or settings["workers"])
@@ -220,9 +202,7 @@ def run_layer(settings: dict[str, Any], rank: int) -> None:
 
     def run_block(request: dict[str, Any]) -> dict[str, Any]:
         if "results" in request:
-            torch.set_num_threads(request.get("threads", 1))
-            way = {"dtype": request["dtype"], "kind": request.get("kind", "sorted")}
-            save_file(runner.results(**way), f"{request['results']}-{rank}.safetensors")
+            save_file(runner.results(request["dtype"]), f"{request['results']}-{rank}.safetensors")
         return runner.run_block(request)
 
     serve_blocks(settings["arm"], rank, run_block)

@@ -1,7 +1,7 @@
 """Bench `infer`: generation in batches, against transformers; what the pool costs; stages.
 
-Generation is compared by CPU seconds of one process, which other programs on the machine disturb less than the clock;
-tokens/s of the clock are in the document as well. Jobs of several workers are compared by the clock.
+Generation is compared by CPU seconds of one process, which other programs on the machine disturb less than the clock.
+Jobs of several workers are compared by the clock.
 """
 
 from __future__ import annotations

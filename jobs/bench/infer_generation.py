@@ -64,21 +64,15 @@ def measure_batches(options: Any, found: BenchMeasurement, say: Say) -> None:
         arms["transformers"] = lambda prompts: greedy_answers(copy, None, prompts, sampling=sampling, numbers=())
     if not _agree(options, found, arms):
         return
-    wall: dict[str, list[float]] = {}
     blocks = {
-        f"{name}, batch {rows}": partial(
-            _per_token, answer, prompts_of(options, rows), options.tokens, wall.setdefault(f"{name}, batch {rows}", [])
-        )
+        f"{name}, batch {rows}": partial(_per_token, answer, prompts_of(options, rows), options.tokens)
         for rows in options.batches
         for name, answer in arms.items()
     }
     say(f"{options.blocks} blocks of {len(blocks)} arms, {options.tokens} tokens a row")
     times = alternate(blocks, blocks=options.blocks)
     found.arms |= times
-    wall = {name: values[-options.blocks :] for name, values in wall.items()}
     found.values["tokens_per_s"] = {name: 1 / statistics.median(values) for name, values in times.items()}
-    found.values["tokens_per_s_of_the_clock"] = {name: 1 / statistics.median(values) for name, values in wall.items()}
-    found.values["wall_s_per_token"] = wall
     _compare_batches(options, found, times, arms)
 
 
@@ -118,14 +112,11 @@ def _agree(options: Any, found: BenchMeasurement, arms: Mapping[str, Answering])
     return equal
 
 
-def _per_token(answer: Answering, prompts: list[list[int]], tokens: int, wall: list[float]) -> float:
-    """CPU seconds of a token; those of the clock are appended to `wall`."""
-    began, cpu = time.perf_counter(), time.process_time()
+def _per_token(answer: Answering, prompts: list[list[int]], tokens: int) -> float:
+    """CPU seconds of a token."""
+    began = time.process_time()
     answer(prompts)
-    made = len(prompts) * tokens
-    spent = time.process_time() - cpu
-    wall.append((time.perf_counter() - began) / made)
-    return spent / made
+    return (time.process_time() - began) / (len(prompts) * tokens)
 
 
 def transformers_gpt2(module: nn.Module) -> nn.Module:
