@@ -1,7 +1,4 @@
-"""The rows of experts.jsonl: the load of every expert and every host in each log interval.
-
-Each row is also one interval of a load trace, as `raytrain bench placement trace=` reads it.
-"""
+"""The rows of experts.jsonl: the load of every expert and every host in each log interval."""
 
 from __future__ import annotations
 

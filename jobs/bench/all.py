@@ -26,9 +26,11 @@ LOG_TAIL = 2000
 
 
 class AllOptions(BenchOptions):
-    """All benches, and one table: `raytrain bench all [NAME.key=value ...] [key=value ...]`."""
+    """All benchmarks, and one table of claims with the figures of this machine.
 
-    MEASURES: ClassVar[str] = "all benchmarks, and one table of claims with the figures of this machine"
+    `raytrain bench all [NAME.key=value ...] [key=value ...]`
+    """
+
     IN_ALL: ClassVar[bool] = False
     OUT: ClassVar[str | None] = "benchmarks.json"
 

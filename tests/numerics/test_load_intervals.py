@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,6 @@ from lab import MOE, make_session, train
 from recount import Recount, recounted
 
 from experts.routing.router import TopKRouter
-from jobs.bench.harness.command import bench_verb
-from jobs.bench.harness.inputs import read_trace
 from raytrain.execution.reporter import RankZeroReporter
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
@@ -97,7 +94,7 @@ def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:
     assert again == whole[2:]
 
 
-def test_the_file_of_a_run_is_a_trace_for_bench_placement(tmp_path: Path) -> None:
+def test_the_file_of_a_run_has_a_row_for_each_interval_up_to_its_last_step(tmp_path: Path) -> None:
     run = RunFolder.create(str(tmp_path), "traced")
     loop = {"max_steps": 8, "log_every": 2, "micro_batch_size": 8}
     session = make_session(MOE, DATA, loop=loop, experts={"num_experts": 4, "top_k": 2})
@@ -105,12 +102,7 @@ def test_the_file_of_a_run_is_a_trace_for_bench_placement(tmp_path: Path) -> Non
     session.loop(reporter=reporter, should_stop=lambda: False).run(session.state)
     rows = run.read_rows(run.experts)
     assert [row["step"] for row in rows] == [1, 2, 4, 6, 8]
-    assert read_trace(run.experts) == [row["layers"] for row in rows]
-    out = tmp_path / "placement.json"
-    keys = [f"trace={run.experts}", "hosts=2", "replicas=1", "blocks=2", "history=1", "plan_layers=2", "plan_experts=8"]
-    assert bench_verb("placement", keys, out=str(out), quick=True, as_json=False) == 0
-    document = json.loads(out.read_text())
-    assert document["gate"]["passed"] and document["settings"]["trace"] == run.experts
+    assert all(len(layer) == 4 and min(layer) >= 0 for row in rows for layer in row["layers"])
     run.truncate_metrics(4)
     assert [row["step"] for row in run.read_rows(run.experts)] == [1, 2, 4]
 

@@ -22,12 +22,12 @@ def test_benches_run_now_and_an_existing_document_share_one_table(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "loop.json").write_text(json.dumps(bench_document()))
-    keys = ["dir=parts", 'only=["loop","checkpoint","memory"]', "checkpoint.threads=1", "memory.rows=15"]
-    assert bench_verb("all", keys, out=None, quick=True, as_json=False) == 1, "memory gets an invalid key"
+    keys = ["dir=parts", 'only=["loop","checkpoint","claims"]', "checkpoint.threads=1", "claims.rows=15"]
+    assert bench_verb("all", keys, out=None, quick=True, as_json=False) == 1, "claims gets an invalid key"
     made = json.loads((tmp_path / "benchmarks.json").read_text())
     checks = {check["name"]: check for check in made["gate"]["checks"]}
-    assert [checks[name]["passed"] for name in ("loop", "checkpoint", "memory")] == [True, True, False]
-    assert "rows" in checks["memory"]["detail"] and "exit 2" in checks["memory"]["detail"]
+    assert [checks[name]["passed"] for name in ("loop", "checkpoint", "claims")] == [True, True, False]
+    assert "rows" in checks["claims"]["detail"] and "exit 2" in checks["claims"]["detail"]
     benches = made["values"]["benches"]
     assert set(benches) == {"loop", "checkpoint"} and benches["checkpoint"]["settings"]["threads"] == 1
     assert {row["bench"] for row in made["values"]["table"]} == {"loop", "checkpoint"}
@@ -43,10 +43,10 @@ def report(path: Path) -> Result:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """benchmarks.json of two benches with small sizes."""
+    """benchmarks.json of one bench with small sizes."""
     folder = tmp_path_factory.mktemp("summary")
     out = folder / "benchmarks.json"
-    keys = [f"dir={folder / 'parts'}", 'only=["data","pinned"]', "data.threads=1"]
+    keys = [f"dir={folder / 'parts'}", 'only=["claims"]', "claims.threads=1", "claims.parts=[data,pinned]"]
     assert bench_verb("all", keys, out=str(out), quick=True, as_json=False) == 0
     return out
 
@@ -66,9 +66,9 @@ def test_a_summary_holds_every_ratio_and_only_figures_of_its_json(measured: Path
     figures = {round(ratio[part], 3) for ratio in ratios for part in ("median", "low", "high")}
     assert len(ratios) == 4 and numbers(text.partition("## Every ratio")[2]) == figures
     assert document["environment"]["date"] in text and document["environment"]["command"] in text
-    assert "Small sizes" in text and "| pinned |" in text
+    assert "Small sizes" in text and "copies out of pinned memory" in text
 
-    document["values"]["benches"]["data"]["ratios"][0]["median"] = 987.654
+    document["values"]["benches"]["claims"]["ratios"][0]["median"] = 987.654
     document["environment"]["cpu_model"] = "A CPU of another make"
     measured.write_text(json.dumps(document))
     assert report(measured).exit_code == 0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jobs.bench.experts.moves import _after_switches
 from jobs.bench.harness.command import bench_verb
+from jobs.bench.moves import _after_switches
 
 ALONE = {"in process, 2 thread(s)", "in process, 1 thread(s)"}
 
@@ -21,27 +21,22 @@ def test_every_layout_and_implementation_is_checked_and_timed_in_turn(tmp_path: 
     assert bench_verb("experts", [], out=str(out), quick=True, as_json=False) == 0
     document = json.loads(out.read_text())
     checks = {check["name"]: check["passed"] for check in document["gate"]["checks"]}
-    assert len(checks) == 11 and all(checks.values())
+    assert len(checks) == 4 and all(checks.values())
+    ratios = {ratio["name"]: ratio for ratio in document["ratios"]}
     for dtype in ("fp32", "bf16"):
-        large, small = (document["values"]["exchange"][f"{dtype} {size}"] for size in ("64 x 16", "32 x 8"))
-        assert set(large["layouts"]) == ALONE | {"1 + 2", "2 colocated"} and set(small["layouts"]) == ALONE | {"1 + 2"}
-        for layout in large["layouts"].values():
-            assert layout["ms"] > 0 and layout["cpu_s"] > 0
-        assert 0 < large["layouts"]["1 + 2"]["share_of_transport"] < 1
-        assert len(document["arms"][f"{dtype} 64 x 16, 1 + 2"]["values"]) == 3
-        assert len(document["arms"][f"{dtype} 32 x 8, 1 + 2"]["values"]) == 2
-        ratios = {ratio["name"]: ratio for ratio in document["ratios"]}
-        calm = ratios[f"{dtype} 64 x 16: 1 + 2 / in process, 2 thread(s)"]
+        exchange = document["values"]["exchange"][dtype]
+        assert set(exchange["layouts"]) == ALONE | {"1 + 2", "2 colocated"}
+        for layout in exchange["layouts"].values():
+            assert layout["ms"] > 0 and layout["cpu_s"] >= 0
+        for name in exchange["layouts"]:
+            assert len(document["arms"][f"{dtype}, {name}"]["values"]) == 3
+        calm = ratios[f"{dtype}: 1 + 2 / in process, 2 thread(s)"]
         assert calm["goal"] == {"at_least": None, "at_most": 1.25}
-        assert len(calm["values"]) == len(large["calm_rounds"]) >= 1
-        two, one = (f"{dtype} 64 x 16, {name}" for name in ("2 colocated", "in process, 1 thread(s)"))
-        pair = ratios[f"{dtype} 64 x 16: 2 colocated / in process, 1 thread(s)"]
+        assert len(calm["values"]) == len(exchange["calm_rounds"]) >= 1
+        two, one = (f"{dtype}, {name}" for name in ("2 colocated", "in process, 1 thread(s)"))
+        pair = ratios[f"{dtype}: 2 colocated / in process, 1 thread(s)"]
         arms = zip(document["arms"][two]["values"], document["arms"][one]["values"], strict=True)
         assert set(pair["values"]) <= {a / b for a, b in arms}, "two workers over one, measured in the same rounds"
-        for name in ("sorted", "masks", "loop", "grouped"):
-            assert len(document["arms"][f"{dtype} 64 x 16, {name}"]["values"]) == 3
-    assert document["values"]["inflight"].keys() == {"one in flight", "two in flight"}
-    assert len(document["arms"]["a training step, two in flight"]["values"]) == 3
     assert all(claim["verdict"] == "not measurable here" for claim in document["claims"])
 
 

@@ -1,12 +1,7 @@
-"""Input of benches: generated training data, the jobs that train on it, and load traces of experts.
-
-A load trace holds the number of rows of each expert for each interval. In a JSONL file a line is an interval:
-{"step": its last step, "layers": [[rows of each expert], ...]}.
-"""
+"""Input of benches: generated training data, and the jobs that train on it."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,58 +97,3 @@ def write_text(folder: Path, *, batch: int, context: int, steps: int, seed: int,
     path = folder / "text.txt"
     path.write_bytes(text[: context * (whole_steps * batch + 1)])
     return path
-
-
-Loads = list[list[float]]
-"""[layer][expert]: rows in one interval."""
-
-
-def read_trace(path: str) -> list[Loads]:
-    """The intervals of a trace, in order.
-
-    Raises:
-        InputError: no such file, a line that is not an interval, intervals of different shapes, fewer than two.
-    """
-    try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            "trace", got=f"{path} ({error})", expected="a JSONL file with one interval per line"
-        ) from error
-    trace = [_read_interval(line, origin=f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-    if len(trace) < 2:
-        raise InputError("trace", got=f"{path} with {len(trace)} intervals", expected="at least two")
-    shape = [len(row) for row in trace[0]]
-    for n, loads in enumerate(trace, 1):
-        if [len(row) for row in loads] != shape:
-            raise InputError("trace", got=f"{path} interval {n} of another shape", expected=f"experts by layer {shape}")
-    return trace
-
-
-def _read_interval(line: str, *, origin: str) -> Loads:
-    try:
-        row: Any = json.loads(line)
-        loads = [[float(count) for count in layer] for layer in row["layers"]]
-    except (ValueError, TypeError, KeyError) as error:
-        expected = '{"step": n, "layers": [[rows of each expert], ...]}'
-        raise InputError("trace", got=f"{origin}: {line[:60]}", expected=expected) from error
-    if not loads or not all(layer and min(layer) >= 0 and sum(layer) < float("inf") for layer in loads):
-        raise InputError("trace", got=f"{origin}: {line[:60]}", expected="layers of non-negative counts")
-    return loads
-
-
-def draw_trace(
-    *, intervals: int, layers: int, experts: int, sigma: float, drift: float, rows: int, seed: int
-) -> list[Loads]:
-    """Lognormal loads of spread `sigma`, sampled as `rows` per layer. Their logarithms follow a mean-reverting random
-    walk with step `drift` per interval, so that the spread stays constant."""
-    draw = np.random.default_rng(seed)
-    logs = draw.normal(0.0, sigma, (layers, experts))
-    stays = max(0.0, 1 - (drift / sigma) ** 2) ** 0.5 if sigma > 0 else 0.0
-    trace = []
-    for _ in range(intervals):
-        shares = np.exp(logs)
-        shares /= shares.sum(-1, keepdims=True)
-        trace.append([[float(count) for count in draw.multinomial(rows, row)] for row in shares])
-        logs = stays * logs + draw.normal(0.0, drift, logs.shape)
-    return trace

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +97,6 @@ class Ratio(Interval):
         verdict: whether `to` is "faster" or "slower" than `of` ("smaller" or "larger" if the values are not times), if
             the interval excludes 1; else "no difference shown".
         goal, met: the goal, and whether the median reaches it; None without a goal.
-        share: fraction of `of` that the difference between the arms affects (an upper bound of the gain), if known.
     """
 
     name: str
@@ -108,12 +106,11 @@ class Ratio(Interval):
     verdict: str
     goal: Goal | None = None
     met: bool | None = None
-    share: float | None = None
 
 
 def compare(
     times: Mapping[str, Sequence[float]], *, of: str, to: str, name: str = "", goal: Goal | None = None,
-    share: float | None = None, words: tuple[str, str] = ("faster", "slower"),
+    words: tuple[str, str] = ("faster", "slower"),
 ) -> Ratio:  # fmt: skip
     """The ratio of two arms' values, named "of / to" by default: above 1, `to` is the first of `words`, below 1 the
     second."""
@@ -122,7 +119,7 @@ def compare(
     verdict = words[0] if found.low > 1 else words[1] if found.high < 1 else NO_DIFFERENCE
     met = None if goal is None else goal.met(found.median)
     return Ratio(**vars(found), name=name or f"{of} / {to}", of=of, to=to, values=values, verdict=verdict, goal=goal,
-                 met=met, share=share)  # fmt: skip
+                 met=met)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -262,8 +259,3 @@ def header(began: float, *, load_before: float) -> dict[str, Any]:
 def matrix_units(flags: Mapping[str, bool]) -> str:
     """The CPU's instruction set for bfloat16 matrix products: "AMX", "AVX512-bf16" or "neither"."""
     return "AMX" if flags.get("amx_bf16") else "AVX512-bf16" if flags.get("avx512_bf16") else "neither"
-
-
-def median_ms(seconds: Sequence[float]) -> float:
-    """Median in milliseconds."""
-    return 1e3 * statistics.median(seconds)

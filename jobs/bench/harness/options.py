@@ -1,4 +1,4 @@
-"""Options of all benches, and the registry of benches, which are found by their modules. Torch-free."""
+"""Options of all benches, and the registry of benches. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from pydantic import Field
@@ -14,25 +13,24 @@ from pydantic import Field
 from cluster.config import Count, NonNegativeInt, Section
 from cluster.devices.inventory import local_inventory
 
-FOLDER = Path(__file__).parents[1]
-ORDER = (
-    "loop", "precision", "checkpoint", "memory", "attention", "compile", "placement", "moves", "recovery", "restart",
-    "experts", "data", "clone", "pinned", "tune", "infer", "scaling", "peers", "lr", "all",
+BENCHES = (
+    "claims", "loop", "checkpoint", "moves", "recovery", "experts", "tune", "infer", "startup", "scaling", "peers",
+    "lr", "all",
 )  # fmt: skip
-"""Order of `bench --list` and of bench `all`; benches that are not listed come last."""
+"""The modules of jobs/bench that are benches, in the order of `bench --list` and of bench `all`."""
 
 
 class BenchOptions(Section):
     """Options of one bench; each bench derives its own class, the type of the `options` of its `run`.
 
+    The first paragraph of its docstring is what `bench --list` says.
+
     Attributes:
-        MEASURES: one line for `bench --list`.
         QUICK: values for `--quick`: sizes for a test, too small for meaningful figures.
         IN_ALL: whether bench `all` runs it.
         OUT: default path of its JSON document; None means a new file in runs/bench.
     """
 
-    MEASURES: ClassVar[str] = ""
     QUICK: ClassVar[dict[str, Any]] = {}
     IN_ALL: ClassVar[bool] = True
     OUT: ClassVar[str | None] = None
@@ -58,23 +56,15 @@ class Bench:
     @property
     def measures(self) -> str:
         """What it measures, in one line."""
-        return self.options.MEASURES
+        return " ".join((self.options.__doc__ or "").partition("\n\n")[0].split())
 
 
 @functools.cache
 def find_benches() -> dict[str, Bench]:
-    """All benches by name: the modules in the folders of jobs/bench, except the harness and modules with an underscore
-    in their name. Such a module belongs to a bench, as `experts_member` to `experts`."""
-    paths = [*FOLDER.glob("*.py"), *(path for path in FOLDER.glob("*/*.py") if path.parent.name != "harness")]
-    found = [_load_bench(path) for path in paths if "_" not in path.stem]
-    found.sort(key=lambda bench: (not bench.options.IN_ALL, _rank(bench.name), bench.name))
-    return {bench.name: bench for bench in found}
+    """All benches by name."""
+    return {name: _load_bench(name) for name in BENCHES}
 
 
-def _load_bench(path: Path) -> Bench:
-    module = importlib.import_module(".".join(("jobs", "bench", *path.relative_to(FOLDER).with_suffix("").parts)))
-    return Bench(path.stem, get_type_hints(module.run)["options"], module.run)
-
-
-def _rank(name: str) -> int:
-    return ORDER.index(name) if name in ORDER else len(ORDER)
+def _load_bench(name: str) -> Bench:
+    module = importlib.import_module(f"jobs.bench.{name}")
+    return Bench(name, get_type_hints(module.run)["options"], module.run)

@@ -1,7 +1,6 @@
 """The plain PyTorch loop that raytrain is compared with: a hand-written script that uses nothing of raytrain.
 
-    python -m jobs.bench.harness.plain SETTINGS.json               one process
-    torchrun --nproc-per-node 2 -m jobs.bench.harness.plain ...    the same under DDP
+It runs in one process, or under torchrun in several with DDP (`main`).
 
 The loop is `PlainLoop.step`. It computes the global gradient norm from norms of rows, as raytrain does, so that the
 losses of both are equal bit for bit; with `clip: torch` it calls `clip_grad_norm_` instead.
@@ -10,10 +9,8 @@ losses of both are equal bit for bit; with `clip: torch` it calls `clip_grad_nor
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +28,7 @@ class PlainLoop:
     """Forward, backward, clip, AdamW and a learning-rate schedule, as in a script of forty lines.
 
     Args:
-        module: the model, on the CPU.
+        module: the model, on its device.
         loss: `loss(model, batch)` -> scalar; `model` is the module, or DDP around it.
         batches: an endless iterator.
         max_steps, lr, weight_decay, betas, clip: as in a job's sections.
@@ -70,7 +67,9 @@ class PlainLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * self.factor(self.done)
         self.optimizer.zero_grad(set_to_none=True)
-        autocast = torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext()
+        autocast = (
+            torch.autocast(self.parameters[0].device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+        )
         with autocast:
             loss = self.loss(self.model, next(self.batches))
         loss.backward()
@@ -138,11 +137,10 @@ def gpt_loop(settings: dict[str, Any], *, clip: str, rank: int, world_size: int)
     return PlainLoop(module, language_loss, batches, max_steps=settings["max_steps"], clip=clip, ddp=world_size > 1)
 
 
-def main(path: str) -> None:
+def main(settings: dict[str, Any], rank: int) -> None:
     """Run blocks for the bench: `{"steps": n, "clip": ...}` trains n steps of the loop with that clip."""
-    settings = json.loads(Path(path).read_text())
     torch.set_num_threads(settings["threads"])
-    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         dist.init_process_group("gloo")
     loops = {clip: gpt_loop(settings, clip=clip, rank=rank, world_size=world_size) for clip in ("rows", "torch")}
@@ -157,7 +155,3 @@ def main(path: str) -> None:
     serve_blocks("plain", rank, run_block)
     if world_size > 1:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -30,6 +30,8 @@ ADDRESS = "RAYTRAIN_BENCH_SOCKET"
 ANSWER_TIMEOUT_S = 180.0
 #: Seconds within which a process must exit after its last block.
 EXIT_TIMEOUT_S = 20.0
+#: What every process of an arm runs.
+MEMBER = "jobs.bench.harness.member"
 LOG_TAIL = 2000
 
 
@@ -182,19 +184,19 @@ class ArmServer:
 
 
 class ArmProcesses:
-    """The processes of one arm, each `python -m MODULE SETTINGS.json RANK`, with one log file.
+    """The processes of one arm, each runs `FUNCTION(settings, rank)` of a module (`harness.member`), with one log file.
 
     Args:
-        module: dotted name of what they run.
+        target: "MODULE:FUNCTION" that they run.
         settings: written to SETTINGS.json.
         processes: number of processes; `connecting` of them (default: all) connect to the bench.
-        launcher: arguments before `-m MODULE`, such as those of torchrun.
+        launcher: arguments before `-m`, such as those of torchrun.
         environment: variables in addition to those of the bench.
         cwd: their working directory.
     """
 
     def __init__(
-        self, server: ArmServer, arm: str, module: str, settings: Mapping[str, Any], *, processes: int = 1,
+        self, server: ArmServer, arm: str, target: str, settings: Mapping[str, Any], *, processes: int = 1,
         connecting: int | None = None, launcher: Sequence[str] = (), environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> None:  # fmt: skip
@@ -204,7 +206,7 @@ class ArmProcesses:
         path.write_text(json.dumps(settings))
         server.own(self)
         self._processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, *launcher, "-m", module, str(path)]
+        command = [sys.executable, *launcher, "-m", MEMBER, target, str(path)]
         with self._log.open("ab") as log:
             for rank in range(processes):
                 variables = {**os.environ, **(environment or {})}
@@ -236,6 +238,12 @@ class ArmProcesses:
     def ask_slowest(self, *, steps: int = 1, **more: Any) -> dict[str, Any]:
         """`ask`, but return only the answer of the slowest process (the largest "seconds")."""
         return max(self.ask(steps=steps, **more), key=lambda answer: answer["seconds"])
+
+    def cpu_seconds(self) -> float:
+        """CPU seconds that they have used so far."""
+        stats = [Path(f"/proc/{process.pid}/stat").read_text() for process in self._processes]
+        ticks = sum(int(ticks) for stat in stats for ticks in stat.rpartition(")")[2].split()[11:13])  # user and system
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self, *, kill: bool = False) -> None:
         """Dismiss them and wait until they exit; they are killed with `kill`, or if they do not exit in time."""

@@ -12,9 +12,16 @@ import torch
 
 from jobs.bench.harness.measuring import alternate
 from jobs.driver.session import session_of
-from raytrain.autotune.startup.precision import measure_precision
 from raytrain.execution.reporter import SilentReporter
-from raytrain.plan.choice import Deferred
+
+#: Where the arms of this process compute.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize() -> None:
+    """Wait for a GPU; a CPU computes synchronously."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 class TrainingArm(Protocol):
@@ -52,12 +59,6 @@ class SessionArm:
         self.loop.run(self.session.state)
         return time.perf_counter() - began
 
-    def run_block(self, steps: int) -> dict[str, Any]:
-        """`run`, with the answer to the bench: {"seconds", "cpu_s" of this process, "losses" of these steps}."""
-        before, cpu = len(self.losses), time.process_time()
-        seconds = self.run(steps)
-        return {"seconds": seconds, "cpu_s": time.process_time() - cpu, "losses": self.losses[before:]}
-
 
 def alternate_steps(arms: Mapping[str, TrainingArm], *, steps: int, blocks: int) -> dict[str, list[float]]:
     """Train blocks of `steps` steps of each arm in turn; returns the seconds per step, see `alternate`."""
@@ -74,17 +75,6 @@ def restored_threads(threads: int | None = None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def chosen_precision(job: Mapping[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
-    """The choice of `precision.dtype: auto` for this job on this machine: (value, reason, trials)."""
-    session = session_of({**job, "precision": {"dtype": "auto"}})
-    precision = session.job.plan.precision
-    if not isinstance(precision, Deferred):
-        return str(precision.value), precision.reason, []
-    session.prepare("fp32")
-    chosen, trials = measure_precision(session, list(precision.bounds))
-    return str(chosen.value), chosen.reason, trials
 
 
 def _never() -> bool:

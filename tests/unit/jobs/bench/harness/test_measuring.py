@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from jobs.bench.compute.precision import break_even
 from jobs.bench.harness.measuring import (
     NO_DIFFERENCE,
     BenchMeasurement,
@@ -111,20 +110,6 @@ def test_quick_sizes_claim_nothing() -> None:
 def test_a_missed_goal_is_reported() -> None:
     lines = _measurement(passed=True).lines()
     assert any("ours is faster" in line and "at least 3.0: MISSED" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("gains", "width"),
-    [
-        ({256: 0.8, 512: 1.2, 1024: 1.5}, 256 * 2**0.5),
-        ({256: 1.1, 512: 1.2}, 256.0),
-        ({256: 0.8, 512: 0.9}, None),
-        ({256: 1.2, 512: 0.9, 1024: 1.1}, 512 * 2**0.5),
-    ],
-)
-def test_the_width_where_a_precision_breaks_even(gains: dict[int, float], width: float | None) -> None:
-    found = break_even(gains)
-    assert found == (None if width is None else pytest.approx(width))
 
 
 def test_the_matrix_units_of_a_cpu_are_named() -> None:

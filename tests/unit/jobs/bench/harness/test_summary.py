@@ -29,10 +29,10 @@ def test_a_file_that_is_not_a_bench_document_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("PERF-13")
-def test_without_a_gpu_bench_pinned_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_pinned_memory_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "pinned.json"
-    assert bench_verb("pinned", [], out=str(out), quick=False, as_json=False) == 0
+    assert bench_verb("claims", ["parts=[pinned]"], out=str(out), quick=False, as_json=False) == 0
     document: dict[str, Any] = json.loads(out.read_text())
     (claim,) = document["claims"]
     assert claim["verdict"] == "not measurable here" and "no GPU" in claim["evidence"]

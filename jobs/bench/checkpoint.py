@@ -1,0 +1,144 @@
+"""Bench `checkpoint`: how long saving a checkpoint stops the loop, asynchronously and synchronously.
+
+A block is a few training steps with one checkpoint after the first step. The asynchronous arm copies the state and
+continues: the copy is its stall. The saved state is that of a real run: weights, AdamW moments, random generators.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from cluster.config import Count, Text
+from jobs.bench.harness.inputs import draw_rows, job_of, perceptron_model
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
+from jobs.bench.harness.options import BenchOptions
+from raytrain.execution.reporter import SilentReporter
+from raytrain.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from jobs.bench.harness.sessions import SessionArm
+
+#: Stall of an asynchronous checkpoint over that of a synchronous one.
+GOAL = Goal(at_most=0.25)
+FEATURES = 64
+CLASSES = 10
+KINDS = ("asynchronous", "synchronous")
+
+
+class CheckpointOptions(BenchOptions):
+    """Pause of training for an asynchronous checkpoint, against a synchronous one."""
+
+    QUICK: ClassVar[dict[str, Any]] = {"millions": [0.05], "blocks": 3, "steps": 2, "batch": 4}
+
+    millions: list[float] = Field([1.0, 10.0, 50.0], description="millions of parameters, with AdamW state")
+    batch: Count = Field(64, description="rows of a step")
+    steps: Count = Field(5, description="steps of one block; the checkpoint is taken after the first")
+    dir: Text | None = Field(None, description="folder to save them in; null is the system's temporary directory")
+
+
+def run(options: CheckpointOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+    """Measure every model size; see `CheckpointOptions`."""
+    from jobs.bench.harness.sessions import restored_threads
+
+    found = BenchMeasurement("checkpoint", quick, options.model_dump(), "seconds that one checkpoint stops the loop")
+    found.values["models"] = {}
+    with restored_threads(), tempfile.TemporaryDirectory(prefix="rtb-", dir=options.dir) as folder:
+        for millions in options.millions:
+            say(f"{millions:g} million parameters: {options.blocks} blocks")
+            _measure(found, options, millions, folder=folder)
+    worst = max(found.ratios, key=lambda ratio: ratio.median)
+    found.claim(
+        "an asynchronous checkpoint stops the loop for at most a quarter of a synchronous one",
+        bool(worst.met),
+        f"{worst.median:.3f} of it at the worst size ({worst.name.split(':')[0]})",
+    )
+    return found
+
+
+def _job(options: CheckpointOptions, millions: float, *, folder: str) -> dict[str, Any]:
+    """A perceptron of about `millions` million parameters: three layers of one width."""
+    width = max(8, round(math.sqrt(millions * 1e6 / 2)))
+    return job_of(
+        options, perceptron_model(width, classes=CLASSES),
+        draw_rows(4 * options.batch, FEATURES, classes=CLASSES, seed=options.seed), name=f"{millions:g}m",
+        loop={"global_batch_size": options.batch, "log_every": 0}, threads=options.thread_count, save={"dir": folder},
+    )  # fmt: skip
+
+
+def _measure(found: BenchMeasurement, options: CheckpointOptions, millions: float, *, folder: str) -> None:
+    """Both kinds save the same session in turn."""
+    from jobs.bench.harness.sessions import SessionArm
+    from raytrain.execution.checkpointer import CheckpointSaver
+
+    arm = SessionArm(_job(options, millions, folder=folder), precision="fp32")
+    arm.run(3)  # the first step creates AdamW's moments
+    runs = {kind: RunFolder.create(folder, f"{millions:g}m-{kind}") for kind in KINDS}
+    savers: dict[str, Any] = {
+        kind: CheckpointSaver(
+            arm.session, run, every=1_000_000, keep=1, asynchronous=kind == "asynchronous", reporter=SilentReporter(),
+            clock=arm.loop.clock, fence=None,
+        )
+        for kind, run in runs.items()
+    }  # fmt: skip
+    writes: dict[str, list[float]] = {kind: [] for kind in KINDS}
+
+    def block(kind: str) -> float:
+        """A step, a checkpoint, the other steps; returns the stall, after the write has finished."""
+        saver = savers[kind]
+        arm.run(1)
+        called = time.perf_counter()
+        saver.save(arm.session.state, final=False)
+        stall = time.perf_counter() - called
+        if options.steps > 1:
+            arm.run(options.steps - 1)
+        saver.writer.wait()  # so that the next arm starts with an idle disk
+        writes[kind].append(saver.writer.last_write_s or 0.0)
+        return stall
+
+    name = f"{millions:g} M parameters"
+    found.gate(_same_bytes(name, arm, savers, runs))
+    stalls = alternate({kind: partial(block, kind) for kind in KINDS}, blocks=options.blocks)
+    found.arms |= {f"{name}, {kind}": values for kind, values in stalls.items()}
+    label = f"{name}: stall, asynchronous / synchronous"
+    found.compare(stalls, of="asynchronous", to="synchronous", name=label, goal=GOAL)
+    found.values["models"][name] = {
+        "parameters": sum(p.numel() for p in arm.session.trainable.module.parameters()),
+        "checkpoint_bytes": savers["synchronous"].writer.last_bytes,
+        "staged_bytes": savers["asynchronous"].writer.staged_bytes,
+        "write_s": {kind: values[-options.blocks :] for kind, values in writes.items()},
+    }
+    for kind, saver in savers.items():
+        saver.close()
+        shutil.rmtree(runs[kind].path, ignore_errors=True)
+
+
+def _same_bytes(name: str, arm: SessionArm, savers: dict[str, Any], runs: dict[str, RunFolder]) -> Check:
+    """Whether both kinds save the live state bit for bit, with valid checksums."""
+    import torch
+    from safetensors.torch import load_file
+
+    from raytrain.checkpoint.reader import load
+
+    state, live = arm.session.state, arm.session.trainable.module.state_dict()
+    different: list[str] = []
+    moments: list[dict[str, Any]] = []
+    for kind, saver in savers.items():
+        saver.save(state, final=True)
+        path = runs[kind].checkpoint_dir(state.step)
+        kept = load(path).parts["model"]
+        different += [f"{kind}: {key}" for key, value in live.items() if not torch.equal(kept[key], value)]
+        moments.append(load_file(f"{path}/optimizer.safetensors"))
+    different += [key for key, value in moments[0].items() if not torch.equal(value, moments[1][key])]
+    return Check(
+        f"{name}: both checkpoints hold the live state",
+        not different,
+        f"{len(live)} weights and {len(moments[0])} optimizer tensors compared"
+        + (f"; different: {different[0]} and {len(different) - 1} more" if different else ""),
+    )

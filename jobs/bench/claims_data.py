@@ -1,0 +1,401 @@
+"""The parts of bench `claims` about data: rows kept on the device, habits that cost time, loader processes, pinning."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from jobs.bench.harness.inputs import draw_rows, job_of
+from jobs.bench.harness.measuring import (
+    BenchMeasurement,
+    Check,
+    Goal,
+    Say,
+    alternate,
+    equal_series,
+    median_interval,
+)
+from jobs.bench.harness.sessions import DEVICE, SessionArm, synchronize
+from raytrain.data.loading.prepare import DataPlan, prepare_source
+from raytrain.data.rows.batches import Cursor, StepBatches
+from raytrain.data.sources.in_memory import memory_source
+from raytrain.data.transfer import pin, to_device
+from raytrain.train.loader import BatchLoader
+
+CLASSES = 4
+#: Width of the perceptron that trains on the rows.
+WIDTH = 16
+OLD, NEW = "clone and copy", "resident"
+PARTS = ("conversion", "clone", "copy", "check", "compute")
+#: Seconds of all epochs of the old path over those of ours.
+GOAL = Goal(at_least=4.2)
+#: Largest fraction of an arm's wall time that no part accounts for.
+UNACCOUNTED = 0.02
+
+
+class Annotations:
+    """Rows as JSON text, converted on access; counts the conversions."""
+
+    def __init__(self, rows: int, values: int, *, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        self.texts = [
+            json.dumps({"values": draw.normal(size=values).round(4).tolist(), "label": int(draw.integers(CLASSES))})
+            for _ in range(rows)
+        ]
+        self.converted = 0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.converted += 1
+        row = json.loads(self.texts[index])
+        return {"x": torch.tensor(row["values"]), "labels": torch.tensor(row["label"])}
+
+
+class Seconds:
+    """Seconds by part, epoch by epoch."""
+
+    def __init__(self) -> None:
+        self.preparation = 0.0
+        self.epochs: list[dict[str, float]] = []
+
+    @contextmanager
+    def spent_on(self, part: str) -> Iterator[None]:
+        """Adds the time spent inside to this part of the current epoch."""
+        begin = time.perf_counter()
+        yield
+        self.epochs[-1][part] += time.perf_counter() - begin
+
+    def begin_epoch(self) -> None:
+        """Begin a new epoch."""
+        self.epochs.append(dict.fromkeys(PARTS, 0.0))
+
+    def parts(self) -> dict[str, float]:
+        """Each part over all epochs, and the preparation."""
+        return {"preparation": self.preparation, **{part: sum(e[part] for e in self.epochs) for part in PARTS}}
+
+    @property
+    def total(self) -> float:
+        """The sum of the parts."""
+        return sum(self.parts().values())
+
+    def busy(self) -> list[float]:
+        """The fraction of each epoch that the model computes."""
+        return [epoch["compute"] / max(sum(epoch.values()), 1e-12) for epoch in self.epochs]
+
+
+class Perceptron:
+    """The trained model, the same in every arm."""
+
+    def __init__(self, values: int, hidden: int, *, seed: int, device: torch.device = DEVICE) -> None:
+        torch.manual_seed(seed)
+        self.module = nn.Sequential(nn.Linear(values, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)).to(device)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
+        self.losses: list[Tensor] = []
+
+    def step(self, batch: dict[str, Any]) -> None:
+        """One step on a batch on the device; waits for the device, so that the time covers the whole step."""
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.module(batch["x"]), batch["labels"])
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.detach())
+        synchronize()
+
+
+def order_of(rows: int, batch: int, epochs: int, *, seed: int) -> list[list[np.ndarray]]:
+    """The sample indices of every step of every epoch, in training order."""
+    split = memory_source({"x": torch.zeros(rows)}, None, fraction=0.0).train
+    batches = StepBatches(split, seed=seed, global_batch_size=batch, micro_batch=batch)
+    return [list(batches.epoch_indices(epoch)) for epoch in range(epochs)]
+
+
+def clone_and_copy(data: Annotations, order: list[list[np.ndarray]], model: Perceptron) -> Seconds:
+    """The reference path: each epoch converts all annotations again, clones each batch and copies it."""
+    spent = Seconds()
+    for epoch in order:
+        spent.begin_epoch()
+        for indices in epoch:
+            with spent.spent_on("conversion"):
+                rows = [data[index] for index in indices.tolist()]
+                batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+            with spent.spent_on("clone"):
+                batch = {name: tensor.clone() for name, tensor in batch.items()}
+            with spent.spent_on("copy"):
+                batch = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
+                synchronize()
+            with spent.spent_on("compute"):
+                model.step(batch)
+    return spent
+
+
+def resident(data: Annotations, model: Perceptron, *, batch: int, epochs: int, seed: int) -> Seconds:
+    """raytrain's path: one preparation pass, rows kept on the device, batches gathered there."""
+    spent = Seconds()
+    begin = time.perf_counter()
+    source = prepare_source(
+        memory_source(data, None, fraction=0.0), DataPlan("resident", seed=seed), device=DEVICE,
+        report=lambda kind, **fields: None,
+    )  # fmt: skip
+    spent.preparation = time.perf_counter() - begin
+    batches = StepBatches(source.train, seed=seed, global_batch_size=batch, micro_batch=batch, storage=None)
+    loader = BatchLoader(batches, device=DEVICE, weight=None, dtype=torch.float32)
+    cursor = Cursor()
+    for epoch in range(epochs):
+        spent.begin_epoch()
+        while cursor.epoch == epoch:
+            with spent.spent_on("copy"):  # rows gathered on the device
+                indices, cursor = loader.global_batch(cursor)
+                (micro,) = loader.micro_batches(indices)
+                synchronize()
+            with spent.spent_on("check"):
+                on_device = to_device(micro.batch, DEVICE)
+            with spent.spent_on("compute"):
+                model.step(on_device)
+    return spent
+
+
+def measure_resident(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """Rows converted once and kept on the device, against converting, cloning and copying them in each epoch."""
+    data = Annotations(options.annotations, options.values, seed=options.seed)
+    order = order_of(options.annotations, options.data_batch, options.epochs, seed=options.seed)
+    spent: dict[str, list[Seconds]] = {OLD: [], NEW: []}
+    losses: dict[str, list[float]] = {}
+    converted: dict[str, int] = {}
+
+    def block(name: str) -> float:
+        model = Perceptron(options.values, WIDTH, seed=options.seed)
+        data.converted, begin = 0, time.perf_counter()
+        if name == OLD:
+            seconds = clone_and_copy(data, order, model)
+        else:
+            seconds = resident(data, model, batch=options.data_batch, epochs=options.epochs, seed=options.seed)
+        wall = time.perf_counter() - begin
+        spent[name].append(seconds)
+        converted[name], losses[name] = data.converted, [float(loss) for loss in model.losses]
+        return wall
+
+    walls = alternate({name: partial(block, name) for name in spent}, blocks=options.repeats)
+    kept = {name: seconds[-options.repeats :] for name, seconds in spent.items()}
+    found.values["seconds_of_all_epochs"] = walls
+    found.gate(equal_series("both arms have the same losses", losses[NEW], losses[OLD]))
+    # the resident arm reads the first item a few more times, to determine its size
+    once = len(data) <= converted[NEW] <= len(data) + 8 and converted[OLD] == len(data) * options.epochs
+    detail = f"{converted[NEW]} against {converted[OLD]} conversions of {len(data)} annotations"
+    found.gate(Check("converted once, against once an epoch", once, detail))
+    for name, seconds in kept.items():
+        worst = max(abs(wall - one.total) / wall for wall, one in zip(walls[name], seconds, strict=True))
+        allowed = UNACCOUNTED if not found.quick else 1.0
+        found.gate(Check(f"{name}: the total is the sum of its parts", worst <= allowed, f"within {worst:.2%}"))
+    _judge_resident(found, walls, kept, say)
+
+
+def _judge_resident(
+    found: BenchMeasurement, walls: dict[str, list[float]], kept: dict[str, list[Seconds]], say: Say
+) -> None:
+    """The ratios by epoch, the seconds of each part, and the fraction of the time that the model computes."""
+
+    def first_epoch(*, prepared: bool) -> dict[str, list[float]]:
+        return {
+            name: [one.preparation * prepared + sum(one.epochs[0].values()) for one in seconds]
+            for name, seconds in kept.items()
+        }
+
+    steady = {n: [sum(sum(e.values()) for e in one.epochs[1:]) for one in s] for n, s in kept.items()}
+    conversion = [one.parts()["conversion"] for one in kept[OLD]]
+    share = statistics.median(part / wall for part, wall in zip(conversion, walls[OLD], strict=True))
+    total = found.compare(walls, of=OLD, to=NEW, name="all epochs", goal=GOAL)
+    for prepared, name in ((True, "first epoch, preparation included"), (False, "first epoch, preparation apart")):
+        found.compare(first_epoch(prepared=prepared), of=OLD, to=NEW, name=name)
+    later = found.compare(steady, of=OLD, to=NEW, name="every later epoch")
+    found.claim(
+        "rows kept on the device are at least 4.2 times the clone-and-copy path over all epochs", bool(total.met),
+        f"{total:.2f} times; conversion is {share:.0%} of the old path",
+    )  # fmt: skip
+    found.claim("2 to 5 times with rows loaded in advance", later.low >= 2, f"{later.median:.2f} times, epoch by epoch")
+    pairs = zip(kept[NEW], kept[OLD], strict=True)
+    prepared = statistics.median(new.preparation / sum(old.epochs[0].values()) for new, old in pairs)
+    found.claim(
+        "the preparation is a one-time cost of about one epoch of conversions", 0.5 < prepared < 1.5,
+        f"{prepared:.2f} of an epoch of the old path",
+    )  # fmt: skip
+    parts: dict[str, Any] = {}
+    busy: dict[str, list[float]] = {}
+    for name, seconds in kept.items():
+        medians = {part: statistics.median(one.parts()[part] for one in seconds) for part in ("preparation", *PARTS)}
+        parts[name] = {**medians, "total": sum(medians.values())}
+        busy[name] = [statistics.median(shares) for shares in zip(*(one.busy() for one in seconds), strict=True)]
+        say(f"{name}, seconds: " + ", ".join(f"{part} {value:.3f}" for part, value in parts[name].items()))
+    found.values |= {"parts_s": parts, "busy_share_by_epoch": busy}
+    low, high = statistics.mean(busy[OLD]), statistics.mean(busy[NEW])
+    found.claim(
+        "the fraction of time that the model computes rises from 5-20 % to 70-95 %", high >= 0.7 and low <= 0.2,
+        f"from {low:.0%} to {high:.0%} of an epoch",
+    )  # fmt: skip
+
+
+# -- habits ---------------------------------------------------------------------------------------
+
+
+def measure_habits(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """Steps with cloned batches, and with moves of tensors that are already on the device.
+
+    The dataset is larger than the caches, and a small model reads each row about once, so that the first access to the
+    rows waits for memory. On a CPU a clone reads them sequentially and leaves them in the cache for the step; not
+    cloning is therefore not necessarily faster there.
+    """
+    size = options.data_batch
+    rows = draw_rows(16 * size, options.values, classes=CLASSES, seed=options.seed)
+    batches = [{n: column[at : at + size].to(DEVICE) for n, column in rows.items()} for at in range(0, 16 * size, size)]
+    ways: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+        "cloned": lambda batch: {name: tensor.clone() for name, tensor in batch.items()},
+        "not cloned": lambda batch: to_device(batch, DEVICE),
+        "always moved": lambda batch: {name: tensor.to(DEVICE) for name, tensor in batch.items()},
+    }
+    models = {name: Perceptron(options.values, WIDTH, seed=options.seed) for name in ways}
+
+    def block(name: str) -> float:
+        begin = time.perf_counter()
+        for number in range(options.block_steps):
+            models[name].step(ways[name](batches[number % len(batches)]))
+        return time.perf_counter() - begin
+
+    times = alternate({name: partial(block, name) for name in ways}, blocks=options.blocks)
+    found.arms |= {f"batches {name}": values for name, values in times.items()}
+    losses = {name: [float(loss) for loss in model.losses] for name, model in models.items()}
+    for name in ("cloned", "always moved"):
+        found.gate(equal_series(f"batches {name}: the losses are unchanged", losses[name], losses["not cloned"]))
+    clone = found.compare(times, of="cloned", to="not cloned")
+    check = found.compare(times, of="always moved", to="not cloned", name="always moved / device checked first")
+    found.claim(
+        "batches that are not cloned train 1.2 to 1.3 times as fast", clone.low >= 1.2,
+        f"{clone} with a small model and {size * options.values * 4 / 1e6:.1f} MB a batch",
+    )  # fmt: skip
+    found.claim(
+        "checking the device before a move makes a step 1.1 to 1.2 times as fast", check.low >= 1.1,
+        f"{check}: torch checks it too",
+    )  # fmt: skip
+
+
+# -- a loader process -----------------------------------------------------------------------------
+
+#: Fraction of the reading time that one loader process should hide.
+HIDDEN = Goal(at_least=0.6)
+LOAD_BATCH = 8
+
+
+class ComputedItems:
+    """A dataset whose items each run `rounds` iterations of a Python loop, which holds the interpreter lock."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.rows, self.width, self.rounds = rows, width, 1
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        value = 0.0
+        for _ in range(self.rounds):
+            value += 1.0
+        return {"x": torch.full((self.width,), float(index % 7)), "labels": index % CLASSES}
+
+    def read(self, rows: int) -> float:
+        """Seconds of reading so many rows, one after another."""
+        begin = time.perf_counter()
+        for index in range(rows):
+            self[index % self.rows]
+        return time.perf_counter() - begin
+
+
+def measure_loader(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """Steps that take as long as the reading of their rows, read by the training process and by one other.
+
+    Both are a fixed amount of work, not a sleep, so that contention between the processes shows.
+    """
+    items = ComputedItems(LOAD_BATCH * options.load_batches, options.values)
+    width = 16 if found.quick else 1024
+
+    def arm(workers: int) -> SessionArm:
+        model = {"builder": "raytrain.models.mlp:mlp", "hidden": [width] * 3, "num_classes": CLASSES}
+        job = job_of(
+            options, model, items, name="loader", threads=max(1, options.thread_count - 1),
+            loop={"global_batch_size": LOAD_BATCH, "micro_batch_size": LOAD_BATCH, "log_every": 1},
+            scale={} if DEVICE.type == "cpu" else {"mode": "auto"},
+        )  # fmt: skip
+        job["data"] |= {"storage": "stream", "loader_workers": workers}
+        return SessionArm(job, precision="fp32")
+
+    alone = arm(0)
+    alone.run(2)
+    computing = alone.run(options.load_batches) / options.load_batches
+    trial = 10_000
+    items.rounds = trial  # an item takes its part of a step: the processes are forked after that
+    items.rounds = max(1, round(trial * computing / items.read(LOAD_BATCH)))
+    reading = min(items.read(LOAD_BATCH) for _ in range(5)) * options.load_batches
+    arms = {"0 processes": arm(0), "1 process": arm(1)}
+    for one in arms.values():
+        one.run(2)  # starts the process
+    blocks = {name: partial(one.run, options.load_batches) for name, one in arms.items()}
+    times = alternate(blocks, blocks=options.blocks)
+    for one in arms.values():
+        one.session.loader.close()
+    found.gate(equal_series("one process reads the same rows", arms["1 process"].losses, arms["0 processes"].losses))
+    found.arms |= {f"data set read in {name}": values for name, values in times.items()}
+    found.compare(times, of="0 processes", to="1 process", name="0 processes / 1 process that reads")
+    hidden = [(a - b) / reading for a, b in zip(times["0 processes"], times["1 process"], strict=True)]
+    middle = median_interval(hidden)
+    found.values["hidden_share_of_reading"] = {"values": hidden, "reading_s": reading, "computing_s": computing}
+    found.claim(
+        "one process hides at least 60 % of the reading", HIDDEN.met(middle.median) and middle.low > 0,
+        f"{middle:.0%} of {1e3 * reading / options.load_batches:.1f} ms a step, with steps as long as the reading",
+    )  # fmt: skip
+
+
+# -- pinned memory --------------------------------------------------------------------------------
+
+BEFORE, NEVER, ON_THE_WAY = "pinned before", "pageable", "pinned on the way"
+#: Copied in one block.
+PINNED_BATCHES, PINNED_BYTES = 16, 16 * 2**20
+PINNED_CLAIM = "copies out of pinned memory are 1.1 to 1.2 times as fast, or 2 to 3 times: the guide has both"
+
+
+def measure_pinned(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """Copies of the same batches to a GPU in three ways; without a GPU nothing is timed, and there is no ratio."""
+    if not torch.cuda.is_available():
+        found.cannot(PINNED_CLAIM, "torch sees no GPU, and on the host nothing is copied")
+        return
+    draw = torch.Generator().manual_seed(options.seed)
+    pageable = [torch.randn(PINNED_BYTES // 4, generator=draw) for _ in range(PINNED_BATCHES)]
+    held = [pin(batch) for batch in pageable]
+    ways: dict[str, tuple[list[Tensor], Callable[[Tensor], Tensor]]] = {
+        NEVER: (pageable, lambda batch: to_device(batch, "cuda")),
+        BEFORE: (held, lambda batch: to_device(batch, "cuda")),
+        ON_THE_WAY: (pageable, lambda batch: to_device(pin(batch), "cuda")),
+    }
+    for name, (batches, way) in ways.items():
+        same = all(torch.equal(way(batch).cpu(), kept) for batch, kept in zip(batches, pageable, strict=True))
+        found.gate(Check(f"{name}: the copies are equal", same, f"{len(batches)} batches, bit for bit"))
+
+    def block(name: str) -> float:
+        batches, way = ways[name]
+        synchronize()
+        begin = time.perf_counter()
+        for batch in batches:
+            way(batch)
+        synchronize()
+        return time.perf_counter() - begin
+
+    times = alternate({name: partial(block, name) for name in ways}, blocks=options.blocks)
+    found.arms |= times
+    first, second = (found.compare(times, of=NEVER, to=to) for to in (BEFORE, ON_THE_WAY))
+    found.claim(PINNED_CLAIM, first.low >= 1.1, f"{first:.2f} times, pinned on the way {second.median:.2f} times")

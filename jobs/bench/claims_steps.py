@@ -1,0 +1,323 @@
+"""The parts of bench `claims` about whole training steps: their memory, their precision, and compiled code."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jobs.bench.harness.inputs import draw_bytes, draw_rows, gpt_model, job_of, perceptron_model
+from jobs.bench.harness.measuring import (
+    BenchMeasurement,
+    Goal,
+    Say,
+    alternate,
+    compare,
+    equal_series,
+    matrix_units,
+    median_interval,
+)
+from jobs.bench.harness.plain import PlainLoop
+from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
+from jobs.bench.harness.sessions import DEVICE, SavedForBackward, SessionArm, alternate_steps
+from raytrain.models.mlp import row_loss
+from raytrain.train.compute.toolchain import missing_for_compile
+
+MAX_STEPS = 100_000
+CLASSES = 10
+#: fp32 sums in a different order; rounding of a lower precision, over a few steps.
+TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+#: The first steps of an arm: optimizer state, allocator, kernels; the losses for the gate.
+WARM_STEPS = 5
+
+
+def _job(options: Any, model: dict[str, Any], data: Any, *, batch: int, optim: Any = None, **loop: Any) -> Any:
+    loop = {"max_steps": MAX_STEPS, "global_batch_size": batch, "micro_batch_size": batch, "log_every": 0, **loop}
+    scale = {} if DEVICE.type == "cpu" else {"mode": "auto"}
+    return job_of(
+        options, model, data, name="claims", loop=loop, threads=options.thread_count, optim=optim or {}, scale=scale
+    )
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+#: Without these malloc keeps freed memory, and the resident set does not show what is in use.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+FLOOR_STEPS, PEAK_STEPS = 2, 4
+
+
+def measure_memory(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """The bytes that a step adds to those of a step with one row, each in a process of its own: in one large batch, in
+    several micro-batches, with activation checkpointing, and in bf16."""
+    micro = options.rows // options.accumulation
+    small, large, again = f"{options.accumulation} x {micro} rows", f"1 x {options.rows} rows", "checkpointing"
+    ways: dict[str, dict[str, Any]] = {
+        small: {"micro": micro}, large: {"micro": options.rows}, again: {"micro": options.rows, "again": True},
+        "bf16": {"micro": options.rows, "precision": "bf16"},
+    }  # fmt: skip
+    losses: dict[str, list[float]] = {}
+
+    def block(name: str) -> float:
+        with ArmServer() as server:
+            arm = ArmProcesses(
+                server, "memory", "jobs.bench.claims_steps:serve_peak", {"options": options.model_dump(), **ways[name]},
+                environment=MALLOC,
+            )  # fmt: skip
+            arm.await_ready()
+            (answer,) = arm.ask()
+        losses[name] = answer["losses"]
+        return float(answer["peak"] - answer["floor"])
+
+    bytes_of = alternate({name: partial(block, name) for name in ways}, blocks=options.repeats, dropped=0)
+    found.values["bytes_above_the_floor"] = bytes_of
+    claims = {
+        small: f"{options.accumulation} micro-batches need less memory than one batch of the same rows",
+        again: "activation checkpointing needs less memory than keeping activations",
+        "bf16": "bf16 needs less memory than fp32",
+    }
+    for name, claim in claims.items():
+        tolerance = HALF_TOLERANCE if name == "bf16" else TOLERANCE
+        found.gate(equal_series(f"{name}: the same steps", losses[name], losses[large], relative=tolerance))
+        ratio = found.compare(
+            bytes_of, of=name, to=large, name=f"peak above the floor, {name} / {large}",
+            goal=Goal(at_most=1.0), words=("smaller", "larger"),
+        )  # fmt: skip
+        found.claim(claim, ratio.high < 1, f"{ratio} of its bytes above the floor")
+
+
+def serve_peak(settings: dict[str, Any], rank: int) -> None:
+    """A process of `measure_memory`."""
+    serve_blocks("memory", rank, lambda _request: _peak(settings))
+
+
+def _peak(settings: dict[str, Any]) -> dict[str, Any]:
+    """{"floor" after steps of one row, "peak" of the last steps, "losses"}."""
+    from jobs.bench.claims import ClaimsOptions
+    from raytrain.train.memory.device import memory_in_use
+
+    options = ClaimsOptions(**settings["options"])
+    torch.set_num_threads(options.thread_count)
+    text = bytes(97 + (31 * i * i + 7 * i) % 26 for i in range((8 + PEAK_STEPS * options.rows) * options.long))
+    job = _job(
+        options, gpt_model(options, width=options.wide, context=options.long), text, batch=options.rows,
+        micro_batch_size=settings["micro"], log_every=1, activation_checkpointing=settings.get("again", False),
+    )  # fmt: skip
+    arm = SessionArm(job, precision=settings.get("precision", "fp32"))
+    batches = arm.session.loader.batches
+    batches.global_batch_size = batches.micro_batch = 1
+    arm.run(FLOOR_STEPS)
+    in_use = memory_in_use(DEVICE)
+    batches.global_batch_size, batches.micro_batch = options.rows, settings["micro"]
+    arm.run(PEAK_STEPS)
+    return {
+        "floor": in_use["memory_reserved_bytes" if DEVICE.type == "cpu" else "memory_allocated_bytes"],
+        "peak": max(arm.reporter.peaks[FLOOR_STEPS + 2 :]),  # of each row: the loop resets the peak
+        "losses": arm.losses[FLOOR_STEPS:],
+    }
+
+
+# -- precision ------------------------------------------------------------------------------------
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+#: Commonly claimed gains of half-precision training: speed, and saved memory.
+PROMISED_SPEED, PROMISED_MEMORY = 1.5, 0.25
+GPT = "gpt"
+
+
+def measure_precision(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """Full steps in each precision, of perceptrons by width and of the small GPT, and the bytes kept for backward."""
+    from cluster.devices.inventory import local_inventory
+
+    units = matrix_units(local_inventory().cpu_flags) if DEVICE.type == "cpu" else torch.cuda.get_device_name()
+    gains: dict[str, Any] = {}
+    kept: dict[str, dict[str, float]] = {}
+    for model in (*options.widths, GPT):
+        name = model if model == GPT else f"mlp {model}"
+        say(f"precision: {name}")
+        gains[name], kept[name] = _compare_precisions(options, found, name, model)
+    found.values["saved_for_backward, bf16 / fp32"] = kept
+    best = max((f"mlp {width}" for width in options.widths), key=lambda name: gains[name].median)
+    faster = [name for name, ratio in gains.items() if ratio.low > 1]
+    found.claim(
+        f"bf16 trains at least {PROMISED_SPEED} times as fast as fp32 at some width", gains[best].low >= PROMISED_SPEED,
+        f"{best} {gains[best]:.2f}; faster: {', '.join(faster) or 'none'}; matrix units: {units}",
+    )  # fmt: skip
+    for family, names in (("a perceptron", [name for name in kept if name != GPT]), ("a small GPT", [GPT])):
+        shown = ", ".join(f"{name} {kept[name]['per_row']:.2f} ({kept[name]['total']:.2f})" for name in names)
+        found.claim(
+            f"bf16 keeps at least {PROMISED_MEMORY:.0%} fewer bytes of activations for backward, in {family}",
+            max(kept[name]["per_row"] for name in names) <= 1 - PROMISED_MEMORY,
+            f"bytes of each further row (of a whole batch, copies of weights included), against fp32's: {shown}",
+        )
+
+
+def _compare_precisions(options: Any, found: BenchMeasurement, name: str, model: Any) -> tuple[Any, dict[str, float]]:
+    """The gain from bf16, and its bytes kept for backward over those of fp32."""
+    if model == GPT:
+        job = _job(options, gpt_model(options), draw_bytes(options.seed), batch=options.batch)
+    else:
+        rows = draw_rows(4 * options.mlp_batch, model, classes=CLASSES, seed=options.seed)
+        job = _job(options, perceptron_model(model, classes=CLASSES), rows, batch=options.mlp_batch)
+    ours = {precision: SessionArm(job, precision=precision) for precision in PRECISIONS}
+    plain = [precision for precision in ("fp32", "bf16") if model == options.compare_width]
+    arms: dict[str, Any] = {**ours, **{f"plain {precision}": PlainArm(job, precision) for precision in plain}}
+    for arm in arms.values():
+        arm.run(WARM_STEPS)
+    for precision in plain:
+        label = f"{name}: ours equals plain {precision}"
+        found.gate(equal_series(label, ours[precision].losses, arms[f"plain {precision}"].losses, relative=1e-6))
+    for precision in ("bf16", "fp16"):
+        label = f"{name}: the loss in {precision} is that of fp32"
+        losses = ours[precision].losses
+        found.gate(equal_series(label, losses, ours["fp32"].losses, relative=HALF_TOLERANCE))
+    steps = max(1, min(200, round(options.block_s * WARM_STEPS / ours["fp32"].run(WARM_STEPS))))
+    times = alternate_steps(arms, steps=steps, blocks=options.blocks)
+    found.arms |= {f"{name}, {key}": values for key, values in times.items()}
+    gain, _ = (found.compare(times, of="fp32", to=to, name=f"{name}: fp32 / {to}") for to in ("bf16", "fp16"))
+    if plain:
+        gains = {"ours": gain.values, "the plain loop's": compare(times, of="plain fp32", to="plain bf16").values}
+        found.compare(
+            gains, of="ours", to="the plain loop's", goal=Goal(at_least=0.9),
+            name=f"{name}: our gain from bf16 / the plain loop's own gain", words=("smaller", "larger"),
+        )  # fmt: skip
+        found.compare(times, of="plain fp32", to="fp32", name=f"{name}: plain / ours, fp32")
+    saved = {precision: _saved_bytes(ours[precision]) for precision in ("fp32", "bf16")}
+    return gain, {kind: saved["bf16"][kind] / saved["fp32"][kind] for kind in saved["fp32"]}
+
+
+def _saved_bytes(arm: SessionArm) -> dict[str, float]:
+    """Bytes saved for backward: of one batch (`total`, including a lower precision's copies of the weights), and of
+    each further row (`per_row`, activations only)."""
+    session = arm.session
+    indices, _ = session.loader.global_batch(session.state.cursor)
+
+    def saved(rows: int) -> int:
+        micro = session.loader.one(indices[:rows])
+        counter = SavedForBackward(session.trainable.module)
+        return counter.during(lambda: session.step.forward(micro.batch, global_weight=micro.weight))
+
+    full, half = len(indices), len(indices) // 2
+    total = saved(full)
+    return {"total": total, "per_row": (total - saved(half)) / (full - half)}
+
+
+class PlainArm:
+    """The plain loop on a perceptron job's rows, in the job's order, with its weights."""
+
+    def __init__(self, job: dict[str, Any], precision: str) -> None:
+        arm = SessionArm(job, precision="fp32")  # for its weights, rows and order; never trained
+        self.losses: list[float] = []
+        self._loop = PlainLoop(
+            arm.session.trainable.module, lambda model, batch: row_loss(model, batch).loss, _batches(arm),
+            max_steps=MAX_STEPS, autocast=torch.bfloat16 if precision == "bf16" else None,
+        )  # fmt: skip
+
+    def run(self, steps: int) -> float:
+        """As `SessionArm.run`."""
+        began = time.perf_counter()
+        self.losses += [*self._loop.run(steps, log_every=MAX_STEPS), self._loop.last.item()]
+        return time.perf_counter() - began
+
+
+def _batches(arm: SessionArm) -> Iterator[dict[str, Tensor]]:
+    split, seed, batch = arm.session.source.train, arm.session.job.seed, arm.session.loader.batches.global_batch_size
+    for epoch in range(MAX_STEPS):
+        order = split.order(seed, epoch)
+        for begin in range(0, len(order), batch):
+            yield {name: column.to(DEVICE) for name, column in split.gather(order[begin : begin + batch]).items()}
+
+
+# -- compiled code --------------------------------------------------------------------------------
+
+#: Commonly claimed speed-up of all optimisations together.
+PROMISED_TOGETHER = 2.0
+ON_CPU = {
+    "reduce-overhead": "on a CPU the same code as default, as its CUDA graphs need a GPU",
+    "max-autotune": "on a CPU without its CUDA graphs",
+}
+
+
+def measure_compiled(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """Steps of the GPT in each mode of torch.compile against eager ones, then all defaults against `loop.reference`."""
+    missing = missing_for_compile(DEVICE.type)
+    if missing is not None:
+        found.cannot("torch.compile makes steps faster", missing)
+    else:
+        _compare_modes(options, found, say)
+    say("compile: all defaults against loop.reference")
+    arms = {
+        "defaults": gpt_arm(options), "optim.fused false": gpt_arm(options, optim={"fused": False}),
+        "reference": gpt_arm(options, reference=True),
+    }  # fmt: skip
+    for name, arm in arms.items():
+        arm.run(2 * options.block_steps)
+        label = f"{name}: the losses of the defaults"
+        found.gate(equal_series(label, arm.losses, arms["defaults"].losses, relative=TOLERANCE))
+    times = alternate_steps(arms, steps=options.block_steps, blocks=options.blocks)
+    found.arms |= times
+    ratio = found.compare(times, of="reference", to="defaults", name="reference / every default")
+    fused = found.compare(times, of="optim.fused false", to="defaults", name="optimizer without / with fused kernels")
+    found.claim(
+        f"all optimisations together train {PROMISED_TOGETHER:g} times as fast", ratio.low >= PROMISED_TOGETHER,
+        f"{ratio} of this small GPT",
+    )  # fmt: skip
+    found.claim("fused optimizer kernels make steps faster", fused.low > 1, f"{fused} of whole steps")
+
+
+def gpt_arm(options: Any, *, optim: dict[str, Any] | None = None, **loop: Any) -> SessionArm:
+    """The small GPT in fp32, with these keys of the loop."""
+    data = draw_bytes(options.seed)
+    loop = {"log_every": options.block_steps, **loop}
+    return SessionArm(
+        _job(options, gpt_model(options), data, batch=options.batch, optim=optim, **loop), precision="fp32"
+    )
+
+
+def _compare_modes(options: Any, found: BenchMeasurement, say: Say) -> None:
+    """Modes that do not compile every part are skipped, with their reason."""
+    arms = {"eager": gpt_arm(options)}
+    arms["eager"].run(2 * options.block_steps)
+    skipped: dict[str, str] = {}
+    for mode in options.modes:
+        say(f"compile: {mode}, the first steps")
+        arm = gpt_arm(options, compile=mode, compile_parts="blocks")
+        arm.run(2 * options.block_steps)
+        compiled = arm.session.switches.compiled
+        assert compiled is not None  # asked for
+        status = found.values[mode] = compiled.status()
+        if status["achieved"] != f"{len(status['parts'])} of {len(status['parts'])} parts":
+            skipped[mode] = "; ".join(status["reasons"]) or status["achieved"]
+            continue
+        label = f"{mode}: the losses are those of eager code"
+        found.gate(equal_series(label, arm.losses, arms["eager"].losses, relative=TOLERANCE))
+        arms[mode] = arm
+    found.values["skipped"] = skipped
+    for mode, why in skipped.items():
+        found.cannot(f"torch.compile ({mode}) makes steps faster", f"skipped, not every part is compiled: {why}")
+    times = alternate_steps(arms, steps=options.block_steps, blocks=options.blocks)
+    found.arms |= times
+    paying = {}
+    for mode in (mode for mode in arms if mode != "eager"):
+        ratio, status = found.compare(times, of="eager", to=mode), found.values[mode]
+        gain = median_interval(times["eager"]).median - median_interval(times[mode]).median
+        pays = status["pays_from_step"] = math.ceil(status["seconds"] / gain) if gain > 0 else None
+        if ratio.low > 1 and pays is not None:
+            paying[mode] = ratio.median
+        found.claim(
+            f"torch.compile ({mode}) makes steps faster", ratio.low > 1,
+            f"{ratio}; {status['seconds']:.1f} s in the compiler, {status['graph_breaks']} graph breaks, "
+            f"{status['recompiles']} recompiles; "
+            + ("no break-even" if pays is None else f"break-even at step {pays}")
+            + (f"; {ON_CPU[mode]}" if mode in ON_CPU and DEVICE.type == "cpu" else ""),
+        )  # fmt: skip
+    found.values["worth_setting"] = best = max(paying, key=lambda mode: paying[mode], default=None)
+    if best is None:
+        found.advice.append(f"of {', '.join(options.modes)} none is faster than loop.compile=off here")
+    else:
+        pays = found.values[best]["pays_from_step"]
+        found.advice.append(f"loop.compile={best} is the fastest, {paying[best]:.2f} times off, from step {pays} on")

@@ -1,1 +1,0 @@
-"""What failures cost: deaths of workers and hosts."""

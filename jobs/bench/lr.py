@@ -1,0 +1,168 @@
+"""Bench `lr`: a learning-rate range test of a job. It suggests a rate; the job file is not changed.
+
+The learning rate rises exponentially over a short run while the loss of each step is recorded. A good rate is where the
+loss falls fastest; the test ends where the loss diverges. Method: L. N. Smith, "Cyclical learning rates for training
+neural networks" (2017, https://arxiv.org/abs/1506.01186), with the smoothing and the stopping rule of fastai's
+`lr_find`. It runs in this process, with the job's optimizer, precision, clipping and batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from cluster.config import Positive, Text
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
+from jobs.bench.harness.options import BenchOptions
+from jobs.job.spec import load_spec, refuse_later
+from raytrain.config.sections import OptimConfig
+from raytrain.errors import InputError, RunError
+
+SETTLING = 0.05
+"""Fraction of the ramp at its start in which the smoothed loss is still unstable; slopes there are ignored."""
+MIN_STEPS = 3
+MIN_FALL = 0.01
+"""Without a fall of the smoothed loss by this fraction there is no suggestion."""
+
+
+class LrOptions(BenchOptions):
+    """Learning-rate range test of JOB.yaml: the loss over a rising learning rate, and a suggested rate.
+
+    `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`
+    """
+
+    QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
+    IN_ALL: ClassVar[bool] = False
+
+    job: Text | None = Field(None, description="a JOB.yaml or a recipe's name; null is the recipe default")
+    changes: list[Text] = Field([], description="section.key=value overrides of the job, also as arguments")
+    steps: Annotated[int, Field(ge=5)] = Field(150, description="of the ramp")
+    lowest: Positive = Field(1e-6, description="learning rate of the first step")
+    highest: Positive = Field(10.0, description="learning rate of the last step")
+    smoothing: float = Field(0.9, ge=0, lt=1, description="weight of earlier steps in the smoothed loss")
+    divergence: float = Field(2.0, gt=1, description="multiple of the lowest smoothed loss at which the ramp stops")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Learning rates read from a curve; None if the curve does not show one.
+
+    Attributes:
+        steepest: where the smoothed loss falls fastest. lowest: where it is lowest.
+        diverged: where the test stopped.
+        suggested: `steepest`, but at most a tenth of `diverged`.
+    """
+
+    steepest: float | None
+    lowest: float | None
+    diverged: float | None
+    suggested: float | None
+
+
+def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+    """Train on the ramp; see `LrOptions`.
+
+    Raises:
+        InputError: an invalid job, or `lowest` is not below `highest`.
+        RunError: the loss was not finite in the first steps.
+    """
+    from jobs.bench.lr_ramp import run_ramp
+
+    if options.lowest >= options.highest:
+        raise InputError("lowest", got=str(options.lowest), expected=f"below highest, {options.highest}")
+    found = BenchMeasurement("lr", quick, options.model_dump(), "one step of the ramp")
+    changes = list(options.changes) + ([] if options.threads == "auto" else [f"scale.threads={options.threads}"])
+    loaded = load_spec(None if options.job is None else Path(options.job), changes)
+    refuse_later(loaded.spec, "bench")
+    rates, losses, diverged, precision = run_ramp(
+        loaded, lowest=options.lowest, highest=options.highest, steps=options.steps,
+        has_diverged=lambda losses: has_diverged(losses, options), say=say,
+    )  # fmt: skip
+    if len(losses) < MIN_STEPS:
+        raise RunError(f"the loss was not finite after {len(losses)} steps, at lr {diverged}; try a smaller lowest")
+    smooth = smoothed(losses, options.smoothing)
+    advice = advise(rates, smooth, diverged=diverged)
+    found.gate(Check("the ramp was run", True, f"{len(losses)} of {options.steps} steps in {precision}"))
+    own = loaded.spec.optim
+    found.values |= {
+        "optimizer": own.name, "precision": precision, "own_lr": own.lr, "lr": rates, "loss": losses,
+        "smoothed": smooth, "steepest": advice.steepest, "lowest": advice.lowest, "diverged": advice.diverged,
+        "suggested": advice.suggested,
+    }  # fmt: skip
+    found.picture = curve_spec(loaded.spec.name, rates, losses, smooth, advice=advice, own=own.lr)
+    found.advice = advice_lines(advice, own, options)
+    return found
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Exponential moving average with `weight` for earlier values, with bias correction."""
+    average, found = 0.0, []
+    for number, value in enumerate(values, start=1):
+        average = weight * average + (1 - weight) * value
+        found.append(average / (1 - weight**number))
+    return found
+
+
+def has_diverged(losses: Sequence[float], options: LrOptions) -> bool:
+    """Whether the smoothed loss is far above its lowest value."""
+    smooth = smoothed(losses, options.smoothing)
+    return smooth[-1] > options.divergence * min(smooth)
+
+
+def advise(rates: Sequence[float], smooth: Sequence[float], *, diverged: float | None) -> Advice:
+    """The advice from a curve of smoothed losses over rising rates."""
+    bottom = min(range(len(smooth)), key=lambda index: smooth[index])
+    begin = min(int(SETTLING * len(smooth)), bottom)
+    slopes = {
+        index: (smooth[index + 1] - smooth[index - 1]) / math.log(rates[index + 1] / rates[index - 1])
+        for index in range(max(1, begin), min(bottom + 1, len(smooth) - 1))
+    }
+    if not slopes or smooth[bottom] > (1 - MIN_FALL) * smooth[0]:
+        return Advice(None, None, diverged, None)
+    steepest = rates[min(slopes, key=lambda index: slopes[index])]
+    suggested = steepest if diverged is None else min(steepest, diverged / 10)
+    return Advice(steepest, rates[bottom], diverged, suggested)
+
+
+def advice_lines(advice: Advice, optim: OptimConfig, options: LrOptions) -> list[str]:
+    """The printed advice."""
+    if advice.suggested is None:
+        return [f"no advice: the loss did not fall between {options.lowest:g} and {options.highest:g}"]
+    ends = (
+        f"diverges at {advice.diverged:.2g}" if advice.diverged is not None
+        else f"did not diverge up to {options.highest:g}"
+    )  # fmt: skip
+    lines = [f"the loss falls fastest at lr {advice.steepest:.2g}, is lowest at {advice.lowest:.2g}, {ends}"]
+    factor = advice.suggested / optim.lr
+    change = "about the job's rate" if 0.5 <= factor <= 2.0 else f"{factor:.2g} times the job's {optim.lr:g}"
+    return [*lines, f"suggested for {optim.name}: optim.lr={advice.suggested:.2g} ({change}); the job is unchanged"]
+
+
+def curve_spec(
+    name: str, rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], *, advice: Advice, own: float
+) -> dict[str, Any]:
+    """The plot: loss over learning rate, with marks at the suggested rate and the job's rate."""
+    marks = [
+        {"x": at, "y": smooth[nearest(rates, at)], "text": f"{label} {at:.2g}"}
+        for label, at in (("suggested", advice.suggested), ("the job's", own))
+        if at is not None and rates and rates[0] <= at <= rates[-1]
+    ]
+    series = [
+        {"label": "train", "x": list(rates), "y": list(losses), "faint": True},
+        {"label": "smoothed", "x": list(rates), "y": list(smooth)},
+    ]
+    fall = max(smooth[0] - min(smooth), 0.1 * abs(smooth[0]))
+    shown = [min(losses) - 0.2 * fall, smooth[0] + fall]
+    panel = {"title": "Loss", "x_label": "learning rate", "y_label": "loss", "kind": "line", "series": series,
+             "marks": marks, "shown": shown}  # fmt: skip
+    return {"title": f"{name}: learning-rate range test", "panels": [panel]}
+
+
+def nearest(rates: Sequence[float], at: float) -> int:
+    """The index of the rate whose logarithm is nearest to that of `at`."""
+    return min(range(len(rates)), key=lambda index: abs(math.log(rates[index] / at)))

@@ -1,1 +1,0 @@
-"""Benches of several workers against one."""

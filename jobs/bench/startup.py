@@ -1,0 +1,157 @@
+"""Bench `startup`: seconds from the start of a command to the end of its first training step.
+
+`raytrain train` against the example of Ray Train's documentation, a bare `TorchTrainer`, and against a script without
+Ray: the same model, text, batch and threads, each in a process of its own that starts Ray itself. `raytrain check` to
+its end, two steps in each precision included, against the same first step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from cluster.config import Count
+from jobs.bench.harness.inputs import gpt_model, job_of, write_text
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
+from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.processes import MEMBER, run_command
+from raytrain.config.decode import dump_yaml
+from raytrain.errors import RunError
+
+#: Seconds of `raytrain train` over those of a bare TorchTrainer.
+GOAL = Goal(at_most=1.15)
+#: Environment variable: the file in which `FirstStep` notes the time.
+NOTE = "RAYTRAIN_BENCH_FIRST_STEP"
+TIMEOUT_S = 240.0
+#: Seconds of `raytrain check` over those of a bare TorchTrainer's first step; those of its part before the training,
+#: without Ray's start.
+CHECK_GOAL, MACHINES_GOAL_S = Goal(at_most=1.3), 5.0
+OURS, BARE, SCRIPT, CHECK = "raytrain train", "TorchTrainer", "script without Ray", "raytrain check"
+
+
+class StartupOptions(BenchOptions):
+    """First step of raytrain train, and raytrain check, against a bare TorchTrainer and a script."""
+
+    QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "dropped": 0, "layers": 1, "width": 16, "context": 16, "batch": 4}
+
+    blocks: Count = Field(5, description="starts of each command that are kept")
+    dropped: int = Field(1, ge=0, description="starts before those, which fill the page cache")
+    workers: Count = Field(1, description="workers of each command; the script has one process")
+    layers: Count = Field(4, description="of the GPT")
+    heads: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a row")
+    batch: Count = Field(12, description="rows of the step, over all workers")
+
+
+class FirstStep:
+    """An observer of our run: notes when the first step is over."""
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        note = Path(os.environ[NOTE])
+        if row["kind"] == "train" and not note.exists():
+            note.write_text(repr(time.time()))
+
+
+def run(options: StartupOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+    """Measure; see `StartupOptions`.
+
+    Raises:
+        RunError: a command failed.
+    """
+    found = BenchMeasurement("startup", quick, options.model_dump(), "seconds to the end of the first step")
+    with tempfile.TemporaryDirectory(prefix="bench-startup-") as folder:
+        place = Path(folder)
+        text = write_text(
+            place, batch=options.batch, context=options.context, steps=4, seed=options.seed, source=None
+        )  # fmt: skip
+        commands = {
+            OURS: [sys.executable, "-m", "jobs", "train", str(_our_job(options, place, text))],
+            BARE: _member("train_with_ray", _settings(options, place, text)),
+            SCRIPT: _member("train_script", _settings(options, place, text)),
+        }
+        say(f"{options.dropped + options.blocks} starts of {len(commands) + 1} commands")
+        arms: dict[str, Any] = {
+            name: partial(_first_step, command, place / "note") for name, command in commands.items()
+        }
+        machines: list[float] = []
+        arms[CHECK] = partial(_checked, place / "checked", machines)
+        times = alternate(arms, blocks=options.blocks, dropped=options.dropped)
+    found.arms |= times
+    found.gate(Check("every command took a step", True, f"{sum(map(len, times.values()))} starts"))
+    found.compare(times, of=OURS, to=BARE, goal=GOAL, name="seconds to the first step, raytrain train / TorchTrainer")
+    found.compare(times, of=OURS, to=SCRIPT, name="seconds to the first step, raytrain train / script without Ray")
+    found.compare(
+        times, of=CHECK, to=BARE, goal=CHECK_GOAL, name="seconds of raytrain check / TorchTrainer's first step"
+    )
+    kept = machines[options.dropped :]
+    middle, met = statistics.median(kept), statistics.median(kept) <= MACHINES_GOAL_S
+    found.values["seconds of the machine part of raytrain check"] = kept
+    found.claim(
+        f"the machine part of raytrain check takes at most {MACHINES_GOAL_S:g} s", met, f"median {middle:.2f} s"
+    )
+    return found
+
+
+def _our_job(options: StartupOptions, place: Path, text: Path) -> Path:
+    job = job_of(
+        options, gpt_model(options), text, name="startup", workers=options.workers, threads=options.thread_count,
+        precision={"dtype": "fp32"}, loop={"max_steps": 1, "global_batch_size": options.batch},
+        save={"dir": str(place / "runs")},
+        telemetry={"observers": ["jobs.bench.startup:FirstStep"], "tensorboard": False},
+    )  # fmt: skip
+    path = place / "job.yaml"
+    path.write_text(dump_yaml(job))
+    return path
+
+
+def _member(function: str, settings: Path) -> list[str]:
+    return [sys.executable, "-m", MEMBER, f"jobs.bench.startup_arms:{function}", str(settings), "0"]
+
+
+def _settings(options: StartupOptions, place: Path, text: Path) -> Path:
+    keys = ("layers", "heads", "width", "context", "workers")
+    settings = {key: getattr(options, key) for key in keys}
+    settings |= {"batch": options.batch // options.workers, "threads": options.thread_count, "text": str(text),
+                 "storage": str(place / "storage"), "note": str(place / "note")}  # fmt: skip
+    path = place / "settings.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def _checked(place: Path, machines: list[float]) -> float:
+    """Seconds of `raytrain check`; appends those of its machine part.
+
+    Raises:
+        RunError: a check failed.
+    """
+    began = time.time()
+    said = run_command(
+        [sys.executable, "-m", "jobs", "check", "--json", f"save.dir={place / 'runs'}"], timeout_s=TIMEOUT_S
+    )
+    took = time.time() - began
+    machines.append(float(json.loads(said)["seconds"]["machines"]))
+    return took
+
+
+def _first_step(command: list[str], note: Path) -> float:
+    """Seconds from the start of a command to the end of its first step.
+
+    Raises:
+        RunError: it failed, or took no step.
+    """
+    note.unlink(missing_ok=True)
+    began = time.time()
+    run_command(command, timeout_s=TIMEOUT_S, environment={NOTE: str(note)})
+    if not note.exists():
+        raise RunError(f"{' '.join(command)} took no step")
+    return float(note.read_text()) - began

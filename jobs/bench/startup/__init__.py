@@ -1,1 +1,0 @@
-"""What passes before the first step."""
