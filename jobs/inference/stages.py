@@ -11,17 +11,20 @@ from raytrain.config.sections import InferConfig
 from raytrain.errors import InputError
 from raytrain.infer.quantize import KEY as QUANTIZE
 from raytrain.infer.quantize import saved_bytes
-from raytrain.infer.stages.estimate import InferenceMemory, inference_memory, sizes_of_config, sizes_of_keys
 from raytrain.infer.stages.measure import LEAST_BATCHES, PartTimes
 from raytrain.infer.stages.plan import (
     KEY,
     MAP,
     POLICY,
+    InferenceMemory,
     ModelPart,
     StagePlan,
     fewest_stages,
+    inference_memory,
     mapped_stages,
     plan_stages,
+    sizes_of_config,
+    sizes_of_keys,
 )
 from raytrain.infer.stages.split import StageSplit, skeleton_of, stored_weights
 from raytrain.infer.stages.weights import check_weights
@@ -174,7 +177,7 @@ def memory_of(target: Target, *, rows: int) -> InferenceMemory | None:
 
 
 def _parts(target: Target) -> list[ModelPart]:
-    from raytrain.infer.stages.sequence import parts_of
+    from raytrain.infer.stages.weights import parts_of
 
     trainable = skeleton_of(target.model)
     check_weights(trainable.module, stored_weights(target.model))

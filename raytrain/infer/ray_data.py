@@ -15,13 +15,11 @@ from typing import Any
 
 from cluster.placement import on_this_node
 from raytrain.config.user_code import import_from
-from raytrain.errors import InputError, RaytrainError, RunError, first_line
+from raytrain.errors import InputError, RaytrainError, RunError, StateLost, first_line
 from raytrain.infer.batch_size import BatchChoice
 from raytrain.infer.output.progress import WorkerProgress
-from raytrain.infer.runner import LOST
-from raytrain.infer.stages.actors import remote_pipeline
+from raytrain.infer.stages.actors import ReplicaPlaces, remote_pipeline
 from raytrain.infer.stages.measure import PartTimes, measure_parts
-from raytrain.infer.stages.places import ReplicaPlaces
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
 
@@ -86,7 +84,7 @@ class UnitActor:
             try:
                 self._worker.load()
                 return
-            except LOST as error:
+            except StateLost as error:
                 reason = str(error)
             except Exception as error:
                 self._error = _as_own(error, "the model did not load")
@@ -122,7 +120,7 @@ class UnitActor:
                 report = self._worker.run(unit)
                 self._lost = 0
                 return json.dumps(asdict(report))
-            except LOST as error:
+            except StateLost as error:
                 reason = str(error)
             except Exception as error:
                 return _encoded(_as_own(error, f"rows {unit.start} to {unit.start + unit.rows} failed"))

@@ -20,8 +20,7 @@ from raytrain.infer.output.folder import write_part, written_report
 from raytrain.infer.predictor import Predictor
 from raytrain.infer.quantize import COMPARED_ROWS, quantization_of, quantize_compared
 from raytrain.infer.runner import TooManyFailures, UnitRunner
-from raytrain.infer.stages.pipeline import StagePipeline
-from raytrain.infer.stages.split import SplitModule, StageSplit, local_pipeline, skeleton_of
+from raytrain.infer.stages.split import SplitModule, StagePipeline, StageSplit, local_pipeline, skeleton_of
 from raytrain.infer.units import Unit, UnitReport
 from raytrain.train.memory.device import limit_device_memory, process_budget
 from raytrain.trainable import LocalState, RemoteState

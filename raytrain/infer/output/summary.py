@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from raytrain.infer.output.merge import json_value
-from raytrain.infer.stages.pipeline import StageTimes
-from raytrain.infer.stages.split import StageSplit
+from raytrain.infer.stages.split import StageSplit, StageTimes
 from raytrain.infer.units import UnitReport
 
 SLOWEST = 10

@@ -22,8 +22,8 @@ from raytrain.infer.half import halve
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.quantize import Int8Linear
 from raytrain.infer.stages.plan import plan_stages
-from raytrain.infer.stages.sequence import parts_of
 from raytrain.infer.stages.split import SplitModule, StageSplit, load_stage, local_pipeline, skeleton_of
+from raytrain.infer.stages.weights import parts_of
 from raytrain.infer.text.generate import Sampling, generate
 from raytrain.infer.worker import InferenceWorker, Work
 from raytrain.models.gpt import GPT, gpt

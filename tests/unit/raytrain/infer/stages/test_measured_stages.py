@@ -21,8 +21,8 @@ from raytrain.infer.model import InferenceModel
 from raytrain.infer.stages import measure
 from raytrain.infer.stages.measure import LEAST_BATCHES, measure_parts
 from raytrain.infer.stages.plan import plan_stages
-from raytrain.infer.stages.sequence import parts_of
 from raytrain.infer.stages.split import StageSplit, skeleton_of
+from raytrain.infer.stages.weights import parts_of
 from raytrain.infer.units import Unit
 from raytrain.infer.worker import Work
 from raytrain.models.gpt import gpt
