@@ -232,7 +232,7 @@ def _merged(
     wall = max((report.end for report in reports), default=0) - min((report.begin for report in reports), default=0)
     summary = summarise(figures.figures(), reports, wall_s=wall, split=split)
     output.store.write_bytes(SUMMARY, json.dumps(summary, indent=1).encode())
-    manifest = {**about, "batch": output.measured_batch(), "stages": _stages_record(split), "job": planned.identity}
+    manifest = {**about, "stages": _stages_record(split), "job": planned.identity}
     output.store.write_bytes(MANIFEST, json.dumps(manifest, indent=1).encode())
     build_inference_report(output.path)
     remove_work(output)

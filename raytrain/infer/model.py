@@ -34,7 +34,6 @@ from raytrain.infer.quantize import quantize
 from raytrain.infer.row_values import check_list_sizes, check_numbers
 from raytrain.infer.text.generate import Sampling
 from raytrain.infer.text.prompts import Prompt, prompt_of
-from raytrain.models.attention import Attention
 from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, POSITION_KEYS, longest_input
 from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, open_tokenizer, pad_id
 from raytrain.models.sizes import ROW_BUILDERS
@@ -245,10 +244,7 @@ class InferenceModel:
         if own is not None and context is not None and infer.max_new_tokens >= context:
             expected = f"less than the {context} tokens that the model sees"
             raise InputError("infer.max_new_tokens", got=str(infer.max_new_tokens), expected=expected)
-        return TextPredictor(
-            module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast,
-            token_bytes=bytes_of_token(module, itemsize=2 if self.dtype in HALF else 4),
-        )  # fmt: skip
+        return TextPredictor(module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast)
 
     def _tokenizer(self) -> str:
         if self.tokenizer is None:
@@ -324,24 +320,6 @@ def _end_ids(tokenizer: Any, module: nn.Module) -> frozenset[int]:
     more = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
     given = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
     return frozenset(int(one) for one in given if one is not None)
-
-
-def bytes_of_token(module: nn.Module, *, itemsize: int) -> int:
-    """Bytes of a token in the cache of keys and values of all layers; 0 if the module does not tell.
-
-    Args:
-        itemsize: bytes of a value.
-    """
-    own = sum(layer.out.in_features for layer in module.modules() if isinstance(layer, Attention))
-    if own:
-        return 2 * own * itemsize
-    config = getattr(module, "config", None)
-    inner: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    layers, heads = getattr(inner, "num_hidden_layers", 0), getattr(inner, "num_attention_heads", 0)
-    if not layers or not heads:
-        return 0
-    width = getattr(inner, "head_dim", None) or inner.hidden_size // heads
-    return 2 * layers * (getattr(inner, "num_key_value_heads", None) or heads) * width * itemsize
 
 
 def _chat(tokenizer: Any) -> Callable[[str], str]:

@@ -85,10 +85,6 @@ class Predictor(Protocol):
         """The same predictor with answers of at most so many tokens, to measure it."""
         ...
 
-    def cached_bytes(self, rows: int) -> int:
-        """Bytes of the keys and values of so many rows at the end of the longest answers; 0 if unknown."""
-        ...
-
     def lengths(self, table: Any) -> list[int]:
         """About how long each row is, to batch rows of equal lengths; equal where rows do not differ."""
         ...
@@ -117,11 +113,6 @@ class _OneOutput:
         """Nothing is generated."""
         del tokens
         return self
-
-    def cached_bytes(self, rows: int) -> int:
-        """Nothing is cached."""
-        del rows
-        return 0
 
     def refused(self, table: Any) -> dict[int, str]:
         """Nothing is known before."""
@@ -326,7 +317,6 @@ class TextPredictor:
         prompt: column -> the text of a prompt (`raytrain.infer.text.prompts`).
         context: most tokens that the model sees.
         own_generate: continues prompts instead of `generate`.
-        token_bytes: of a token in the cache of keys and values; 0 if unknown.
     """
 
     module: nn.Module
@@ -336,7 +326,6 @@ class TextPredictor:
     context: int | None = None
     own_generate: Generate | None = None
     autocast: Autocast = nullcontext
-    token_bytes: int = 0
     generates: bool = field(default=True, init=False)
 
     @property
@@ -350,11 +339,6 @@ class TextPredictor:
     def shortened(self, tokens: int) -> TextPredictor:
         """The same weights, shorter answers."""
         return replace(self, sampling=replace(self.sampling, max_new_tokens=min(tokens, self.answer_tokens)))
-
-    def cached_bytes(self, rows: int) -> int:
-        """Of the answers alone: prompts are as long as they are."""
-        tokens = self.answer_tokens if self.context is None else min(self.answer_tokens, self.context)
-        return rows * tokens * self.token_bytes
 
     def lengths(self, table: Any) -> list[int]:
         """Characters of each prompt; 0 for a row that has none, which fails later."""

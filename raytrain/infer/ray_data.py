@@ -16,7 +16,6 @@ from typing import Any
 from cluster.placement import on_this_node
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RaytrainError, RunError, StateLost, first_line
-from raytrain.infer.batch_size import BatchChoice
 from raytrain.infer.output.progress import WorkerProgress
 from raytrain.infer.stages.actors import ReplicaPlaces, remote_pipeline
 from raytrain.infer.stages.measure import PartTimes, measure_parts
@@ -163,24 +162,6 @@ def _decoded(result: str) -> UnitReport:
     return UnitReport(**found)
 
 
-def measure_batch(
-    work: Work, unit: Unit, rows: int, *, cpus: float, gpus: float, accelerator: str | None = None
-) -> BatchChoice:
-    """Choose the rows of a batch in a process of the cluster, as `InferenceWorker.measure_batch`."""
-    import ray
-    from ray.exceptions import RayError
-
-    required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
-    measured = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, **required)(_measured_batch)
-    try:
-        return ray.get(measured.remote(work, unit, rows))
-    except RayError as error:
-        own = _own_error(error)
-        if own is None:
-            raise
-        raise own from error
-
-
 def measure_stages(work: Work, unit: Unit, *, cpus: float, gpus: float, accelerator: str | None = None) -> PartTimes:
     """Time the parts of a divided model in a process of the cluster, as `measure_parts`."""
     import ray
@@ -202,11 +183,6 @@ def measure_stages(work: Work, unit: Unit, *, cpus: float, gpus: float, accelera
 def _measured_stages(work: Work, unit: Unit) -> PartTimes:
     import_from(work.import_path)
     return measure_parts(work, unit)
-
-
-def _measured_batch(work: Work, unit: Unit, rows: int) -> BatchChoice:
-    import_from(work.import_path)
-    return InferenceWorker(work, "to measure").measure_batch(unit, rows)
 
 
 def run_units(

@@ -63,7 +63,7 @@ class UnitRunner:
     """Runs units with one loaded model.
 
     Attributes:
-        batch_size: rows of a batch.
+        batch_size: rows of a batch; less once memory was too small for one.
         most_failed: failed rows that end the job (`infer.max_failures`); a unit with more of them is given up, so that
             a model that fails for every row is not tried with every one.
         on_rows: called after each batch with the unit and how many of its rows are done.
@@ -125,7 +125,9 @@ class UnitRunner:
             return
         if isinstance(failed, StateLost):  # no row is the cause: the model is loaded again
             raise failed
-        self.out_of_memory += let_go_of_batch(failed, self.device, [start + row for row in batch])
+        if let_go_of_batch(failed, self.device, [start + row for row in batch]):
+            self.out_of_memory += 1
+            self.batch_size = min(self.batch_size, max(len(batch) // 2, 1))  # of later units: not to fail in each
         if self._may_be_the_model(failed):
             self._tried = True
             check_model(self)

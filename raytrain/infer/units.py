@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+#: Rows of a batch where `infer.batch_size` is auto, for answers of many tokens and for one output a row. A GPU is busy
+#: with many rows only; a batch that memory does not hold is halved, and so are those after it.
+GENERATED_ROWS, PLAIN_ROWS = 16, 256
+GENERATED_ROWS_ON_GPU, PLAIN_ROWS_ON_GPU = 256, 4096
+
 #: `infer.unit_rows: auto` aims at this many units, so that a lost one is a small part of the work.
 UNITS = 64
 #: Fewest rows of a unit: writing its file takes about as long as some hundred outputs of a small model, and less than
@@ -47,6 +52,13 @@ class UnitReport:
     stages: str = ""
     quantized: str = ""
     error: str | None = None
+
+
+def usual_rows(*, generates: bool, on_gpu: bool = False) -> int:
+    """Rows of a batch where the user names no number."""
+    if on_gpu:
+        return GENERATED_ROWS_ON_GPU if generates else PLAIN_ROWS_ON_GPU
+    return GENERATED_ROWS if generates else PLAIN_ROWS
 
 
 def unit_size(rows: int, *, generates: bool) -> int:

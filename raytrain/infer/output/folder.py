@@ -23,8 +23,6 @@ PARTS = "parts"
 CONVERTED = "input"
 MANIFEST = "manifest.json"
 LEASE = "attempts"
-#: How many rows a batch has, and why, if that was measured.
-BATCH = "batch.json"
 ABOUT = b"raytrain"
 
 #: Columns of a unit's file besides the input's: what becomes of a row, and how it was computed.
@@ -60,15 +58,6 @@ class OutputFolder:
     def _job(self) -> dict[str, Any] | None:
         store = self.store
         return json.loads(store.read_bytes(JOB)) if store.exists(JOB) else None
-
-    def measured_batch(self) -> dict[str, Any] | None:
-        """What an earlier command measured to choose its batches; None if none did."""
-        store = self.store
-        return json.loads(store.read_bytes(BATCH)) if store.exists(BATCH) else None
-
-    def record_batch(self, about: Mapping[str, Any]) -> None:
-        """Keep what was measured, before the first unit is computed: `--resume` uses it again."""
-        self.store.write_bytes(BATCH, json.dumps(about, indent=1).encode())
 
     def check_free(self, *, resume: bool) -> None:
         """Check that a command may write here, before anything is written.
@@ -153,8 +142,7 @@ class OutputFolder:
         if not self.has_parts():
             for name in (CONVERTED, PARTS):
                 self.store.delete_tree(name)
-            for name in (JOB, BATCH):
-                self.store.delete(name)
+            self.store.delete(JOB)
             with contextlib.suppress(OSError):  # it holds something else, or is not there
                 os.rmdir(self.path)
 

@@ -101,7 +101,7 @@ def test_the_bar_has_a_remaining_time_once_a_row_is_done(tmp_path: Path, width: 
 def planned(*, workers: int = 1, stages: int = 1) -> Any:
     """As much of a plan as is printed."""
     return SimpleNamespace(
-        units=[SimpleNamespace(rows=2)], rows=SimpleNamespace(rows=4), workers=workers, threads=2, measures_batch=False,
+        units=[SimpleNamespace(rows=2)], rows=SimpleNamespace(rows=4), workers=workers, threads=2,
         target=SimpleNamespace(
             model=SimpleNamespace(dtype="fp32", device="cpu"), address="local", name="run", warnings=()
         ),
