@@ -184,6 +184,7 @@ class InferenceModel:
             module, choice, classes=None if names is None else tuple(names),
             regression=self.facts.get("num_classes") is None and bool(self.reads), autocast=autocast, takes=takes,
             num_classes=self.facts.get("num_classes"), image_shape=None if image is None else tuple(image),
+            dtypes=self.facts.get("feature_dtypes") or {},
         )  # fmt: skip
 
     def _demanded(self, module: nn.Module, schema: Any, given: Sequence[str]) -> tuple[str, ...]:

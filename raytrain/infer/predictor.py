@@ -132,6 +132,7 @@ class RowPredictor(_OneOutput):
         num_classes: of the training data; None if it has none, or that is unknown.
         image_shape: of `x`, where the training data were images: a row of a file holds their values in one list.
         takes: column of lists -> its values in a row, as far as that is known.
+        dtypes: input -> the format of its numbers in training: a column of a file may hold whole numbers by chance.
     """
 
     module: nn.Module
@@ -142,6 +143,7 @@ class RowPredictor(_OneOutput):
     image_shape: tuple[int, ...] | None = None
     autocast: Autocast = nullcontext
     takes: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     generates: bool = field(default=False, init=False)
 
     @property
@@ -203,6 +205,8 @@ class RowPredictor(_OneOutput):
         split = table_split(convert(with_numbers(table, self.choice), self.choice, classes=None, key=KEY))
         device = next(self.module.parameters()).device
         batch = dict(split.gather(np.arange(table.num_rows)))
+        for name in batch.keys() & self.dtypes.keys():
+            batch[name] = _as_trained(batch[name], getattr(torch, self.dtypes[name]))
         shape, x = self.image_shape, batch.get("x")
         if shape is not None and isinstance(x, Tensor) and x.shape[1:] == (math.prod(shape),):
             batch["x"] = x.reshape(-1, *shape)
@@ -240,6 +244,15 @@ class RowPredictor(_OneOutput):
     def _names(self, numbers: list[int]) -> list[Any]:
         """Classes by their names, where they have some."""
         return numbers if self.classes is None else [self.classes[number] for number in numbers]
+
+
+def _as_trained(values: Any, dtype: torch.dtype) -> Any:
+    """Whole numbers where training had fractions as float32, and fractions that are all whole as whole numbers where it
+    had these."""
+    if not isinstance(values, Tensor) or values.is_floating_point() == dtype.is_floating_point:
+        return values
+    made = values.to(torch.float32 if dtype.is_floating_point else dtype)
+    return made if dtype.is_floating_point or torch.equal(made.to(values.dtype), values) else values
 
 
 def outputs_of(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:

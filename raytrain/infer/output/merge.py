@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
+from raytrain.data.sources.tables import is_text
 from raytrain.errors import InputError, RunError
 from raytrain.infer.input.rows import fitted
 from raytrain.infer.output.folder import (
@@ -68,6 +69,7 @@ def merge(
     return {
         "rows": sum(unit.rows for unit in units), "failed": sum(one.report.failed for one in facts),
         "units": len(units), "unit_rows": [unit.rows for unit in units],
+        "text_columns": [field.name for field in kept if is_text(field.type)],
         "files": {name: answers.facts, TIMING: timing.facts},
     }  # fmt: skip
 
