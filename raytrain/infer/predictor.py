@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -57,42 +58,42 @@ class Answers:
     tokens: list[int] | None = None
 
 
-class Predictor(Protocol):
-    """A model with its weights, on its device.
+class Predictor(ABC):
+    """A loaded model that answers rows of a table, a batch at a time: all or none of them, in order.
 
     Attributes:
         module: the model.
+        generates: whether the predictions are texts of many tokens, so that nobody knows how long an answer will be.
     """
 
     module: nn.Module
+    generates: ClassVar[bool] = False
 
     @property
+    @abstractmethod
     def columns(self) -> tuple[str, ...]:
         """Input columns that it reads."""
-        ...
-
-    @property
-    def generates(self) -> bool:
-        """Whether the predictions are texts of many tokens, so that the length of an answer is not known before."""
-        ...
 
     @property
     def answer_tokens(self) -> int:
         """Most tokens of an answer; 1 where nothing is generated."""
-        ...
+        return 1
 
     def shortened(self, tokens: int) -> Predictor:
         """The same predictor with answers of at most so many tokens, to measure it."""
-        ...
+        del tokens
+        return self
 
+    @abstractmethod
     def lengths(self, table: Any) -> list[int]:
         """About how long each row is, to batch rows of equal lengths; equal where rows do not differ."""
-        ...
 
     def refused(self, table: Any) -> dict[int, str]:
         """Rows of a table that cannot be answered, which is known without computing them, and why."""
-        ...
+        del table
+        return {}
 
+    @abstractmethod
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
         """Answer the rows of an Arrow table, all or none.
 
@@ -101,27 +102,10 @@ class Predictor(Protocol):
         Raises:
             Exception: any, of the model or about a row.
         """
-        ...
-
-
-class _OneOutput:
-    """What predictors have in common that give one output for each row."""
-
-    answer_tokens = 1
-
-    def shortened(self, tokens: int) -> Any:
-        """Nothing is generated."""
-        del tokens
-        return self
-
-    def refused(self, table: Any) -> dict[int, str]:
-        """Nothing is known before."""
-        del table
-        return {}
 
 
 @dataclass
-class RowPredictor(_OneOutput):
+class RowPredictor(Predictor):
     """Rows of numbers -> classes or values, with any module that gives one output for each row.
 
     Attributes:
@@ -144,7 +128,6 @@ class RowPredictor(_OneOutput):
     autocast: Autocast = nullcontext
     takes: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    generates: bool = field(default=False, init=False)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -321,7 +304,7 @@ class Generate(Protocol):
 
 
 @dataclass
-class TextPredictor:
+class TextPredictor(Predictor):
     """Prompts -> generated texts.
 
     Attributes:
@@ -339,7 +322,7 @@ class TextPredictor:
     context: int | None = None
     own_generate: Generate | None = None
     autocast: Autocast = nullcontext
-    generates: bool = field(default=True, init=False)
+    generates: ClassVar[bool] = True
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -356,11 +339,6 @@ class TextPredictor:
     def lengths(self, table: Any) -> list[int]:
         """Characters of each prompt; 0 for a row that has none, which fails later."""
         return [len(text or "") for text in self.prompt.lenient(table)]
-
-    def refused(self, table: Any) -> dict[int, str]:
-        """Nothing is known before."""
-        del table
-        return {}
 
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
         prompts = [self._tokens(text) for text in self.prompt.texts(table)]
@@ -386,7 +364,7 @@ class TextPredictor:
 
 
 @dataclass
-class TextClassifier(_OneOutput):
+class TextClassifier(Predictor):
     """Texts -> classes, with a classifier of transformers or any module that takes `input_ids` and `attention_mask`."""
 
     module: nn.Module
@@ -395,7 +373,6 @@ class TextClassifier(_OneOutput):
     pad: int
     classes: tuple[str, ...] | None = None
     autocast: Autocast = nullcontext
-    generates: bool = field(default=False, init=False)
 
     @property
     def columns(self) -> tuple[str, ...]:
