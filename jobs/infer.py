@@ -27,11 +27,10 @@ from jobs.inference.target import Target, open_target
 from jobs.job.paths import absolute_path, path_from_here
 from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RunError
-from raytrain.infer.output.folder import MANIFEST, OutputFolder
-from raytrain.infer.output.merge import merge, remove_work
-from raytrain.infer.output.summary import TableFigures, summarise
+from raytrain.infer.input import Unit, UnitReport
+from raytrain.infer.output import MANIFEST, OutputFolder, merge, remove_work
 from raytrain.infer.stages.split import StageSplit
-from raytrain.infer.units import Unit, UnitReport
+from raytrain.infer.summary import TableFigures, summarise
 from raytrain.report.inference import build_inference_report
 from raytrain.runs.commands import resume_command
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 from cluster.devices.inventory import local_inventory
 from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import connected
-from jobs.inference.hosts import with_hosts
+from jobs.inference.layout import rebalanced, with_hosts
 from jobs.inference.plan import InferencePlan
-from jobs.inference.stages import rebalanced
+from raytrain.infer.input import Unit, UnitReport
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.output.progress import rows_in_progress
+from raytrain.infer.output import rows_in_progress
 from raytrain.infer.stages.measure import PartTimes, measure_parts
-from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
 from raytrain.plan.room import TYPE_SHARE, Need
 

@@ -11,22 +11,29 @@ from itertools import count
 from typing import Any
 
 from cluster.devices.inventory import Inventory
-from jobs.inference.hosts import KEY as HOSTS
-from jobs.inference.hosts import HostChoice, choose_hosts
-from jobs.inference.stages import MEASURED as MEASURED_STAGES
-from jobs.inference.stages import StageChoice, choose_stages, told_balance
+from jobs.inference.layout import HOSTS_KEY as HOSTS
+from jobs.inference.layout import MEASURED as MEASURED_STAGES
+from jobs.inference.layout import HostChoice, StageChoice, choose_hosts, choose_stages, told_balance
 from jobs.inference.target import Target
 from jobs.job.paths import absolute_path
 from raytrain.config.decode import encode
 from raytrain.data.sources.ray_dataset import is_ray_dataset
 from raytrain.errors import InputError, RunError
-from raytrain.infer.input.convert import converted, write_joined
-from raytrain.infer.input.files import NAMED_BY_ROW, fingerprint, input_files
-from raytrain.infer.input.ids import duplicate_id
-from raytrain.infer.input.rows import InputRows, check_columns
-from raytrain.infer.output.folder import CONVERTED, RESULT_COLUMNS, TIMING_COLUMNS, OutputFolder, digest_of
+from raytrain.infer.convert import converted, write_joined
+from raytrain.infer.input import (
+    NAMED_BY_ROW,
+    InputRows,
+    Unit,
+    check_columns,
+    duplicate_id,
+    fingerprint,
+    input_files,
+    unit_size,
+    units_of,
+    usual_rows,
+)
+from raytrain.infer.output import CONVERTED, RESULT_COLUMNS, TIMING_COLUMNS, OutputFolder, digest_of
 from raytrain.infer.stages.plan import KEY as STAGES
-from raytrain.infer.units import Unit, unit_size, units_of, usual_rows
 from raytrain.infer.worker import Work, kept_columns
 from raytrain.runs.storage import join, open_store, typed_path
 

@@ -8,8 +8,7 @@ from json import loads
 from typing import Any
 
 from raytrain.errors import RunError
-from raytrain.infer.output.folder import MANIFEST
-from raytrain.infer.output.merge import FORMATS
+from raytrain.infer.output import FORMATS, MANIFEST
 from raytrain.runs.storage import join, locate, open_store
 
 

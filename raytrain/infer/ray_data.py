@@ -16,10 +16,10 @@ from typing import Any
 from cluster.placement import on_this_node
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RaytrainError, RunError, StateLost, first_line
-from raytrain.infer.output.progress import WorkerProgress
+from raytrain.infer.input import Unit, UnitReport
+from raytrain.infer.output import WorkerProgress
 from raytrain.infer.stages.actors import ReplicaPlaces, remote_pipeline
 from raytrain.infer.stages.measure import PartTimes, measure_parts
-from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
 
 #: Actors in a row that may die in one unit, or while they start, as where a node is lost, and replicas in a row that

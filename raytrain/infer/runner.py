@@ -16,9 +16,8 @@ import torch
 
 from raytrain.config.user_code import users_error
 from raytrain.errors import InputError, OutOfMemory, RaytrainError, RunError, StateLost, first_line
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit, batches_of
 from raytrain.infer.predictor import ANSWERS, MODEL_KEY, Answers, ModelOutputError, Predictor
-from raytrain.infer.units import Unit, batches_of
 from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.memory.oom import let_go
 from raytrain.trainable import LocalState, RemoteState

@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from raytrain.config.sections import InferConfig
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit, UnitReport
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.output.folder import write_part, written_report
+from raytrain.infer.output import write_part, written_report
 from raytrain.infer.predictor import Predictor
 from raytrain.infer.quantize import COMPARED_ROWS, quantization_of, quantize_compared
 from raytrain.infer.runner import TooManyFailures, UnitRunner
 from raytrain.infer.stages.split import SplitModule, StagePipeline, StageSplit, local_pipeline, skeleton_of
-from raytrain.infer.units import Unit, UnitReport
 from raytrain.train.memory.device import limit_device_memory
 from raytrain.trainable import LocalState, RemoteState
 

@@ -15,8 +15,7 @@ from torch import nn
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
 from jobs.bench.inference.infer_models import VOCABULARY, seeded_gpt
 from jobs.bench.inference.infer_plain import plain_answers, transformers_gpt2
-from raytrain.infer.text.generate import Sampling, generate
-from raytrain.infer.text.transformers import greedy_answers
+from raytrain.infer.generate import Sampling, generate, greedy_answers
 
 #: Tokens/s of a batch of so many rows over those of single rows.
 GOALS_BATCHED = {4: Goal(at_least=2.7), 16: Goal(at_least=4.0)}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
 from jobs.bench.inference.infer_models import VOCABULARY
 from raytrain.config.sections import InferConfig, ModelConfig
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.worker import Work
 

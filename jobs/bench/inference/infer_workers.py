@@ -21,11 +21,10 @@ from typing import Any
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
 from jobs.bench.inference.infer_models import VOCABULARY
 from raytrain.config.sections import InferConfig, ModelConfig
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit, UnitReport, units_of
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.output.folder import part_name
+from raytrain.infer.output import part_name
 from raytrain.infer.ray_data import run_units
-from raytrain.infer.units import Unit, UnitReport, units_of
 from raytrain.infer.worker import InferenceWorker, Work
 
 #: Seconds of one worker of the pool over those of the same units in this process.

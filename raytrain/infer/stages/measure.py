@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from raytrain.infer.input import Unit, batches_of
 from raytrain.infer.predictor import Predictor, TextPredictor
 from raytrain.infer.stages.split import SplitModule, load_stage, skeleton_of
 from raytrain.infer.stages.stage import CacheUse, ModelStage, StagePass
-from raytrain.infer.units import Unit, batches_of
 from raytrain.train.memory.device import limit_device_memory
 
 if TYPE_CHECKING:

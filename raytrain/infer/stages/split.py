@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.errors import InputError, OutOfMemory, RunError
+from raytrain.infer.generate import Sampling, padded_left
 from raytrain.infer.stages.plan import KEY, StagePlan
 from raytrain.infer.stages.stage import CACHE, CacheUse, ModelStage, StagePass
 from raytrain.infer.stages.weights import check_weights, fill_stage, without_parameters
-from raytrain.infer.text.generate import Sampling
-from raytrain.infer.text.transformers import padded_left
 from raytrain.models.huggingface.folder import KEYS
 from raytrain.models.weights.headers import StoredWeights, find_weights
 from raytrain.train.build import build_trainable
@@ -311,7 +310,7 @@ class _Forward:
 def greedy_over_stages(
     module: SplitModule, codec: Codec, prompts: list[list[int]], *, sampling: Sampling, numbers: Sequence[int]
 ) -> list[list[int]]:
-    """Continue prompts as `raytrain.infer.text.transformers.greedy_answers` does: the same passes, padded on the left,
+    """Continue prompts as `raytrain.infer.generate.greedy_answers` does: the same passes, padded on the left,
     with all rows until the last one has ended."""
     del numbers
     ids, mask, pad = padded_left(prompts, sampling)

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from jobs.inference.display import InferenceDisplay, never_predicted, print_plan, print_summary
-from raytrain.infer.output.progress import WorkerProgress, rows_in_progress
-from raytrain.infer.output.summary import quality_of
-from raytrain.infer.units import Unit
+from raytrain.infer.input import Unit
+from raytrain.infer.output import WorkerProgress, rows_in_progress
+from raytrain.infer.summary import quality_of
 
 
 class Shown:

@@ -10,7 +10,7 @@ from lab import GPT, Rows, make_session
 from raytrain.checkpoint.weights import read_weights
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.export import EARLIER_TOKENS, export, notes_of
-from raytrain.infer.text.generate import language_sample
+from raytrain.infer.generate import language_sample
 from raytrain.runs.folder import RunFolder
 from raytrain.train.build import load_module
 from raytrain.train.clock import Clock

@@ -11,8 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from raytrain.errors import InputError
-from raytrain.infer.input.ids import duplicate_id
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, duplicate_id
 
 
 def rows_of(folder: Path, values: Any, *, limit: int | None = None) -> InputRows:

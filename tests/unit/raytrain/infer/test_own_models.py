@@ -16,11 +16,10 @@ from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.in_memory import memory_source
 from raytrain.data.sources.tables import ColumnChoice
 from raytrain.errors import InputError
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.predictor import ModelOutputError, RowPredictor
 from raytrain.infer.runner import UnitRunner, check_model
-from raytrain.infer.units import Unit
 from raytrain.train.build import source_facts
 
 Forward = Callable[[Tensor], Any]

@@ -12,10 +12,9 @@ import torch
 from pyarrow import parquet
 
 from raytrain.errors import InputError, RunError, StateLost
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit, usual_rows
 from raytrain.infer.predictor import Answers
 from raytrain.infer.runner import TooManyFailures, UnitRunner
-from raytrain.infer.units import Unit, usual_rows
 from raytrain.train.memory.oom import Shortage
 from raytrain.trainable import LocalState
 
