@@ -165,7 +165,7 @@ def _decoded(result: str) -> UnitReport:
 def measure_stages(work: Work, unit: Unit, *, cpus: float, gpus: float, accelerator: str | None = None) -> PartTimes:
     """Time the parts of a divided model in a process of the cluster, as `measure_parts`."""
     import ray
-    from ray.exceptions import RayError, WorkerCrashedError
+    from ray.exceptions import RayTaskError, WorkerCrashedError
 
     required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
     measured = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, max_retries=0, **required)(_measured_stages)
@@ -173,11 +173,8 @@ def measure_stages(work: Work, unit: Unit, *, cpus: float, gpus: float, accelera
         return ray.get(measured.remote(work, unit))
     except WorkerCrashedError:  # the job tells whether that happens again
         return PartTimes(reason="the process that measured was killed")
-    except RayError as error:
-        own = _own_error(error)
-        if own is None:
-            raise
-        raise own from error
+    except RayTaskError as error:
+        raise getattr(error, "cause", None) or error from None
 
 
 def _measured_stages(work: Work, unit: Unit) -> PartTimes:
@@ -250,14 +247,3 @@ def dataset_tables(dataset: Any) -> Iterator[Any]:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
     finally:
         options.preserve_order = before
-
-
-def _own_error(error: BaseException | None) -> RaytrainError | None:
-    """The error of ours that a task raised, inside those that Ray puts around it."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, RaytrainError):
-            return error
-        seen.add(id(error))
-        error = getattr(error, "cause", None) or error.__cause__
-    return None
