@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from jobs.driver.build import check_joins
 from jobs.inference.target import Target
 from jobs.job.facts import has_experts, uses_hosts
-from raytrain.config.sections import InferConfig
 from raytrain.errors import InputError
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.quantize import KEY as QUANTIZE
@@ -32,7 +31,6 @@ from raytrain.infer.stages.plan import (
     sizes_of_config,
     sizes_of_keys,
 )
-from raytrain.infer.stages.plan import KEY as STAGES
 from raytrain.infer.stages.split import StageSplit, skeleton_of, stored_weights
 from raytrain.infer.stages.weights import check_weights
 from raytrain.models.huggingface.folder import read_config
@@ -108,51 +106,51 @@ def choose_stages(target: Target, *, rows: int) -> StageChoice:
             that cannot be divided, or one that does not fit the devices.
     """
     infer, limit = target.spec.infer, device_limit(target)
-    if infer.quantize is not None:
-        return _one_copy(infer, limit)
-    memory = memory_of(target, rows=rows)
+    if infer.quantize is not None:  # stages have no int8 weights
+        if infer.stage_map or infer.stages not in (1, "auto"):
+            got = f"{infer.quantize} with {MAP if infer.stage_map else f'{KEY} {infer.stages}'}"
+            raise InputError(QUANTIZE, got=got, expected="null, or one stage")
+        return StageChoice(None, None, limit)
+    memory, room, int8 = memory_of(target, rows=rows), None, None
     if infer.stage_map:
         if infer.stages not in ("auto", len(infer.stage_map)):
             got = f"{infer.stages} with a map of {len(infer.stage_map)} stages"
             raise InputError(KEY, got=got, expected=f"auto or {len(infer.stage_map)}")
         if infer.stage_policy != "auto":
             raise InputError(POLICY, got=f"{infer.stage_policy} beside {MAP}", expected="auto, or no map")
-        return _chosen(target, mapped_stages(_parts(target), infer.stage_map), memory, limit)
-    if infer.stage_policy == "sequential" and limit is None and infer.stages != 1:
+        plan = mapped_stages(_parts(target), infer.stage_map)
+    elif infer.stage_policy == "sequential" and limit is None and infer.stages != 1:
         raise InputError(
             POLICY, got="sequential without a known memory of a device", expected="cluster.memory_limit, or balanced"
         )
-    if isinstance(infer.stages, int):
-        if infer.stages == 1:
-            return StageChoice(None, memory, limit)
-        parts = _parts(target)
-        plan = plan_stages(parts, infer.stages, policy=infer.stage_policy, limit=limit)
-        return _chosen(target, plan, memory, limit, room=limit)
-    if memory is None or limit is None or memory.total <= limit:
+    elif isinstance(infer.stages, int) and infer.stages > 1:
+        plan, room = plan_stages(_parts(target), infer.stages, policy=infer.stage_policy, limit=limit), limit
+    elif infer.stages == 1 or memory is None or limit is None or memory.total <= limit:
         return StageChoice(None, memory, limit)
-    return _for_memory(target, memory, limit)
+    else:
+        int8 = memory.total - saved_bytes(skeleton_of(target.model).module)
+        plan, room = _fewest(target, memory, limit, int8)
+    split = None if plan.stages == 1 else StageSplit(plan, _inflight(target, plan.stages))
+    return StageChoice(split, memory, limit, room, int8)
 
 
-def _for_memory(target: Target, memory: InferenceMemory, limit: int) -> StageChoice:
-    """The fewest stages of a model whose whole copy a device has no room for."""
-    int8 = memory.total - saved_bytes(skeleton_of(target.model).module)
+def _fewest(target: Target, memory: InferenceMemory, limit: int, int8: int) -> tuple[StagePlan, int]:
+    """The fewest stages of which each fits with its share of the caches, and the bytes of weights that fit each."""
+    parts, gpus = _parts(target), len(target.machines.gpus)
+
+    def room(stages: int) -> int:
+        caches = memory.cache * _inflight(target, stages) / stages
+        return limit - math.ceil(memory.activations + caches)
+
+    most = min(len(parts), gpus) if gpus else len(parts)
     try:
-        plan = _fewest(target, _parts(target), memory, limit)
+        plan = fewest_stages(parts, room, most=most, policy=target.spec.infer.stage_policy)
     except InputError as error:
         text = f"{QUANTIZE}=int8 needs about {size_text(int8)} on one device"
         raise InputError(
             error.key, got=error.got, expected=error.expected, remedy=f"{error.remedy}; {text} of {size_text(limit)}"
         ) from error
-    chosen = _chosen(target, plan, memory, limit, room=_room(target, memory, limit, plan.stages))
-    return replace(chosen, int8=int8)
-
-
-def _one_copy(infer: InferConfig, limit: int | None) -> StageChoice:
-    """The choice for int8 weights, which stages do not have."""
-    if infer.stage_map or infer.stages not in (1, "auto"):
-        got = f"{infer.quantize} with {MAP if infer.stage_map else f'{KEY} {infer.stages}'}"
-        raise InputError(QUANTIZE, got=got, expected="null, or one stage")
-    return StageChoice(None, None, limit)
+    return plan, room(plan.stages)
 
 
 def device_limit(target: Target) -> int | None:
@@ -195,35 +193,10 @@ def _parts(target: Target) -> list[ModelPart]:
     return parts_of(trainable)
 
 
-def _fewest(target: Target, parts: list[ModelPart], memory: InferenceMemory, limit: int) -> StagePlan:
-    """The fewest stages of which each fits with its share of the caches."""
-    gpus = len(target.machines.gpus)
-    most = min(len(parts), gpus) if gpus else len(parts)
-
-    def room(stages: int) -> int:
-        return _room(target, memory, limit, stages)
-
-    return fewest_stages(parts, room, most=most, policy=target.spec.infer.stage_policy)
-
-
-def _room(target: Target, memory: InferenceMemory, limit: int, stages: int) -> int:
-    """Bytes of weights that each of so many devices has room for, beside its share of the caches."""
-    caches = memory.cache * _inflight(target, stages) / stages
-    return limit - math.ceil(memory.activations + caches)
-
-
 def _inflight(target: Target, stages: int) -> int:
     """Batches in flight: two for each stage, so that one waits while another is computed."""
     wanted = target.spec.infer.inflight
     return wanted if isinstance(wanted, int) else 2 * stages
-
-
-def _chosen(
-    target: Target, plan: StagePlan, memory: InferenceMemory | None, limit: int | None, *, room: int | None = None
-) -> StageChoice:
-    if plan.stages == 1:
-        return StageChoice(None, memory, limit)
-    return StageChoice(StageSplit(plan, _inflight(target, plan.stages)), memory, limit, room)
 
 
 # ---------------------------------------------------------------- balance by measured time
@@ -333,7 +306,7 @@ def _divided(target: Target) -> bool:
 def _checked(target: Target, choice: HostChoice) -> HostChoice:
     infer, got = target.spec.infer, f"{choice.hosts} with"
     if _divided(target):
-        named = MAP if infer.stage_map else f"{STAGES} {infer.stages}"
+        named = MAP if infer.stage_map else f"{KEY} {infer.stages}"
         raise InputError(HOSTS_KEY, got=f"{got} {named}", expected="0 with stages, or one stage")
     if infer.quantize is not None:
         raise InputError(HOSTS_KEY, got=f"{got} infer.quantize {infer.quantize}", expected="0, or infer.quantize null")
