@@ -27,11 +27,10 @@ from jobs.inference.target import Target, open_target
 from jobs.job.paths import absolute_path, path_from_here
 from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RunError
-from raytrain.infer.output.folder import MANIFEST, OutputFolder
-from raytrain.infer.output.merge import merge, remove_work
-from raytrain.infer.output.summary import TableFigures, summarise
+from raytrain.infer.input import Unit, UnitReport
+from raytrain.infer.output import MANIFEST, OutputFolder, merge, remove_work
 from raytrain.infer.stages.split import StageSplit
-from raytrain.infer.units import Unit, UnitReport
+from raytrain.infer.summary import TableFigures, summarise
 from raytrain.report.inference import build_inference_report
 from raytrain.runs.commands import resume_command
 
@@ -232,7 +231,7 @@ def _merged(
     wall = max((report.end for report in reports), default=0) - min((report.begin for report in reports), default=0)
     summary = summarise(figures.figures(), reports, wall_s=wall, split=split)
     output.store.write_bytes(SUMMARY, json.dumps(summary, indent=1).encode())
-    manifest = {**about, "batch": output.measured_batch(), "stages": _stages_record(split), "job": planned.identity}
+    manifest = {**about, "stages": _stages_record(split), "job": planned.identity}
     output.store.write_bytes(MANIFEST, json.dumps(manifest, indent=1).encode())
     build_inference_report(output.path)
     remove_work(output)

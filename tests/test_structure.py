@@ -57,7 +57,6 @@ RAY_AT_THE_EDGE = (
     "raytrain.data.sources.ray_dataset",
     "raytrain.infer.ray_data",
     "raytrain.infer.stages.actors",
-    "raytrain.infer.stages.places",
     "experts.hosts",
 )
 """Modules, or packages with everything in them, that import Ray. So may all of `jobs`."""

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
-from raytrain.infer.text.generate import Sampling, generate
-from raytrain.infer.text.transformers import greedy_answers
+from raytrain.infer.generate import Sampling, generate, greedy_answers
 from raytrain.models.gpt import gpt
 from raytrain.trainable import Trainable
 

@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from cluster.devices.inventory import local_inventory
-from cluster.wording import counted
 from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import connected
-from jobs.inference.hosts import with_hosts
+from jobs.inference.layout import rebalanced, with_hosts
 from jobs.inference.plan import InferencePlan
-from jobs.inference.stages import rebalanced
-from raytrain.infer.batch_size import BatchChoice
+from raytrain.infer.input import Unit, UnitReport
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.output.progress import rows_in_progress
+from raytrain.infer.output import rows_in_progress
 from raytrain.infer.stages.measure import PartTimes, measure_parts
-from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
 from raytrain.plan.room import TYPE_SHARE, Need
 
@@ -58,15 +55,13 @@ class UnitComputation:
     def reports(self, units: Sequence[Unit]) -> Iterator[UnitReport]:
         """Compute units; yields what is complete, in any order."""
         if self._here is not None:
-            if self._planned.measures_batch:
-                self._use(self._here.measure_batch(self._planned.units[0], self._planned.rows.rows))
             yield from map(self._here.run, units)
             self._here.close()
         elif units:
             yield from self._on_ray(units)
 
     def _on_ray(self, units: Sequence[Unit]) -> Iterator[UnitReport]:
-        from raytrain.infer.ray_data import measure_batch, measure_stages, run_units
+        from raytrain.infer.ray_data import measure_stages, run_units
 
         work, workers, machines = self._work, self._planned.workers, self._planned.target.machines
         gpus = 1 if machines.on_gpu else 0
@@ -89,11 +84,6 @@ class UnitComputation:
             if self._planned.measures_stages:
                 times = measure_stages(work, self._planned.units[0], cpus=1, gpus=gpus, accelerator=kind)
                 work = self._with_stages(work, times)
-            if self._planned.measures_batch:
-                first, rows = self._planned.units[0], self._planned.rows.rows
-                choice = measure_batch(work, first, rows, cpus=1, gpus=gpus, accelerator=kind)
-                self._use(choice)
-                work = replace(work, batch_size=choice.rows)
             at_once = workers if cluster.local else 1
             yield from run_units(
                 work, units, workers=workers, at_once=at_once, cpus=1, gpus=gpus, accelerator=kind
@@ -115,10 +105,6 @@ class UnitComputation:
         self.split = split
         assert work.split is not None
         return replace(work, split=replace(split, devices=work.split.devices))
-
-    def _use(self, choice: BatchChoice) -> None:
-        self._planned.output.record_batch(choice.to_json())
-        self._say(f"batch: {counted(choice.rows, 'row')} ({choice.reason}; {choice.seconds:.1f} s)")
 
 
 def _on_first_gpu(work: Work) -> Work:

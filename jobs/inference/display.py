@@ -40,7 +40,7 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
     for name, value in (
         ("model", f"{planned.target.name}, {model.dtype} on {model.device.split(':')[0]}"),
         ("input", f"{counted(planned.rows.rows, 'row')} in {counted(len(planned.units), 'unit')} of {size:,}"),
-        ("batch", _batch(planned)),
+        ("batch", f"{counted(planned.batch_size, 'row')} ({planned.batch_reason})"),
         ("workers", f"{where}{stages} with {counted(planned.threads, 'thread')}{each}"),
         *_schedule(planned),
         *planned.stages.lines(),
@@ -61,12 +61,6 @@ def _schedule(planned: InferencePlan) -> list[tuple[str, str]]:
     most = units / rounds
     text = f"{counted(units, 'unit')} in {counted(rounds, 'round')}: at most {most:.3g} times the speed of one worker"
     return [("schedule", f"{text} ({most / workers:.0%} of linear), where units take equally long")]
-
-
-def _batch(planned: InferencePlan) -> str:
-    if planned.measures_batch:
-        return "measured on some of the rows before the first unit"
-    return f"{counted(planned.batch_size, 'row')} ({planned.batch_reason})"
 
 
 class InferenceDisplay:

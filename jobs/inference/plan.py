@@ -11,23 +11,29 @@ from itertools import count
 from typing import Any
 
 from cluster.devices.inventory import Inventory
-from jobs.inference.hosts import KEY as HOSTS
-from jobs.inference.hosts import HostChoice, choose_hosts
-from jobs.inference.stages import MEASURED as MEASURED_STAGES
-from jobs.inference.stages import StageChoice, choose_stages, told_balance
+from jobs.inference.layout import HOSTS_KEY as HOSTS
+from jobs.inference.layout import MEASURED as MEASURED_STAGES
+from jobs.inference.layout import HostChoice, StageChoice, choose_hosts, choose_stages, told_balance
 from jobs.inference.target import Target
 from jobs.job.paths import absolute_path
 from raytrain.config.decode import encode
 from raytrain.data.sources.ray_dataset import is_ray_dataset
 from raytrain.errors import InputError, RunError
-from raytrain.infer.batch_size import reason_not_to_measure, usual_rows
-from raytrain.infer.input.convert import converted, write_joined
-from raytrain.infer.input.files import NAMED_BY_ROW, fingerprint, input_files
-from raytrain.infer.input.ids import duplicate_id
-from raytrain.infer.input.rows import InputRows, check_columns
-from raytrain.infer.output.folder import CONVERTED, RESULT_COLUMNS, TIMING_COLUMNS, OutputFolder, digest_of
+from raytrain.infer.convert import converted, write_joined
+from raytrain.infer.input import (
+    NAMED_BY_ROW,
+    InputRows,
+    Unit,
+    check_columns,
+    duplicate_id,
+    fingerprint,
+    input_files,
+    unit_size,
+    units_of,
+    usual_rows,
+)
+from raytrain.infer.output import CONVERTED, RESULT_COLUMNS, TIMING_COLUMNS, OutputFolder, digest_of
 from raytrain.infer.stages.plan import KEY as STAGES
-from raytrain.infer.units import Unit, unit_size, units_of
 from raytrain.infer.worker import Work, kept_columns
 from raytrain.runs.storage import join, open_store, typed_path
 
@@ -39,7 +45,6 @@ UNIMPORTANT = (
     "inflight",
 )  # fmt: skip
 DATASET = "input.parquet"
-MEASURED, MEASURED_BEFORE = "measured", "measured by the interrupted command"
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class InferencePlan:
     Attributes:
         rows: the input as Parquet.
         units: all of them, also those that an earlier command has computed.
-        batch_size: rows of a batch; used where measuring fails, if `measures_batch`.
+        batch_size: rows of a batch.
         threads: CPU threads of a worker, or of each of its stages.
         stages: whether and how the model is divided.
         identity: what the answers depend on.
@@ -75,11 +80,6 @@ class InferencePlan:
     def processes(self) -> int:
         """Of each worker: itself with its hosts, or all stages of a replica."""
         return self.stages.stages + self.hosts.hosts
-
-    @property
-    def measures_batch(self) -> bool:
-        """Whether the rows of a batch are measured before the first unit."""
-        return self.batch_reason == MEASURED
 
     @property
     def measures_stages(self) -> bool:
@@ -181,10 +181,11 @@ def _planned(
     target.model.check_header(infer, rows.schema)
     if infer.id_column is not None:
         _check_ids(rows, infer.id_column)
-    usual = _batch_of_stages(target, 1)[0]
+    wanted = infer.batch_size
+    usual = wanted if isinstance(wanted, int) else usual_rows(generates=_generates(target))
     hosts = choose_hosts(target, rows=usual)
     stages = StageChoice(None, None, None) if hosts.hosts else choose_stages(target, rows=usual)
-    batch, reason = _batch_of_stages(target, stages.stages)
+    batch, reason = _batch(target, stages.stages)
     size = infer.unit_rows if isinstance(infer.unit_rows, int) else unit_size(rows.rows, generates=_generates(target))
     if not isinstance(infer.unit_rows, int) and stages.stages > 1:
         size = max(size, BATCHES_OF_STAGE * stages.stages * batch)
@@ -193,14 +194,10 @@ def _planned(
     each = stages.stages + hosts.hosts
     workers = workers_of(target, len(units), inventory, stages=each, key=HOSTS if hosts.hosts else STAGES)
     threads = _threads(target, inventory, workers * each)
-    if hosts.hosts:
-        batch, reason = _batch_beside_hosts(target)
-    elif stages.stages == 1:
-        batch, reason = _batch(target, rows.rows, size, output.measured_batch())
     settings = {key: value for key, value in encode(infer).items() if key not in UNIMPORTANT}
     identity = {
         **target.identity, "input": list(prints), "rows": rows.rows,
-        "unit_rows": size, "batch_size": "auto" if reason in (MEASURED, MEASURED_BEFORE) else batch,
+        "unit_rows": size, "batch_size": batch,
         "dtype": target.model.dtype, "seed": target.model.seed,
         **{f"infer.{key}": value for key, value in settings.items()},
     }  # fmt: skip
@@ -292,37 +289,15 @@ def _threads(target: Target, inventory: Inventory, processes: int) -> int:
     return wanted if isinstance(wanted, int) else max(1, min(nodes) // math.ceil(processes / len(nodes)))
 
 
-def _batch(target: Target, rows: int, unit_rows: int, measured: dict[str, Any] | None) -> tuple[int, str]:
-    """Rows of a batch, and why; they are still to be measured if the reason is `MEASURED`.
-
-    Args:
-        measured: what the interrupted command measured.
-    """
-    wanted, generates = target.spec.infer.batch_size, _generates(target)
+def _batch(target: Target, stages: int) -> tuple[int, str]:
+    """Rows of a batch, and why."""
+    wanted, generates, on_gpu = target.spec.infer.batch_size, _generates(target), target.machines.on_gpu
     if isinstance(wanted, int):
         return wanted, "infer.batch_size"
-    if measured is not None:
-        return measured["rows"], MEASURED_BEFORE
-    reason = reason_not_to_measure(rows, unit_rows, generates=generates)
-    return usual_rows(generates=generates), reason or MEASURED
-
-
-def _batch_beside_hosts(target: Target) -> tuple[int, str]:
-    """Rows of a batch whose experts are on hosts, and why: batches are measured in one process only."""
-    wanted = target.spec.infer.batch_size
-    usual = usual_rows(generates=_generates(target)), "the experts are on hosts"
-    return (wanted, "infer.batch_size") if isinstance(wanted, int) else usual
-
-
-def _batch_of_stages(target: Target, stages: int) -> tuple[int, str]:
-    """Rows of a batch of a model over several stages, and why: not one large batch, but several in flight."""
-    wanted, generates = target.spec.infer.batch_size, _generates(target)
-    if isinstance(wanted, int):
-        return wanted, "infer.batch_size"
-    usual = usual_rows(generates=generates)
-    return max(
-        1, usual if generates or stages == 1 else usual // (BATCHES_OF_STAGE * stages)
-    ), "several batches are in flight"
+    if stages == 1:
+        return usual_rows(generates=generates, on_gpu=on_gpu), f"usual on a {'GPU' if on_gpu else 'CPU'}"
+    usual = usual_rows(generates=generates)  # not one large batch, but several in flight
+    return max(1, usual if generates else usual // (BATCHES_OF_STAGE * stages)), "several batches are in flight"
 
 
 def _generates(target: Target) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from json import loads
 from typing import Any
 
 from raytrain.errors import RunError
-from raytrain.infer.output.merge import FORMATS
+from raytrain.infer.output import FORMATS, MANIFEST
 from raytrain.runs.storage import join, locate, open_store
 
 
@@ -70,9 +71,9 @@ class InferResult:
         if inner.endswith(".parquet"):
             yield from parquet.ParquetFile(filesystem.open_input_file(inner)).iter_batches()
         elif inner.endswith(".csv"):
-            yield from csv.open_csv(filesystem.open_input_stream(inner))
+            yield from csv.open_csv(filesystem.open_input_stream(inner), **self._reading("csv"))
         else:
-            yield from json.read_json(filesystem.open_input_stream(inner)).to_batches()
+            yield from json.read_json(filesystem.open_input_stream(inner), **self._reading("jsonl")).to_batches()
 
     def dataset(self) -> Any:
         """The predictions as a Ray Dataset, which reads them where it is used."""
@@ -80,4 +81,21 @@ class InferResult:
 
         filesystem, inner = locate(self.predictions, key="infer.output")
         readers = {"parquet": ray.data.read_parquet, "csv": ray.data.read_csv, "jsonl": ray.data.read_json}
-        return readers[inner.rpartition(".")[2]](inner, filesystem=filesystem)
+        kind = inner.rpartition(".")[2]
+        return readers[kind](inner, filesystem=filesystem, **self._reading(kind))
+
+    def _reading(self, kind: str) -> dict[str, Any]:
+        """Options of Arrow's reader with which texts stay texts: ids such as `007` and dates would become others."""
+        import pyarrow as pa
+        from pyarrow import csv, json
+
+        about = loads(open_store(self.output).read_bytes(MANIFEST))
+        texts = dict.fromkeys(about.get("text_columns", ()), pa.string())
+        if not texts or kind == "parquet":
+            return {}
+        if kind == "jsonl":
+            return {"parse_options": json.ParseOptions(explicit_schema=pa.schema(list(texts.items())))}
+        convert = csv.ConvertOptions(
+            column_types=texts, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
+        )
+        return {"parse_options": csv.ParseOptions(newlines_in_values=True), "convert_options": convert}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raytrain.checkpoint.reader import CheckpointInfo, best_checkpoint, list_checkpoints
 from raytrain.checkpoint.weights import CheckpointWeights, read_weights
 from raytrain.errors import CheckpointError, InputError
-from raytrain.infer.text.generate import language_sample
+from raytrain.infer.generate import language_sample
 from raytrain.models.huggingface.tokenizer import open_tokenizer
 from raytrain.models.weights.stored import as_tensors, export_weights
 from raytrain.runs.folder import RunFolder

@@ -1,9 +1,13 @@
-"""A model with its weights and the data that it was trained on, as what every worker of an inference job loads."""
+"""A model with its weights, its data's facts and its prompts, as what every worker of an inference job loads.
+
+`jobs.inference.target` makes an `InferenceModel` on the driver, and `worker.py` loads it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +21,9 @@ from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.tables import ColumnChoice, column_kind, is_text
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
+from raytrain.infer.generate import Sampling
 from raytrain.infer.half import halve
-from raytrain.infer.input.rows import KEY
+from raytrain.infer.input import KEY
 from raytrain.infer.predictor import (
     MODEL_KEY,
     Codec,
@@ -27,20 +32,137 @@ from raytrain.infer.predictor import (
     RowPredictor,
     TextClassifier,
     TextPredictor,
+    check_list_sizes,
+    check_numbers,
     takes_any,
     takes_mask,
 )
 from raytrain.infer.quantize import quantize
-from raytrain.infer.row_values import check_list_sizes, check_numbers
-from raytrain.infer.text.generate import Sampling
-from raytrain.infer.text.prompts import Prompt, prompt_of
-from raytrain.models.attention import Attention
 from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, POSITION_KEYS, longest_input
 from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, open_tokenizer, pad_id
 from raytrain.models.sizes import ROW_BUILDERS
 from raytrain.train.build import build_trainable
 from raytrain.train.memory.device import room_on
 from raytrain.trainable import RemoteState, Trainable
+
+# ---------------------------------------------------------------- prompts
+
+
+#: Columns that hold the prompt if `infer.prompt_field` is not set, in this order.
+USUAL = ("prompt", "text", "question", "instruction")
+
+TEMPLATE = "infer.template"
+
+Chat = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """How a row becomes the text of a prompt.
+
+    Attributes:
+        parts: texts, each with the column whose value follows it, or None.
+        key: the key that errors name.
+        chat: puts the text into the tokenizer's chat template; None for the text alone.
+    """
+
+    parts: tuple[tuple[str, str | None], ...]
+    key: str
+    chat: Chat | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that it names, once each."""
+        return tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
+
+    def texts(self, table: Any) -> list[str]:
+        """The prompt of each row. Raises InputError for a row without a value, and as `check`."""
+        self.check(table.schema)
+        return [self._text(row) for row in table.select(list(self.columns)).to_pylist()]
+
+    def check(self, schema: Any) -> None:
+        """Raise InputError for a column of lists, mappings or bytes; a template may also name columns of numbers."""
+        from pyarrow import types
+
+        for name in self.columns:
+            kind = schema.field(name).type
+            number = column_kind(kind) == "number" or types.is_temporal(kind)
+            if is_text(kind) or types.is_null(kind) or (number and self.key == TEMPLATE):
+                continue
+            remedy = f'infer.template="{{{name}}}" writes numbers as text' if number else "a prompt is one text"
+            raise InputError(self.key, got=f"the column {name}, which holds {kind}", expected="a text in every row",
+                             remedy=remedy)  # fmt: skip
+
+    def lenient(self, table: Any) -> list[str | None]:
+        """As `texts`, with None for a row without a value."""
+        found = table.select(list(self.columns)).to_pylist()
+        return [None if None in row.values() else self._joined(row) for row in found]
+
+    def _text(self, row: dict[str, Any]) -> str:
+        for name, value in row.items():
+            if value is None:
+                raise InputError(self.key, got=f"no value in the column {name}", expected="a value in every row")
+        text = self._joined(row)
+        return text if self.chat is None else self.chat(text)
+
+    def _joined(self, row: dict[str, Any]) -> str:
+        return "".join(text + ("" if name is None else str(row[name])) for text, name in self.parts)
+
+
+def prompt_of(
+    names: list[str], *, field: str | None, template: str | None, templates: dict[str, str], chat: Chat | None
+) -> Prompt:
+    """The prompt that the keys describe.
+
+    Args:
+        names: columns of the input.
+        field: `infer.prompt_field`, a column.
+        template: `infer.template`: the name of one of `templates`, or a template itself if it has braces.
+        templates: `infer.templates`, name -> template.
+
+    Raises:
+        InputError: an unknown name, a column that the input lacks, or no column to take.
+    """
+    if template is not None:
+        text = templates.get(template, template)
+        if text is template and "{" not in template:
+            known = ", ".join(templates) or "none is given in infer.templates"
+            raise InputError(
+                "infer.template",
+                got=template,
+                expected=f"one of infer.templates ({known}), or a text with {{column}}",
+                remedy=suggestion(template, templates),
+            )  # fmt: skip
+        return Prompt(_parts(text, names), TEMPLATE, chat)
+    column = field or next((name for name in USUAL if name in names), None)
+    if column is None or column not in names:
+        seen = "no value" if field is None else f"'{field}', which is not in infer.input"
+        raise InputError(
+            "infer.prompt_field", got=seen, expected=f"one of its columns {', '.join(names)}",
+            remedy="" if field is None else suggestion(field, names),
+        )  # fmt: skip
+    return Prompt((("", column),), "infer.prompt_field", chat)
+
+
+def _parts(template: str, names: list[str]) -> tuple[tuple[str, str | None], ...]:
+    """The parts of a template such as `"Question: {question}"`."""
+    try:
+        parts = [(text, column) for text, column, _, _ in string.Formatter().parse(template)]
+    except ValueError as error:
+        raise InputError("infer.template", got=f"{template!r}: {error}", expected="a text with {column}") from error
+    for _, column in parts:
+        if column is not None and column not in names:
+            raise InputError(
+                "infer.template", got=f"the field {{{column}}}", expected=f"columns of infer.input: {', '.join(names)}",
+                remedy=suggestion(column, names) or "write {{ and }} for braces in the text",
+            )  # fmt: skip
+    if all(column is None for _, column in parts):
+        raise InputError("infer.template", got=f"{template!r} without a column", expected="a text with {column}")
+    return tuple(parts)
+
+
+# ---------------------------------------------------------------- model
+
 
 #: Built-in builders of models of texts.
 TEXT_BUILDERS = ("raytrain.models.gpt:gpt", "experts.models:moe_gpt", CAUSAL_LM)
@@ -185,6 +307,7 @@ class InferenceModel:
             module, choice, classes=None if names is None else tuple(names),
             regression=self.facts.get("num_classes") is None and bool(self.reads), autocast=autocast, takes=takes,
             num_classes=self.facts.get("num_classes"), image_shape=None if image is None else tuple(image),
+            dtypes=self.facts.get("feature_dtypes") or {},
         )  # fmt: skip
 
     def _demanded(self, module: nn.Module, schema: Any, given: Sequence[str]) -> tuple[str, ...]:
@@ -245,10 +368,7 @@ class InferenceModel:
         if own is not None and context is not None and infer.max_new_tokens >= context:
             expected = f"less than the {context} tokens that the model sees"
             raise InputError("infer.max_new_tokens", got=str(infer.max_new_tokens), expected=expected)
-        return TextPredictor(
-            module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast,
-            token_bytes=bytes_of_token(module, itemsize=2 if self.dtype in HALF else 4),
-        )  # fmt: skip
+        return TextPredictor(module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast)
 
     def _tokenizer(self) -> str:
         if self.tokenizer is None:
@@ -326,24 +446,6 @@ def _end_ids(tokenizer: Any, module: nn.Module) -> frozenset[int]:
     return frozenset(int(one) for one in given if one is not None)
 
 
-def bytes_of_token(module: nn.Module, *, itemsize: int) -> int:
-    """Bytes of a token in the cache of keys and values of all layers; 0 if the module does not tell.
-
-    Args:
-        itemsize: bytes of a value.
-    """
-    own = sum(layer.out.in_features for layer in module.modules() if isinstance(layer, Attention))
-    if own:
-        return 2 * own * itemsize
-    config = getattr(module, "config", None)
-    inner: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    layers, heads = getattr(inner, "num_hidden_layers", 0), getattr(inner, "num_attention_heads", 0)
-    if not layers or not heads:
-        return 0
-    width = getattr(inner, "head_dim", None) or inner.hidden_size // heads
-    return 2 * layers * (getattr(inner, "num_key_value_heads", None) or heads) * width * itemsize
-
-
 def _chat(tokenizer: Any) -> Callable[[str], str]:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("infer.chat", got="true with a tokenizer without a chat template", expected="false")
@@ -363,6 +465,6 @@ def _own_generate(module: nn.Module, codec: Codec, sampling: Sampling) -> Genera
         return made.own_generate(codec, sampling)
     if not hasattr(module, "generate") or not hasattr(module, "generation_config") or sampling.temperature:
         return None
-    from raytrain.infer.text.transformers import greedy_answers
+    from raytrain.infer.generate import greedy_answers
 
     return partial(greedy_answers, module, codec)

@@ -1,33 +1,169 @@
-"""Predictors: a loaded model that answers rows of a table, a batch at a time."""
+"""Predictors: a loaded model that answers rows of a table, a batch at a time, and how rows become its inputs.
+
+`runner.py` calls `predict` for each batch; `quantize.py`, stages and generation only change what is behind it. Rows of
+lists are padded only for a model that takes an `attention_mask`: for any other one, zeros at the end of a row would be
+values like all others, so that the answer would be that of another row.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cluster.wording import counted
-from raytrain.data.sources.tables import ColumnChoice, convert
-from raytrain.errors import InputError, RunError
-from raytrain.infer.input.files import KEY
-from raytrain.infer.row_values import (
-    layer_mismatch,
-    list_lengths,
-    mismatch,
-    rows_of_equal_lengths,
-    with_numbers,
-    wrong_rows,
-    wrong_values,
+from raytrain.data.sources.tables import (
+    ColumnChoice,
+    column_kind,
+    convert,
+    csv_kinds,
+    is_list,
+    is_nested,
+    is_text,
+    number_in,
+    typed,
 )
-from raytrain.infer.text.generate import Sampling, cut_at_stop, generate
+from raytrain.errors import InputError, RunError
+from raytrain.infer.generate import Sampling, cut_at_stop, generate
+from raytrain.infer.input import KEY
 from raytrain.trainable import MASK, in_eval, rows
+
+# ---------------------------------------------------------------- row values
+
+
+def list_lengths(table: Any, names: Sequence[str]) -> np.ndarray:
+    """Values of each row in those of the columns that are lists of any length, (rows, such columns); 0 for null."""
+    from pyarrow import compute, types
+
+    kinds = {name: table.schema.field(name).type for name in names}
+    lists = [name for name, kind in kinds.items() if types.is_list(kind) or types.is_large_list(kind)]
+    found = [compute.call_function("list_value_length", [table[name]]).fill_null(0).to_numpy() for name in lists]
+    return np.stack(found, axis=1) if found else np.zeros((table.num_rows, 0), np.int64)
+
+
+def rows_of_equal_lengths(table: Any, names: Sequence[str]) -> list[np.ndarray]:
+    """The rows of a table, in groups whose list columns have equal lengths."""
+    lengths = list_lengths(table, names)
+    if not lengths.size or (lengths == lengths[0]).all():
+        return [np.arange(table.num_rows)]
+    _, group = np.unique(lengths, axis=0, return_inverse=True)
+    return [np.flatnonzero(group.reshape(-1) == number) for number in range(group.max() + 1)]
+
+
+def wrong_rows(table: Any, takes: Mapping[str, int]) -> dict[int, str]:
+    """Row -> why it cannot be answered, of rows with another number of values than the model takes.
+
+    Args:
+        takes: column -> its values in a row.
+    """
+    from pyarrow import compute
+
+    found = dict[int, str]()
+    for name, wanted in takes.items():
+        if list_lengths(table, [name]).size and not is_nested(table.schema.field(name).type):
+            lengths = compute.call_function("list_value_length", [table[name]]).fill_null(wanted).to_numpy()
+            found |= {int(row): mismatch(name, int(lengths[row]), wanted) for row in np.flatnonzero(lengths != wanted)}
+    return dict(sorted(found.items()))
+
+
+def wrong_values(table: Any, choice: ColumnChoice) -> dict[int, str]:
+    """Row -> why it cannot be answered, of rows in which a number is missing, not finite, or no number."""
+    found = dict[int, str]()
+    for name in (*choice.stacked, *choice.named):
+        column = table[name]
+        for row in np.flatnonzero(column.is_null().to_numpy()).tolist():
+            found.setdefault(row, f"column '{name}' has no value")
+        if column_kind(column.type) == "number" or is_text(column.type):
+            wrong = np.flatnonzero(~np.isfinite(numbers_of(column)))
+            rows, cells = wrong, [column[int(row)].as_py() for row in wrong]
+        elif is_list(column.type) and not is_nested(column.type):
+            rows, cells = _wrong_in_lists(column)
+        else:
+            continue
+        for row, cell in zip(rows.tolist(), cells, strict=True):
+            found.setdefault(row, f"column '{name}' has no finite number: {cell!r}")
+    return dict(sorted(found.items()))
+
+
+def _wrong_in_lists(column: Any) -> tuple[np.ndarray, list[Any]]:
+    """(rows, values) of what is missing or not finite in lists of numbers."""
+    from pyarrow import compute
+
+    flat = compute.call_function("list_flatten", [column])
+    lengths = compute.call_function("list_value_length", [column]).fill_null(0).to_numpy()
+    wrong = np.flatnonzero(~np.isfinite(numbers_of(flat)))
+    return np.repeat(np.arange(len(column)), lengths)[wrong], [flat[int(at)].as_py() for at in wrong]
+
+
+def numbers_of(column: Any) -> np.ndarray:
+    """A column of numbers, or of texts that are numbers, as float64; NaN for what is none."""
+    if is_text(column.type):
+        column = typed(column, csv_kinds(column)[0])
+    if is_text(column.type):
+        cells = (number_in(cell) for cell in column.to_pylist())
+        return np.array([math.nan if cell is None else cell for cell in cells], dtype=np.float64)
+    return column.cast("float64", safe=False).to_numpy()  # whole numbers above 2**53 are rounded
+
+
+def with_numbers(table: Any, choice: ColumnChoice) -> Any:
+    """The table with texts as numbers: one value of a CSV file that is no number makes its whole column text, and so
+    does keeping it in the answers."""
+    for name in (*choice.stacked, *choice.named):
+        if is_text(table.schema.field(name).type):
+            column = typed(table[name], csv_kinds(table[name])[0])
+            table = table.set_column(table.schema.get_field_index(name), name, column)
+    return table
+
+
+def check_numbers(schema: Any, choice: ColumnChoice) -> None:
+    """Raise InputError for a column that holds no numbers, by its type."""
+    for name in (*choice.stacked, *choice.named):
+        kind = schema.field(name).type
+        if column_kind(kind) == "other" and not is_text(kind):
+            raise InputError(KEY, got=f"column '{name}' of type {kind}", expected="numbers or lists of numbers")
+
+
+def mismatch(name: str, given: int, wanted: int) -> str:
+    """The sentence about a row with another number of values than the model takes."""
+    return f"{name} has {counted(given, 'value')}, the model takes {wanted}"
+
+
+def check_list_sizes(schema: Any, takes: Mapping[str, int]) -> None:
+    """Raise InputError if the schema says that all rows have another number of values than the model takes."""
+    from pyarrow import types
+
+    for name, wanted in takes.items():
+        kind = schema.field(name).type if name in schema.names else None
+        size = kind.list_size if kind is not None and types.is_fixed_size_list(kind) else None
+        if kind is not None and (types.is_integer(kind) or types.is_floating(kind)):
+            size = 1
+        if size not in (None, wanted) and not is_nested(kind):
+            seen = f"the column {name} with {counted(size, 'value')} in each row"
+            raise InputError(KEY, got=seen, expected=f"{wanted}, as the model takes")
+
+
+def layer_mismatch(error: BaseException) -> tuple[int, int] | None:
+    """(values that reached a linear layer, values that it takes) if an error was raised inside one that got another
+    number of values; None for any other error."""
+    trace = error.__traceback__
+    while trace is not None:
+        layer, given = trace.tb_frame.f_locals.get("self"), trace.tb_frame.f_locals.get("input")
+        if isinstance(layer, nn.Linear) and isinstance(given, Tensor) and given.shape[-1:] != (layer.in_features,):
+            return (int(given.shape[-1]) if given.ndim else 1), layer.in_features
+        trace = trace.tb_next
+    return None
+
+
+# ---------------------------------------------------------------- predictor
+
 
 LOGITS = "logits"
 MODEL_KEY = "model.builder"
@@ -57,46 +193,42 @@ class Answers:
     tokens: list[int] | None = None
 
 
-class Predictor(Protocol):
-    """A model with its weights, on its device.
+class Predictor(ABC):
+    """A loaded model that answers rows of a table, a batch at a time: all or none of them, in order.
 
     Attributes:
         module: the model.
+        generates: whether the predictions are texts of many tokens, so that nobody knows how long an answer will be.
     """
 
     module: nn.Module
+    generates: ClassVar[bool] = False
 
     @property
+    @abstractmethod
     def columns(self) -> tuple[str, ...]:
         """Input columns that it reads."""
-        ...
-
-    @property
-    def generates(self) -> bool:
-        """Whether the predictions are texts of many tokens, so that the length of an answer is not known before."""
-        ...
 
     @property
     def answer_tokens(self) -> int:
         """Most tokens of an answer; 1 where nothing is generated."""
-        ...
+        return 1
 
     def shortened(self, tokens: int) -> Predictor:
         """The same predictor with answers of at most so many tokens, to measure it."""
-        ...
+        del tokens
+        return self
 
-    def cached_bytes(self, rows: int) -> int:
-        """Bytes of the keys and values of so many rows at the end of the longest answers; 0 if unknown."""
-        ...
-
+    @abstractmethod
     def lengths(self, table: Any) -> list[int]:
         """About how long each row is, to batch rows of equal lengths; equal where rows do not differ."""
-        ...
 
     def refused(self, table: Any) -> dict[int, str]:
         """Rows of a table that cannot be answered, which is known without computing them, and why."""
-        ...
+        del table
+        return {}
 
+    @abstractmethod
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
         """Answer the rows of an Arrow table, all or none.
 
@@ -105,32 +237,10 @@ class Predictor(Protocol):
         Raises:
             Exception: any, of the model or about a row.
         """
-        ...
-
-
-class _OneOutput:
-    """What predictors have in common that give one output for each row."""
-
-    answer_tokens = 1
-
-    def shortened(self, tokens: int) -> Any:
-        """Nothing is generated."""
-        del tokens
-        return self
-
-    def cached_bytes(self, rows: int) -> int:
-        """Nothing is cached."""
-        del rows
-        return 0
-
-    def refused(self, table: Any) -> dict[int, str]:
-        """Nothing is known before."""
-        del table
-        return {}
 
 
 @dataclass
-class RowPredictor(_OneOutput):
+class RowPredictor(Predictor):
     """Rows of numbers -> classes or values, with any module that gives one output for each row.
 
     Attributes:
@@ -141,6 +251,7 @@ class RowPredictor(_OneOutput):
         num_classes: of the training data; None if it has none, or that is unknown.
         image_shape: of `x`, where the training data were images: a row of a file holds their values in one list.
         takes: column of lists -> its values in a row, as far as that is known.
+        dtypes: input -> the format of its numbers in training: a column of a file may hold whole numbers by chance.
     """
 
     module: nn.Module
@@ -151,7 +262,7 @@ class RowPredictor(_OneOutput):
     image_shape: tuple[int, ...] | None = None
     autocast: Autocast = nullcontext
     takes: Mapping[str, int] = field(default_factory=dict)
-    generates: bool = field(default=False, init=False)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -212,6 +323,8 @@ class RowPredictor(_OneOutput):
         split = table_split(convert(with_numbers(table, self.choice), self.choice, classes=None, key=KEY))
         device = next(self.module.parameters()).device
         batch = dict(split.gather(np.arange(table.num_rows)))
+        for name in batch.keys() & self.dtypes.keys():
+            batch[name] = _as_trained(batch[name], getattr(torch, self.dtypes[name]))
         shape, x = self.image_shape, batch.get("x")
         if shape is not None and isinstance(x, Tensor) and x.shape[1:] == (math.prod(shape),):
             batch["x"] = x.reshape(-1, *shape)
@@ -249,6 +362,15 @@ class RowPredictor(_OneOutput):
     def _names(self, numbers: list[int]) -> list[Any]:
         """Classes by their names, where they have some."""
         return numbers if self.classes is None else [self.classes[number] for number in numbers]
+
+
+def _as_trained(values: Any, dtype: torch.dtype) -> Any:
+    """Whole numbers where training had fractions as float32, and fractions that are all whole as whole numbers where it
+    had these."""
+    if not isinstance(values, Tensor) or values.is_floating_point() == dtype.is_floating_point:
+        return values
+    made = values.to(torch.float32 if dtype.is_floating_point else dtype)
+    return made if dtype.is_floating_point or torch.equal(made.to(values.dtype), values) else values
 
 
 def outputs_of(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -311,22 +433,21 @@ class Codec(Protocol):
 
 
 class Generate(Protocol):
-    """Continues prompts, as `raytrain.infer.text.generate.generate`."""
+    """Continues prompts, as `raytrain.infer.generate.generate`."""
 
     def __call__(self, prompts: list[list[int]], *, sampling: Sampling, numbers: Sequence[int]) -> list[list[int]]: ...
 
 
 @dataclass
-class TextPredictor:
+class TextPredictor(Predictor):
     """Prompts -> generated texts.
 
     Attributes:
         module: a causal language model.
         codec: of its tokens.
-        prompt: column -> the text of a prompt (`raytrain.infer.text.prompts`).
+        prompt: column -> the text of a prompt (`raytrain.infer.model`).
         context: most tokens that the model sees.
         own_generate: continues prompts instead of `generate`.
-        token_bytes: of a token in the cache of keys and values; 0 if unknown.
     """
 
     module: nn.Module
@@ -336,8 +457,7 @@ class TextPredictor:
     context: int | None = None
     own_generate: Generate | None = None
     autocast: Autocast = nullcontext
-    token_bytes: int = 0
-    generates: bool = field(default=True, init=False)
+    generates: ClassVar[bool] = True
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -351,19 +471,9 @@ class TextPredictor:
         """The same weights, shorter answers."""
         return replace(self, sampling=replace(self.sampling, max_new_tokens=min(tokens, self.answer_tokens)))
 
-    def cached_bytes(self, rows: int) -> int:
-        """Of the answers alone: prompts are as long as they are."""
-        tokens = self.answer_tokens if self.context is None else min(self.answer_tokens, self.context)
-        return rows * tokens * self.token_bytes
-
     def lengths(self, table: Any) -> list[int]:
         """Characters of each prompt; 0 for a row that has none, which fails later."""
         return [len(text or "") for text in self.prompt.lenient(table)]
-
-    def refused(self, table: Any) -> dict[int, str]:
-        """Nothing is known before."""
-        del table
-        return {}
 
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
         prompts = [self._tokens(text) for text in self.prompt.texts(table)]
@@ -389,7 +499,7 @@ class TextPredictor:
 
 
 @dataclass
-class TextClassifier(_OneOutput):
+class TextClassifier(Predictor):
     """Texts -> classes, with a classifier of transformers or any module that takes `input_ids` and `attention_mask`."""
 
     module: nn.Module
@@ -398,7 +508,6 @@ class TextClassifier(_OneOutput):
     pad: int
     classes: tuple[str, ...] | None = None
     autocast: Autocast = nullcontext
-    generates: bool = field(default=False, init=False)
 
     @property
     def columns(self) -> tuple[str, ...]:

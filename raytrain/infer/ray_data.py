@@ -15,14 +15,11 @@ from typing import Any
 
 from cluster.placement import on_this_node
 from raytrain.config.user_code import import_from
-from raytrain.errors import InputError, RaytrainError, RunError, first_line
-from raytrain.infer.batch_size import BatchChoice
-from raytrain.infer.output.progress import WorkerProgress
-from raytrain.infer.runner import LOST
-from raytrain.infer.stages.actors import remote_pipeline
+from raytrain.errors import InputError, RaytrainError, RunError, StateLost, first_line
+from raytrain.infer.input import Unit, UnitReport
+from raytrain.infer.output import WorkerProgress
+from raytrain.infer.stages.actors import ReplicaPlaces, remote_pipeline
 from raytrain.infer.stages.measure import PartTimes, measure_parts
-from raytrain.infer.stages.places import ReplicaPlaces
-from raytrain.infer.units import Unit, UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
 
 #: Actors in a row that may die in one unit, or while they start, as where a node is lost, and replicas in a row that
@@ -86,7 +83,7 @@ class UnitActor:
             try:
                 self._worker.load()
                 return
-            except LOST as error:
+            except StateLost as error:
                 reason = str(error)
             except Exception as error:
                 self._error = _as_own(error, "the model did not load")
@@ -122,7 +119,7 @@ class UnitActor:
                 report = self._worker.run(unit)
                 self._lost = 0
                 return json.dumps(asdict(report))
-            except LOST as error:
+            except StateLost as error:
                 reason = str(error)
             except Exception as error:
                 return _encoded(_as_own(error, f"rows {unit.start} to {unit.start + unit.rows} failed"))
@@ -165,28 +162,10 @@ def _decoded(result: str) -> UnitReport:
     return UnitReport(**found)
 
 
-def measure_batch(
-    work: Work, unit: Unit, rows: int, *, cpus: float, gpus: float, accelerator: str | None = None
-) -> BatchChoice:
-    """Choose the rows of a batch in a process of the cluster, as `InferenceWorker.measure_batch`."""
-    import ray
-    from ray.exceptions import RayError
-
-    required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
-    measured = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, **required)(_measured_batch)
-    try:
-        return ray.get(measured.remote(work, unit, rows))
-    except RayError as error:
-        own = _own_error(error)
-        if own is None:
-            raise
-        raise own from error
-
-
 def measure_stages(work: Work, unit: Unit, *, cpus: float, gpus: float, accelerator: str | None = None) -> PartTimes:
     """Time the parts of a divided model in a process of the cluster, as `measure_parts`."""
     import ray
-    from ray.exceptions import RayError, WorkerCrashedError
+    from ray.exceptions import RayTaskError, WorkerCrashedError
 
     required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
     measured = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, max_retries=0, **required)(_measured_stages)
@@ -194,21 +173,13 @@ def measure_stages(work: Work, unit: Unit, *, cpus: float, gpus: float, accelera
         return ray.get(measured.remote(work, unit))
     except WorkerCrashedError:  # the job tells whether that happens again
         return PartTimes(reason="the process that measured was killed")
-    except RayError as error:
-        own = _own_error(error)
-        if own is None:
-            raise
-        raise own from error
+    except RayTaskError as error:
+        raise getattr(error, "cause", None) or error from None
 
 
 def _measured_stages(work: Work, unit: Unit) -> PartTimes:
     import_from(work.import_path)
     return measure_parts(work, unit)
-
-
-def _measured_batch(work: Work, unit: Unit, rows: int) -> BatchChoice:
-    import_from(work.import_path)
-    return InferenceWorker(work, "to measure").measure_batch(unit, rows)
 
 
 def run_units(
@@ -276,14 +247,3 @@ def dataset_tables(dataset: Any) -> Iterator[Any]:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
     finally:
         options.preserve_order = before
-
-
-def _own_error(error: BaseException | None) -> RaytrainError | None:
-    """The error of ours that a task raised, inside those that Ray puts around it."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, RaytrainError):
-            return error
-        seen.add(id(error))
-        error = getattr(error, "cause", None) or error.__cause__
-    return None

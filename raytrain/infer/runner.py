@@ -16,17 +16,13 @@ import torch
 
 from raytrain.config.user_code import users_error
 from raytrain.errors import InputError, OutOfMemory, RaytrainError, RunError, StateLost, first_line
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit, batches_of
 from raytrain.infer.predictor import ANSWERS, MODEL_KEY, Answers, ModelOutputError, Predictor
-from raytrain.infer.stages.links import StageLost
-from raytrain.infer.units import Unit, batches_of
 from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.memory.oom import let_go
 from raytrain.trainable import LocalState, RemoteState
 
 OK, FAILED = "ok", "failed"
-#: Errors of a process that holds a part of the model: no row is the cause, and the model is loaded again.
-LOST = (StageLost, StateLost)
 #: Rows that tell an error of the model's code from one of a row.
 TRIED_ROWS = 8
 
@@ -66,7 +62,7 @@ class UnitRunner:
     """Runs units with one loaded model.
 
     Attributes:
-        batch_size: rows of a batch.
+        batch_size: rows of a batch; less once memory was too small for one.
         most_failed: failed rows that end the job (`infer.max_failures`); a unit with more of them is given up, so that
             a model that fails for every row is not tried with every one.
         on_rows: called after each batch with the unit and how many of its rows are done.
@@ -126,9 +122,11 @@ class UnitRunner:
             self._tried = True  # a model that has answered is no wrong one
             _record(answers, batch, results, seconds, again)
             return
-        if isinstance(failed, LOST):
+        if isinstance(failed, StateLost):  # no row is the cause: the model is loaded again
             raise failed
-        self.out_of_memory += let_go_of_batch(failed, self.device, [start + row for row in batch])
+        if let_go_of_batch(failed, self.device, [start + row for row in batch]):
+            self.out_of_memory += 1
+            self.batch_size = min(self.batch_size, max(len(batch) // 2, 1))  # of later units: not to fail in each
         if self._may_be_the_model(failed):
             self._tried = True
             check_model(self)
@@ -158,7 +156,7 @@ class UnitRunner:
         """
         try:
             answers = predictor.predict(table, numbers)
-        except LOST:
+        except StateLost:
             raise
         except Exception:
             self.remote.end_passes(short=True)
@@ -227,7 +225,7 @@ def _model_error(runner: UnitRunner, predictor: Predictor, row: int) -> InputErr
         return None
     try:
         runner.predict(predictor, table, [row])
-    except LOST:
+    except StateLost:
         return None  # the first unit gets it again, and handles it
     except ModelOutputError as error:
         return InputError(MODEL_KEY, got=str(error), expected=ANSWERS)

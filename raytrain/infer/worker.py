@@ -13,17 +13,14 @@ import torch
 from torch import nn
 
 from raytrain.config.sections import InferConfig
-from raytrain.infer.batch_size import BatchChoice, BatchSizeSearch
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit, UnitReport
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.output.folder import write_part, written_report
+from raytrain.infer.output import write_part, written_report
 from raytrain.infer.predictor import Predictor
 from raytrain.infer.quantize import COMPARED_ROWS, quantization_of, quantize_compared
 from raytrain.infer.runner import TooManyFailures, UnitRunner
-from raytrain.infer.stages.pipeline import StagePipeline
-from raytrain.infer.stages.split import SplitModule, StageSplit, local_pipeline, skeleton_of
-from raytrain.infer.units import Unit, UnitReport
-from raytrain.train.memory.device import limit_device_memory, process_budget
+from raytrain.infer.stages.split import SplitModule, StagePipeline, StageSplit, local_pipeline, skeleton_of
+from raytrain.train.memory.device import limit_device_memory
 from raytrain.trainable import LocalState, RemoteState
 
 
@@ -109,22 +106,6 @@ class InferenceWorker:
             )
             self.load_s = time.perf_counter() - began
         return self._runner
-
-    def measure_batch(self, unit: Unit, rows: int) -> BatchChoice:
-        """Choose the rows of a batch by measuring some on the rows of a unit, and use it from now on.
-
-        Args:
-            rows: of the job.
-        """
-        runner, work = self.load(), self.work
-        processes = 1 if runner.device.type == "cuda" else work.processes
-        budget = process_budget(
-            runner.device, fraction=work.memory_fraction, limit=work.memory_limit, processes=processes
-        )
-        search = BatchSizeSearch(runner.predictor, work.rows, unit, rows, runner.device, budget)
-        choice = search.run()
-        runner.batch_size = choice.rows
-        return choice
 
     def _split_module(self, split: StageSplit) -> SplitModule:
         work = self.work

@@ -40,7 +40,6 @@ def inference_page(name: str, manifest: Mapping[str, Any], summary: Mapping[str,
         ("workers", "Workers", _workers(summary)),
         ("failures", "Failures", _failures(manifest, summary)),
         ("quality", "Quality", _quality(summary.get("quality"))),
-        ("batch", "Batch", _batch(manifest.get("batch"))),
         ("files", "Files", _files(manifest)),
     ]
     present = [(key, title, body) for key, title, body in sections if body]
@@ -155,19 +154,6 @@ def _quality(quality: Mapping[str, Any] | None) -> str:
         for name, row in zip(counts["labels"], counts["rows"], strict=True)
     ]
     return f'<div class="card">{table(columns, rows)}{table(wide, lines)}</div>'
-
-
-def _batch(batch: Mapping[str, Any] | None) -> str:
-    if not batch:
-        return ""
-    rows = [
-        [f"{one['rows']:,}", esc(rate_text(one["rows_per_s"])), esc(size(one["peak_bytes"]))]
-        for one in batch["measured"]
-    ]
-    columns = [("Rows of a batch", "k"), ("Rows per second", "n"), ("Peak memory", "n")]
-    lead = f"{batch['rows']:,} rows: {batch['reason']}. The search took {seconds(batch['seconds'])}."
-    body = f'<div class="card">{table(columns, rows)}</div>' if rows else ""
-    return f'<p class="note">{esc(lead)}</p>{body}'
 
 
 def _files(manifest: Mapping[str, Any]) -> str:

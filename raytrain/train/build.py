@@ -26,7 +26,8 @@ from raytrain.trainable import Trainable
 
 
 def source_facts(source: Source) -> dict[str, Any]:
-    """Facts about the data that a builder may take by parameter name if the YAML does not set them."""
+    """Facts about the data that a builder may take by parameter name if the YAML does not set them, and
+    `feature_dtypes`: name of an input -> the format of its numbers, for inference."""
     facts: dict[str, Any] = {
         "vocab_size": source.vocab_size, "num_classes": source.classes, "class_names": source.class_names
     }  # fmt: skip
@@ -35,6 +36,8 @@ def source_facts(source: Source) -> dict[str, Any]:
     if isinstance(x, torch.Tensor):
         facts["num_features"] = int(x[0].numel())
         facts["image_shape"] = tuple(x.shape[1:]) if x.ndim in (3, 4) else None
+    inputs = {name: one for name, one in sample.items() if isinstance(one, torch.Tensor) and name != "labels"}
+    facts["feature_dtypes"] = {name: str(one.dtype).removeprefix("torch.") for name, one in inputs.items()}
     return {name: value for name, value in facts.items() if value is not None}
 
 

@@ -450,9 +450,9 @@ def answered(name: str) -> Iterator[None]:
 
 def infer() -> None:
     """Generated tokens per second, with transformers' GPT-2 of the same size beside it; greedy, 128 new tokens."""
+    from raytrain.infer.generate import Sampling, generate
     from raytrain.infer.half import halve
     from raytrain.infer.quantize import quantize
-    from raytrain.infer.text.generate import Sampling, generate
 
     new, length = (8, 16) if TINY else (128, 64)
     rates: dict[tuple[str, int], float] = {}
@@ -500,8 +500,8 @@ def generation() -> None:
     """Tokens of the captured pass of one token against those of the plain one, in fp32; what cannot be captured."""
     from experts.config import ExpertsConfig
     from experts.models import moe_gpt
+    from raytrain.infer import generate as text
     from raytrain.infer.half import halve
-    from raytrain.infer.text import generate as text
 
     new = 24 if TINY else 300
     g = torch.Generator().manual_seed(0)

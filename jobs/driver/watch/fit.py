@@ -23,7 +23,7 @@ from jobs.driver.runtime import Cluster
 from jobs.driver.screen.progress import Activity, TrainingDisplay
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.driver.watch.cluster import ClusterWatch, LostNode, workers_wait_for_room
-from jobs.driver.watch.stuck import StuckWorkers, pid_of
+from jobs.driver.watch.stuck import Signs, StuckWorkers, pid_of
 from jobs.job.spec import JobSpec
 from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution import driver_channel, trainer
@@ -276,11 +276,11 @@ class _Fit:
         self._stop_judged = True
         return renewed_stop_check(self._run_folder, stop_s, grace_s=self._retry.stop_grace_s)
 
-    def new_warnings(self, warnings: Sequence[Mapping[str, Any]], signs: Mapping[int, tuple[float, str]]) -> list[str]:
+    def new_warnings(self, warnings: Sequence[Mapping[str, Any]], signs: Signs) -> list[str]:
         """Record the warnings of telemetry that this run has not had yet, and return their lines.
 
         Args:
-            signs: as in `SilentRanks.lines`; the process of a worker is named with its rank.
+            signs: the process of a worker is named with its rank.
         """
         if not warnings:
             return []
@@ -365,12 +365,8 @@ def renewed_stop_check(run: RunFolder, stop_s: float, *, grace_s: float) -> list
     return [f"warning: {check.text}" if check.status == "warn" else check.text]
 
 
-def with_rank(warning: Mapping[str, Any], signs: Mapping[int, tuple[float, str]]) -> dict[str, Any]:
-    """A warning about a process, which is named with its rank where it is a worker of this run.
-
-    Args:
-        signs: as in `SilentRanks.lines`.
-    """
+def with_rank(warning: Mapping[str, Any], signs: Signs) -> dict[str, Any]:
+    """A warning about a process, which is named with its rank where it is a worker of this run."""
     pid = warning.get("pid")
     ranks = [rank for rank, (_, where) in signs.items() if pid is not None and pid_of(where) == pid]
     if len(ranks) != 1:  # none, or processes of two nodes that have the same number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
@@ -31,57 +32,55 @@ class Order(Protocol):
         ...
 
 
-class Split(Protocol):
+class Split(ABC):
     """Rows that can be put in order and gathered into batches.
 
     A row is identified by its index (int64): its number, or for text the position where its window of tokens starts.
     Everything but `gather` happens on the host and reads no device value.
+
+    Attributes:
+        tokens_per_row: tokens of every row, None where rows differ or have none.
     """
 
-    @property
-    def tokens_per_row(self) -> int | None:
-        """Tokens of every row, None where rows differ or have none."""
-        ...
+    tokens_per_row: int | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows as they are stored."""
-        ...
-
+    @abstractmethod
     def __len__(self) -> int:
         """Rows of one training epoch."""
-        ...
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the rows as they are stored."""
 
     def order(self, seed: int, epoch: int) -> Order:
         """Every index of this epoch, shuffled: a pure function of (seed, epoch)."""
-        ...
+        return row_order(len(self), seed=seed, epoch=epoch)
 
     def eval_order(self) -> np.ndarray:
         """Every index in file order."""
-        ...
+        return np.arange(len(self))
 
+    @abstractmethod
     def gather(self, indices: np.ndarray) -> Batch:
         """The rows as one batch of tensors (B, ...)."""
-        ...
 
     def weights(self, indices: np.ndarray) -> int | None:
-        """What a mean loss over these rows averages over (labels, tokens or rows); None where not known."""
-        ...
+        """What a mean loss over these rows averages over (labels, tokens or rows); None where only reading them
+        tells."""
+        return None
 
     def lengths(self, indices: np.ndarray) -> np.ndarray | None:
         """Tokens of each of these rows; None where only reading them tells."""
-        ...
+        return None
 
-    def to(self, device: torch.device | str) -> Split:
-        """The same split, kept on `device` and gathered there."""
-        ...
-
-    def to_partial(self, device: torch.device | str, *, rows: int) -> Split:
-        """The same split with its first `rows` rows kept on `device`; the others stay on the host."""
-        ...
+    @abstractmethod
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> Split:
+        """The same split, kept on `device` and gathered there; with `rows` only its first rows, while the others stay
+        on the host."""
 
 
-class SplitView:
+class SplitView(Split):
     """A split that forwards to the split inside it; subclasses replace what differs."""
 
     def __init__(self, split: Split) -> None:
@@ -93,7 +92,6 @@ class SplitView:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows as they are stored."""
         return self.split.nbytes
 
     def order(self, seed: int, epoch: int) -> Order:
@@ -111,19 +109,16 @@ class SplitView:
     def lengths(self, indices: np.ndarray) -> np.ndarray | None:
         return self.split.lengths(indices)
 
-    def to(self, device: torch.device | str) -> Split:
-        return self.split.to(device)
-
-    def to_partial(self, device: torch.device | str, *, rows: int) -> Split:
-        return self.split.to_partial(device, rows=rows)
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> Split:
+        return self.split.to(device, rows=rows)
 
 
-class RowSplit(Split, Protocol):
+class RowSplit(Split):
     """A split of independent rows, so that some of them can be held out."""
 
+    @abstractmethod
     def select(self, rows: np.ndarray) -> Self:
         """A split of these rows only."""
-        ...
 
 
 Rows = TypeVar("Rows", bound=RowSplit)

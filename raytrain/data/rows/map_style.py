@@ -23,7 +23,7 @@ import torch
 
 from raytrain.config.messages import abbreviated
 from raytrain.data.rows.collate import as_row, collate_rows, leaves, tensor_bytes, tensor_split
-from raytrain.data.rows.contract import Batch, Split, SplitView, row_order
+from raytrain.data.rows.contract import Batch, RowSplit, Split, SplitView
 from raytrain.data.rows.ragged import RaggedSplit
 from raytrain.data.rows.residency import StreamSplit
 from raytrain.data.rows.splits import TensorSplit
@@ -39,7 +39,7 @@ COLLATE_DRAWS = 2**63
 """Added to a row's number: what a `collate` function draws is independent of what the items draw."""
 
 
-class DatasetSplit:
+class DatasetSplit(RowSplit):
     """A map-style dataset: `len(dataset)` and `dataset[i]`, which gives a dict, an (x, y) pair or one tensor.
 
     A pair becomes {"x", "labels"}, a single tensor {"x"}. Tensors, arrays, numbers and lists of numbers are
@@ -54,8 +54,6 @@ class DatasetSplit:
         collate: the user's own function instead; it receives the items as the dataset returns them.
         masked: the columns that need a mask, shared by the splits of a source; None: found in this split.
     """
-
-    tokens_per_row: int | None = None
 
     def __init__(
         self,
@@ -83,12 +81,6 @@ class DatasetSplit:
     def nbytes(self) -> int:
         """An estimate: bytes of the tensors of the first item, times the rows. No other item is read."""
         return tensor_bytes(leaves(self.items(np.zeros(1, np.int64))[0])) * len(self.rows)
-
-    def order(self, seed: int, epoch: int) -> np.ndarray:
-        return row_order(len(self.rows), seed=seed, epoch=epoch)
-
-    def eval_order(self) -> np.ndarray:
-        return np.arange(len(self.rows))
 
     def items(self, indices: np.ndarray) -> list[Any]:
         """The items as the dataset returns them."""
@@ -135,35 +127,28 @@ class DatasetSplit:
     def gather(self, indices: np.ndarray) -> Batch:
         return self.batch(self.read(indices))
 
-    def weights(self, indices: np.ndarray) -> None:
-        """Not known without reading the items."""
-
-    def lengths(self, indices: np.ndarray) -> None:
-        """Not known without reading the items."""
-
     def select(self, rows: np.ndarray) -> DatasetSplit:
         made = DatasetSplit(self.dataset, rows=self.rows[rows], key=self.key, collate=self.collate, masked=self.masked)
         made.classes = self.classes
         return made
 
-    def to(self, device: torch.device | str) -> Split:
-        """Read and convert every item once and keep it: as tensors on `device` if the shapes allow it.
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> Split:
+        """Read and convert every item once and keep it, as tensors on `device` if the shapes allow it; or the first
+        `rows` items, while the others are read in every epoch.
 
         A random transform inside the dataset is drawn only once. (`raytrain.data.loading.prepare.read_dataset` does
         the same with progress events and seeded draws.)
         """
-        rows = self.read(np.arange(len(self.rows)))
-        self.masked.observe(rows)
-        return self.kept(rows).to(device)
+        if rows is not None:
+            return PartialDataset(self, device=torch.device(device), rows=rows)
+        read = self.read(np.arange(len(self.rows)))
+        self.masked.observe(read)
+        return self.kept(read).to(device)
 
     def kept(self, rows: list[Any]) -> TensorSplit | RaggedSplit | ItemSplit:
         """All rows of this split, read, as a split in memory: a table of tensors if their shapes allow it."""
         table = tensor_split(rows, key=self.key, masked=self.masked.names) if self.collate is None else None
         return table or ItemSplit(rows, key=self.key, collate=self.collate, masked=self.masked)
-
-    def to_partial(self, device: torch.device | str, *, rows: int) -> PartialDataset:
-        """Convert the first `rows` items once and keep them on `device`; the others are read in every epoch."""
-        return PartialDataset(self, device=torch.device(device), rows=rows)
 
 
 class PartialDataset(SplitView):
@@ -213,7 +198,9 @@ class ItemSplit(DatasetSplit):
     def select(self, rows: np.ndarray) -> ItemSplit:
         return ItemSplit(self.dataset, rows=self.rows[rows], key=self.key, collate=self.collate, masked=self.masked)
 
-    def to(self, device: torch.device | str) -> Split:
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> Split:
+        if rows is not None:
+            return super().to(device, rows=rows)
         if self.collate is not None:
             return StreamSplit(self, device=device)
         moved = [to_device(item, device) for item in self.dataset]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain.data.rows.contract import IGNORED_LABEL, Batch, row_order
-from raytrain.data.rows.residency import Column, PartialTensor, full_tensor, keep_first, take
+from raytrain.data.rows.contract import IGNORED_LABEL, Batch, RowSplit
+from raytrain.data.rows.residency import Column, PartialTensor, full_tensor, placed_column, take
 from raytrain.data.rows.splits import TensorSplit, is_integer
 
 MASK = "attention_mask"
@@ -30,15 +30,11 @@ class Ragged:
         index = np.repeat(self.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
         return Ragged(take(self.values, index), offsets)
 
-    def to(self, device: torch.device | str) -> Ragged:
-        """Move all values to `device`; returns self if they are already there."""
-        values = full_tensor(self.values).to(device)
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> Ragged:
+        """Move all values to `device`, or those of the first `rows` rows; returns self if they are already there."""
+        border = None if rows is None else int(self.offsets[min(rows, len(self.offsets) - 1)])
+        values = placed_column(self.values, device, rows=border)
         return self if values is self.values else Ragged(values, self.offsets)
-
-    def to_partial(self, device: torch.device | str, *, rows: int) -> Ragged:
-        """Move the values of the first `rows` rows to `device`; the others stay on the host."""
-        border = int(self.offsets[min(rows, len(self.offsets) - 1)])
-        return Ragged(keep_first(full_tensor(self.values), border, device), self.offsets)
 
 
 def fill_value(name: str, values: Column) -> int | float:
@@ -65,7 +61,7 @@ def columns_split(
     return split
 
 
-class RaggedSplit:
+class RaggedSplit(RowSplit):
     """Columns with rows of different lengths, together with columns of fixed shape.
 
     A batch pads each ragged column to its longest row in that batch (see `fill_value`) and holds
@@ -79,8 +75,6 @@ class RaggedSplit:
         counts: labels other than -100 per row, if already known (`counted`); otherwise counted here.
         fills: padding values by column, instead of `fill_value`.
     """
-
-    tokens_per_row: int | None = None
 
     def __init__(
         self,
@@ -120,12 +114,6 @@ class RaggedSplit:
         own = sum(column.values.numel() * column.values.element_size() for column in self.ragged.values())
         return own + (0 if self.dense is None else self.dense.nbytes)
 
-    def order(self, seed: int, epoch: int) -> np.ndarray:
-        return row_order(self._rows, seed=seed, epoch=epoch)
-
-    def eval_order(self) -> np.ndarray:
-        return np.arange(self._rows)
-
     def gather(self, indices: np.ndarray) -> Batch:
         batch = {} if self.dense is None else self.dense.gather(indices)
         padded, masks = [], {}
@@ -163,19 +151,13 @@ class RaggedSplit:
             fills=self.fills,
         )
 
-    def to(self, device: torch.device | str) -> RaggedSplit:
-        """Move the values to `device`; returns self if they are already there."""
-        moved = {name: column.to(device) for name, column in self.ragged.items()}
-        dense = None if self.dense is None else self.dense.to(device)
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> RaggedSplit:
+        """Returns self if all values are there already."""
+        moved = {name: column.to(device, rows=rows) for name, column in self.ragged.items()}
+        dense = None if self.dense is None else self.dense.to(device, rows=rows)
         if dense is self.dense and all(moved[name] is column for name, column in self.ragged.items()):
             return self
         return RaggedSplit(moved, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills)
-
-    def to_partial(self, device: torch.device | str, *, rows: int) -> RaggedSplit:
-        """Move the first `rows` rows to `device`; the others stay on the host."""
-        parts = {name: column.to_partial(device, rows=rows) for name, column in self.ragged.items()}
-        dense = None if self.dense is None else self.dense.to_partial(device, rows=rows)
-        return RaggedSplit(parts, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills)
 
 
 def pad_rows(values: Column, starts: np.ndarray, lengths: np.ndarray, *, fill: int | float) -> tuple[Tensor, Tensor]:

@@ -39,8 +39,10 @@ class StreamSplit(SplitView):
         """A batch of the host, on the device."""
         return to_device(pin(host) if self.pinned else host, self.device)
 
-    def to(self, device: torch.device | str) -> StreamSplit:
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> Split:
         """The same host data, streamed to another device."""
+        if rows is not None:
+            return self.split.to(device, rows=rows)
         return StreamSplit(self.split, device=device, pinned=self.pinned)
 
 
@@ -54,11 +56,8 @@ class ReorderedSplit(SplitView):
     def order(self, seed: int, epoch: int) -> Order:
         return self._order(seed, epoch)
 
-    def to(self, device: torch.device | str) -> ReorderedSplit:
-        return ReorderedSplit(self.split.to(device), self._order)
-
-    def to_partial(self, device: torch.device | str, *, rows: int) -> ReorderedSplit:
-        return ReorderedSplit(self.split.to_partial(device, rows=rows), self._order)
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> ReorderedSplit:
+        return ReorderedSplit(self.split.to(device, rows=rows), self._order)
 
 
 def place_split(split: Split, storage: Storage, device: torch.device | str, *, resident_rows: int = 0) -> Split:
@@ -73,10 +72,8 @@ def place_split(split: Split, storage: Storage, device: torch.device | str, *, r
     Raises:
         ValueError: another storage, such as an `auto` that the plan has not resolved.
     """
-    if storage == "resident":
-        return split.to(device)
-    if storage == "partial":
-        return split.to_partial(device, rows=resident_rows)
+    if storage in ("resident", "partial"):
+        return split.to(device, rows=resident_rows if storage == "partial" else None)
     if storage in ("stream", "pinned"):
         host = split.split if isinstance(split, StreamSplit) else split
         pinned = storage == "pinned" and torch.device(device).type != "cpu"
@@ -170,8 +167,9 @@ def full_tensor(column: Column) -> Tensor:
     return column
 
 
-def keep_first(tensor: Tensor, rows: int, device: torch.device | str) -> Column:
-    """A host tensor with its first `rows` rows on `device`; the others stay where they are."""
-    if rows >= tensor.shape[0]:
+def placed_column(column: Column, device: torch.device | str, *, rows: int | None) -> Column:
+    """A host column on `device`; with `rows` only its first rows, while the others stay where they are."""
+    tensor = full_tensor(column)
+    if rows is None or rows >= tensor.shape[0]:
         return tensor.to(device)
     return PartialTensor(tensor[:rows].to(device), tensor[rows:])

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from raytrain.data.rows.contract import IGNORED_LABEL, Batch, generator, nonfinite, row_order
-from raytrain.data.rows.residency import Column, PartialTensor, full_tensor, keep_first, take
+from raytrain.data.rows.contract import IGNORED_LABEL, Batch, RowSplit, Split, generator, nonfinite
+from raytrain.data.rows.residency import Column, PartialTensor, full_tensor, placed_column, take
 from raytrain.errors import InputError
 
 
@@ -61,7 +61,7 @@ def label_counts(labels: Tensor | None) -> np.ndarray | None:
     return None if bool((counts == 1).all()) else counts
 
 
-class TensorSplit:
+class TensorSplit(RowSplit):
     """Columns of tensors (rows, ...) with equal row counts. Batches have the same column names.
 
     Integer `labels` become int64 in the batch; every other column keeps its dtype.
@@ -100,12 +100,6 @@ class TensorSplit:
         """Bytes of all columns as stored."""
         return sum(column.numel() * column.element_size() for column in self.columns.values())
 
-    def order(self, seed: int, epoch: int) -> np.ndarray:
-        return row_order(self._rows, seed=seed, epoch=epoch)
-
-    def eval_order(self) -> np.ndarray:
-        return np.arange(self._rows)
-
     def gather(self, indices: np.ndarray) -> Batch:
         """See `Split`. With `returns_views`, contiguous rows are returned as views of the columns, without a copy."""
         batch = self._views(indices) or {name: take(column, indices) for name, column in self.columns.items()}
@@ -138,25 +132,21 @@ class TensorSplit:
     def select(self, rows: np.ndarray) -> TensorSplit:
         chosen = {name: take(column, rows) for name, column in self.columns.items()}
         counts = None if self.counts is None else self.counts[rows]
-        more = {"counts": counts, "counted": True, "tokens_per_row": self.tokens_per_row}
-        return TensorSplit(chosen, divisors=self.divisors, **more)
+        return TensorSplit(
+            chosen, divisors=self.divisors, counts=counts, counted=True, tokens_per_row=self.tokens_per_row
+        )
 
-    def to(self, device: torch.device | str) -> TensorSplit:
-        """Move every column to `device`; returns self if they are already there."""
-        moved = {name: full_tensor(column).to(device) for name, column in self.columns.items()}
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> TensorSplit:
+        """Returns self if every column is there already."""
+        moved = {name: placed_column(column, device, rows=rows) for name, column in self.columns.items()}
         if all(moved[name] is column for name, column in self.columns.items()):
             return self
-        more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
-        return TensorSplit(moved, divisors=self.divisors, **more)
-
-    def to_partial(self, device: torch.device | str, *, rows: int) -> TensorSplit:
-        """Move the first `rows` rows to `device`; the others stay on the host."""
-        columns = {name: keep_first(full_tensor(column), rows, device) for name, column in self.columns.items()}
-        more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
-        return TensorSplit(columns, divisors=self.divisors, **more)
+        return TensorSplit(
+            moved, divisors=self.divisors, counts=self.counts, counted=True, tokens_per_row=self.tokens_per_row
+        )
 
 
-class TextSplit:
+class TextSplit(Split):
     """Windows of `context` tokens of one text; an index is the position of the window's first token.
 
     Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the next tokens. Tokens are
@@ -224,25 +214,19 @@ class TextSplit:
         return len(indices) * (self.context - self.same_labels)
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """All windows have `context` tokens."""
         return np.full(len(indices), self.context)
 
-    def to(self, device: torch.device | str) -> TextSplit:
-        """Move the tokens to `device`; returns self if they are already there."""
-        moved = self.tokens.to(device)
-        if moved is self.tokens:
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> TextSplit:
+        """Returns self if the tokens are there already. With `rows` the text of the first windows is moved."""
+        kept = self._length if rows is None else max(rows, 1) * self.context
+        whole = self.tokens if kept < self._length else self.tokens.to(device)
+        if whole is self.tokens and kept >= self._length:
             return self
-        return TextSplit(moved, context=self.context, same_labels=self.same_labels)
-
-    def to_partial(self, device: torch.device | str, *, rows: int) -> TextSplit:
-        """Move the text of the first `rows` windows to `device`; the rest stays on the host."""
-        kept = max(rows, 1) * self.context
-        if kept >= self._length:
-            return self.to(device)
-        split = TextSplit(self.tokens, context=self.context, same_labels=self.same_labels)
-        inside = kept - self.context + 1
-        head, tail = self.tokens[:kept].to(device), self.tokens[inside:]  # the host holds windows across the border
-        split._windows = PartialTensor(head.unfold(0, self.context, 1), tail.unfold(0, self.context, 1))
+        split = TextSplit(whole, context=self.context, same_labels=self.same_labels)
+        if kept < self._length:
+            inside = kept - self.context + 1
+            head, tail = self.tokens[:kept].to(device), self.tokens[inside:]  # the host holds windows across the border
+            split._windows = PartialTensor(head.unfold(0, self.context, 1), tail.unfold(0, self.context, 1))
         return split
 
 

@@ -91,10 +91,6 @@ class CollatedSplit(SplitView):
     def weights(self, indices: np.ndarray) -> None:
         """Not known without calling the function, which may change the labels."""
 
-    def to(self, device: torch.device | str) -> StreamSplit:
-        """Rows stay on the host; each batch is moved."""
-        return StreamSplit(self, device=device)
-
-    def to_partial(self, device: torch.device | str, *, rows: int) -> StreamSplit:
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> StreamSplit:
         """Rows stay on the host; each batch is moved."""
         return StreamSplit(self, device=device)

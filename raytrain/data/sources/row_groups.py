@@ -110,7 +110,7 @@ class GroupOrder:
         return self._known[number]
 
 
-class GroupSplit:
+class GroupSplit(Split):
     """Rows of Parquet files, read by row group; an index is the row's position in the concatenated files.
 
     Args:
@@ -120,8 +120,6 @@ class GroupSplit:
         weighs_rows: whether each row has weight 1 in a mean loss; otherwise the weight is known only from a batch.
         window_bytes: bytes of row groups that are shuffled together.
     """
-
-    tokens_per_row: int | None = None
 
     def __init__(
         self, pieces: Sequence[Piece], choice: ColumnChoice, *, classes: tuple[str, ...] | None, row_bytes: int,
@@ -151,9 +149,6 @@ class GroupSplit:
         """The order of an epoch (see the module docstring); upcoming row groups are prefetched."""
         return GroupOrder(self._starts, seed=seed, epoch=epoch, window=self.window, expect=self._read.expect)
 
-    def eval_order(self) -> np.ndarray:
-        return np.arange(len(self))
-
     def gather(self, indices: np.ndarray) -> Batch:
         numbers = np.searchsorted(self._starts, indices, side="right") - 1
         by_piece = np.argsort(numbers, kind="stable")
@@ -168,20 +163,13 @@ class GroupSplit:
     def weights(self, indices: np.ndarray) -> int | None:
         return len(indices) if self._weighs_rows else None
 
-    def lengths(self, indices: np.ndarray) -> None:
-        """Not known without reading the rows."""
-
-    def to(self, device: torch.device | str) -> Split:
-        """Read all rows and keep them on `device`, in the same order."""
-        rows = joined([self._read.piece(n) for n in range(len(self.pieces))])
+    def to(self, device: torch.device | str, *, rows: int | None = None) -> Split:
+        """Read all rows and keep them on `device`, in the same order; also where some would do."""
+        read = joined([self._read.piece(n) for n in range(len(self.pieces))])
         starts, window = self._starts, self.window
         return ReorderedSplit(
-            rows.to(device), lambda seed, epoch: GroupOrder(starts, seed=seed, epoch=epoch, window=window)
+            read.to(device), lambda seed, epoch: GroupOrder(starts, seed=seed, epoch=epoch, window=window)
         )
-
-    def to_partial(self, device: torch.device | str, *, rows: int) -> Split:
-        """Move everything to `device`; partial placement is not supported."""
-        return self.to(device)
 
     def _split_of(self, piece: Piece, table: Any) -> RowSplit:
         key = f"data.path, row group {piece.group} of {piece.path}"

@@ -1,16 +1,20 @@
-"""The stages of a replica as Ray actors: the first one runs in the process that asks for the replica."""
+"""The stages of a replica as Ray actors, of which the first runs in the process that asks for the replica, and the
+places of replicas in a cluster: each has room for all of its processes, or none."""
 
 from __future__ import annotations
 
-import secrets
+import itertools
+import os
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raytrain.infer.stages import places
-from raytrain.infer.stages.links import SECRET_BYTES, Link, LocalLink, StageListener, StageLost, connect
-from raytrain.infer.stages.pipeline import StagePipeline
-from raytrain.infer.stages.split import load_stage, start_stages
+from raytrain.errors import RunError, StateLost, mismatch
+from raytrain.infer.stages.split import StagePipeline, load_stage
+from raytrain.infer.stages.stage import ModelStage, StagePass
+from raytrain.plan.room import TYPE_SHARE
 from raytrain.train.memory.device import limit_device_memory
 
 if TYPE_CHECKING:
@@ -20,37 +24,37 @@ if TYPE_CHECKING:
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 #: Seconds for a stage to answer when another one has ended.
 ANSWER_S = 10.0
+#: Seconds that replicas wait for room in a cluster; after them the job gives back what it holds.
+ROOM_S = 120.0
+POLL_S = 0.2
 
 
 class StageActor:
     """One of the later stages."""
 
-    def __init__(self, work: Work, stage: int, secret: bytes) -> None:
+    def __init__(self, work: Work, stage: int) -> None:
         if work.threads is not None:
             torch.set_num_threads(work.threads)
-        self._work, self._stage, self._secret = work, stage, secret
+        self._work, self._number = work, stage
         self._device = torch.device(work.model.device)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
         limit_device_memory(self._device, fraction=work.memory_fraction, limit=work.memory_limit)
-        self._listener = StageListener(_own_address(), secret)
-        self._links: list[Link] = []
+        self._stage: ModelStage | None = None
 
-    def address(self) -> tuple[str, int]:
-        """Where the stage before connects."""
-        return self._listener.address
+    def started(self) -> None:
+        """Returns once the process has a place in the cluster."""
 
-    def link(self, following: tuple[str, int]) -> None:
-        """Connect to the next stage, and wait for the one before."""
-        target = connect(following, self._secret)
-        self._links = [self._listener.accept(), target]
-
-    def start(self) -> int:
-        """Load the stage's tensors and begin to compute; returns the bytes that were read."""
+    def load(self) -> None:
+        """Read the stage's tensors."""
         assert self._work.split is not None
-        stage = load_stage(self._work.model, self._work.split, self._stage, self._device)
-        start_stages([stage], self._links, threads=self._work.threads)
-        return stage.bytes_read
+        self._stage = load_stage(self._work.model, self._work.split, self._number, self._device)
+
+    def run(self, message: StagePass) -> StagePass:
+        """Compute a pass, and what the next stage gets, on the CPU."""
+        assert self._stage is not None
+        try:
+            return _without_device(self._stage.run(message))
+        except torch.AcceleratorError:  # the context of the device is lost
+            os._exit(1)
 
 
 def remote_pipeline(work: Work, *, cpus: float, gpus: float, accelerator: str | None = None) -> StagePipeline:
@@ -61,30 +65,30 @@ def remote_pipeline(work: Work, *, cpus: float, gpus: float, accelerator: str | 
     Args:
         cpus, gpus, accelerator: Ray resources of each further stage, and the type of its GPU.
     Raises:
-        StageLost: a stage ended before all were ready. RunError: there is no room for them in the cluster.
+        StateLost: a stage ended before all were ready. RunError: there is no room for them in the cluster.
     """
-    secret = secrets.token_bytes(SECRET_BYTES)
-    stages = _FurtherStages(work, secret, cpus=cpus, gpus=gpus, accelerator=accelerator)
+    assert work.split is not None
+    stages = _FurtherStages(work, cpus=cpus, gpus=gpus, accelerator=accelerator)
     try:
-        return stages.connect()
-    except StageLost as error:
-        raise stages.lost(error) from error
-    finally:
-        stages.end_unless_connected()
+        loaded = stages.begin_to_load()
+        first = load_stage(work.model, work.split, 0, torch.device(work.model.device))
+        stages.get(loaded)
+    except BaseException:
+        stages.end()
+        raise
+    return StagePipeline([first], stages.run, stages=work.split.plan.stages, threads=work.threads, close=stages.end)
 
 
 class _FurtherStages:
     """All stages of a replica but the first, each in an actor."""
 
-    def __init__(self, work: Work, secret: bytes, *, cpus: float, gpus: float, accelerator: str | None) -> None:
+    def __init__(self, work: Work, *, cpus: float, gpus: float, accelerator: str | None) -> None:
         import ray
         from ray.util.placement_group import get_current_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         assert work.split is not None
-        self._work, self._split, self._secret = work, work.split, secret
         self._bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
-        self._connected = False
         variables = {} if work.threads is None else dict.fromkeys(THREADS, str(work.threads))
         # a stage that has lost its neighbours is of no use: the whole replica starts again
         options: Any = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
@@ -94,72 +98,147 @@ class _FurtherStages:
         self._actors: list[Any] = []
         for stage in range(1, work.split.plan.stages):
             place = {} if group is None else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, stage)}
-            self._actors.append(kind.options(**place).remote(work, stage, secret))
+            self._actors.append(kind.options(**place).remote(work, stage))
 
-    def connect(self) -> StagePipeline:
-        """Load all stages, and connect them in a circle that begins and ends in this process."""
-        work, count = self._work, self._split.plan.stages
-        addresses = self._get([actor.address.remote() for actor in self._actors], timeout=places.ROOM_S)
-        own = StageListener(_own_address(), self._secret)
-        following = zip(self._actors, [*addresses[1:], own.address], strict=True)
-        linked = [actor.link.remote(after) for actor, after in following]
-        target = connect(addresses[0], self._secret)
-        source = own.accept()
-        self._get(linked)
-        started = [actor.start.remote() for actor in self._actors]
-        first: Link = LocalLink()
-        stage = load_stage(work.model, self._split, 0, torch.device(work.model.device))
-        self._get(started)
-        start_stages([stage], [first, target], threads=work.threads)
-        self._connected = True
-        return StagePipeline(first, source, stages=count, close=self._end, lost=self.lost)
+    def begin_to_load(self) -> list[Any]:
+        """Wait for the places of all stages; returns what `get` waits for until they have read their tensors."""
+        from ray.exceptions import GetTimeoutError
 
-    def _get(self, answers: list[Any], timeout: float | None = None) -> list[Any]:
+        try:
+            self.get([actor.started.remote() for actor in self._actors], timeout=ROOM_S)
+        except GetTimeoutError as error:
+            raise no_room(len(self._actors), self._bundle) from error
+        return [actor.load.remote() for actor in self._actors]
+
+    def run(self, message: StagePass) -> StagePass:
+        """Compute a pass in one stage after another; what is between two of them goes there at once."""
+        answer: Any = _without_device(message)
+        for actor in self._actors:
+            answer = actor.run.remote(answer)
+        return self.get(answer)
+
+    def get(self, answers: Any, timeout: float | None = None) -> Any:
+        """`ray.get`, with our own error of a stage. Raises StateLost: one has ended."""
         import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+        from ray.exceptions import RayActorError, RayTaskError
 
         try:
             return ray.get(answers, timeout=timeout)
-        except GetTimeoutError as error:
-            raise places.no_room(len(self._actors), self._bundle) from error
         except RayActorError as error:
-            raise StageLost(_in_one_line(error)) from error
+            raise self._lost(error) from error
         except RayTaskError as error:
             raise getattr(error, "cause", None) or error from None
 
-    def lost(self, error: StageLost) -> StageLost:
-        """The error of the stage that ended, as far as Ray knows it; else the one given."""
+    def _lost(self, error: Exception) -> StateLost:
+        """The error of the stage that has ended."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
         for number, actor in enumerate(self._actors, start=1):
             try:
-                ray.get(actor.address.remote(), timeout=ANSWER_S)
+                ray.get(actor.started.remote(), timeout=ANSWER_S)
             except RayActorError as found:
-                return StageLost(f"stage {number} of 0 to {len(self._actors)} ended: {_in_one_line(found)}")
+                return StateLost(f"stage {number} of 0 to {len(self._actors)} ended: {' '.join(str(found).split())}")
             except GetTimeoutError:
                 continue
-        return error
+        return StateLost(" ".join(str(error).split()))
 
-    def end_unless_connected(self) -> None:
-        """End the actors of stages that did not all start."""
-        if not self._connected:
-            self._end()
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the actors."""
         import ray
 
         for actor in self._actors:
             ray.kill(actor)
 
 
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _without_device(message: StagePass) -> StagePass:
+    """The message with what crosses the cut on the CPU; a model's inputs are there."""
+    return message if message.hidden is None else replace(message, hidden=message.hidden.cpu())
 
 
-def _own_address() -> str:
-    """The address of this node, as the other nodes of the cluster reach it."""
+# ---------------------------------------------------------------- places
+
+
+class ReplicaPlaces:
+    """One placement group for each replica, with a bundle for each of its processes.
+
+    Stages that Ray places one by one could leave two replicas with half of their stages each, which wait for each
+    other. Replicas beyond the first that find no room are placed as soon as there is some.
+
+    Args:
+        stages: of a replica, or other processes.
+        cpus, gpus, accelerator: Ray resources of each, and the type of its GPU.
+        at_once: replicas that must have room before the job begins.
+        hosts: of experts, which all processes of a replica but the first are; 0 where they are stages.
+    Raises:
+        RunError: the cluster has no room for them within `ROOM_S`.
+    """
+
+    def __init__(
+        self, replicas: int, stages: int, *, cpus: float, gpus: float, accelerator: str | None, at_once: int,
+        hosts: int = 0,
+    ) -> None:  # fmt: skip
+        from ray.util.placement_group import placement_group
+
+        self._stages, self._at_once, self._hosts = stages, at_once, hosts
+        self._bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+        kind = {} if accelerator is None else {f"accelerator_type:{accelerator}": TYPE_SHARE}
+        self._groups: list[Any] = []
+        try:
+            for _ in range(replicas):
+                self._groups.append(placement_group([{**self._bundle, **kind}] * stages, strategy="PACK"))
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+        self._turns = itertools.cycle(sorted(self._groups, key=lambda group: not _is_placed(group)))
+
+    def _wait(self) -> None:
+        ends = time.monotonic() + ROOM_S
+        while sum(map(_is_placed, self._groups)) < self._at_once:
+            if time.monotonic() > ends:
+                raise no_room(self._stages, self._bundle, replicas=self._at_once, hosts=self._hosts)
+            time.sleep(POLL_S)
+
+    def next_first_stage(self) -> dict[str, Any]:
+        """Options of the actor that is the first stage of the next replica, those with room first."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(next(self._turns), 0)}
+
+    def close(self) -> None:
+        """Give the places back."""
+        from ray.util.placement_group import remove_placement_group
+
+        for group in self._groups:
+            remove_placement_group(group)
+
+
+def _is_placed(group: Any) -> bool:
+    from ray.util.placement_group import placement_group_table
+
+    return placement_group_table(group)["state"] == "CREATED"
+
+
+def no_room(stages: int, bundle: dict[str, float], *, replicas: int = 1, hosts: int = 0) -> RunError:
+    """The error of stages that were not placed in time: what they need, and what the cluster has.
+
+    Args:
+        bundle: the resources of a stage.
+        hosts: see `ReplicaPlaces`.
+    """
     import ray
 
-    node = ray.get_runtime_context().get_node_id()
-    return next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
+    free, have = ray.available_resources(), ray.cluster_resources()
+    need = " and ".join(f"{amount * stages * replicas:g} {name}" for name, amount in bundle.items())
+    room = " and ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}" for name in bundle)
+    each = f"a worker and {hosts} hosts" if hosts else f"{stages} stages"
+    what = f"{replicas} replicas of {each}" if replicas > 1 else each
+    key = "experts.hosts" if hosts else "infer.stages"
+    return RunError(
+        mismatch(
+            key, got=f"{what}, which need {need}",
+            expected=f"as much free in the cluster within {ROOM_S:g} s, where {room} are free",
+            remedy=f"lower {key}, wait until other jobs end, or add nodes",
+        )
+    )  # fmt: skip

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from raytrain.infer.input import Unit, batches_of
 from raytrain.infer.predictor import Predictor, TextPredictor
-from raytrain.infer.stages.message import CacheUse, StagePass
 from raytrain.infer.stages.split import SplitModule, load_stage, skeleton_of
-from raytrain.infer.stages.stage import ModelStage
-from raytrain.infer.units import Unit, batches_of
+from raytrain.infer.stages.stage import CacheUse, ModelStage, StagePass
 from raytrain.train.memory.device import limit_device_memory
 
 if TYPE_CHECKING:
@@ -115,13 +114,12 @@ class PassRecorder:
 
     generates: bool = False
     passes: list[StagePass] = field(default_factory=list)
-    _numbers: Any = field(default_factory=itertools.count, repr=False)
     _caches: Any = field(default_factory=itertools.count, repr=False)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any], cache: CacheUse | None = None) -> Tensor:
         """As `StagePipeline.call`."""
         given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        self.passes.append(StagePass(next(self._numbers), tuple(args), dict(kwargs), cache))
+        self.passes.append(StagePass(tuple(args), dict(kwargs), cache))
         return torch.zeros(len(given), 1, 1) if self.generates else torch.zeros(len(given), 1)
 
     def new_cache(self) -> int:
@@ -163,8 +161,6 @@ def _time_stage(work: Work, number: int, batches: list[list[StagePass]], sums: _
     split = work.split
     assert split is not None
     device = torch.device(split.devices[number] if split.devices else work.model.device)
-    if device.type == "cuda":  # kernels of a model's own may use the current device
-        torch.cuda.set_device(device)
     limit_device_memory(device, fraction=work.memory_fraction, limit=work.memory_limit)
     stage = load_stage(work.model, split, number, device)
     clock = PartClock(stage)

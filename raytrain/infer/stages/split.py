@@ -1,27 +1,27 @@
-"""A model over stages as one module: `SplitModule` has the forward of the whole model, and none of its weights."""
+"""A model over stages as one module: `SplitModule` has the forward of the whole model, and none of its weights; its
+calls go through a `StagePipeline`, several at a time, which measures how busy each stage is."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from raytrain.errors import InputError
-from raytrain.infer.stages.links import Link, LocalLink
-from raytrain.infer.stages.pipeline import RemoteCache, StagePipeline, serve
+from raytrain.errors import InputError, OutOfMemory, RunError
+from raytrain.infer.generate import Sampling, padded_left
 from raytrain.infer.stages.plan import KEY, StagePlan
-from raytrain.infer.stages.sequence import without_parameters
-from raytrain.infer.stages.stage import CACHE, ModelStage
-from raytrain.infer.stages.weights import check_weights, fill_stage
-from raytrain.infer.text.generate import Sampling
-from raytrain.infer.text.transformers import padded_left
+from raytrain.infer.stages.stage import CACHE, CacheUse, ModelStage, StagePass
+from raytrain.infer.stages.weights import check_weights, fill_stage, without_parameters
 from raytrain.models.huggingface.folder import KEYS
 from raytrain.models.weights.headers import StoredWeights, find_weights
 from raytrain.train.build import build_trainable
@@ -94,22 +94,167 @@ def load_stage(model: InferenceModel, split: StageSplit, stage: int, device: tor
 
 
 def local_pipeline(model: InferenceModel, split: StageSplit, *, threads: int | None) -> StagePipeline:
-    """All stages in this process, each in a thread of its own."""
+    """All stages in this process."""
     count = split.plan.stages
     devices = split.devices or (model.device,) * count
     stages = [load_stage(model, split, stage, torch.device(devices[stage])) for stage in range(count)]
-    links: list[Link] = [LocalLink() for _ in range(count + 1)]
-    start_stages(stages, links, threads=threads)
-    return StagePipeline(links[0], links[-1], stages=count)
+    return StagePipeline(stages, stages=count, threads=threads)
 
 
-def start_stages(stages: Sequence[ModelStage], links: Sequence[Link], *, threads: int | None) -> None:
-    """Start a thread for each stage, from `links[k]` to `links[k + 1]`."""
-    for number, stage in enumerate(stages):
-        given = (stage, links[number], links[number + 1])
-        threading.Thread(
-            target=serve, args=given, kwargs={"threads": threads}, name=f"stage {stage.stage}", daemon=True
-        ).start()
+# ---------------------------------------------------------------- passes
+
+
+@dataclass
+class StageTimes:
+    """How busy the stages were.
+
+    Attributes:
+        busy_s: seconds that each stage computed.
+        wall_s: seconds while at least one pass was on its way.
+        passes: how many.
+        rounds: how often the pipeline was filled and drained.
+    """
+
+    busy_s: list[float]
+    wall_s: float = 0.0
+    passes: int = 0
+    rounds: int = 0
+
+    @property
+    def bubble(self) -> float:
+        """The share of the stages' time in which they waited."""
+        return 1 - sum(self.busy_s) / (len(self.busy_s) * self.wall_s) if self.wall_s else 0.0
+
+    def expected_bubble(self, in_flight: int) -> float:
+        """The bubble of stages of equal speed: (p - 1) / (m + p - 1) for m passes a round, and 1 - n / p where only n
+        passes are in flight at a time."""
+        p = len(self.busy_s)
+        m = self.passes / max(self.rounds, 1)
+        return max((p - 1) / (m + p - 1), 1 - in_flight / p)
+
+    def add(self, other: StageTimes) -> None:
+        """Count another replica's."""
+        self.busy_s = [own + more for own, more in zip(self.busy_s, other.busy_s, strict=True)]
+        self.wall_s += other.wall_s
+        self.passes += other.passes
+        self.rounds += other.rounds
+
+
+class StagePipeline:
+    """Takes passes through the stages of a replica; any number of threads may call it at the same time: while one's
+    pass is in a stage, those of others are in the stages before and after it.
+
+    Args:
+        here: the stages in this process, the first ones.
+        beyond: computes the others, in processes of their own.
+        stages: how many there are.
+        threads: CPU threads of a stage; None leaves torch's.
+        close: called at the end.
+    """
+
+    def __init__(
+        self, here: Sequence[ModelStage], beyond: Callable[[StagePass], StagePass] | None = None, *, stages: int,
+        threads: int | None, close: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.stages = stages
+        self._here = [(stage, threading.Lock()) for stage in here]
+        self._beyond, self._threads, self._close = beyond, threads, close
+        self._cache_numbers = itertools.count()
+        self._ended: deque[int] = deque()
+        self._lock = threading.Lock()  # of what follows
+        self._times = StageTimes([0.0] * stages)
+        self._in_flight, self._since = 0, 0.0
+
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any], cache: CacheUse | None = None) -> Tensor:
+        """The model's output, (B, ...) on the CPU, or on the device of the last stage where that is in this process.
+
+        Raises:
+            RunError: a stage failed. OutOfMemory: for lack of memory. StateLost: a stage has ended.
+        """
+        with self._lock:
+            ended = tuple(self._ended.popleft() for _ in range(len(self._ended)))
+            if not self._in_flight:
+                self._since = time.perf_counter()
+                self._times.rounds += 1
+            self._in_flight += 1
+        result = StagePass(tuple(args), kwargs, cache, ended)
+        try:
+            for stage, lock in self._here:
+                with lock:
+                    if self._threads is not None:  # of the calling thread
+                        torch.set_num_threads(self._threads)
+                    result = stage.run(result)
+            if self._beyond is not None:
+                result = self._beyond(result)
+        finally:
+            self._count(result)
+        if result.error is not None:
+            short, text = result.error
+            raise OutOfMemory(text) if short else RunError(text)
+        assert result.hidden is not None
+        return result.hidden
+
+    def _count(self, result: StagePass) -> None:
+        """A pass has ended; `result` is without the seconds of later stages where one was lost."""
+        with self._lock:
+            times = self._times
+            times.passes += 1
+            times.busy_s = [own + more for own, more in zip_longest(times.busy_s, result.seconds, fillvalue=0.0)]
+            self._in_flight -= 1
+            if not self._in_flight:
+                times.wall_s += time.perf_counter() - self._since
+
+    def new_cache(self) -> int:
+        """The number of a new key/value cache."""
+        return next(self._cache_numbers)
+
+    def end_cache(self, number: int) -> None:
+        """Free a cache in all stages, with the next pass. No lock: a garbage collection may call it anywhere."""
+        self._ended.append(number)
+
+    def take_times(self) -> StageTimes:
+        """What was measured since the last call."""
+        with self._lock:
+            taken, self._times = self._times, StageTimes([0.0] * self.stages)
+            if self._in_flight:  # a round goes on
+                now = time.perf_counter()
+                taken.wall_s += now - self._since
+                self._since = now
+            return taken
+
+    def close(self) -> None:
+        """End the stages."""
+        self._here = []
+        if self._close is not None:
+            self._close()
+
+
+class RemoteCache:
+    """The caller's side of a key/value cache: which rows go on, and how long they are; the stages hold the tensors.
+
+    It has the verbs of `raytrain.models.cache.KeyValueCache` that a generator calls.
+    """
+
+    def __init__(self, pipeline: StagePipeline, lengths: Sequence[int], *, capacity: int) -> None:
+        self._pipeline = pipeline
+        self._use = CacheUse(pipeline.new_cache(), tuple(lengths), capacity)
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep these rows only, in this order."""
+        before = self._use.keep
+        kept = tuple(rows) if before is None else tuple(before[row] for row in rows)
+        self._use = replace(self._use, keep=kept)
+
+    def use(self) -> CacheUse:
+        """For the next pass."""
+        use, self._use = self._use, replace(self._use, keep=None)
+        return use
+
+    def __del__(self) -> None:
+        self._pipeline.end_cache(self._use.number)
+
+
+# ---------------------------------------------------------------- the model as one module
 
 
 class SplitModule(nn.Module):
@@ -165,7 +310,7 @@ class _Forward:
 def greedy_over_stages(
     module: SplitModule, codec: Codec, prompts: list[list[int]], *, sampling: Sampling, numbers: Sequence[int]
 ) -> list[list[int]]:
-    """Continue prompts as `raytrain.infer.text.transformers.greedy_answers` does: the same passes, padded on the left,
+    """Continue prompts as `raytrain.infer.generate.greedy_answers` does: the same passes, padded on the left,
     with all rows until the last one has ended."""
     del numbers
     ids, mask, pad = padded_left(prompts, sampling)

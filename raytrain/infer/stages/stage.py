@@ -11,21 +11,79 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from raytrain.errors import RunError, first_line
-from raytrain.infer.stages.message import CacheUse, StagePass, Structure, failed, to_device
 from raytrain.infer.stages.plan import StagePlan
-from raytrain.infer.stages.sequence import poisoned
+from raytrain.infer.stages.weights import poisoned
 from raytrain.models.cache import KeyValueCache
 from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.memory.oom import let_go
 
 CACHE, CACHE_OF_TRANSFORMERS = "cache", "past_key_values"
+
+Structure = Any
+"""What a module returned, without values: {"shape", "dtype"} for a tensor, lists of such, and None for the rest."""
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """The key/value cache that a pass uses; each stage holds its own layers' part.
+
+    Attributes:
+        number: of the cache.
+        lengths: tokens of each prompt.
+        capacity: tokens of the longest row at the end.
+        keep: rows that continue since the pass before, None for all.
+    """
+
+    number: int
+    lengths: tuple[int, ...]
+    capacity: int
+    keep: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class StagePass:
+    """One forward pass on its way through the stages.
+
+    Attributes:
+        args, kwargs: of the model's forward; every stage gets them, since masks and positions are made of them.
+        cache: None for a pass without one.
+        ended: numbers of caches that are not used any more.
+        hidden: what crosses the cut before the next stage; after the last stage the model's output.
+        outputs: name of a part, or class of a repeated one -> the structure of its output, for stages without it.
+        seconds: that each stage so far took to compute it.
+        error: (whether memory ran out, message) of the stage that failed; later stages only pass it on.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    cache: CacheUse | None = None
+    ended: tuple[int, ...] = ()
+    hidden: Tensor | None = None
+    outputs: dict[str, Structure] = field(default_factory=dict)
+    seconds: tuple[float, ...] = ()
+    error: tuple[bool, str] | None = None
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A tensor, or a list, mapping or pass of such, on a device."""
+    if isinstance(value, StagePass):
+        return replace(
+            value, **{name: to_device(getattr(value, name), device) for name in ("args", "kwargs", "hidden")}
+        )
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(one, device) for one in value)
+    if isinstance(value, dict):
+        return {name: to_device(one, device) for name, one in value.items()}
+    return value
 
 
 class _CutReached(Exception):
@@ -55,7 +113,7 @@ class ModelStage:
     ) -> None:  # fmt: skip
         self.module, self.plan, self.stage, self.device, self.autocast = module, plan, stage, device, autocast
         self.busy_s, self.bytes_read = 0.0, 0
-        self._now = StagePass(0)
+        self._now = StagePass()
         self._noted: dict[str, Structure] = {}
         self._caches: dict[int, Any] = {}
         names = inspect.signature(module.forward).parameters
@@ -98,9 +156,10 @@ class ModelStage:
             return replace(message, seconds=(*message.seconds, 0.0))
         began = time.perf_counter()
         try:
+            if self.device.type == "cuda":  # kernels of a model's own may use the current device
+                torch.cuda.set_device(self.device)
             made = self._forward(message)
-            seconds = self._seconds_since(began)
-            return replace(made, seconds=(*message.seconds, seconds))
+            return replace(made, seconds=(*message.seconds, self._seconds_since(began)))
         except Exception as error:  # of the model or of a row: it belongs to the caller
             short = is_out_of_memory(error, device=self.device)
             if isinstance(error, torch.AcceleratorError) and not short:
@@ -109,9 +168,10 @@ class ModelStage:
             let_go(error, self.device)
             if message.cache is not None:
                 self._caches.pop(message.cache.number, None)
-            return failed(message, out_of_memory=short, text=text, seconds=self._seconds_since(began))
+            seconds = (*message.seconds, self._seconds_since(began))
+            return StagePass(ended=message.ended, seconds=seconds, error=(short, text))
         finally:
-            self._now = StagePass(0)
+            self._now = StagePass()
 
     def _seconds_since(self, began: float) -> float:
         if self.device.type == "cuda":
@@ -121,8 +181,8 @@ class ModelStage:
         return seconds
 
     def _forward(self, message: StagePass) -> StagePass:
-        self._now = replace(message, hidden=to_device(message.hidden, self.device))
-        args, kwargs = to_device(message.args, self.device), to_device(message.kwargs, self.device)
+        self._now = to_device(message, self.device)
+        args, kwargs = self._now.args, self._now.kwargs
         cache = None
         if message.cache is not None:
             cache = self._cache(message.cache)

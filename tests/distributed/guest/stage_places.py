@@ -21,7 +21,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 from jobs.infer import infer
 from raytrain.errors import RunError
-from raytrain.infer.stages import places
+from raytrain.infer.stages import actors
 
 CPUS = 3
 #: The parts of a model whose stages are given are not timed first.
@@ -70,11 +70,11 @@ def with_room_for_one() -> dict[str, Any]:
 
 def with_limit(seconds: float, what: Callable[[], str]) -> str:
     """Call with another `ROOM_S`."""
-    before, places.ROOM_S = places.ROOM_S, seconds
+    before, actors.ROOM_S = actors.ROOM_S, seconds
     try:
         return what()
     finally:
-        places.ROOM_S = before
+        actors.ROOM_S = before
 
 
 def main() -> None:

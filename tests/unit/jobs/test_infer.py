@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from cluster.devices.inventory import CAPABILITIES, Device, Inventory, local_inventory
 from jobs.__main__ import main
 from jobs.infer import infer
-from jobs.inference.hosts import choose_hosts
+from jobs.inference.layout import choose_hosts
 from jobs.inference.plan import workers_of
 from jobs.inference.result import InferResult
 from jobs.inference.target import Target, open_target
@@ -107,6 +107,16 @@ def test_timing_manifest_and_summary_tell_what_happened(run: Callable[..., Infer
     seconds = timing["seconds"].to_numpy()
     assert result.summary["latency_s"]["p95"] == pytest.approx(float(np.quantile(seconds, 0.95)))
     assert result.summary["rows_per_s"] > 0 and result.summary["workers"][0]["rows"] == ROWS
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_ids_and_kept_texts_are_read_as_they_were(kind: str, run: Callable[..., InferResult], tmp_path: Path) -> None:
+    table = parquet.read_table(tmp_path / "in.parquet")
+    ids, notes = [f"{row:03d}" for row in range(ROWS)], ["NA", "", None, "2026-01-02", *["1.50"] * (ROWS - 4)]
+    table = table.set_column(table.column_names.index("note"), "note", pa.array(notes)).append_column("key", [ids])
+    parquet.write_table(table, tmp_path / "in.parquet")
+    found = run("infer.id_column=key", "infer.keep=[note]", f"infer.format={kind}").table()
+    assert found["id"].to_pylist() == ids and found["note"].to_pylist() == notes
 
 
 @pytest.mark.covers("INF-15")

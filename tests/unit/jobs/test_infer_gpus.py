@@ -26,9 +26,9 @@ from jobs.inference import compute
 from raytrain.config.sections import InferConfig
 from raytrain.errors import InputError
 from raytrain.infer import ray_data
+from raytrain.infer.input import UnitReport
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.ray_data import UnitActor
-from raytrain.infer.units import UnitReport
 from raytrain.infer.worker import InferenceWorker, Work
 from raytrain.models.huggingface.tokenizer import TextCodec
 

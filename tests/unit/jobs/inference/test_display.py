@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from jobs.inference.display import InferenceDisplay, never_predicted, print_plan, print_summary
-from raytrain.infer.output.progress import WorkerProgress, rows_in_progress
-from raytrain.infer.output.summary import quality_of
-from raytrain.infer.units import Unit
+from raytrain.infer.input import Unit
+from raytrain.infer.output import WorkerProgress, rows_in_progress
+from raytrain.infer.summary import quality_of
 
 
 class Shown:
@@ -101,7 +101,7 @@ def test_the_bar_has_a_remaining_time_once_a_row_is_done(tmp_path: Path, width: 
 def planned(*, workers: int = 1, stages: int = 1) -> Any:
     """As much of a plan as is printed."""
     return SimpleNamespace(
-        units=[SimpleNamespace(rows=2)], rows=SimpleNamespace(rows=4), workers=workers, threads=2, measures_batch=False,
+        units=[SimpleNamespace(rows=2)], rows=SimpleNamespace(rows=4), workers=workers, threads=2,
         target=SimpleNamespace(
             model=SimpleNamespace(dtype="fp32", device="cpu"), address="local", name="run", warnings=()
         ),

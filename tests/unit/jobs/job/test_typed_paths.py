@@ -98,7 +98,7 @@ import raytrain
 assert "jobs.train" not in sys.modules and "torch" not in sys.modules
 for name in raytrain.VERBS:
     assert callable(getattr(raytrain, name)), name
-import raytrain.train.clock, raytrain.plan.plan, raytrain.infer.units, raytrain.report.records
+import raytrain.train.clock, raytrain.plan.plan, raytrain.infer.input, raytrain.report.records
 from ray import cloudpickle
 plan = cloudpickle.loads(cloudpickle.dumps(raytrain)).plan
 job = {"model": {"builder": "raytrain.models.mlp:mlp", "nothing": 1}, "data": {"source": "csv", "path": "rows.csv"}}

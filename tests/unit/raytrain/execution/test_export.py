@@ -8,7 +8,7 @@ import pytest
 from lab import GPT, Rows, make_session
 
 from raytrain.execution.export import export, notes_of
-from raytrain.infer.text.generate import language_sample
+from raytrain.infer.generate import language_sample
 from raytrain.runs.folder import RunFolder
 from raytrain.train.state import LoopState
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.errors import InputError
-from raytrain.infer.output.folder import OutputFolder
+from raytrain.infer.output import OutputFolder
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -1,4 +1,4 @@
-"""Ids of a column are unique, or a value and its rows are named; also where they wait on disk in parts."""
+"""Ids of a column are unique, or a value and its rows are named."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from raytrain.errors import InputError
-from raytrain.infer.input.ids import duplicate_id
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, duplicate_id
 
 
 def rows_of(folder: Path, values: Any, *, limit: int | None = None) -> InputRows:
@@ -23,22 +22,20 @@ def rows_of(folder: Path, values: Any, *, limit: int | None = None) -> InputRows
     return InputRows.at([str(folder / "a.parquet"), str(folder / "b.parquet")], limit=limit)
 
 
-@pytest.mark.parametrize("at_once", [1000, 37, 10])
-def test_a_value_that_occurs_twice_is_found_with_its_rows(tmp_path: Path, at_once: int) -> None:
+def test_a_value_that_occurs_twice_is_found_with_its_rows(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).permutation(103)
     for values in (numbers - 51, [f"q{number}" for number in numbers], [(-1) ** number * number for number in numbers]):
-        assert duplicate_id(rows_of(tmp_path, values), "key", at_once=at_once) is None
+        assert duplicate_id(rows_of(tmp_path, values), "key") is None
         twice = [*values[:90], values[7], *values[91:]]
-        assert duplicate_id(rows_of(tmp_path, twice), "key", at_once=at_once) == (values[7], (7, 90))
-        assert duplicate_id(rows_of(tmp_path, twice, limit=90), "key", at_once=at_once) is None
+        assert duplicate_id(rows_of(tmp_path, twice), "key") == (values[7], (7, 90))
+        assert duplicate_id(rows_of(tmp_path, twice, limit=90), "key") is None
     between = [-1, -2, -1, *range(100)]  # the first two have the same hash
-    assert duplicate_id(rows_of(tmp_path, between), "key", at_once=at_once) == (-1, (0, 2))
+    assert duplicate_id(rows_of(tmp_path, between), "key") == (-1, (0, 2))
 
 
-@pytest.mark.parametrize("at_once", [1000, 10])
-def test_a_row_without_an_id_is_named(tmp_path: Path, at_once: int) -> None:
+def test_a_row_without_an_id_is_named(tmp_path: Path) -> None:
     values = [None if row in (60, 80) else row for row in range(103)]
-    assert duplicate_id(rows_of(tmp_path, values), "key", at_once=at_once) == (None, (60,))
+    assert duplicate_id(rows_of(tmp_path, values), "key") == (None, (60,))
 
 
 def test_values_that_cannot_be_ids_are_refused(tmp_path: Path) -> None:

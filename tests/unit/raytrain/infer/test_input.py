@@ -15,10 +15,9 @@ import pytest
 from pyarrow import parquet
 
 from raytrain.errors import InputError
-from raytrain.infer.input.convert import converted
-from raytrain.infer.input.files import input_files
-from raytrain.infer.input.rows import InputRows, check_columns
-from raytrain.infer.output.merge import _CsvWriter
+from raytrain.infer.convert import converted
+from raytrain.infer.input import InputRows, check_columns, input_files
+from raytrain.infer.output import _CsvWriter
 
 ROWS = [{"name": f"row {number}", "size": number * 3} for number in range(103)]
 
@@ -185,7 +184,7 @@ def test_a_column_of_two_types_is_refused_by_name(at: int, tmp_path: Path) -> No
 
 
 def test_a_csv_column_gets_a_type_that_all_its_values_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.infer.input.convert.BLOCK_BYTES", 100)
+    monkeypatch.setattr("raytrain.infer.convert.BLOCK_BYTES", 100)
     lines = ["id,size,note,whole"] + [f"{row},{row},,{row}" for row in range(50)] + ["A50,0.5,late,50"]
     (tmp_path / "in.csv").write_text("\n".join(lines) + "\n")
     rows = opened(tmp_path / "in.csv", tmp_path)

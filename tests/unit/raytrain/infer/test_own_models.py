@@ -13,13 +13,14 @@ from pyarrow import parquet
 from torch import Tensor, nn
 
 from raytrain.config.sections import InferConfig, ModelConfig
+from raytrain.data.sources.in_memory import memory_source
 from raytrain.data.sources.tables import ColumnChoice
 from raytrain.errors import InputError
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.predictor import ModelOutputError, RowPredictor
 from raytrain.infer.runner import UnitRunner, check_model
-from raytrain.infer.units import Unit
+from raytrain.train.build import source_facts
 
 Forward = Callable[[Tensor], Any]
 
@@ -241,3 +242,30 @@ def test_without_the_column_the_parameter_is_named_before_any_row() -> None:
 
 def test_the_first_parameter_may_have_any_name() -> None:
     assert loaded(Positional(), ["x"], reads={"named": ["x"]}).columns == ("x",)
+
+
+class Typed(nn.Module):
+    """Remembers the formats of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(1, 1), dict[str, torch.dtype]()
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        self.seen = {"x": x.dtype, "kind": kind.dtype}
+        return self.layer(x.float().reshape(-1, 1))
+
+
+def test_inputs_have_the_formats_of_training_whatever_numbers_a_file_holds_by_chance() -> None:
+    """A column with whole numbers alone, and one of codes that were written as 3.0."""
+    source = memory_source({"x": torch.rand(8), "kind": torch.arange(8)}, None, fraction=0.0)
+    facts = source_facts(source)
+    assert facts["feature_dtypes"] == {"x": "float32", "kind": "int64"}
+    module = Typed()
+    model = InferenceModel(ModelConfig(builder="my_model:build"), facts=facts)
+    rows = pa.table({"x": pa.array([1, 2], pa.int64()), "kind": pa.array([3.0, 4.0], pa.float64())})
+    predictor = model.load(InferConfig(), rows.schema, module)
+    predictor.predict(rows, range(2))
+    assert module.seen == {"x": torch.float32, "kind": torch.int64}
+    predictor.predict(rows.set_column(1, "kind", pa.array([3.5, 4.0])), range(2))
+    assert module.seen["kind"] == torch.float32

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.tables import ColumnChoice
 from raytrain.errors import InputError
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.predictor import RowPredictor
 from raytrain.infer.runner import RowResult, UnitRunner
-from raytrain.infer.units import Unit
 
 #: Row -> its values: two of each wrong length, between rows of four.
 LENGTHS = [4, 3, 4, 4, 5, 4, 3, 4, 4, 5]

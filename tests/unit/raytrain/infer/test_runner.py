@@ -12,10 +12,9 @@ import torch
 from pyarrow import parquet
 
 from raytrain.errors import InputError, RunError, StateLost
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit, usual_rows
 from raytrain.infer.predictor import Answers
 from raytrain.infer.runner import TooManyFailures, UnitRunner
-from raytrain.infer.units import Unit
 from raytrain.train.memory.oom import Shortage
 from raytrain.trainable import LocalState
 
@@ -192,3 +191,22 @@ def test_a_librarys_error_ends_the_job_where_the_context_is_lost(
     with pytest.raises(RunError, match=r"one of the rows 0 to 7 ended the context of the GPU \(CUDA error: CUBLAS_ST"):
         UnitRunner(model, rows, 8, most_failed=200).run(Unit(0, 0, 16))
     assert len(model.batches) == 1
+
+
+def test_a_batch_that_memory_does_not_hold_is_not_tried_again_in_later_units(rows: InputRows) -> None:
+    def fails(numbers: list[int]) -> None:
+        if len(numbers) > 4:
+            raise MemoryError
+
+    model = Doubler(fails)
+    runner = UnitRunner(model, rows, 16, most_failed=0)
+    for number in range(2):
+        _, results = runner.run(Unit(number, 16 * number, 16))
+        assert [result.error for result in results] == [None] * 16
+    assert runner.batch_size == 4 and runner.out_of_memory == 3
+    assert [len(batch) for batch in model.batches] == [16, 8, 4, 4, 8, 4, 4, 4, 4, 4, 4]
+
+
+def test_a_gpu_answers_more_rows_at_a_time() -> None:
+    assert usual_rows(generates=True) == 16 and usual_rows(generates=False) == 256
+    assert usual_rows(generates=True, on_gpu=True) == 256 and usual_rows(generates=False, on_gpu=True) == 4096

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from sklearn import metrics
 
-from raytrain.infer.output.summary import TableFigures, quality_of
+from raytrain.infer.summary import TableFigures, quality_of
 
 PAIRS = [
     ("cat", "cat"), ("cat", "cat"), ("cat", "dog"), ("dog", "dog"), ("dog", "cat"), ("dog", None), ("cow", "cow "),

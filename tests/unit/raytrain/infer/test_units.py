@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from raytrain.infer.units import batches_of, unit_size, units_of
+from raytrain.infer.input import batches_of, unit_size, units_of
 
 
 @pytest.mark.covers("INF-04")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.driver.watch.hang_watch import HangWatch
+from jobs.driver.watch.stuck import HangWatch
 
 
 def late_steps(*seconds: float, hang_s: float | None = 300.0, **progress: Any) -> list[float]:

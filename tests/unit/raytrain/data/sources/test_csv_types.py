@@ -15,10 +15,8 @@ from raytrain.data.rows.contract import Source
 from raytrain.data.sources.describe import describe_shapes, describe_source
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
-from raytrain.infer.input.convert import converted
-from raytrain.infer.input.files import input_files
-from raytrain.infer.input.ids import duplicate_id
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.convert import converted
+from raytrain.infer.input import InputRows, duplicate_id, input_files
 
 
 def opened(*paths: Path, kind: str = "csv", **keys: object) -> Source:
@@ -76,7 +74,7 @@ def test_the_order_of_files_changes_no_type(order: tuple[int, ...], tmp_path: Pa
 def test_a_flag_in_a_later_block_does_not_make_a_number_of_an_earlier_one_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain.infer.input.convert.BLOCK_BYTES", 60)
+    monkeypatch.setattr("raytrain.infer.convert.BLOCK_BYTES", 60)
     path = written(tmp_path, "a.csv", "a,b", *(f"{n},{n % 2}" for n in range(30)), "true,true")
     rows = InputRows.at(converted(input_files(str(path)), str(tmp_path / "out")))
     assert [str(one.type) for one in rows.schema] == ["string", "bool"]
@@ -85,7 +83,7 @@ def test_a_flag_in_a_later_block_does_not_make_a_number_of_an_earlier_one_wrong(
 
 @pytest.mark.parametrize("block", [80, 1 << 20])
 def test_carried_columns_are_the_text_of_the_file(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain.infer.input.convert.BLOCK_BYTES", block)
+    monkeypatch.setattr("raytrain.infer.convert.BLOCK_BYTES", block)
     cells = ["00123", "12345678901234567890", "1.10", "007", "7", "NA", '"a,""b"""', '"two\nlines"', '""', " x "]
     path = written(tmp_path, "a.csv", "id,note,a", *(f"{cell},,{n}" for n, cell in enumerate(cells)))
     rows = InputRows.at(converted(input_files(str(path)), str(tmp_path / "out"), carried=["id", "note"]))

@@ -15,9 +15,8 @@ from jobs.job.spec import load_spec
 from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
-from raytrain.infer.model import InferenceModel
-from raytrain.infer.text.generate import language_sample
-from raytrain.infer.text.prompts import prompt_of
+from raytrain.infer.generate import language_sample
+from raytrain.infer.model import InferenceModel, prompt_of
 from raytrain.models.huggingface.tokenizer import encode_prompts, ended
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")

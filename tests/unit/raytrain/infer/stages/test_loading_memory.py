@@ -23,7 +23,7 @@ from cluster.telemetry.process import process_memory, reset_peak
 from raytrain.config.sections import ModelConfig
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.stages.plan import plan_stages
-from raytrain.infer.stages.sequence import parts_of
+from raytrain.infer.stages.weights import parts_of
 from raytrain.infer.stages.split import StageSplit, load_stage, skeleton_of
 
 path, stage, stages, sizes, small = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *map(json.loads, sys.argv[4:6])

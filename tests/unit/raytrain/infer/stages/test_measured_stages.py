@@ -16,14 +16,13 @@ from torch import nn
 
 from jobs.infer import InferResult, infer
 from raytrain.config.sections import InferConfig, ModelConfig
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.stages import measure
 from raytrain.infer.stages.measure import LEAST_BATCHES, measure_parts
 from raytrain.infer.stages.plan import plan_stages
-from raytrain.infer.stages.sequence import parts_of
 from raytrain.infer.stages.split import StageSplit, skeleton_of
-from raytrain.infer.units import Unit
+from raytrain.infer.stages.weights import parts_of
 from raytrain.infer.worker import Work
 from raytrain.models.gpt import gpt
 from raytrain.models.weights.stored import export_weights
@@ -122,8 +121,8 @@ def test_what_stages_are_balanced_by_is_told_and_none_is_above_its_memory(
 def plan_of(*overrides: str) -> StageSplit:
     """The stages of a job as it would run in this process."""
     from cluster.devices.inventory import local_inventory
+    from jobs.inference.layout import rebalanced
     from jobs.inference.plan import plan_inference
-    from jobs.inference.stages import rebalanced
     from jobs.inference.target import open_target
 
     given = ["model.init_from=model.safetensors", f"infer.batch_size={BATCH}", "infer.input=in.parquet",

@@ -16,13 +16,11 @@ from experts.config import ExpertsConfig
 from experts.models import moe_gpt
 from raytrain.config.sections import ModelConfig
 from raytrain.errors import InputError, OutOfMemory, RunError
+from raytrain.infer.generate import Sampling, generate, greedy_answers
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.stages.pipeline import StagePipeline
 from raytrain.infer.stages.plan import plan_stages
-from raytrain.infer.stages.sequence import parts_of
-from raytrain.infer.stages.split import SplitModule, StageSplit, load_stage, local_pipeline, skeleton_of
-from raytrain.infer.text.generate import Sampling, generate
-from raytrain.infer.text.transformers import greedy_answers
+from raytrain.infer.stages.split import SplitModule, StagePipeline, StageSplit, load_stage, local_pipeline, skeleton_of
+from raytrain.infer.stages.weights import parts_of
 from raytrain.models.gpt import gpt
 from raytrain.models.weights.stored import export_weights
 from raytrain.trainable import Trainable
@@ -161,7 +159,7 @@ def test_batches_in_flight_do_not_mix_and_caches_end(tmp_path: Path, split: Open
 
 
 def test_the_expected_bubble_is_that_of_the_formula() -> None:
-    from raytrain.infer.stages.pipeline import StageTimes
+    from raytrain.infer.stages.split import StageTimes
 
     assert StageTimes([7.0, 7.0], 8.0, passes=16, rounds=2).expected_bubble(8) == pytest.approx(1 / 9)
     assert StageTimes([7.0, 7.0], 8.0, passes=16, rounds=2).bubble == pytest.approx(1 / 8)

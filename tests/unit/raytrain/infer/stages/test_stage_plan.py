@@ -7,8 +7,15 @@ from itertools import combinations, pairwise
 import pytest
 
 from raytrain.errors import InputError
-from raytrain.infer.stages.estimate import DecoderSizes, inference_memory, sizes_of_config
-from raytrain.infer.stages.plan import ModelPart, fewest_stages, mapped_stages, plan_stages
+from raytrain.infer.stages.plan import (
+    DecoderSizes,
+    ModelPart,
+    fewest_stages,
+    inference_memory,
+    mapped_stages,
+    plan_stages,
+    sizes_of_config,
+)
 
 GB = 10**9
 

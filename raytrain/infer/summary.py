@@ -1,5 +1,6 @@
 """What an inference job did, in figures: rows and tokens per second, latencies, workers, and the quality of classes or
-values where the right answers are known."""
+values where the right answers are known.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from raytrain.infer.output.merge import json_value
-from raytrain.infer.stages.pipeline import StageTimes
-from raytrain.infer.stages.split import StageSplit
-from raytrain.infer.units import UnitReport
+from raytrain.infer.input import UnitReport
+from raytrain.infer.output import json_value
+from raytrain.infer.stages.split import StageSplit, StageTimes
 
 SLOWEST = 10
 #: Failed rows that are named, the first ones of the input.

@@ -1,4 +1,7 @@
-"""Decides whether the model of an inference job is divided over stages, and how."""
+"""Decides whether the model of an inference job is divided over stages, and whether its experts are on hosts.
+
+The plan shows both choices; the workers get them with their work.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,36 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 
+from jobs.driver.build import check_joins
 from jobs.inference.target import Target
-from raytrain.config.sections import InferConfig
+from jobs.job.facts import has_experts, uses_hosts
 from raytrain.errors import InputError
+from raytrain.infer.model import InferenceModel
 from raytrain.infer.quantize import KEY as QUANTIZE
 from raytrain.infer.quantize import saved_bytes
-from raytrain.infer.stages.estimate import InferenceMemory, inference_memory, sizes_of_config, sizes_of_keys
 from raytrain.infer.stages.measure import LEAST_BATCHES, PartTimes
 from raytrain.infer.stages.plan import (
     KEY,
     MAP,
     POLICY,
+    InferenceMemory,
     ModelPart,
     StagePlan,
     fewest_stages,
+    inference_memory,
     mapped_stages,
     plan_stages,
+    sizes_of_config,
+    sizes_of_keys,
 )
 from raytrain.infer.stages.split import StageSplit, skeleton_of, stored_weights
 from raytrain.infer.stages.weights import check_weights
 from raytrain.models.huggingface.folder import read_config
+from raytrain.plan.rules.hosts import number_of_hosts
 from raytrain.plan.text import seconds_text, size_text
+
+# ---------------------------------------------------------------- stages
+
 
 #: Tokens of a prompt that the estimate counts, where the model's context is not smaller.
 PROMPT_TOKENS = 512
@@ -94,51 +106,51 @@ def choose_stages(target: Target, *, rows: int) -> StageChoice:
             that cannot be divided, or one that does not fit the devices.
     """
     infer, limit = target.spec.infer, device_limit(target)
-    if infer.quantize is not None:
-        return _one_copy(infer, limit)
-    memory = memory_of(target, rows=rows)
+    if infer.quantize is not None:  # stages have no int8 weights
+        if infer.stage_map or infer.stages not in (1, "auto"):
+            got = f"{infer.quantize} with {MAP if infer.stage_map else f'{KEY} {infer.stages}'}"
+            raise InputError(QUANTIZE, got=got, expected="null, or one stage")
+        return StageChoice(None, None, limit)
+    memory, room, int8 = memory_of(target, rows=rows), None, None
     if infer.stage_map:
         if infer.stages not in ("auto", len(infer.stage_map)):
             got = f"{infer.stages} with a map of {len(infer.stage_map)} stages"
             raise InputError(KEY, got=got, expected=f"auto or {len(infer.stage_map)}")
         if infer.stage_policy != "auto":
             raise InputError(POLICY, got=f"{infer.stage_policy} beside {MAP}", expected="auto, or no map")
-        return _chosen(target, mapped_stages(_parts(target), infer.stage_map), memory, limit)
-    if infer.stage_policy == "sequential" and limit is None and infer.stages != 1:
+        plan = mapped_stages(_parts(target), infer.stage_map)
+    elif infer.stage_policy == "sequential" and limit is None and infer.stages != 1:
         raise InputError(
             POLICY, got="sequential without a known memory of a device", expected="cluster.memory_limit, or balanced"
         )
-    if isinstance(infer.stages, int):
-        if infer.stages == 1:
-            return StageChoice(None, memory, limit)
-        parts = _parts(target)
-        plan = plan_stages(parts, infer.stages, policy=infer.stage_policy, limit=limit)
-        return _chosen(target, plan, memory, limit, room=limit)
-    if memory is None or limit is None or memory.total <= limit:
+    elif isinstance(infer.stages, int) and infer.stages > 1:
+        plan, room = plan_stages(_parts(target), infer.stages, policy=infer.stage_policy, limit=limit), limit
+    elif infer.stages == 1 or memory is None or limit is None or memory.total <= limit:
         return StageChoice(None, memory, limit)
-    return _for_memory(target, memory, limit)
+    else:
+        int8 = memory.total - saved_bytes(skeleton_of(target.model).module)
+        plan, room = _fewest(target, memory, limit, int8)
+    split = None if plan.stages == 1 else StageSplit(plan, _inflight(target, plan.stages))
+    return StageChoice(split, memory, limit, room, int8)
 
 
-def _for_memory(target: Target, memory: InferenceMemory, limit: int) -> StageChoice:
-    """The fewest stages of a model whose whole copy a device has no room for."""
-    int8 = memory.total - saved_bytes(skeleton_of(target.model).module)
+def _fewest(target: Target, memory: InferenceMemory, limit: int, int8: int) -> tuple[StagePlan, int]:
+    """The fewest stages of which each fits with its share of the caches, and the bytes of weights that fit each."""
+    parts, gpus = _parts(target), len(target.machines.gpus)
+
+    def room(stages: int) -> int:
+        caches = memory.cache * _inflight(target, stages) / stages
+        return limit - math.ceil(memory.activations + caches)
+
+    most = min(len(parts), gpus) if gpus else len(parts)
     try:
-        plan = _fewest(target, _parts(target), memory, limit)
+        plan = fewest_stages(parts, room, most=most, policy=target.spec.infer.stage_policy)
     except InputError as error:
         text = f"{QUANTIZE}=int8 needs about {size_text(int8)} on one device"
         raise InputError(
             error.key, got=error.got, expected=error.expected, remedy=f"{error.remedy}; {text} of {size_text(limit)}"
         ) from error
-    chosen = _chosen(target, plan, memory, limit, room=_room(target, memory, limit, plan.stages))
-    return replace(chosen, int8=int8)
-
-
-def _one_copy(infer: InferConfig, limit: int | None) -> StageChoice:
-    """The choice for int8 weights, which stages do not have."""
-    if infer.stage_map or infer.stages not in (1, "auto"):
-        got = f"{infer.quantize} with {MAP if infer.stage_map else f'{KEY} {infer.stages}'}"
-        raise InputError(QUANTIZE, got=got, expected="null, or one stage")
-    return StageChoice(None, None, limit)
+    return plan, room(plan.stages)
 
 
 def device_limit(target: Target) -> int | None:
@@ -174,42 +186,17 @@ def memory_of(target: Target, *, rows: int) -> InferenceMemory | None:
 
 
 def _parts(target: Target) -> list[ModelPart]:
-    from raytrain.infer.stages.sequence import parts_of
+    from raytrain.infer.stages.weights import parts_of
 
     trainable = skeleton_of(target.model)
     check_weights(trainable.module, stored_weights(target.model))
     return parts_of(trainable)
 
 
-def _fewest(target: Target, parts: list[ModelPart], memory: InferenceMemory, limit: int) -> StagePlan:
-    """The fewest stages of which each fits with its share of the caches."""
-    gpus = len(target.machines.gpus)
-    most = min(len(parts), gpus) if gpus else len(parts)
-
-    def room(stages: int) -> int:
-        return _room(target, memory, limit, stages)
-
-    return fewest_stages(parts, room, most=most, policy=target.spec.infer.stage_policy)
-
-
-def _room(target: Target, memory: InferenceMemory, limit: int, stages: int) -> int:
-    """Bytes of weights that each of so many devices has room for, beside its share of the caches."""
-    caches = memory.cache * _inflight(target, stages) / stages
-    return limit - math.ceil(memory.activations + caches)
-
-
 def _inflight(target: Target, stages: int) -> int:
     """Batches in flight: two for each stage, so that one waits while another is computed."""
     wanted = target.spec.infer.inflight
     return wanted if isinstance(wanted, int) else 2 * stages
-
-
-def _chosen(
-    target: Target, plan: StagePlan, memory: InferenceMemory | None, limit: int | None, *, room: int | None = None
-) -> StageChoice:
-    if plan.stages == 1:
-        return StageChoice(None, memory, limit)
-    return StageChoice(StageSplit(plan, _inflight(target, plan.stages)), memory, limit, room)
 
 
 # ---------------------------------------------------------------- balance by measured time
@@ -247,3 +234,103 @@ def rebalanced(target: Target, choice: StageChoice, times: PartTimes) -> StageSp
     found = replace(split, plan=plan, seconds=times.seconds, balance="by measured time")
     each = ", ".join(seconds_text(seconds, digits=3) for seconds in found.stage_seconds)
     return replace(found, balance=f"by measured time: a batch takes {each} (measured in {times.took_s:.1f} s)")
+
+
+# ---------------------------------------------------------------- hosts
+
+
+HOSTS_KEY = "experts.hosts"
+
+
+@dataclass(frozen=True)
+class HostChoice:
+    """Where the experts are.
+
+    Attributes:
+        hosts: of each worker; 0 keeps the experts in the worker.
+        reason: why; "" for a model without experts.
+    """
+
+    hosts: int = 0
+    reason: str = ""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What the plan says about it."""
+        if not self.reason:
+            return []
+        where = f"on {self.hosts} hosts beside each worker" if self.hosts else "in each worker"
+        return [("experts", f"{where} ({self.reason})")]
+
+
+def choose_hosts(target: Target, *, rows: int) -> HostChoice:
+    """Hosts if the command asks for them, or if the run was trained with hosts and a whole copy does not fit a device.
+
+    A worker that holds all experts sends no rows, so it is faster wherever they fit.
+
+    Args:
+        rows: of a batch.
+    Raises:
+        InputError: hosts together with stages or int8 weights, or for a builder that keeps its experts.
+    """
+    spec, wanted = target.spec, target.spec.experts.hosts
+    if not has_experts(spec):
+        return HostChoice()
+    if not target.hosts_given:
+        return _of_training(target, number_of_hosts(wanted), rows=rows)
+    if isinstance(wanted, dict) or wanted == "colocated":
+        raise InputError(
+            HOSTS_KEY, got=str(wanted), expected="the number of hosts of each worker, 0 or auto",
+            remedy="scale.accelerator names the kind of device of workers and hosts",
+        )  # fmt: skip
+    if not isinstance(wanted, int) or wanted == 0:
+        return HostChoice(0, HOSTS_KEY)
+    return _checked(target, HostChoice(wanted, HOSTS_KEY))
+
+
+def _of_training(target: Target, hosts: int, *, rows: int) -> HostChoice:
+    """The choice of a command that does not name the key."""
+    if not hosts or _divided(target) or target.spec.infer.quantize is not None:
+        return HostChoice(0, "every worker holds a copy") if not _divided(target) else HostChoice()
+    memory, limit = memory_of(target, rows=rows), device_limit(target)
+    if memory is None or limit is None or memory.total <= limit:
+        return HostChoice(0, f"a copy fits, which is faster; {HOSTS_KEY}={hosts} uses hosts as in training")
+    reason = f"as in training: a copy needs about {size_text(memory.total)} of {size_text(limit)}"
+    return _checked(target, HostChoice(hosts, reason))
+
+
+def _divided(target: Target) -> bool:
+    infer = target.spec.infer
+    return bool(infer.stage_map) or infer.stages not in (1, "auto")
+
+
+def _checked(target: Target, choice: HostChoice) -> HostChoice:
+    infer, got = target.spec.infer, f"{choice.hosts} with"
+    if _divided(target):
+        named = MAP if infer.stage_map else f"{KEY} {infer.stages}"
+        raise InputError(HOSTS_KEY, got=f"{got} {named}", expected="0 with stages, or one stage")
+    if infer.quantize is not None:
+        raise InputError(HOSTS_KEY, got=f"{got} infer.quantize {infer.quantize}", expected="0, or infer.quantize null")
+    if uses_hosts(target.spec):
+        check_joins(target.spec, target.model.facts)
+    return choice
+
+
+def with_hosts(model: InferenceModel, target: Target, choice: HostChoice, *, threads: int, loopback: bool,
+               folder: str) -> InferenceModel:  # fmt: skip
+    """The model with experts on hosts that its worker starts.
+
+    Args:
+        threads: of each host.
+        loopback: the cluster is this machine alone.
+        folder: of the job.
+    """
+    from experts.hosts.host import ProcessLimits
+    from experts.hosts.replica import HostsOfReplica, ReplicaConnection
+
+    spec = target.spec
+    about = HostsOfReplica(
+        hosts=choice.hosts, threads=threads, gpus=int(target.machines.on_gpu), loopback=loopback,
+        interface=spec.cluster.interface, dtype=model.dtype, retry=spec.retry, folder=folder,
+        limits=ProcessLimits(spec.cluster.memory_fraction, spec.cluster.memory_limit),
+    )  # fmt: skip
+    return replace(model, sections={**model.sections, "experts": spec.experts.connected(ReplicaConnection(about))})

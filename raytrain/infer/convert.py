@@ -1,5 +1,6 @@
 """Input of other formats as Parquet, in a streamed pass, so that any range of rows can be read without the ones before
-it. Torch-free."""
+it. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,7 @@ import numpy as np
 from raytrain.data.sources.idx import IMAGES, read_idx
 from raytrain.data.sources.tables import CSV_KINDS, TEXT, csv_as_text, csv_kinds, typed
 from raytrain.errors import InputError, first_line
-from raytrain.infer.input.files import KEY, InputFiles, fingerprint
-from raytrain.infer.input.rows import fitted, joined
+from raytrain.infer.input import KEY, InputFiles, fingerprint, fitted, joined
 from raytrain.runs.atomic import whole_file
 from raytrain.runs.storage import ANSWERS, join, locate, open_store, unreadable
 

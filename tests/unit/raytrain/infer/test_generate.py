@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
 from experts.models import moe_gpt
-from raytrain.infer.text import generate as generation
-from raytrain.infer.text.generate import Sampling, choose, cut_at_stop, generate
+from raytrain.infer import generate as generation
+from raytrain.infer.generate import Sampling, choose, cut_at_stop, generate
 from raytrain.models import cache
 from raytrain.models.cache import KeyValueCache
 from raytrain.models.gpt import gpt
