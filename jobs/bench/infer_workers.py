@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
 from jobs.bench.infer_generation import VOCABULARY
 from raytrain.config.sections import InferConfig, ModelConfig
-from raytrain.infer.input.rows import InputRows
+from raytrain.infer.input import InputRows, Unit, UnitReport, units_of
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.output.folder import part_name
+from raytrain.infer.output import part_name
 from raytrain.infer.ray_data import run_units
-from raytrain.infer.units import Unit, UnitReport, units_of
 from raytrain.infer.worker import InferenceWorker, Work
 
 if TYPE_CHECKING:
@@ -171,8 +170,8 @@ def measure_stages(options: Any, found: BenchMeasurement, say: Say) -> None:
     from jobs.driver.runtime import connected
     from raytrain.infer.stages.actors import remote_pipeline
     from raytrain.infer.stages.plan import plan_stages
-    from raytrain.infer.stages.sequence import parts_of
     from raytrain.infer.stages.split import SplitModule, StageSplit, skeleton_of
+    from raytrain.infer.stages.weights import parts_of
 
     draw = torch.Generator().manual_seed(options.seed)
     shape = (options.stage_rows, options.stage_tokens)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +18,13 @@ from raytrain.runs.records import (
     StepRecord,
     event,
     plain,
-    read_rows,
+    rows_of,
 )
 from raytrain.runs.storage import ObjectStore
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return rows_of(path.read_bytes(), origin=str(path))
 
 
 def test_doubles_survive_bit_for_bit(tmp_path):
