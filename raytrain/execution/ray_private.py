@@ -35,9 +35,6 @@ name, the run still works, but starts more slowly or is less well protected from
 Without `Config.initialize`, a private cluster cannot start in a process that imported Ray before the command: Ray then
 does not know the cluster's token. The command itself imports Ray after it has set the environment.
 
-`ray._private.node.Node` and its `RayParams` (`jobs/torchrun/ray_node.py`) start the nodes of a run under torchrun,
-which fails without them: `ray start` leaves daemons behind.
-
 `ray.init(_temp_dir=, _node_ip_address=)` (`cluster/private_ray.py`) deliberately has no fallback: without these
 arguments, a private cluster would listen on every interface.
 """

@@ -206,7 +206,7 @@ def test_a_job_brings_its_code_is_followed_through_a_cut_and_is_fetched(
     for unique in ("machine ", "batch ", "done after 6 steps", "report  "):  # before, at and after the cut
         assert len([line for line in lines if line.startswith(unique)]) == 1, (unique, followed.text)
     assert followed.out.strip() == cluster.ask("logs", "whole").out.strip()
-    assert "100 MiB" in followed.err and "raytrain carried along" in followed.err, followed.err
+    assert "100 MiB" in followed.err and "raytrain is carried along" in followed.err, followed.err
     state = cluster.state("whole")
     assert (state["status"], state["exit_code"], state["verb"]) == ("SUCCEEDED", 0, "train"), state
 

@@ -18,13 +18,12 @@ import pytest
 from jobs import submit
 from jobs.driver.screen.output import GuardedFile, OutputLost
 from jobs.driver.signals import Interrupted, SignalQueue
-from jobs.submission import console
-from jobs.submission.console import JobConsole
-from jobs.submission.follow import LogFollower, Pace
+from jobs.submission import follow as following
+from jobs.submission.follow import LogFollower, Pace, follow_job
 from jobs.submission.server import ServerSilent, SubmittedJob
 from raytrain.errors import InputError, RunError
 
-FAST = Pace(status=0.01, drain=0.05, silent=60.0, again=0.01, stalled=60.0, most=0.1)
+FAST = Pace(status=0.01, silent=60.0, again=0.01, stalled=60.0, most=0.1)
 LIMIT_S = 60
 Wait = threading.Event
 
@@ -238,7 +237,7 @@ def act(*steps: Callable[[], Any]) -> list[BaseException]:
 def follow(server: FakeServer, terminal: Terminal | None = None) -> int:
     """As `submit` and `submit logs --follow` do it."""
     with terminal.used() if terminal else contextlib.nullcontext(), SignalQueue() as signals:
-        return JobConsole(server, "mine", signals=signals, pace=FAST).follow()  # pyright: ignore[reportArgumentType]
+        return follow_job(server, "mine", signals=signals, pace=FAST)  # pyright: ignore[reportArgumentType]
 
 
 def test_ctrl_c_asks_and_each_answer_does_what_it_says(terminal: Terminal) -> None:
@@ -302,7 +301,7 @@ def test_a_stop_that_cannot_be_asked_for_is_said_and_the_job_is_followed(termina
 def test_ctrl_c_is_no_question_about_a_job_that_has_ended(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal arrives while the end of the job waits to be read."""
     server, both = FakeServer(["one\n"], states=[job_of("RUNNING"), job_of("SUCCEEDED", 0)]), Wait()
-    monkeypatch.setattr(console, "print_log", lambda text: both.wait(LIMIT_S))
+    monkeypatch.setattr(following, "print_log", lambda text: both.wait(LIMIT_S))
     with terminal.used(), SignalQueue() as signals:
         put = signals.put
 
@@ -313,7 +312,7 @@ def test_ctrl_c_is_no_question_about_a_job_that_has_ended(terminal: Terminal, mo
                 both.set()
 
         signals.put = put_and_interrupt
-        assert JobConsole(server, "mine", signals=signals, pace=FAST).follow() == 0  # pyright: ignore[reportArgumentType]
+        assert follow_job(server, "mine", signals=signals, pace=FAST) == 0  # pyright: ignore[reportArgumentType]
     terminal.wait_for("mine: SUCCEEDED, exit code 0")
     assert both.is_set() and "[c]ontinue" not in terminal.shown
 
@@ -371,6 +370,14 @@ class SubmitServer(FakeServer):
                 assert self.cancelled.wait(LIMIT_S)
                 raise Interrupted("cancelled")
 
+    @contextlib.contextmanager
+    def script(self, *arguments: str) -> Iterator[None]:
+        self.at("probe")
+        yield
+
+    def answer_of(self, job: object) -> dict[str, str | None]:
+        return submit.versions()
+
     def upload(self, env: dict[str, Any]) -> dict[str, Any]:
         self.at("upload")
         return env
@@ -385,7 +392,7 @@ class SubmitServer(FakeServer):
 def submit_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[str], tuple[int, SubmitServer]]:
     """`submit_at(moment)`: submits a check, with Ctrl-C at this moment; returns the exit code and the server."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(console, "Pace", lambda: FAST)
+    monkeypatch.setattr(following, "Pace", lambda: FAST)
     monkeypatch.setattr(submit, "check_versions", lambda *given, **more: [])
 
     def run(moment: str) -> tuple[int, SubmitServer]:
@@ -398,12 +405,7 @@ def submit_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[str],
             server.at("connect")
             return server
 
-        def versions(server: SubmitServer) -> dict[str, str | None]:
-            server.at("probe")
-            return submit.versions_here()
-
         monkeypatch.setattr(submit, "JobServer", connect)
-        monkeypatch.setattr(submit, "versions_of", versions)
         code = submit.submit_verb("check", main.commands["check"], [], address=None, job_id="mine")
         return code, server
 
