@@ -150,7 +150,7 @@ def run_fit(
     from raytrain.errors import RunError, first_line
     from raytrain.execution import driver_channel
     from raytrain.execution.controller import Collectives
-    from raytrain.execution.ray_private import cluster_trainer, local_trainer
+    from raytrain.execution.ray_private import trainer_class
     from raytrain.execution.trainer import worker_resources
 
     on_gpu = bool(inventory.devices())
@@ -160,7 +160,7 @@ def run_fit(
         job, source = worker_job(small_job(workers=workers, threads=1, mode=mode, dtype=dtype), inventory=inventory)
         packed.append((replace(job, import_path=""), source))
     first = packed[0][0]
-    trainer = (local_trainer() if local else cluster_trainer())(
+    trainer = trainer_class(local=local)(
         train_steps,
         train_loop_config={"jobs": [cloudpickle.dumps(one) for one in packed]},  # pyright: ignore[reportPrivateImportUsage]
         scaling_config=ScalingConfig(

@@ -9,7 +9,7 @@ import tarfile
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from jobs.submission.server import JobServer, SubmittedJob
 from raytrain.errors import InputError, RunError
@@ -59,10 +59,11 @@ def fetch(server: JobServer, job: SubmittedJob, target: Path) -> Path:
             return unpack(archive, folder, answer)
 
 
-def unpack(archive: IO[bytes], folder: Path, packed: Mapping[str, Any]) -> Path:
+def unpack(archive: Any, folder: Path, packed: Mapping[str, Any]) -> Path:
     """Unpack an archive to `folder`, which appears only when everything is there.
 
     Args:
+        archive: a file open for reading.
         packed: size and SHA-256 of the archive on the cluster (`on_cluster.pack`).
 
     Raises:

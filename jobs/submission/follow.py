@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
 import sys
 import termios
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from jobs.driver.signals import SignalQueue
 from jobs.submission.server import JobServer, ServerSilent, SubmittedJob
@@ -19,51 +17,34 @@ from raytrain.errors import RunError, first_line
 from raytrain.runs.commands import shell_command
 
 INTERRUPTED = 130
+EVERY_S, SILENT_S = 1.0, 300.0
+ASKED_LESS = 20
+"""A log that takes a second to arrive is asked for again after so many."""
 QUESTION = "[d]etach and let it run (or Ctrl-C again), [s]top it, or [c]ontinue following [d]: "
 ANSWERS = {"": "detach", "d": "detach", "s": "stop", "c": "continue"}
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long the follower waits, in seconds.
-
-    Attributes:
-        status: without new text, until the status of the job is asked.
-        silent: for a server that does not answer, as while a tunnel is opened again.
-        again: until a stream that ended is opened again, at first; doubled for each that brought nothing new.
-        most: limit of what is doubled.
-        stalled: without new text, until the log is read beside the stream; doubled each time that it holds no more.
-    """
-
-    status: float = 1.0
-    silent: float = 300.0
-    again: float = 1.0
-    most: float = 15.0
-    stalled: float = 30.0
 
 
 class LogFollower:
     """Passes the log of a job on as it grows, and the job once it has ended. It works in a daemon thread.
 
-    Ray's stream of a log may end while the job runs (ray #57002, #60665), or stay silent after its connection was
-    lost. What becomes of a stream therefore says nothing: the job's status is asked, and the stream is opened again.
+    The whole log is asked for again and again: Ray's stream of a log may end while the job runs (ray #57002, #60665),
+    or stay silent after its connection was lost.
 
     Args:
         put: takes, in order, each piece of the log as a string, and at the end the ended job or the exception that
             ended the following: `RunError` if the server was silent for too long (the job may still run), `InputError`
             if it does not know the job any more.
-
-    Attributes:
-        printed: characters of the log so far. Each stream begins at the start of the log.
-        streams: how many streams were opened.
+        every_s: seconds between two questions; more for a log that takes long.
+        silent_s: seconds for which the server may not answer, as while a tunnel is opened again.
     """
 
     def __init__(
-        self, server: JobServer, job_id: str, *, put: Callable[[object], None], pace: Pace | None = None
+        self, server: JobServer, job_id: str, *, put: Callable[[object], None], every_s: float, silent_s: float
     ) -> None:
-        self._server, self._id, self._put, self._pace = server, job_id, put, pace or Pace()
-        self.printed = self.streams = 0
-        self._closed = False
+        self._server, self._id, self._put = server, job_id, put
+        self._every_s, self._silent_s = every_s, silent_s
+        self._printed = 0
+        self._closed = threading.Event()
 
     def start(self) -> None:
         """Start to follow, and return."""
@@ -71,90 +52,47 @@ class LogFollower:
 
     def close(self) -> None:
         """Pass nothing on from here on."""
-        self._closed = True
+        self._closed.set()
 
     def _run(self) -> None:
         try:
-            item: object = asyncio.run(self._follow())
+            item: object = self._follow()
         except BaseException as error:  # raised in the main thread
             item = error
-        if not self._closed:
+        if not self._closed.is_set():
             self._put(item)
 
-    async def _follow(self) -> SubmittedJob:
-        pause = self._pace.again
-        while not self._closed:
-            before = self.printed
-            self.streams += 1
-            async with contextlib.aclosing(self._server.client.tail_job_logs(self._id)) as stream:
-                job = await self._ended_in(stream)
-            if job is not None:
-                self._read_whole()
-                return job
-            pause = self._pace.again if self.printed > before else min(2 * pause, self._pace.most)
-            await asyncio.sleep(pause)
-        raise RunError("no longer followed")
-
-    async def _ended_in(self, stream: AsyncIterator[str]) -> SubmittedJob | None:
-        """The job once it has ended; None if the stream ends before, or stalls."""
-        position, stalled_s, since = 0, self._pace.stalled, time.monotonic()
-        following: asyncio.Task[str | None] | None = None
-        try:
-            while not self._closed:
-                following = following or asyncio.create_task(_next_of(stream))
-                await asyncio.wait({following}, timeout=self._pace.status)
-                cut = following.done() and (following.exception() is not None or following.result() is None)
-                if following.done() and not cut:
-                    text, following = str(following.result()), None
-                    self._deliver(position, text)
-                    position, stalled_s, since = position + len(text), self._pace.stalled, time.monotonic()
-                    continue
-                job = self._job()
-                if job.ended:
-                    return job
-                if cut:
-                    return None
-                if time.monotonic() - since >= stalled_s:
-                    if self._read_whole():
-                        return None
-                    stalled_s, since = 2 * stalled_s, time.monotonic()
-        finally:
-            if following is not None and following.cancel():
-                await asyncio.wait({following})
-        return None
-
-    def _read_whole(self) -> bool:
-        """Pass on what the log holds beyond what the streams brought; returns whether there was any."""
-        before = self.printed
-        with contextlib.suppress(ServerSilent, RunError, RuntimeError):  # RuntimeError: an answer other than the log
-            self._deliver(0, self._server.logs(self._id))
-        return self.printed > before
-
-    def _deliver(self, start: int, text: str) -> None:
-        """Pass text on that begins at character `start` of the log, without what was passed on before."""
-        if start + len(text) > self.printed and not self._closed:
-            self._put(text[max(0, self.printed - start) :])
-            self.printed = start + len(text)
-
-    def _job(self) -> SubmittedJob:
-        since = time.monotonic()
+    def _follow(self) -> SubmittedJob:
+        answered = time.monotonic()
         while True:
+            asked, job = time.monotonic(), None
             try:
-                return self._server.job(self._id)
-            except (ServerSilent, RunError) as error:  # RunError: it answers, but cannot say
-                if time.monotonic() - since >= self._pace.silent or self._closed:
+                job = self._server.job(self._id)  # before the log, which then holds all that an ended job has printed
+                self._pass_on(self._server.logs(self._id))
+                answered = time.monotonic()
+            except (ServerSilent, RunError, RuntimeError) as error:  # the last two: it answers, but cannot say
+                if job is not None and job.ended and not isinstance(error, ServerSilent):
+                    return job  # one that never began has no log
+                if time.monotonic() - answered >= self._silent_s:
                     raise RunError(
-                        f"{self._server.address} has not answered for {self._pace.silent:.0f} s, and {self._id} may "
+                        f"{self._server.address} has not answered for {self._silent_s:.0f} s, and {self._id} may "
                         f"still run. Follow it again with: {shell_command('submit', 'logs', self._id, '--follow')}"
                     ) from error
-            time.sleep(self._pace.again)
+            else:
+                if job.ended:
+                    return job
+            if self._closed.wait(max(self._every_s, ASKED_LESS * (time.monotonic() - asked))):
+                raise RunError("no longer followed")
+
+    def _pass_on(self, log: str) -> None:
+        if len(log) > self._printed and not self._closed.is_set():
+            self._put(log[self._printed :])
+            self._printed = len(log)
 
 
-async def _next_of(stream: AsyncIterator[str]) -> str | None:
-    return await anext(stream, None)
-
-
-def follow_job(server: JobServer, job_id: str, *, signals: SignalQueue, pace: Pace | None = None) -> int:
+def follow_job(
+    server: JobServer, job_id: str, *, signals: SignalQueue, every_s: float = EVERY_S, silent_s: float = SILENT_S
+) -> int:
     """Print the log of a job to its end, and return the exit code of the job, or 130 when detached.
 
     Ctrl-C asks whether to detach, to stop the job or to continue; without a terminal, at a second Ctrl-C and at SIGTERM
@@ -162,11 +100,12 @@ def follow_job(server: JobServer, job_id: str, *, signals: SignalQueue, pace: Pa
 
     Args:
         signals: of this command, in its main thread; they are taken here only.
+        every_s, silent_s: as for `LogFollower`.
 
     Raises:
         RunError: the server was silent for too long; the job may still run.
     """
-    follower = LogFollower(server, job_id, put=signals.put, pace=pace)
+    follower = LogFollower(server, job_id, put=signals.put, every_s=every_s, silent_s=silent_s)
     follower.start()
     ended: list[SubmittedJob] = []
 

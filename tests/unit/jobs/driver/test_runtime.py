@@ -114,7 +114,7 @@ NOTHING_PRIVATE = {
     "free_agent_port": contextlib.nullcontext,
     "no_pages_of_daemons": contextlib.nullcontext,
     "only_needed_daemons": lambda *, logs: contextlib.nullcontext(),
-    "prompt_look_up": lambda *, meanwhile, daemons: contextlib.nullcontext(),
+    "first_look": lambda *, meanwhile, daemons: contextlib.nullcontext(),
 }
 
 
