@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,34 +109,23 @@ def check_launched(spec: JobSpec, *, processes: int) -> None:
 # -- a process of torchrun -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Launch:
     """The first process of a node among those that torchrun started.
 
     Attributes:
         node, nodes: number of this node, and how many there are.
         processes, here: of all nodes, and of this one.
-        master: host and port of torchrun's store.
-        name: unique to this start of the processes.
     """
 
-    node: int
-    nodes: int
-    processes: int
-    here: int
-    master: tuple[str, int]
-    name: str
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Launch:
-        """By the variables that torchrun sets."""
+    def __init__(self, environ: Mapping[str, str]) -> None:
         names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        *numbers, port = (int(environ[name]) for name in names)
-        name = f"raytrain/{environ['TORCHELASTIC_RUN_ID']}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        return cls(*numbers, master=(environ["MASTER_ADDR"], port), name=name)
+        self.node, self.nodes, self.processes, self.here, port = (int(environ[name]) for name in names)
+        self.master = (environ["MASTER_ADDR"], port)
+        # the keys of an earlier start of the processes must not count
+        self.keys = f"raytrain/{environ['TORCHELASTIC_RUN_ID']}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def store(self) -> Any:
-        """A client of torchrun's store, for the keys of this start. Errors: RunError if it does not answer."""
+        """A client of torchrun's store. Errors: RunError if it does not answer."""
         import torch.distributed as dist
 
         limit = timedelta(seconds=JOIN_LIMIT_S)
@@ -145,7 +133,7 @@ class Launch:
             store = dist.TCPStore(*self.master, is_master=False, timeout=limit, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         except RuntimeError as error:
             raise RunError(f"torchrun's store at {':'.join(map(str, self.master))}: {first_line(error)}") from error
-        return dist.PrefixStore(self.name, store)  # pyright: ignore[reportPrivateImportUsage]
+        return dist.PrefixStore(self.keys, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Leader:
@@ -163,11 +151,9 @@ class Leader:
     def overrides(
         self, path: Path | None, overrides: Sequence[str], mapping: Mapping[str, Any] | None, *, resumes: bool
     ) -> list[str]:
-        """The keys with which the command trains on the processes of torchrun: a worker for each, unless the job says
-        how many.
+        """The arguments of `load_spec` with a worker for each process of torchrun, unless the job says how many.
 
         Args:
-            path, overrides, mapping: as for `load_spec`.
             resumes: the job is that of a run, which may have had another number of workers.
 
         Raises:
@@ -175,7 +161,9 @@ class Leader:
         """
         each = f"scale.workers={self.launch.processes}"
         if resumes:
-            return [*overrides, *([] if any(text.startswith("scale.workers=") for text in overrides) else [each])]
+            return (
+                list(overrides) if any(text.startswith("scale.workers=") for text in overrides) else [*overrides, each]
+            )
         from jobs.job.spec import load_spec
 
         spec = load_spec(path, overrides, mapping=mapping).spec
@@ -260,11 +248,8 @@ def follow(launch: Launch) -> int:
 def ray_node(launch: Launch, *arguments: str) -> Iterator[None]:
     """Start a node of Ray by `ray start`, and end its processes at the end.
 
-    They have a process group of their own, so that a signal to that of this process does not end them before the
-    workers could save.
-
-    Args:
-        arguments: of `ray start`, those by which the head differs from the other nodes.
+    They have a process group of their own: a signal to that of this process does not end them before the workers could
+    save. `arguments` are those by which the head differs from the other nodes.
 
     Raises:
         InputError: there is no token by which the nodes of a cluster know each other.
@@ -330,7 +315,7 @@ def carried_out(command: Callable[[], Any], *, request_stop: Callable[[], bool])
     if environ["LOCAL_RANK"] != "0":
         sys.exit(0)
     try:
-        launch = Launch.of(environ)
+        launch = Launch(environ)
         if launch.node:
             sys.exit(follow(launch))
         _leaders.append(Leader(launch, request_stop))

@@ -63,25 +63,26 @@ class LogFollower:
             self._put(item)
 
     def _follow(self) -> SubmittedJob:
-        answered = time.monotonic()
+        answered, job = time.monotonic(), None
         while True:
-            asked, job = time.monotonic(), None
+            asked, pause = time.monotonic(), self._every_s
             try:
                 job = self._server.job(self._id)  # before the log, which then holds all that an ended job has printed
                 self._pass_on(self._server.logs(self._id))
+                if job.ended:
+                    return job
                 answered = time.monotonic()
+                pause = max(pause, ASKED_LESS * (answered - asked))
             except (ServerSilent, RunError, RuntimeError) as error:  # the last two: it answers, but cannot say
-                if job is not None and job.ended and not isinstance(error, ServerSilent):
+                late = time.monotonic() - answered >= self._silent_s
+                if job is not None and job.ended and (late or not isinstance(error, ServerSilent)):
                     return job  # one that never began has no log
-                if time.monotonic() - answered >= self._silent_s:
+                if late:
                     raise RunError(
                         f"{self._server.address} has not answered for {self._silent_s:.0f} s, and {self._id} may "
                         f"still run. Follow it again with: {shell_command('submit', 'logs', self._id, '--follow')}"
                     ) from error
-            else:
-                if job.ended:
-                    return job
-            if self._closed.wait(max(self._every_s, ASKED_LESS * (time.monotonic() - asked))):
+            if self._closed.wait(pause):
                 raise RunError("no longer followed")
 
     def _pass_on(self, log: str) -> None:

@@ -142,6 +142,7 @@ class JobServer:
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Errors of the connection as ours; a RuntimeError stands for an answer of the server, and passes."""
+        import requests
         from ray.exceptions import AuthenticationError
 
         try:
@@ -153,7 +154,7 @@ class JobServer:
                 expected=f"that of {self.address} in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (on its head node, "
                 "`ray get-auth-token` prints it)",
             ) from error
-        except (OSError, ValueError) as error:  # those of `requests` are both
+        except (ConnectionError, requests.RequestException) as error:
             raise ServerSilent(self.address, _root_of(error)) from error
 
     # -- jobs -------------------------------------------------------------------------------------

@@ -80,11 +80,11 @@ def test_the_options_of_torchrun_are_named_where_they_do_not_belong(capsys: pyte
 
 
 def test_a_process_knows_its_place() -> None:
-    launch = Launch.of(SET)
+    launch = Launch(SET)
     assert (launch.node, launch.nodes, launch.processes, launch.here) == (1, 4, 16, 4)
     assert launch.master == ("10.0.0.4", 29500)
-    again = Launch.of({**SET, "TORCHELASTIC_RESTART_COUNT": "3"})
-    assert again.name != launch.name, "keys of an earlier start must not count"
+    again = Launch({**SET, "TORCHELASTIC_RESTART_COUNT": "3"})
+    assert again.keys != launch.keys, "keys of an earlier start must not count"
 
 
 def test_without_the_store_of_torchrun_a_process_ends_with_one_message(
@@ -113,7 +113,7 @@ def test_workers_are_those_of_torchrun_unless_the_job_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     leader = Leader.__new__(Leader)
-    leader.launch = Launch.of(SET)
+    leader.launch = Launch(SET)
     assert leader.overrides(None, ["seed=1"], None, resumes=False) == ["seed=1", "scale.workers=16"]
     elastic = ["scale.workers=[2, 16]"]
     assert leader.overrides(None, elastic, None, resumes=False) == elastic
@@ -133,7 +133,7 @@ def test_nodes_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    launch = Launch.of(SET)
+    launch = Launch(SET)
     with pytest.raises(InputError, match=r"RAY_AUTH_TOKEN_PATH: got \S+/\.ray/auth_token, which is no file"):
         ray_node(launch, "--head").__enter__()
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
