@@ -14,7 +14,7 @@ from jobs.completion import complete_bench, complete_job, complete_key, complete
 from jobs.driver.screen import output
 from jobs.job.arguments import split_arguments
 from jobs.submission.request import VERBS
-from jobs.torchrun.recipe import torchrun_options
+from jobs.torchrun import torchrun_options
 from raytrain.errors import InputError, RaytrainError
 
 INTERRUPTED = 130
@@ -39,8 +39,8 @@ class _Verbs(click.Group):
 
     def _carried_out(self, *args: Any, **extra: Any) -> Any:
         from jobs.driver.signals import request_stop
-        from jobs.submission.stop_request import watch_stop_request
-        from jobs.torchrun.launch import carried_out
+        from jobs.submission.stop import watch_stop_request
+        from jobs.torchrun import carried_out
 
         watch_stop_request()
         command = partial(self._main, *args, **{**extra, "standalone_mode": False})
@@ -75,7 +75,7 @@ class _Verbs(click.Group):
             sys.exit(INTERRUPTED)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        from jobs.torchrun.launch import leader
+        from jobs.torchrun import leader
 
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
@@ -89,7 +89,10 @@ class _Verbs(click.Group):
                 remedy=job or suggestion(name, verbs),
             )  # fmt: skip
         if name not in ("", "train") and (first := leader()) is not None:
-            raise first.refuse(name)
+            raise InputError(
+                "torchrun", got=f"-m jobs {name} in {first.launch.processes} processes", expected="-m jobs train",
+                remedy=f"run `raytrain {name}` once, without torchrun: it starts the processes that it needs",
+            )  # fmt: skip
         return super().resolve_command(ctx, args)
 
 
@@ -154,7 +157,7 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, deb
     """Train a model from JOB.yaml or a recipe (default: the recipe `default`)."""
     from rich.console import Console
 
-    from jobs.torchrun.launch import close
+    from jobs.torchrun import close
     from jobs.train import run_train
 
     path, overrides = split_arguments(arguments)
@@ -487,12 +490,12 @@ def stop(job_id: str, address: str | None) -> None:
     sys.exit(stop_verb(job_id, address=address))
 
 
-@submit.command(short_help="Copy the job's run folder here, and verify each file.")
+@submit.command(short_help="Copy the job's run folder here, and verify the copy.")
 @click.argument("job_id", metavar="ID")
 @_address
 @click.option("--to", "target", metavar="DIR", help="where to put the run folder (default: runs)")
 def fetch(job_id: str, address: str | None, target: str | None) -> None:
-    """Copy the job's run folder from a disk of the cluster, and verify each file."""
+    """Copy the job's run folder from a disk of the cluster, and verify the copy."""
     from jobs.submit import fetch_verb
 
     sys.exit(fetch_verb(job_id, address=address, target=target))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,8 @@ from jobs.driver.plan import plan_job
 from jobs.driver.screen.plan_table import print_plan
 from jobs.driver.screen.plan_yaml import job_text
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
-from jobs.torchrun.recipe import recipe_of
+from jobs.torchrun import print_commands
+from raytrain.errors import InputError
 from raytrain.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -88,19 +88,20 @@ def plan_verb(
         full: also list the keys left at their defaults.
         as_text: "yaml" prints a job file in which each `auto` is replaced by what was decided, "torchrun" the commands
             that train the job on several machines.
-        torchrun: the options of `TorchrunRecipe` that were given, by name.
+        torchrun: the options of `torchrun_options`, by name.
 
     Raises:
         InputError: the job or its files are wrong, or the machines do not fit the job.
     """
     loaded = load_spec(path, overrides)
     refuse_later(loaded.spec, "plan")
-    recipe = recipe_of(torchrun, wanted=as_text == "torchrun")
-    if recipe is not None:
-        recipe.check(loaded.spec)
-        print("\n".join(recipe.commands([*([] if path is None else [str(path)]), *overrides])))
-        print(*(f"# {line}" for line in recipe.notes()), sep="\n", end="\n" * (recipe.nnodes > 1), file=sys.stderr)
+    if as_text == "torchrun":
+        print_commands(torchrun, [*([] if path is None else [str(path)]), *overrides], loaded.spec)
         return 0
+    for name, value in torchrun.items():
+        if value is not None:
+            expected = "--print torchrun with it, which prints a command for each node"
+            raise InputError(f"--{name}", got=str(value), expected=expected)
     planned = _planned(loaded, inventory_file=inventory_file, build=build)
     if as_text == "yaml":
         print(job_text(planned), end="")

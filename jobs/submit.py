@@ -11,19 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from cluster.private_ray import private_folder
 from jobs.driver.signals import Interrupted, SignalQueue
 from jobs.job.paths import path_from_here
-from jobs.submission.console import INTERRUPTED, JobConsole, follow_again, print_log, say
-from jobs.submission.environment import check_versions, runtime_environment, versions_here, versions_of
+from jobs.submission.environment import check_versions, runtime_environment
 from jobs.submission.fetch import fetch
-from jobs.submission.listing import listing_console, print_job, print_jobs, row_of
+from jobs.submission.follow import INTERRUPTED, follow_again, follow_job, print_log, say
+from jobs.submission.on_cluster import versions
 from jobs.submission.package import pack
 from jobs.submission.request import JobRequest, check_id, request_of
-from jobs.submission.server import RECORD, JobServer
+from jobs.submission.server import RECORD, JobServer, SubmittedJob
 from jobs.submission.stop import stop_job
 from raytrain.runs.commands import shell_command
+
+PIPE_WIDTH = 200
+"""Columns where the output is no terminal: a line for each job."""
+COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "STOPPED": "yellow"}
 
 
 def submit_verb(
@@ -38,7 +45,7 @@ def submit_verb(
 ) -> int:
     """Submit a verb, follow it, and return its exit code.
 
-    Ctrl-C before the job is submitted cancels; afterwards see `JobConsole`.
+    Ctrl-C before the job is submitted cancels; afterwards see `follow_job`.
 
     Args:
         command: the verb itself, which parses its arguments.
@@ -52,7 +59,8 @@ def submit_verb(
     """
     check_id(job_id)
     request = request_of(verb, command, arguments)
-    job_id = job_id or _new_id(verb, request.record["name"])
+    began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    job_id = job_id or f"{request.record['name'] or verb}-{began}-{secrets.token_hex(2)}"
     with SignalQueue() as signals:
         try:
             server, env = signals.run(lambda: _uploaded(request, address, install=install, cancelled=signals.cancelled))
@@ -66,7 +74,7 @@ def submit_verb(
         if detach:
             say(follow_again(server, job.id))
             return 0
-        return JobConsole(server, job.id, signals=signals).follow()
+        return follow_job(server, job.id, signals=signals)
 
 
 def _uploaded(
@@ -82,15 +90,12 @@ def _uploaded(
         server = JobServer(address, cancelled=cancelled)
         package = pack(folder, Path(temporary) / "working_dir.zip")
         request.check_package(package, folder)
-        here, there = versions_here(), versions_of(server)
-        check_versions(here, there, install=install)
+        with server.script("versions") as asking:
+            there = server.answer_of(asking)
+        check_versions(versions(), there, install=install)
         say(package.text)
-        env = runtime_environment(here, there, working_dir=package.path, install=install)
-        carried = (
-            "carried along: a job there finds another version, or none" if "py_modules" in env else "the same as here"
-        )
-        say(f"cluster: python {there['python']}, torch {there['torch']}, ray {there['ray']}, raytrain {carried}")
-        return server, server.upload(env)
+        say(f"cluster: python {there['python']}, torch {there['torch']}, ray {there['ray']}; raytrain is carried along")
+        return server, server.upload(runtime_environment(working_dir=package.path, install=install))
 
 
 def status_verb(job_id: str | None, *, address: str | None, as_json: bool) -> int:
@@ -98,37 +103,97 @@ def status_verb(job_id: str | None, *, address: str | None, as_json: bool) -> in
     server = JobServer(address)
     jobs = server.jobs() if job_id is None else [server.job(job_id)]
     rows = [row_of(job, now=time.time()) for job in jobs]
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
     if as_json:
         print(json.dumps(rows if job_id is None else rows[0], indent=2))
     elif job_id is not None:
-        print_job(rows[0], listing_console())
+        print_job(rows[0], console)
     elif rows:
-        print_jobs(rows, listing_console())
+        print_jobs(rows, console)
     else:
         say(f"no jobs were submitted to {server.address}")
     return 0
 
 
+def row_of(job: SubmittedJob, *, now: float) -> dict[str, Any]:
+    """A job as `submit status --json` prints it.
+
+    Args:
+        now: unix seconds; a job that runs has taken its time until then.
+    """
+    return {
+        "id": job.id,
+        "verb": job.record.get("verb") or "",
+        "status": job.outcome,
+        "exit_code": job.verdict,
+        "started": job.start_time,
+        "seconds": None if job.start_time is None else max(0.0, (job.end_time or now) - job.start_time),
+        "save_dir": job.record.get("save_dir"),
+        "entrypoint": job.entrypoint,
+        "message": job.message,
+    }
+
+
+def print_jobs(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print a line for each job; only an ID that is too long for the terminal takes more."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("ID", overflow="fold")
+    for name in ("verb", "status", "exit", "started", "took"):
+        table.add_column(name, no_wrap=True, justify="right" if name in ("exit", "took") else "left")
+    for row in rows:
+        table.add_row(row["id"], row["verb"] or "-", *_cells(row, started="%m-%d %H:%M"))
+    console.print(table)
+
+
+def print_job(row: dict[str, Any], console: Console) -> None:
+    """Print all that is known of one job, a line for each fact."""
+    status, code, started, took = _cells(row, started="%Y-%m-%d %H:%M:%S")
+    facts = {
+        "ID": row["id"], "verb": row["verb"], "status": status, "exit": code, "started": started, "took": took,
+        "save.dir": row["save_dir"], "command": row["entrypoint"], "message": row["message"],
+    }  # fmt: skip
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value:
+            table.add_row(name, value if isinstance(value, Text) else Text(value.strip()))
+    console.print(table)
+
+
+def _cells(row: dict[str, Any], *, started: str) -> tuple[Text, str, str, str]:
+    """Status, exit code, start and duration of a job, such as 7s, 3m 12s or 5h 3m."""
+    took = ""
+    if row["seconds"] is not None:
+        minutes, rest = divmod(round(row["seconds"]), 60)
+        hours, minutes = divmod(minutes, 60)
+        took = f"{hours}h {minutes}m" if hours else f"{minutes}m {rest}s" if minutes else f"{rest}s"
+    return (
+        Text(row["status"], style=COLOURS.get(row["status"], "")),
+        "" if row["exit_code"] is None else str(row["exit_code"]),
+        "" if row["started"] is None else time.strftime(started, time.localtime(row["started"])),
+        took,
+    )
+
+
 def logs_verb(job_id: str, *, address: str | None, following: bool) -> int:
     """Print the log of a job; following it, the exit code is the job's."""
-    if not following:
+
+    def known() -> JobServer:
         server = JobServer(address)
         server.job(job_id)
-        print_log(server.logs(job_id))
-        return 0
+        return server
+
     with SignalQueue() as signals:
         try:
-            server = signals.run(lambda: _server_of(job_id, address))
+            server = signals.run(known)
+            if not following:
+                print_log(signals.run(lambda: server.logs(job_id)))
+                return 0
         except Interrupted:
             return INTERRUPTED
-        return JobConsole(server, job_id, signals=signals).follow()
-
-
-def _server_of(job_id: str, address: str | None) -> JobServer:
-    """The server that knows this job. Errors: InputError."""
-    server = JobServer(address)
-    server.job(job_id)
-    return server
+        return follow_job(server, job_id, signals=signals)
 
 
 def stop_verb(job_id: str, *, address: str | None) -> int:
@@ -163,7 +228,3 @@ def fetch_verb(job_id: str, *, address: str | None, target: str | None) -> int:
             return INTERRUPTED
     print(path_from_here(str(folder)))
     return 0
-
-
-def _new_id(verb: str, name: str | None) -> str:
-    return f"{name or verb}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"

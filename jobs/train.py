@@ -6,9 +6,8 @@ report.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import path_from_here, resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from jobs.torchrun.launch import leader
+from jobs.torchrun import leader
 from raytrain.errors import ClusterLost, InputError, RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.faults import CLUSTER_LOST
@@ -187,34 +186,29 @@ def train_loaded(
     if debug:
         opened, result = debugged(planner, spec, data=checked.handed, signals=signals, console=console)
         return close_run(opened.run, result, console=console, phases=phases)
-    with _cluster_of(spec, console=console, phases=phases) as address:
-        attempts = RunAttempts(
-            spec,
-            address=address,
-            planner=planner,
-            data=checked.handed,
-            signals=signals,
-            console=console,
-            verbose=verbose,
-        )
-        _run(attempts)
+    attempts = RunAttempts(
+        spec,
+        address=_address_of(spec, console=console, phases=phases),
+        planner=planner,
+        data=checked.handed,
+        signals=signals,
+        console=console,
+        verbose=verbose,
+    )
+    _run(attempts)
     if attempts.opened is None:
         raise Interrupted("before the run folder was made")
     return attempts.closed or close_run(attempts.opened.run, attempts.result, console=console, phases=phases)
 
 
-@contextlib.contextmanager
-def _cluster_of(spec: JobSpec, *, console: Console, phases: Phases) -> Iterator[str]:
+def _address_of(spec: JobSpec, *, console: Console, phases: Phases) -> str:
     """The address of the cluster to train in, as `cluster_address`; under torchrun, the one that its nodes form."""
     first = leader()
     if first is None or first.launch.nodes == 1:
-        yield cluster_address(spec.cluster.address)
-        return
-    with contextlib.ExitStack() as stack:
-        with Activity(console, phases=phases) as activity:
-            activity.begin(f"starting Ray on the {first.launch.nodes} nodes of torchrun")
-            address = stack.enter_context(first.cluster())
-        yield address
+        return cluster_address(spec.cluster.address)
+    with Activity(console, phases=phases) as activity:
+        activity.begin(f"starting Ray on the {first.launch.nodes} nodes of torchrun")
+        return first.start_cluster()
 
 
 def _run(attempts: RunAttempts) -> None:

@@ -180,11 +180,11 @@ def run_fit(
     from raytrain.errors import RunError, first_line
     from raytrain.execution import driver_channel
     from raytrain.execution.controller import Collectives
-    from raytrain.execution.ray_private import cluster_trainer, local_trainer
+    from raytrain.execution.ray_private import trainer_class
     from raytrain.execution.trainer import worker_resources
 
     first = packed[0][0]
-    trainer = (local_trainer() if local else cluster_trainer())(
+    trainer = trainer_class(local=local)(
         train_steps,
         train_loop_config={
             "jobs": [cloudpickle.dumps(one) for one in packed],  # pyright: ignore[reportPrivateImportUsage]

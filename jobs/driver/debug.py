@@ -16,7 +16,7 @@ from jobs.driver.screen.phases import TRAINING
 from jobs.driver.screen.progress import figures
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import JobSpec
-from jobs.torchrun.launch import leader
+from jobs.torchrun import leader
 from raytrain.config.user_code import users_place
 from raytrain.errors import InputError, RaytrainError, first_line
 from raytrain.execution.driver_channel import AttemptResult, OwnProcess

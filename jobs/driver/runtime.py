@@ -286,10 +286,10 @@ def _init(address: str, options: dict[str, Any]) -> None:
     import ray
 
     from raytrain.execution.ray_private import (
+        first_look,
         free_agent_port,
         only_needed_daemons,
         own_process_groups,
-        prompt_look_up,
         reread_environment,
     )
 
@@ -300,7 +300,7 @@ def _init(address: str, options: dict[str, Any]) -> None:
         own_process_groups() as daemons,
         free_agent_port(),
         only_needed_daemons(logs=options["log_to_driver"]),
-        prompt_look_up(meanwhile=_import_train, daemons=daemons),
+        first_look(meanwhile=_import_train, daemons=daemons),
     ):
         ray.init(address=address, ignore_reinit_error=True, **options)
 

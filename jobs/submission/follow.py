@@ -1,205 +1,193 @@
-"""Follows a job: passes its log on as it grows, and the job once the server says that it has ended.
-
-Ray's stream of a log may end while the job runs (ray #57002, #60665), or stay silent after its connection was lost.
-What becomes of a stream therefore says nothing: the job's status is asked, and the stream is opened again.
-"""
+"""Follows a job at the terminal of a command: prints its log to the end, and acts at Ctrl-C."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import signal
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from jobs.driver.signals import SignalQueue
 from jobs.submission.server import JobServer, ServerSilent, SubmittedJob
-from raytrain.errors import RunError
+from jobs.submission.stop import request_stop
+from raytrain.errors import RunError, first_line
 from raytrain.runs.commands import shell_command
 
-
-@dataclass(frozen=True)
-class Pace:
-    """How long the follower waits, in seconds.
-
-    Attributes:
-        status: between two questions for the status of the job.
-        drain: for the end of the stream, after the end of the job.
-        silent: for a server that does not answer, as while a tunnel is opened again.
-        again: until a stream that ended is opened again, at first; doubled for each that brought nothing new.
-        stalled: without new text, until the log is read beside the stream; doubled each time that it holds no more.
-        most: limit of what is doubled.
-    """
-
-    status: float = 1.0
-    drain: float = 15.0
-    silent: float = 300.0
-    again: float = 1.0
-    stalled: float = 30.0
-    most: float = 300.0
+INTERRUPTED = 130
+EVERY_S, SILENT_S = 1.0, 300.0
+ASKED_LESS = 20
+"""A log that takes a second to arrive is asked for again after so many."""
+QUESTION = "[d]etach and let it run (or Ctrl-C again), [s]top it, or [c]ontinue following [d]: "
+ANSWERS = {"": "detach", "d": "detach", "s": "stop", "c": "continue"}
 
 
 class LogFollower:
-    """Follows the log of one job in daemon threads: what it waits for does not keep the main thread from acting.
+    """Passes the log of a job on as it grows, and the job once it has ended. It works in a daemon thread.
+
+    The whole log is asked for again and again: Ray's stream of a log may end while the job runs (ray #57002, #60665),
+    or stay silent after its connection was lost.
 
     Args:
         put: takes, in order, each piece of the log as a string, and at the end the ended job or the exception that
             ended the following: `RunError` if the server was silent for too long (the job may still run), `InputError`
             if it does not know the job any more.
-
-    Attributes:
-        printed: characters of the log so far. Each stream begins at the start of the log.
-        streams: how many streams were opened.
+        every_s: seconds between two questions; more for a log that takes long.
+        silent_s: seconds for which the server may not answer, as while a tunnel is opened again.
     """
 
     def __init__(
-        self, server: JobServer, job_id: str, *, put: Callable[[object], None], pace: Pace | None = None
+        self, server: JobServer, job_id: str, *, put: Callable[[object], None], every_s: float, silent_s: float
     ) -> None:
-        self._server, self._id, self._put, self._pace = server, job_id, put, pace or Pace()
-        self.printed = self.streams = 0
-        self._lock = threading.Lock()
-        self._stream: _Stream | None = None
-        self._ends = threading.Event()
+        self._server, self._id, self._put = server, job_id, put
+        self._every_s, self._silent_s = every_s, silent_s
+        self._printed = 0
+        self._closed = threading.Event()
 
     def start(self) -> None:
         """Start to follow, and return."""
         threading.Thread(target=self._run, daemon=True, name="follow-job").start()
 
     def close(self) -> None:
-        """Stop; nothing is passed on afterwards."""
-        self._ends.set()
-        with self._lock:
-            stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
+        """Pass nothing on from here on."""
+        self._closed.set()
 
     def _run(self) -> None:
         try:
             item: object = self._follow()
         except BaseException as error:  # raised in the main thread
             item = error
-        if not self._ends.is_set():
+        if not self._closed.is_set():
             self._put(item)
-        self.close()
 
     def _follow(self) -> SubmittedJob:
-        pause = self._pace.again
+        answered, job = time.monotonic(), None
         while True:
-            before = self.printed
-            stream = _Stream(self._server, self._id, self._deliver)
-            self.streams += 1
-            with self._lock:
-                self._stream = None if self._ends.is_set() else stream
-            stream.start()
-            ended = self._ended_or_cut(stream)
-            stream.close()
-            if ended is not None:
-                return ended
-            pause = self._pace.again if self.printed > before else min(2 * pause, self._pace.most)
-            ended = self._ended_within(pause, stream)
-            if ended is not None:
-                return ended
-            if self._ends.is_set():
-                raise RunError("no longer followed")
-
-    def _ended_within(self, pause_s: float, stream: _Stream) -> SubmittedJob | None:
-        """The job if it ends within so many seconds without a stream."""
-        until = time.monotonic() + pause_s
-        while (left := until - time.monotonic()) > 0 and not self._ends.wait(min(left, self._pace.status)):
-            job = self._job()
-            if job.ended:
-                self._read_rest(stream)
-                return job
-        return None
-
-    def _ended_or_cut(self, stream: _Stream) -> SubmittedJob | None:
-        """The job once it has ended and its log is complete; None if the stream ends before."""
-        stalled_s, printed, since = self._pace.stalled, self.printed, time.monotonic()
-        while not self._ends.is_set():
-            cut = stream.ended.wait(self._pace.status)
-            job = self._job()
-            if job.ended:
-                stream.ended.wait(self._pace.drain)
-                if not stream.complete:
-                    self._read_rest(stream)
-                return job
-            if cut:
-                return None
-            if self.printed > printed:
-                stalled_s, printed, since = self._pace.stalled, self.printed, time.monotonic()
-            elif time.monotonic() - since >= stalled_s:
-                if self._read_rest(stream):
-                    return None
-                stalled_s, since = min(2 * stalled_s, self._pace.most), time.monotonic()
-        return None
-
-    def _read_rest(self, stream: _Stream) -> bool:
-        """Pass on what the log holds beyond what the stream brought; returns whether there was any."""
-        before = self.printed
-        with contextlib.suppress(ServerSilent, RunError, RuntimeError):  # RuntimeError: an answer other than the log
-            self._deliver(stream, 0, self._server.logs(self._id))
-        return self.printed > before
-
-    def _deliver(self, stream: _Stream, start: int, text: str) -> None:
-        """Pass text on that begins at character `start` of the log, without what was passed on before."""
-        with self._lock:
-            if stream is self._stream and start + len(text) > self.printed:
-                self._put(text[max(0, self.printed - start) :])
-                self.printed = start + len(text)
-
-    def _job(self) -> SubmittedJob:
-        since = time.monotonic()
-        while True:
+            asked, pause = time.monotonic(), self._every_s
             try:
-                return self._server.job(self._id)
-            except (ServerSilent, RunError) as error:  # RunError: it answers, but cannot say
-                if time.monotonic() - since >= self._pace.silent or self._ends.is_set():
+                job = self._server.job(self._id)  # before the log, which then holds all that an ended job has printed
+                self._pass_on(self._server.logs(self._id))
+                if job.ended:
+                    return job
+                answered = time.monotonic()
+                pause = max(pause, ASKED_LESS * (answered - asked))
+            except (ServerSilent, RunError, RuntimeError) as error:  # the last two: it answers, but cannot say
+                late = time.monotonic() - answered >= self._silent_s
+                if job is not None and job.ended and (late or not isinstance(error, ServerSilent)):
+                    return job  # one that never began has no log
+                if late:
                     raise RunError(
-                        f"{self._server.address} has not answered for {self._pace.silent:.0f} s, and {self._id} may "
+                        f"{self._server.address} has not answered for {self._silent_s:.0f} s, and {self._id} may "
                         f"still run. Follow it again with: {shell_command('submit', 'logs', self._id, '--follow')}"
                     ) from error
-            self._ends.wait(self._pace.again)
+            if self._closed.wait(pause):
+                raise RunError("no longer followed")
+
+    def _pass_on(self, log: str) -> None:
+        if len(log) > self._printed and not self._closed.is_set():
+            self._put(log[self._printed :])
+            self._printed = len(log)
 
 
-class _Stream:
-    """One stream of the log, read in a daemon thread.
+def follow_job(
+    server: JobServer, job_id: str, *, signals: SignalQueue, every_s: float = EVERY_S, silent_s: float = SILENT_S
+) -> int:
+    """Print the log of a job to its end, and return the exit code of the job, or 130 when detached.
 
-    Attributes:
-        ended: set at its end, whatever the reason.
-        complete: it ended as a stream does at the end of its job; False also while it is read.
+    Ctrl-C asks whether to detach, to stop the job or to continue; without a terminal, at a second Ctrl-C and at SIGTERM
+    the command detaches: the job keeps running.
+
+    Args:
+        signals: of this command, in its main thread; they are taken here only.
+        every_s, silent_s: as for `LogFollower`.
+
+    Raises:
+        RunError: the server was silent for too long; the job may still run.
     """
+    follower = LogFollower(server, job_id, put=signals.put, every_s=every_s, silent_s=silent_s)
+    follower.start()
+    ended: list[SubmittedJob] = []
 
-    def __init__(self, server: JobServer, job_id: str, deliver: Callable[[_Stream, int, str], None]) -> None:
-        self._server, self._id, self._deliver = server, job_id, deliver
-        self.ended, self.complete = threading.Event(), False
-        self._closing: Callable[[], object] | None = None
-        self._closed = False
+    def show(item: object) -> None:
+        if isinstance(item, str):
+            print_log(item)
+        elif isinstance(item, BaseException):
+            raise item
+        elif isinstance(item, SubmittedJob):
+            ended.append(item)
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, daemon=True, name="follow-log").start()
+    try:
+        while not ended:
+            number = signals.take()
+            if number is None:
+                show(signals.get())
+                continue
+            while not ended and (item := signals.get(wait_s=0.0)) is not None:
+                show(item)
+            answer = "continue" if ended else "detach" if number == signal.SIGTERM else ask(signals)
+            if answer == "detach":
+                say(f"{job_id} keeps running. {follow_again(server, job_id)}")
+                return INTERRUPTED
+            if answer == "stop":
+                try:
+                    request_stop(server, job_id)
+                    say("asked the run to save and stop; Ctrl-C again to detach")
+                except Exception as error:
+                    say(f"{job_id} cannot be asked to stop: {first_line(error)}. It keeps running")
+            elif not ended:
+                say(f"following {job_id} again")
+    finally:
+        follower.close()
+    (job,) = ended
+    say(f"{job_id}: {job.outcome}, exit code {job.verdict}{_explained(job)}")
+    return job.verdict or 0
 
-    def close(self) -> None:
-        """End the stream."""
-        self._closed = True
-        if self._closing is not None:
-            with contextlib.suppress(RuntimeError):  # its loop is closed: the stream has ended
-                self._closing()
 
-    def _run(self) -> None:
-        try:
-            self.complete = asyncio.run(self._read())
-        except (Exception, asyncio.CancelledError):  # however it was cut, the job's status and its log decide
-            self.complete = False
-        finally:
-            self.ended.set()
+def ask(signals: SignalQueue) -> str:
+    """What to do with the job after Ctrl-C: "detach", "stop" or "continue".
 
-    async def _read(self) -> bool:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-        self._closing = lambda: loop.call_soon_threadsafe(task.cancel)
-        position = 0
-        if not self._closed:
-            async for text in self._server.client.tail_job_logs(self._id):
-                self._deliver(self, position, text)
-                position += len(text)
-        return not self._closed
+    Without a terminal nobody can answer, so that the command detaches, as it does at a second Ctrl-C and at the end of
+    the input.
+    """
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return "detach"
+    terminal = sys.stdin.fileno()
+    with contextlib.suppress(termios.error):
+        termios.tcflush(terminal, termios.TCIFLUSH)  # what was typed before is no answer
+    sys.stderr.write("\n")
+    while True:
+        sys.stderr.write(QUESTION)
+        sys.stderr.flush()
+        line = signals.read_line(terminal)
+        if line is None:
+            sys.stderr.write("\n")
+            return "detach"
+        answer = ANSWERS.get(line.strip().lower()[:1])
+        if answer is not None:
+            return answer
+
+
+def follow_again(server: JobServer, job_id: str) -> str:
+    """How to follow a job that keeps running."""
+    return f"Follow it with: {shell_command('submit', 'logs', job_id, '--follow', '--address', server.address)}"
+
+
+def print_log(text: str) -> None:
+    """Print a piece of a log as it is."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """Print a line about the job, not of it."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _explained(job: SubmittedJob) -> str:
+    """Ray's own message, where no command of ours could say anything; of pip's many lines the one with the error."""
+    if job.exit_code is not None or not job.message.strip():
+        return ""
+    lines = [line.strip() for line in job.message.splitlines() if line.strip()]
+    return f" ({next((line for line in reversed(lines) if line.startswith('ERROR:')), lines[0])})"

@@ -1,12 +1,19 @@
-"""The working directory of a submitted job as one archive: what is left out, and whether Ray takes what remains."""
+"""The working directory of a submitted job as one archive: what is left out, whether Ray takes what remains, and which
+of the user's modules the job needs."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import logging
 import os
+import sys
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from raytrain.errors import InputError
 
@@ -21,6 +28,8 @@ LARGE_FILE = 100 << 20
 """Larger files are data or weights: they are left out, and belong on storage that every node can access."""
 
 MIB = 1 << 20
+OPTIONAL = ("except ImportError", "except ModuleNotFoundError", "except Exception", "except:", "if TYPE_CHECKING")
+"""The statements in which an import that fails is no error."""
 _SILENT = logging.getLogger(f"{__name__}.silent")  # what Ray's packer says stands in the error, or in `Package.text`
 _SILENT.disabled = True
 
@@ -121,3 +130,49 @@ def _by_first_part(entries: dict[str, int]) -> dict[str, int]:
         key = f"{first}/" if rest else first
         sizes[key] = sizes.get(key, 0) + size
     return sizes
+
+
+# -- modules of the user --------------------------------------------------------------------------------
+
+
+def users_modules(spec: Any) -> list[tuple[str, str]]:
+    """(key, module) of what a job names as "module:function"."""
+    named = {"model.builder": spec.model.builder, "data.source": spec.data.source, "data.collate": spec.data.collate}
+    pairs = [*named.items(), *(("telemetry.observers", one) for one in spec.telemetry.observers)]
+    return [(key, one.partition(":")[0]) for key, one in pairs if isinstance(one, str) and ":" in one]
+
+
+def imported_files(module: str, folder: Path) -> dict[Path, str]:
+    """Files below `folder` that a module cannot do without, each with the module that imports it.
+
+    They are found in their source: nothing is imported, which may need the cluster.
+    """
+    found, left = dict[Path, str](), [(module, module)]
+    others = [path for path in sys.path if path and Path(path).resolve() != folder.resolve()]
+    while left:
+        name, importer = left.pop()
+        parts = name.split(".")
+        if PathFinder.find_spec(parts[0], others) is not None:  # an installed one comes first
+            continue
+        for end in range(1, len(parts) + 1):
+            base = folder.joinpath(*parts[:end])
+            path = base / "__init__.py" if (base / "__init__.py").is_file() else base.with_suffix(".py")
+            if path.is_file() and path not in found:
+                found[path] = importer
+                left += [(one, ".".join(parts[:end])) for one in _imports(path, parts[: end - (path.parent != base)])]
+    return found
+
+
+def _imports(path: Path, package: list[str]) -> Iterator[str]:
+    """Names that a file of a package imports, which may be modules."""
+    left = list[ast.AST]()
+    with contextlib.suppress(SyntaxError, ValueError):  # the job says so
+        left = [ast.parse(path.read_bytes())]
+    for node in left:
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            yield from (".".join([*above, *filter(None, [node.module]), one.name]) for one in node.names)
+        optional = isinstance(node, ast.Try | ast.If) and any(words in ast.unparse(node) for words in OPTIONAL)
+        left += [child for child in ast.iter_child_nodes(node) if not optional or child not in node.body]  # pyright: ignore

@@ -13,8 +13,7 @@ from typing import Any
 import click
 
 from jobs.job.arguments import split_arguments
-from jobs.submission.modules import imported_files, users_modules
-from jobs.submission.package import Package
+from jobs.submission.package import Package, imported_files, users_modules
 from raytrain.errors import InputError
 
 VERBS = ("train", "tune", "infer", "check", "bench", "export", "report")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shlex
@@ -15,30 +16,35 @@ from pathlib import Path
 from typing import Any
 
 from jobs.driver.signals import Interrupted
-from jobs.submission.client import AnotherServer, explained, job_client
+from jobs.submission import on_cluster
 from raytrain.errors import InputError, RunError
 from raytrain.runs.commands import shell_command
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-TOO_LARGE = "status code 413"
-"""In the error of an upload that the server does not take."""
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Ray lets these variables take precedence over an address that is given; here the option does."""
+QUIET = (
+    "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", "ray._private.runtime_env.packaging",
+    "ray._private.authentication.authentication_token_setup",
+)  # fmt: skip
+"""Loggers of Ray that report each upload, each closed stream and each token that is found."""
 
 RECORD = "raytrain"
 """Key in the metadata of a job under which `submit` records what it submitted, as JSON."""
-
 SCRIPT = "raytrain-script-"
 """Prefix of the IDs of the short jobs by which `submit` asks the cluster something. Ray still lists deleted jobs."""
 
+PROBE_S = 15.0
+"""Limit of the first request, which only asks for the version: a busy dashboard takes seconds."""
+REQUEST_S = 60.0
+"""Limit of each other request: to connect, and for each part of the answer."""
 SCRIPT_LIMIT_S = 120.0
 STARTING_S = 60.0
 """The dashboard of a cluster that is starting answers earlier than the agents that start jobs."""
+POLL_EVERY_S = 0.5
 
 NO_AGENT = """the head's agent, which starts jobs, has not started: something else may have its port, 52365 by default
 (ray start --dashboard-agent-listen-port); dashboard_agent.log in the head's /tmp/ray/session_latest/logs says why"""
-POLL_EVERY_S = 0.5
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,24 @@ class SubmittedJob:
     end_time: float | None
     node: str | None
 
+    @classmethod
+    def of(cls, row: Any) -> SubmittedJob:
+        """From Ray's `JobDetails`."""
+        return cls(
+            id=row.submission_id,
+            status=getattr(row.status, "value", str(row.status)),
+            exit_code=row.driver_exit_code,
+            message=row.message or "",
+            entrypoint=row.entrypoint,
+            record=json.loads((row.metadata or {}).get(RECORD, "{}")),
+            start_time=row.start_time / 1000 if row.start_time else None,
+            end_time=row.end_time / 1000 if row.end_time else None,
+            node=row.driver_node_id,
+        )
+
     @property
     def ended(self) -> bool:
-        return self.status in ENDED
+        return self.status in ("SUCCEEDED", "FAILED", "STOPPED")
 
     @property
     def outcome(self) -> str:
@@ -98,157 +119,30 @@ class JobServer:
 
     def __init__(self, address: str | None = None, *, cancelled: threading.Event | None = None) -> None:
         given = address or os.environ.get(ADDRESS_VARIABLES[0]) or DEFAULT_ADDRESS
+        expected = "the URL of the dashboard of a Ray cluster"
         if not given.startswith(("http://", "https://")) or not given.partition("://")[2].strip("/"):
-            raise InputError(
-                "--address", got=given, expected=f"the URL of the cluster's dashboard, such as {DEFAULT_ADDRESS}"
-            )
+            raise InputError("--address", got=given, expected=f"{expected}, such as {DEFAULT_ADDRESS}")
         for name in ADDRESS_VARIABLES:
             os.environ.pop(name, None)
         self.address = given.rstrip("/")
         self._cancelled = cancelled or threading.Event()
-        with self._explained():
-            self.client = job_client(self.address)
-
-    # -- jobs -------------------------------------------------------------------------------------
-
-    def upload(self, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-        """The same environment with its local files on the cluster: what `submit` then sends is small."""
-        uploaded = dict(runtime_env)
+        self.client = _client(self.address)
+        answer = self.request("GET", "/api/version", timeout=PROBE_S, allow_redirects=False)
         try:
-            with self._explained():
-                self.client._upload_working_dir_if_needed(uploaded)
-                self.client._upload_py_modules_if_needed(uploaded)
-        except RuntimeError as error:
-            if TOO_LARGE in str(error):
-                raise InputError(
-                    "working directory", got=f"more than {self.address} takes in one request ({_reason(error)})",
-                    expected="less", remedy="name what the job does not need in .rayignore",
-                ) from error  # fmt: skip
-            raise RunError(f"{self.address} refused the upload: {_reason(error)}") from error
-        return uploaded
-
-    def submit(
-        self, entrypoint: str, *, job_id: str, runtime_env: dict[str, Any], metadata: dict[str, str]
-    ) -> SubmittedJob:
-        """Submit a job.
-
-        Raises:
-            InputError: the ID is taken, or Ray refuses the job.
-            RunError: the server did not answer: whether the job is submitted is not known.
-        """
-        ends = time.monotonic() + STARTING_S
-        try:
-            while not self._submitted(entrypoint, job_id, runtime_env, metadata, last=time.monotonic() > ends):
-                self.pause(POLL_EVERY_S)
-        except RuntimeError as error:
-            if "already exists" in str(error):
-                raise InputError(
-                    "--id", got=f"{job_id}, the ID of an earlier job", expected="an ID that is not taken"
-                ) from error
-            remedy = NO_AGENT if "No available agent" in str(error) else ""
-            raise InputError("job", got=_reason(error), expected="a job that Ray accepts", remedy=remedy) from error
-        except ServerSilent as error:
-            raise RunError(
-                f"{self.address} did not say whether it has submitted {job_id} ({error.reason}): "
-                f"`{shell_command('submit', 'status', job_id, '--address', self.address)}` shows it"
-            ) from error
-        return self.job(job_id)
-
-    def pause(self, seconds: float) -> None:
-        """Wait. Errors: Interrupted if the command is cancelled."""
-        if self._cancelled.wait(seconds):
-            raise Interrupted("cancelled")
-
-    def _submitted(
-        self, entrypoint: str, job_id: str, runtime_env: dict[str, Any], metadata: dict[str, str], *, last: bool
-    ) -> bool:
-        """One attempt; False while the cluster is starting."""
-        try:
-            with self._explained():
-                self.client.submit_job(
-                    entrypoint=entrypoint, submission_id=job_id, runtime_env=runtime_env, metadata=metadata
-                )
-        except RuntimeError as error:
-            if "No available agent" not in str(error) or last:
-                raise
-            return False
-        return True
-
-    def job(self, job_id: str) -> SubmittedJob:
-        """The current state of a job. Errors: InputError if there is none of this ID."""
-        try:
-            with self._explained():
-                return _submitted(self.client.get_job_info(job_id))
-        except RuntimeError as error:
-            if "404" not in str(error):
-                raise RunError(f"{self.address} refused the question about {job_id}: {_reason(error)}") from error
-            known = [job.id for job in self.jobs()][-3:]
-            raise InputError(
-                "ID",
-                got=f"{job_id}, which {self.address} does not know",
-                expected=f"the ID of a submitted job{f', such as {known[-1]}' if known else ''}",
-                remedy="`raytrain submit status` lists them",
-            ) from error
-
-    def jobs(self) -> list[SubmittedJob]:
-        """All submitted jobs, oldest first, without those of `run_script`."""
-        with self._explained():
-            rows = self.client.list_jobs()
-        jobs = [_submitted(row) for row in rows if row.submission_id and not row.submission_id.startswith(SCRIPT)]
-        return sorted(jobs, key=lambda job: job.start_time or 0.0)
-
-    def logs(self, job_id: str) -> str:
-        """Everything that the command of a job has printed so far."""
-        with self._explained():
-            return self.client.get_job_logs(job_id)
-
-    def kill(self, job_id: str) -> None:
-        """Ask Ray to stop a job: SIGTERM, and SIGKILL after its own time limit."""
-        with self._explained():
-            self.client.stop_job(job_id)
+            answer.json()["ray_version"]
+        except (ValueError, KeyError, TypeError) as error:  # no JSON, or that of another server
+            other = f"{self.address}, where another HTTP server answers ({answer.status_code} {answer.reason})"
+            raise InputError("--address", got=other, expected=expected) from error
 
     def request(self, method: str, path: str, **options: Any) -> Any:
         """One HTTP request with the cluster's token; `options` are those of `requests.request`."""
         with self._explained():
             return self.client._do_request(method, path, **options)
 
-    # -- short jobs -------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def script(self, source: Path, *arguments: str) -> Iterator[SubmittedJob]:
-        """Run a Python file of this package on the cluster, and remove it from the list of jobs at the end."""
-        job_id = f"{SCRIPT}{secrets.token_hex(6)}"
-        entrypoint = f"python -c {shlex.quote(source.read_text())} {shlex.join(arguments)}"
-        try:
-            yield self.submit(entrypoint, job_id=job_id, runtime_env={}, metadata={})
-        finally:
-            with contextlib.suppress(Exception):  # what failed before is what is reported
-                self.kill(job_id)
-                wait_until(lambda: self.job(job_id).ended, limit_s=10)
-                self.client.delete_job(job_id)
-
-    def answer_of(self, job: SubmittedJob, *, limit_s: float = SCRIPT_LIMIT_S) -> dict[str, Any]:
-        """The JSON object that a script prints as a line.
-
-        Raises:
-            RunError: the script failed, or there was no answer in time.
-        """
-        ends = time.monotonic() + limit_s
-        while True:
-            ended = self.job(job.id).ended
-            text = self.logs(job.id)
-            for line in text.splitlines():
-                if line.startswith("{") and line.endswith("}"):
-                    return json.loads(line)
-            if ended or time.monotonic() > ends:
-                how = f"failed: {self.job(job.id).message}" if ended else f"gave no answer within {limit_s:.0f} s"
-                lines = text.strip().splitlines()
-                raise RunError(f"a short job on the cluster {how} {lines[-1] if lines else ''}".rstrip())
-            self.pause(POLL_EVERY_S)
-
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Errors of the connection as ours; a RuntimeError stands for an answer of the server, and passes."""
+        import requests
         from ray.exceptions import AuthenticationError
 
         try:
@@ -260,14 +154,140 @@ class JobServer:
                 expected=f"that of {self.address} in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (on its head node, "
                 "`ray get-auth-token` prints it)",
             ) from error
-        except AnotherServer as error:
+        except (ConnectionError, requests.RequestException) as error:
+            raise ServerSilent(self.address, _root_of(error)) from error
+
+    # -- jobs -------------------------------------------------------------------------------------
+
+    def upload(self, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+        """The same environment with its local files on the cluster: what `submit` then sends is small."""
+        uploaded = dict(runtime_env)
+        try:
+            with self._explained():
+                self.client._upload_working_dir_if_needed(uploaded)
+                self.client._upload_py_modules_if_needed(uploaded)
+        except RuntimeError as error:
+            if "status code 413" in str(error):
+                raise InputError(
+                    "working directory", got=f"more than {self.address} takes in one request ({_last_line(error)})",
+                    expected="less", remedy="name what the job does not need in .rayignore",
+                ) from error  # fmt: skip
+            raise RunError(f"{self.address} refused the upload: {_last_line(error)}") from error
+        return uploaded
+
+    def submit(
+        self, entrypoint: str, *, job_id: str, runtime_env: dict[str, Any], metadata: dict[str, str]
+    ) -> SubmittedJob:
+        """Submit a job.
+
+        Raises:
+            InputError: the ID is taken, or Ray refuses the job.
+            RunError: the server did not answer: whether the job is submitted is not known.
+        """
+        job: dict[str, Any] = {"submission_id": job_id, "runtime_env": runtime_env, "metadata": metadata}
+        ends = time.monotonic() + STARTING_S
+        while True:
+            try:
+                with self._explained():
+                    self.client.submit_job(entrypoint=entrypoint, **job)
+                return self.job(job_id)
+            except RuntimeError as error:
+                if "already exists" in str(error):
+                    raise InputError(
+                        "--id", got=f"{job_id}, the ID of an earlier job", expected="an ID that is not taken"
+                    ) from error
+                starting = "No available agent" in str(error)
+                if not starting or time.monotonic() > ends:
+                    expected, remedy = "a job that Ray accepts", NO_AGENT if starting else ""
+                    raise InputError("job", got=_last_line(error), expected=expected, remedy=remedy) from error
+            except ServerSilent as error:
+                raise RunError(
+                    f"{self.address} did not say whether it has submitted {job_id} ({error.reason}): "
+                    f"`{shell_command('submit', 'status', job_id, '--address', self.address)}` shows it"
+                ) from error
+            self.pause(POLL_EVERY_S)
+
+    def job(self, job_id: str) -> SubmittedJob:
+        """The current state of a job. Errors: InputError if there is none of this ID."""
+        try:
+            with self._explained():
+                return SubmittedJob.of(self.client.get_job_info(job_id))
+        except RuntimeError as error:
+            if "404" not in str(error):
+                raise RunError(f"{self.address} refused the question about {job_id}: {_last_line(error)}") from error
+            known = [job.id for job in self.jobs()][-1:]
             raise InputError(
-                "--address", got=f"{self.address}, where {error}", expected="the URL of the dashboard of a Ray cluster"
+                "ID",
+                got=f"{job_id}, which {self.address} does not know",
+                expected=", such as ".join(["the ID of a submitted job", *known]),
+                remedy="`raytrain submit status` lists them",
             ) from error
-        except (ConnectionError, OSError, ValueError) as error:  # those of `requests` are OSError or ValueError
-            if (reason := explained(error)) is None:
-                raise
-            raise ServerSilent(self.address, reason) from error
+
+    def jobs(self) -> list[SubmittedJob]:
+        """All submitted jobs, oldest first, without those of `script`."""
+        with self._explained():
+            rows = self.client.list_jobs()
+        found = [SubmittedJob.of(row) for row in rows if row.submission_id and not row.submission_id.startswith(SCRIPT)]
+        return sorted(found, key=lambda job: job.start_time or 0.0)
+
+    def logs(self, job_id: str) -> str:
+        """Everything that the command of a job has printed so far."""
+        with self._explained():
+            return self.client.get_job_logs(job_id)
+
+    def kill(self, job_id: str) -> None:
+        """Ask Ray to stop a job: SIGTERM, and SIGKILL after its own time limit."""
+        with self._explained():
+            self.client.stop_job(job_id)
+
+    def pause(self, seconds: float) -> None:
+        """Wait. Errors: Interrupted if the command is cancelled."""
+        if self._cancelled.wait(seconds):
+            raise Interrupted("cancelled")
+
+    def wait_until(self, reached: Callable[[], bool], *, limit_s: float) -> bool:
+        """Ask until it is reached; False if it is not within the limit. Errors: as `pause`."""
+        ends = time.monotonic() + limit_s
+        while not reached():
+            if time.monotonic() > ends:
+                return False
+            self.pause(POLL_EVERY_S)
+        return True
+
+    # -- short jobs -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def script(self, *arguments: str) -> Iterator[SubmittedJob]:
+        """Run `on_cluster.py` on the cluster, and remove it from the list of jobs at the end."""
+        job_id = f"{SCRIPT}{secrets.token_hex(6)}"
+        entrypoint = f"python -c {shlex.quote(Path(on_cluster.__file__).read_text())} {shlex.join(arguments)}"
+        try:
+            yield self.submit(entrypoint, job_id=job_id, runtime_env={}, metadata={})
+        finally:
+            with contextlib.suppress(Exception):  # what failed before is what is reported
+                self.kill(job_id)
+                ends = time.monotonic() + 10
+                while not self.job(job_id).ended and time.monotonic() < ends:  # cancelled or not
+                    time.sleep(POLL_EVERY_S)
+                self.client.delete_job(job_id)
+
+    def answer_of(self, job: SubmittedJob, *, limit_s: float = SCRIPT_LIMIT_S) -> dict[str, Any]:
+        """The JSON object that a script prints as a line.
+
+        Raises:
+            RunError: the script failed, or there was no answer in time.
+        """
+        ends = time.monotonic() + limit_s
+        while True:
+            ended = self.job(job.id).ended
+            lines = self.logs(job.id).strip().splitlines()
+            for line in lines:
+                if line.startswith("{") and line.endswith("}"):
+                    return json.loads(line)
+            if ended or time.monotonic() > ends:
+                how = f"failed: {self.job(job.id).message}" if ended else f"gave no answer within {limit_s:.0f} s"
+                raise RunError(f"a short job on the cluster {how} {lines[-1] if lines else ''}".rstrip())
+            self.pause(POLL_EVERY_S)
 
 
 class ServerSilent(InputError):
@@ -290,28 +310,21 @@ class ServerSilent(InputError):
         return (type(self), (self.address, self.reason))
 
 
-def wait_until(reached: Callable[[], bool], *, limit_s: float, pause: Callable[[float], object] = time.sleep) -> bool:
-    """Ask until it is reached; False if it is not within the limit."""
-    ends = time.monotonic() + limit_s
-    while not reached():
-        if time.monotonic() > ends:
-            return False
-        pause(POLL_EVERY_S)
-    return True
+def _client(address: str) -> Any:
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    from ray.job_submission import JobSubmissionClient
 
+    class LimitedClient(JobSubmissionClient):
+        def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
+            return super()._do_request(method, endpoint, **{"timeout": REQUEST_S, **options})
 
-def _submitted(row: Any) -> SubmittedJob:
-    return SubmittedJob(
-        id=row.submission_id,
-        status=getattr(row.status, "value", str(row.status)),
-        exit_code=row.driver_exit_code,
-        message=row.message or "",
-        entrypoint=row.entrypoint,
-        record=json.loads((row.metadata or {}).get(RECORD, "{}")),
-        start_time=row.start_time / 1000 if row.start_time else None,
-        end_time=row.end_time / 1000 if row.end_time else None,
-        node=row.driver_node_id,
-    )
+        def _check_connection_and_version(self, *_: Any, **__: Any) -> None:
+            """Ray's asks twice, and takes every server that answers in JSON for its own; `JobServer` asks once."""
+
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # a token that is set is used
+    return LimitedClient(address)
 
 
 def _token_in_use() -> str:
@@ -323,7 +336,14 @@ def _token_in_use() -> str:
     return f"the token in {saved}" if saved.is_file() else "no token"
 
 
-def _reason(error: Exception) -> str:
+def _root_of(error: BaseException) -> str:
+    """Why a request got no answer: the error below those of the HTTP library, such as "Connection refused"."""
+    while below := error.__cause__ or error.__context__:
+        error = below
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _last_line(error: Exception) -> str:
     """What went wrong on the server: the last line of its traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

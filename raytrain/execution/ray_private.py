@@ -8,14 +8,16 @@ name, the run still works, but starts more slowly or is less well protected from
 | `ray._raylet.Config.initialize` | make Ray read the environment again | Ray must not be imported earlier |
 | `ray._raylet.AuthenticationTokenLoader` | Ray reads the token of each cluster | all clusters need the same |
 | `ray._private.auto_init_hook.enable_auto_connect` | a Ray call may start a cluster again | it raises an error |
-| `ray._private.ray_constants.RAY_DEDUP_LOGS_SKIP_REGEX` | Ray names dead processes again | it does not |
 | `ray._private.ray_constants.ENABLE_RAY_CLUSTER` | a node's address is loopback | as for `Config` |
 | `ray._private.worker.print_to_stdstream` | no pages of Ray's daemons in the output | they are printed |
 | `ray._private.services.ConsolePopen` | start the daemons in process groups of their own | they stay in ours |
 | `ray._private.parameter.RayParams` | the agent's port is not Ray's default | a later `ray start` has no agent |
 | `ray._private.node.Node.start_monitor`, `.start_log_monitor`, `.start_api_server` | omit daemons | they start |
+| `ray._private.services.get_node` | import while the daemons start | imports come afterwards |
 | `DataParallelTrainer._create_default_callbacks` | omit two callbacks, each an actor | they are started |
 | `DataParallelTrainer._initialize_and_run_controller` | pass our scaling policy | Ray's own policy |
+| `...controller.TrainController` | the controller uses a prestarted process | a new one starts |
+| `...constants.ENV_VARS_TO_PROPAGATE` | the workers use prestarted processes | new ones start |
 | its `train_fn_ref._ref` | the driver owns no stored object | a failed agent ends the command without a result |
 | `...scaling_policy.FixedScalingPolicy` | request no workers from an autoscaler | Ray's own policy requests them |
 | `WorkerGroup.get_workers`, `.shutdown`, `Worker.actor` | end workers that formed no process group | left to Ray |
@@ -25,18 +27,15 @@ name, the run still works, but starts more slowly or is less well protected from
 | `ray._private.worker.global_worker.gcs_client`, `ray.autoscaler.v2.utils` | is there an autoscaler | one is assumed |
 | `ray._private.worker._global_node.dead_processes` | notice at once that a daemon died | Ray's calls fail later |
 | `ray._private.services.get_ray_address_from_environment` | "auto" finds a cluster on loopback | Ray looks itself |
-| `ray._private.services.get_node` | look for the starting node 50 times a second | Ray looks once a second |
-| `...data_parallel_trainer.get_env_vars_to_propagate` | the controller uses a prestarted process | a new one starts |
-| `...constants.ENV_VARS_TO_PROPAGATE` | the workers use prestarted processes | new ones start |
 | `ray._private.worker.global_worker.function_actor_manager` | imports end before an actor starts | no imports |
-| `ray._private.worker._global_node.get_logs_dir_path` | why a worker crashed, from its stderr | it is not said |
 | `RAY_preload_python_modules`, `RAY_worker_maximum_startup_concurrency` | prestarted processes import | they do not |
+
+What they save of a start, measured earlier on two cores: the omitted daemons 3 to 4 s; prestarted processes with their
+imports about 2 s (0.53 instead of 0.70 of a bare TorchTrainer's time to its first step); the imports while the daemons
+start about 1 s.
 
 Without `Config.initialize`, a private cluster cannot start in a process that imported Ray before the command: Ray then
 does not know the cluster's token. The command itself imports Ray after it has set the environment.
-
-`ray._private.node.Node` and its `RayParams` (`jobs/torchrun/ray_node.py`) start the nodes of a run under torchrun,
-which fails without them: `ray start` leaves daemons behind.
 
 `ray.init(_temp_dir=, _node_ip_address=)` (`cluster/private_ray.py`) deliberately has no fallback: without these
 arguments, a private cluster would listen on every interface.
@@ -51,17 +50,15 @@ import importlib
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.private_ray import PRELOAD
 
-#: Default callbacks that a private cluster does not need: one distributes Ray Datasets, which are not used here; the
-#: other cleans up after a controller in a cluster that continues to run.
-CLEANER_CALLBACK = "PlacementGroupCleanerCallback"
-UNNEEDED_CALLBACKS = (CLEANER_CALLBACK, "DatasetsCallback")
+#: Default callbacks of Ray Train that no run needs, and then those that no run in a private cluster needs: this one
+#: distributes Ray Datasets, which are not used there.
+UNNEEDED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 
 #: Exceptions by which Ray Train reports that a worker's process died. The first is private: all are matched by name.
 DEATH_ERRORS = ("WorkerHealthCheckFailedError", "ActorDiedError", "RayActorError")
@@ -72,17 +69,9 @@ STDERR_BYTES = 256 << 10
 
 #: Decides whether a node's address is that of the network, or loopback; Ray sets it when it is imported.
 CLUSTER = "ENABLE_RAY_CLUSTER"
-#: Messages of Ray that the driver does not print; Ray's name of the constant and of the variable.
-SKIPPED = "RAY_DEDUP_LOGS_SKIP_REGEX"
 
 #: The label that Ray gives each node, with the node's id as the value.
 NODE_ID_LABEL = "ray.io/node-id"
-
-#: The module of Ray Train that starts the controller, and the function there that reads the driver's variables.
-TRAINERS, PROPAGATED = "ray.train.v2.api.data_parallel_trainer", "get_env_vars_to_propagate"
-
-#: Seconds between two looks for a node that is starting, and the most that they take.
-LOOK_EVERY_S, LOOK_FOR_S = 0.02, 30.0
 
 #: Daemons of a private cluster without which it does not work. Ray starts none of them again.
 VITAL_DAEMONS = ("raylet", "gcs_server")
@@ -121,8 +110,6 @@ def reread_environment() -> None:
     constants = find("ray._private", "ray_constants")
     if constants is not None and hasattr(constants, CLUSTER):
         setattr(constants, CLUSTER, os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1") != "0")
-    if constants is not None and hasattr(constants, SKIPPED):
-        setattr(constants, SKIPPED, os.environ.get(SKIPPED))
     loader = find(find("ray._raylet", "AuthenticationTokenLoader"), "instance")
     if loader is not None:
         with contextlib.suppress(AttributeError, TypeError):
@@ -131,10 +118,10 @@ def reread_environment() -> None:
 
 
 def worker_stderr(pid: int) -> str:
-    """The end of what a worker process of this node wrote to stderr; "" where it is not found."""
-    node: Any = find("ray._private.worker", "_global_node")
-    with contextlib.suppress(AttributeError, OSError):
-        for path in glob.glob(os.path.join(node.get_logs_dir_path(), f"worker-*-{pid}.err")):
+    """What a worker of this node last wrote to stderr, in a process that Ray started; "" where it is not found."""
+    with contextlib.suppress(OSError):
+        logs = os.path.dirname(os.readlink("/proc/self/fd/2"))  # Ray has a file there for each of its processes
+        for path in glob.glob(os.path.join(logs, f"worker-*-{pid}.err")):
             with open(path, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - STDERR_BYTES))
                 return file.read().decode(errors="replace")
@@ -215,58 +202,24 @@ def free_agent_port() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def prompt_look_up(*, meanwhile: Callable[[], object], daemons: Sequence[Any] = ()) -> Iterator[None]:
-    """Context manager in which `ray.init` notices within 20 ms that its node has started, or that it never will.
-
-    Ray's own function looks for the node once a second, which takes half a second of a start on average.
+def first_look(*, meanwhile: Callable[[], object], daemons: Sequence[Any] = ()) -> Iterator[None]:
+    """Context manager in which `ray.init`, before it looks whether its node has started, calls `meanwhile`.
 
     Args:
-        meanwhile: is called while the daemons of the node start.
-        daemons: of the node. One that ends raises a `ChildProcessError(exit code, text)` in `ray.init`.
+        daemons: of the node. One that has ended by then raises a `ChildProcessError(exit code, text)` in `ray.init`,
+            which would look for its node until a time limit.
     """
-    original, states = find("ray._private.services", "get_node"), find("ray._private.state", "GlobalState")
-    options = find("ray._private.services", "_get_gcs_client_options")
-    if original is None or states is None or options is None:
-        yield
-        return
 
-    def get_node(gcs_address: str, node_id: str) -> Any:
-        meanwhile()
-        with contextlib.suppress(Exception):  # Ray's own function is asked in any case
-            state = states()
-            state._initialize_global_state(options(gcs_address))
-            until = time.monotonic() + LOOK_FOR_S
-            while time.monotonic() < until and all(row["NodeID"] != node_id for row in state.node_table()):
-                if any(one.poll() is not None for one in daemons):
-                    break
-                time.sleep(LOOK_EVERY_S)
-        for one in (one for one in daemons if one.poll() is not None):
-            raise ChildProcessError(one.returncode, f"Ray's process {os.path.basename(one.args[0])} ended at once")
-        return original(gcs_address, node_id)
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_node(*given: Any) -> Any:
+            meanwhile()
+            for one in (one for one in daemons if one.poll() is not None):
+                raise ChildProcessError(one.returncode, f"Ray's process {os.path.basename(one.args[0])} ended at once")
+            return original(*given)
 
-    with _in_place_of("ray._private.services", "get_node", lambda _: get_node):
-        yield
+        return get_node
 
-
-class NoVariables(dict[str, str]):
-    """In place of the environment variables that Ray Train gives its controller: stays empty."""
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Ray sets the defaults of variables that the processes of a private cluster inherit."""
-        return default
-
-
-@contextlib.contextmanager
-def inherited_variables() -> Iterator[None]:
-    """Context manager in which Ray Train's controller starts without environment variables of its own.
-
-    Ray gives an actor with variables of its own a new process, and leaves those that it started in advance unused. The
-    processes of a private cluster inherit the environment of the driver, the same variables among it; those of a Ray
-    that the program has started itself do not.
-    """
-    with contextlib.ExitStack() as stack:
-        if PRELOAD in os.environ:
-            stack.enter_context(_in_place_of(TRAINERS, PROPAGATED, lambda _: NoVariables))
+    with _in_place_of("ray._private.services", "get_node", replacement):
         yield
 
 
@@ -329,49 +282,57 @@ class InlineFunction:
         return cloudpickle.loads(self.pickled)
 
 
-def local_trainer() -> type[Any]:
-    """`TorchTrainer` for a private cluster: three processes fewer, the others in processes started in advance.
+def trainer_class(*, local: bool) -> type[Any]:
+    """`TorchTrainer` without callbacks that are not needed, each of which starts a process.
+
+    The one that removes the placement group of a controller that died asks Ray's dashboard every second, and fails
+    noisily where there is none. It has nothing to remove: a driver that lost its controller leaves Ray (`ClusterLost`),
+    and Ray then removes all groups of its job.
+
+    Args:
+        local: for a private cluster: the controller and the workers use processes that Ray has started in advance.
 
     Returns the plain `TorchTrainer` if Ray lacks an overridden method.
     """
     from ray import cloudpickle
     from ray.train.torch import TorchTrainer
 
-    class LocalTrainer(TorchTrainer):
+    class PromptTrainer(TorchTrainer):
         def _create_default_callbacks(self, *given: Any, **named: Any) -> list[Any]:
+            unneeded = UNNEEDED_CALLBACKS if local else UNNEEDED_CALLBACKS[:1]
             callbacks = super()._create_default_callbacks(*given, **named)
-            return [entry for entry in callbacks if type(entry).__name__ not in UNNEEDED_CALLBACKS]
+            return [entry for entry in callbacks if type(entry).__name__ not in unneeded]
 
-        def _initialize_and_run_controller(self, *given: Any, **named: Any) -> Any:
+        def _initialize_and_run_controller(self, **named: Any) -> Any:
+            if not local:
+                return super()._initialize_and_run_controller(**named)
             policy = fixed_scaling_policy(self.scaling_config) if "scaling_policy" in named else None
-            changed = {} if policy is None else {"scaling_policy": policy}
-            if find(named.get("train_fn_ref"), "_ref") is not None:
-                function = cloudpickle.dumps(named["train_fn_ref"].get())  # pyright: ignore[reportPrivateImportUsage]
-                changed["train_fn_ref"] = InlineFunction(function)
-                named["train_fn_ref"]._ref = None
-            with inherited_variables():
-                return super()._initialize_and_run_controller(*given, **{**named, **changed})
+            named |= {} if policy is None else {"scaling_policy": policy}
+            if find(function := named.get("train_fn_ref"), "_ref") is not None:
+                pickled = cloudpickle.dumps(function.get())  # pyright: ignore[reportPrivateImportUsage, reportOptionalMemberAccess]
+                named["train_fn_ref"], function._ref = InlineFunction(pickled), None  # pyright: ignore[reportOptionalMemberAccess]
+            controller = find("ray.train.v2._internal.execution.controller", "TrainController")
+            if controller is None or PRELOAD not in os.environ:
+                return super()._initialize_and_run_controller(**named)
+            return _run_controller(controller, named)
 
     overridden = ("_create_default_callbacks", "_initialize_and_run_controller")
-    return LocalTrainer if all(find(TorchTrainer, name) for name in overridden) else TorchTrainer
+    return PromptTrainer if all(find(TorchTrainer, name) for name in overridden) else TorchTrainer
 
 
-def cluster_trainer() -> type[Any]:
-    """`TorchTrainer` without the process that removes the placement group of a controller that died.
+def _run_controller(controller: Any, named: dict[str, Any]) -> Any:
+    """As Ray does it, but without environment variables of its own.
 
-    That process asks Ray's dashboard every second, and fails noisily where there is none. It has nothing to remove: a
-    driver that lost its controller leaves Ray (`ClusterLost`), and Ray then removes all groups of its job.
-
-    Returns the plain `TorchTrainer` if Ray lacks the overridden method.
+    Ray gives an actor with such variables a new process, and leaves those that it started in advance unused. The
+    processes of a private cluster inherit the environment of the driver, the same variables among it; those of a Ray
+    that the program has started itself do not.
     """
-    from ray.train.torch import TorchTrainer
+    import ray
 
-    class ClusterTrainer(TorchTrainer):
-        def _create_default_callbacks(self, *given: Any, **named: Any) -> list[Any]:
-            callbacks = super()._create_default_callbacks(*given, **named)
-            return [entry for entry in callbacks if type(entry).__name__ != CLEANER_CALLBACK]
-
-    return ClusterTrainer if find(TorchTrainer, "_create_default_callbacks") else TorchTrainer
+    here = {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
+    actor = ray.remote(num_cpus=0, label_selector=here)(controller).remote(**named)
+    ray.get(actor.run.remote())
+    return ray.get(actor.get_result.remote())
 
 
 def node_callbacks(selector: Callable[[], dict[str, str] | None]) -> list[Any]:

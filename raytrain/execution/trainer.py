@@ -20,7 +20,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from raytrain.errors import ClusterLost, RunError, first_line
 from raytrain.execution.controller import Collectives, FaultWriter
 from raytrain.execution.driver_channel import AttemptResult
-from raytrain.execution.ray_private import cluster_trainer, free_by_node, local_trainer, node_callbacks
+from raytrain.execution.ray_private import free_by_node, node_callbacks, trainer_class
 from raytrain.execution.recovery.faulty_nodes import NodeChoice
 from raytrain.execution.worker import train_loop_per_worker
 from raytrain.plan.choice import Resolved
@@ -59,7 +59,7 @@ def fit(
     choice = NodeChoice(job.run_path, resources, least or int(job.planned("workers")), channel)
     choosing = [] if local else node_callbacks(partial(choice.selector, ray.nodes))
     _hand_over(job, data, channel)
-    trainer = (local_trainer() if local else cluster_trainer())(
+    trainer = trainer_class(local=local)(
         train_loop_per_worker,
         train_loop_config={
             "import_path": job.import_path,

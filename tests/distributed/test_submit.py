@@ -144,7 +144,7 @@ def write_job(cluster: Cluster, guest_job: Callable[..., Any]) -> Callable[..., 
 
 
 class Tunnel:
-    """Forwards connections to the dashboard, and cuts the first stream of a log after its first bytes."""
+    """Forwards connections to the dashboard, and cuts the first answer with a log that goes beyond the first lines."""
 
     def __init__(self, address: str) -> None:
         self._to = ("127.0.0.1", int(address.rpartition(":")[2]))
@@ -169,21 +169,22 @@ class Tunnel:
 
     def _serve(self, client: socket.socket) -> None:
         with client, socket.create_connection(self._to) as server:
-            stream = threading.Event()
-            back = threading.Thread(target=self._forward, args=(server, client, False, stream), daemon=True)
+            log = threading.Event()
+            back = threading.Thread(target=self._forward, args=(server, client, False, log), daemon=True)
             back.start()
-            self._forward(client, server, True, stream)
+            self._forward(client, server, True, log)
             back.join()
 
-    def _forward(self, here: socket.socket, there: socket.socket, sends: bool, stream: threading.Event) -> None:
+    def _forward(self, here: socket.socket, there: socket.socket, sends: bool, log: threading.Event) -> None:
         try:
             while block := here.recv(1 << 16):
-                if sends and b"/logs/tail" in block:
-                    stream.set()
-                there.sendall(block)
-                if not sends and stream.is_set() and b"micro-batches of" in block and not self.cut.is_set():
+                if sends and b"/logs HTTP" in block:
+                    log.set()
+                if not sends and log.is_set() and b"micro-batches of" in block and not self.cut.is_set():
                     self.cut.set()
+                    there.sendall(block[: len(block) // 2])
                     break
+                there.sendall(block)
         except OSError:
             pass  # the other direction was cut
         for each in (here, there):
@@ -206,7 +207,7 @@ def test_a_job_brings_its_code_is_followed_through_a_cut_and_is_fetched(
     for unique in ("machine ", "batch ", "done after 6 steps", "report  "):  # before, at and after the cut
         assert len([line for line in lines if line.startswith(unique)]) == 1, (unique, followed.text)
     assert followed.out.strip() == cluster.ask("logs", "whole").out.strip()
-    assert "100 MiB" in followed.err and "raytrain carried along" in followed.err, followed.err
+    assert "100 MiB" in followed.err and "raytrain is carried along" in followed.err, followed.err
     state = cluster.state("whole")
     assert (state["status"], state["exit_code"], state["verb"]) == ("SUCCEEDED", 0, "train"), state
 

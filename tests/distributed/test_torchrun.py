@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -19,12 +20,13 @@ ENDLESS = 100_000
 
 @pytest.fixture
 def start_torchrun(start_python: Callable[..., Any], place: Any) -> Iterator[Callable[[str], Any]]:
-    """`start_torchrun(line)` starts a line that `plan --print torchrun` printed."""
+    """`start_torchrun(line)` starts a line that `plan --print torchrun` printed; all of them share a token."""
+    env = place.env | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     def start(line: str) -> Any:
         command, *arguments = shlex.split(line)
         assert command == "torchrun"
-        return start_python("-m", "torch.distributed.run", *arguments, cwd=place.folder, env=place.env)
+        return start_python("-m", "torch.distributed.run", *arguments, cwd=place.folder, env=env)
 
     yield start
     end_all(place)

@@ -2,6 +2,11 @@
 
 They are forks of the training process, so that a dataset need not be picklable and is not copied. The random draws of
 an item do not depend on the processes (`raytrain.data.rows.map_style`).
+
+torch's DataLoader with the same order as its sampler was measured in turn with them, with two processes on two shared
+cores (2026-11-26, nine rounds each). A step took 5.3 ms instead of 3.7 where 32 images of 64x64 are unpacked in C; with
+images of 224x224, and with Python code in the items, 0.96, 0.79 and 1.11 of ours, within the noise of that machine. And
+it puts every batch into /dev/shm, which has 64 MiB in a container.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batch norms over the rows of all workers (`scale.sync_batchnorm`), on any device.
 
-torch's SyncBatchNorm needs a GPU and the same number of passes on every worker. Here a worker without rows takes part
-with none, so micro-batches may be unequal.
+torch's SyncBatchNorm cannot take its place: it needs a GPU and the same number of passes on every worker. Here a worker
+without rows takes part with none, so micro-batches may be unequal.
 """
 
 from __future__ import annotations

@@ -502,8 +502,7 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr("jobs.driver.watch.fit.start_hosts", start_hosts)
     place.patch.setattr("jobs.driver.watch.cluster.controller_pid", lambda: None)
     place.patch.setattr("jobs.driver.watch.cluster.check_room", lambda _: "")
-    place.patch.setattr(trainer, "cluster_trainer", lambda: Trains)
-    place.patch.setattr(trainer, "local_trainer", lambda: Trains)
+    place.patch.setattr(trainer, "trainer_class", lambda *, local: Trains)
     place.patch.setattr("ray.get", lambda *_, **__: ({}, "", {}, [], {}))
     try:
         quiet = Console(quiet=True)

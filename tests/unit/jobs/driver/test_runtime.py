@@ -114,7 +114,7 @@ NOTHING_PRIVATE = {
     "free_agent_port": contextlib.nullcontext,
     "no_pages_of_daemons": contextlib.nullcontext,
     "only_needed_daemons": lambda *, logs: contextlib.nullcontext(),
-    "prompt_look_up": lambda *, meanwhile, daemons: contextlib.nullcontext(),
+    "first_look": lambda *, meanwhile, daemons: contextlib.nullcontext(),
 }
 
 
@@ -292,7 +292,7 @@ def test_an_address_where_something_else_than_ray_listens_is_refused_at_once(
             assert refused.code == 2, refused.text
             said = [line for line in refused.err.splitlines() if line]
             assert said[-1].startswith(
-                f"error: cluster.address: got {address} (an HTTP server listens there), expected"
+                f"error: cluster.address: got {address} (something else than the head of a Ray cluster listens there)"
             )
             assert "Traceback" not in refused.text and "gcs" not in refused.text, refused.text
             assert not (tmp_path / "runs").exists()

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from jobs.submission.environment import check_versions, pinned_requirements, runtime_environment, versions_here
-from jobs.submission.on_cluster import probe
+from jobs.submission import on_cluster
+from jobs.submission.environment import check_versions, pinned_requirements, runtime_environment
 from jobs.submission.server import SubmittedJob
 from raytrain.errors import InputError
 
-HERE = {"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0", "product": "a"}
+HERE = {"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0"}
 
 
 def test_versions_that_differ_are_named_with_both_sides() -> None:
-    same = HERE | {"python": "3.11.2", "torch": "2.13.0+cu126", "product": "b"}
-    assert check_versions(HERE, same, install=False) == []
+    same = HERE | {"python": "3.11.2", "torch": "2.13.0+cu126"}
+    check_versions(HERE, same, install=False)
     older = HERE | {"torch": "2.12.1+cu126"}
     with pytest.raises(InputError, match=r"got torch 2\.12\.1\+cu126, expected torch 2\.13\.0\+cpu.*--install"):
         check_versions(HERE, older, install=False)
-    assert check_versions(HERE, older, install=True) == ["torch"]
+    check_versions(HERE, older, install=True)
     several = HERE | {"ray": "2.59.0", "python": "3.12.1", "torch": None}
     with pytest.raises(InputError, match=r"got python 3\.12\.1, torch not installed, ray 2\.59\.0, expected python"):
         check_versions(HERE, several, install=False)
@@ -30,34 +31,21 @@ def test_versions_that_differ_are_named_with_both_sides() -> None:
         check_versions(HERE, several, install=True)
 
 
-def test_the_product_goes_along_where_it_differs(tmp_path: Path) -> None:
-    same = runtime_environment(HERE, HERE, working_dir=tmp_path, install=False)
-    assert same == {"working_dir": str(tmp_path)}
-    other = runtime_environment(HERE, HERE | {"product": None}, working_dir=tmp_path, install=True)
-    assert [Path(path).name for path in other["py_modules"]] == ["cluster", "raytrain", "experts", "jobs"]
-    assert all((Path(path) / "__init__.py").exists() for path in other["py_modules"])
-    packages = other["pip"]["packages"]
+def test_the_product_goes_along_and_its_packages_where_they_are_wanted(tmp_path: Path) -> None:
+    env = runtime_environment(working_dir=tmp_path, install=False)
+    assert env["working_dir"] == str(tmp_path) and "pip" not in env
+    assert [Path(path).name for path in env["py_modules"]] == ["cluster", "raytrain", "experts", "jobs"]
+    assert all((Path(path) / "__init__.py").exists() for path in env["py_modules"])
+    packages = runtime_environment(working_dir=tmp_path, install=True)["pip"]["packages"]
     assert packages == pinned_requirements()
     assert all("==" in text and "+" not in text for text in packages) and "torch==2.13.0" in packages
     assert not [text for text in packages if text.startswith("ray")]
 
 
-def test_the_probe_runs_as_text_and_sees_a_changed_file(tmp_path: Path) -> None:
-    source = Path(probe.__file__).read_text()
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=tmp_path, check=True)
-    here = versions_here()
-    assert f'"ray": "{here["ray"]}"' in done.stdout and f'"product": "{here["product"]}"' in done.stdout
-    package = tmp_path / "one_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        before = probe.digest(["one_package"])
-        (package / "__init__.py").write_text("a = 1\n")
-        assert probe.digest(["one_package"]) != before is not None
-    finally:
-        sys.path.remove(str(tmp_path))
-    assert probe.digest(["no_such_package"]) is None
+def test_the_question_for_the_versions_runs_as_text(tmp_path: Path) -> None:
+    source = [sys.executable, "-c", Path(on_cluster.__file__).read_text(), "versions"]
+    done = subprocess.run(source, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert json.loads(done.stdout) == on_cluster.versions()
 
 
 @pytest.mark.parametrize(

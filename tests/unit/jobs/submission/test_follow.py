@@ -1,14 +1,14 @@
-"""Following a job: its log passes a stream that ends early, drops or stalls, and Ctrl-C acts at every moment."""
+"""Following a job: its log arrives whole over answers that are cut, and Ctrl-C acts at every moment."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import os
 import pty
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,13 +18,12 @@ import pytest
 from jobs import submit
 from jobs.driver.screen.output import GuardedFile, OutputLost
 from jobs.driver.signals import Interrupted, SignalQueue
-from jobs.submission import console
-from jobs.submission.console import JobConsole
-from jobs.submission.follow import LogFollower, Pace
+from jobs.submission import follow as following
+from jobs.submission.follow import LogFollower, follow_job
 from jobs.submission.server import ServerSilent, SubmittedJob
 from raytrain.errors import InputError, RunError
 
-FAST = Pace(status=0.01, drain=0.05, silent=60.0, again=0.01, stalled=60.0, most=0.1)
+FAST = {"every_s": 0.01, "silent_s": 60.0}
 LIMIT_S = 60
 Wait = threading.Event
 
@@ -34,35 +33,19 @@ def job_of(status: str, exit_code: int | None = None) -> SubmittedJob:
 
 
 class FakeServer:
-    """A job server. Each stream of the log plays the next script, the last one again and again: text to send, an event
-    to wait for, a function to call, an exception to raise; `lasts` waits until the stream is closed.
+    """A job server. Each question for the log plays on, up to the next text that the job prints: an event to
+    wait for, a function to call, an exception to raise.
 
     `states` are the answers about the job, the last one again and again; an exception is raised.
     """
 
     address = "http://head:8265"
 
-    def __init__(self, *streams: list[Any], states: list[Any] | None = None, log: str = "") -> None:
-        self.streams, self.states, self.log = list(streams), states or [job_of("RUNNING")], log
-        self.client = self
-        self.asked = self.opened = 0
+    def __init__(self, *plays: Any, states: list[Any] | None = None) -> None:
+        self.plays, self.states, self.log = list(plays), states or [job_of("RUNNING")], ""
+        self.asked = 0
         self.requests: list[str] = []
         self.on_request: Callable[[], Any] = lambda: None
-
-    async def tail_job_logs(self, job_id: str) -> Any:
-        self.opened += 1
-        for item in self.streams.pop(0) if len(self.streams) > 1 else self.streams[0]:
-            if isinstance(item, str):
-                yield item
-            elif isinstance(item, threading.Event):
-                while not item.is_set():
-                    await asyncio.sleep(0.002)
-            elif isinstance(item, Exception):
-                raise item
-            elif item == lasts:
-                await asyncio.Event().wait()
-            else:
-                item()
 
     def job(self, job_id: str) -> SubmittedJob:
         self.asked += 1
@@ -72,6 +55,15 @@ class FakeServer:
         return state
 
     def logs(self, job_id: str) -> str:
+        while self.plays and not (isinstance(self.plays[0], threading.Event) and not self.plays[0].is_set()):
+            item = self.plays.pop(0)
+            if isinstance(item, str):
+                self.log += item
+                break
+            if isinstance(item, Exception):
+                raise item
+            if callable(item):
+                item()
         return self.log
 
     def ends(self, status: str, exit_code: int | None = None) -> None:
@@ -82,19 +74,14 @@ class FakeServer:
         return self.on_request() or type("Answer", (), {"status_code": 200, "reason": "OK"})()
 
 
-def lasts() -> None:
-    """Marks a stream that stays open."""
-
-
-def followed(server: FakeServer, pace: Pace = FAST) -> tuple[str, Any, LogFollower]:
-    """(the log as passed on, the last item, the follower)."""
+def followed(server: FakeServer, **pace: float) -> tuple[str, Any]:
+    """(the log as passed on, the last item)."""
     with SignalQueue() as items:
-        follower = LogFollower(server, "mine", put=items.put, pace=pace)  # pyright: ignore[reportArgumentType]
-        follower.start()
+        LogFollower(server, "mine", put=items.put, **(FAST | pace)).start()  # pyright: ignore[reportArgumentType]
         text = ""
         while isinstance(item := items.get(wait_s=LIMIT_S), str):
             text += item
-    return text, item, follower
+    return text, item
 
 
 def interrupt() -> None:
@@ -112,67 +99,44 @@ def each_signal_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the log --------------------------------------------------------------------------------------------------
 
 
-def test_a_log_is_passed_on_once_over_streams_that_end_early_and_drop() -> None:
-    import aiohttp
-
+def test_a_log_is_passed_on_once_and_to_its_end_over_answers_that_are_cut() -> None:
+    silent = ServerSilent("http://head:8265", "connection refused")
     server = FakeServer(
-        ["one\n", "tw"], ["one\n", "two\nth", aiohttp.ClientError()], ["one\ntwo\n", RuntimeError("1006")],
-        ["one\ntwo\n", "three\n", lambda: server.ends("SUCCEEDED", 0)],
+        "one\n", "tw", silent, "o\nth", RuntimeError("500"), "ree\n",
+        lambda: server.ends("SUCCEEDED", 0), "printed until then\n",
     )  # fmt: skip
-    text, ended, follower = followed(server)
-    assert text == "one\ntwo\nthree\n" and ended.verdict == 0
-    assert follower.streams == server.opened == 4 and follower.printed == len(text)
+    text, ended = followed(server)
+    assert text == "one\ntwo\nthree\nprinted until then\n" and ended.verdict == 0
 
 
 def test_the_verdict_is_the_status_of_the_job_whatever_its_log_says() -> None:
-    says_done = ["done after 6 steps\n", "exit code 0\n"]
-    server = FakeServer([*says_done, lambda: server.ends("FAILED", 3)], log="")
-    text, ended, _ = followed(server)
-    assert text == "".join(says_done) and ended.verdict == 3
-    says_failed = ["Traceback (most recent call last):\n", RuntimeError("cut")]
-    server = FakeServer(says_failed, states=[job_of("RUNNING")] * 3 + [job_of("SUCCEEDED", 0)])
-    text, ended, _ = followed(server)
-    assert text == says_failed[0] and ended.verdict == 0
+    server = FakeServer("done after 6 steps\n", "exit code 0\n", lambda: server.ends("FAILED", 3))
+    text, ended = followed(server)
+    assert text == "done after 6 steps\nexit code 0\n" and ended.verdict == 3
+    says_failed = "Traceback (most recent call last):\n"
+    text, ended = followed(FakeServer(says_failed, states=[job_of("RUNNING")] * 3 + [job_of("SUCCEEDED", 0)]))
+    assert text == says_failed and ended.verdict == 0
 
 
-@pytest.mark.parametrize("stream", [["one\n", RuntimeError("cut")], ["one\n", lasts]])
-def test_the_rest_of_the_log_is_read_where_the_last_stream_was_cut_or_hangs(stream: list[Any]) -> None:
-    server = FakeServer([*stream[:1], lambda: server.ends("SUCCEEDED", 0), *stream[1:]], log="one\ntwo\n")
-    text, ended, _ = followed(server)
-    assert text == "one\ntwo\n" and ended.verdict == 0
-
-
-def test_a_stream_that_stalls_is_opened_again_and_a_quiet_job_is_not_disturbed() -> None:
-    """A connection that was lost without a sign brings nothing, while the log grows."""
-    server = FakeServer(
-        ["one\n", lasts], ["one\ntwo\n", "three\n", lambda: server.ends("SUCCEEDED", 0)], log="one\ntwo\n"
-    )
-    text, ended, follower = followed(server, Pace(status=0.01, again=0.01, stalled=0.05, most=60.0))
-    assert text == "one\ntwo\nthree\n" and ended.verdict == 0 and follower.streams == 2
-    read, enough = list[str](), Wait()
-
-    def logs(job_id: str) -> str:
-        read.append(job_id)
-        if len(read) == 2:
-            enough.set()
-        return "one\n"
-
-    quiet = FakeServer(["one\n", enough, lambda: quiet.ends("SUCCEEDED", 0)])
-    quiet.logs = logs
-    text, ended, follower = followed(quiet, Pace(status=0.01, again=0.01, stalled=0.02, most=60.0))
-    assert text == "one\n" and ended.verdict == 0 and follower.streams == 1
+def test_a_log_that_takes_long_is_asked_for_less_often() -> None:
+    server = FakeServer("one\n", lambda: time.sleep(0.05), lambda: server.ends("SUCCEEDED", 0))
+    begin = time.monotonic()
+    assert followed(server)[1].verdict == 0
+    assert time.monotonic() - begin > following.ASKED_LESS * 0.05
 
 
 def test_a_server_that_is_silent_or_cannot_say_is_asked_again() -> None:
     silent = ServerSilent("http://head:8265", "connection refused")
     troubles = [silent, RunError("500"), silent]
-    server = FakeServer(["one\n", OSError("refused")], states=[*troubles, job_of("RUNNING"), job_of("FAILED", 1)])
-    text, ended, _ = followed(server)
-    assert text == "one\n" and ended.verdict == 1 and server.asked >= 5
-    _, error, _ = followed(FakeServer([lasts], states=[silent]), Pace(status=0.01, again=0.01, silent=0.05))
+    server = FakeServer("one\n", states=[*troubles, job_of("RUNNING"), job_of("FAILED", 1)])
+    text, ended = followed(server)
+    assert text == "one\n" and ended.verdict == 1 and server.asked == 5
+    _, error = followed(FakeServer(states=[silent]), silent_s=0.05)
     assert isinstance(error, RunError) and "may still run" in str(error) and "logs mine --follow" in str(error)
     gone = InputError("ID", got="mine", expected="the ID of a submitted job")
-    assert followed(FakeServer([lasts], states=[gone]))[1] is gone
+    assert followed(FakeServer(states=[gone]))[1] is gone
+    never_began = FakeServer(RuntimeError("no log"), states=[job_of("FAILED")])
+    assert followed(never_began)[1].verdict == 1
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------------------------------
@@ -238,12 +202,12 @@ def act(*steps: Callable[[], Any]) -> list[BaseException]:
 def follow(server: FakeServer, terminal: Terminal | None = None) -> int:
     """As `submit` and `submit logs --follow` do it."""
     with terminal.used() if terminal else contextlib.nullcontext(), SignalQueue() as signals:
-        return JobConsole(server, "mine", signals=signals, pace=FAST).follow()  # pyright: ignore[reportArgumentType]
+        return follow_job(server, "mine", signals=signals, **FAST)  # pyright: ignore[reportArgumentType]
 
 
 def test_ctrl_c_asks_and_each_answer_does_what_it_says(terminal: Terminal) -> None:
     stopped = Wait()
-    server = FakeServer(["one\n", stopped, "saved\n", lambda: server.ends("FAILED", 130)])
+    server = FakeServer("one\n", stopped, "saved\n", lambda: server.ends("FAILED", 130))
     wrong = act(
         lambda: terminal.wait_for("one"),
         lambda: terminal.type("d\n"),  # typed before the question: no answer to it
@@ -272,7 +236,7 @@ def test_enter_the_end_of_input_and_a_second_ctrl_c_detach(terminal: Terminal, a
         lambda: terminal.wait_for("[c]ontinue"),
         interrupt if answer is None else lambda: terminal.type(answer),
     )
-    server = FakeServer(["one\n", lasts])
+    server = FakeServer("one\n")
     assert follow(server, terminal) == 130 and not wrong, (wrong, terminal.shown)
     terminal.wait_for("submit logs mine --follow --address http://head:8265")
     assert not server.requests
@@ -282,7 +246,7 @@ def test_a_stop_that_cannot_be_asked_for_is_said_and_the_job_is_followed(termina
     import requests
 
     go_on = Wait()
-    server = FakeServer(["one\n", go_on, lambda: server.ends("SUCCEEDED", 0)])
+    server = FakeServer("one\n", go_on, lambda: server.ends("SUCCEEDED", 0))
 
     def refuse() -> None:
         raise requests.ConnectionError("refused")
@@ -301,8 +265,8 @@ def test_a_stop_that_cannot_be_asked_for_is_said_and_the_job_is_followed(termina
 
 def test_ctrl_c_is_no_question_about_a_job_that_has_ended(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal arrives while the end of the job waits to be read."""
-    server, both = FakeServer(["one\n"], states=[job_of("RUNNING"), job_of("SUCCEEDED", 0)]), Wait()
-    monkeypatch.setattr(console, "print_log", lambda text: both.wait(LIMIT_S))
+    server, both = FakeServer("one\n", states=[job_of("RUNNING"), job_of("SUCCEEDED", 0)]), Wait()
+    monkeypatch.setattr(following, "print_log", lambda text: both.wait(LIMIT_S))
     with terminal.used(), SignalQueue() as signals:
         put = signals.put
 
@@ -313,7 +277,7 @@ def test_ctrl_c_is_no_question_about_a_job_that_has_ended(terminal: Terminal, mo
                 both.set()
 
         signals.put = put_and_interrupt
-        assert JobConsole(server, "mine", signals=signals, pace=FAST).follow() == 0  # pyright: ignore[reportArgumentType]
+        assert follow_job(server, "mine", signals=signals, **FAST) == 0  # pyright: ignore[reportArgumentType]
     terminal.wait_for("mine: SUCCEEDED, exit code 0")
     assert both.is_set() and "[c]ontinue" not in terminal.shown
 
@@ -323,12 +287,12 @@ def test_without_a_terminal_ctrl_c_and_sigterm_detach(
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         arrives = lambda number=number: os.kill(os.getpid(), number)  # noqa: E731
-        assert follow(FakeServer(["one\n", arrives, lasts])) == 130
+        assert follow(FakeServer("one\n", arrives)) == 130
         assert "mine keeps running. Follow it with" in capsys.readouterr().err
 
 
 def test_sigterm_detaches_at_a_terminal_without_a_question(terminal: Terminal) -> None:
-    assert follow(FakeServer(["one\n", lambda: os.kill(os.getpid(), signal.SIGTERM), lasts]), terminal) == 130
+    assert follow(FakeServer("one\n", lambda: os.kill(os.getpid(), signal.SIGTERM)), terminal) == 130
     assert "[c]ontinue" not in terminal.shown
 
 
@@ -336,7 +300,7 @@ def test_a_reader_that_leaves_ends_the_command_and_no_job(monkeypatch: pytest.Mo
     """As in `raytrain submit logs ID --follow | head -1`: the command line ends as after any lost output."""
     reading, writing = os.pipe()
     os.close(reading)
-    server = FakeServer(["one\n", lasts])
+    server = FakeServer("one\n")
     with GuardedFile(writing, "w", closefd=False) as file:
         monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(file)))
         with pytest.raises(OutputLost):
@@ -350,7 +314,7 @@ def test_the_end_says_why_a_job_never_began(capsys: pytest.CaptureFixture[str]) 
     pip = "setup failed: Failed to set up.\nLast 50 lines:\n    ERROR: No matching distribution for torch==9.9.9\n\n"
     for message, reason in ((pip, "ERROR: No matching distribution for torch==9.9.9"), ("no agent\nmore", "no agent")):
         failed = replace(job_of("FAILED"), message=message)
-        assert follow(FakeServer([lasts], states=[failed])) == 1
+        assert follow(FakeServer(states=[failed])) == 1
         assert capsys.readouterr().err.splitlines()[-1] == f"mine: FAILED, exit code 1 ({reason})"
 
 
@@ -361,7 +325,7 @@ class SubmitServer(FakeServer):
     """A server to submit to; `on` names the moment at which Ctrl-C arrives."""
 
     def __init__(self, on: str) -> None:
-        super().__init__(["one\n", lasts])
+        super().__init__("one\n")
         self.on, self.submitted, self.cancelled = on, list[str](), Wait()
 
     def at(self, moment: str) -> None:
@@ -370,6 +334,14 @@ class SubmitServer(FakeServer):
             if moment != "submit":
                 assert self.cancelled.wait(LIMIT_S)
                 raise Interrupted("cancelled")
+
+    @contextlib.contextmanager
+    def script(self, *arguments: str) -> Iterator[None]:
+        self.at("probe")
+        yield
+
+    def answer_of(self, job: object) -> dict[str, str | None]:
+        return submit.versions()
 
     def upload(self, env: dict[str, Any]) -> dict[str, Any]:
         self.at("upload")
@@ -385,7 +357,6 @@ class SubmitServer(FakeServer):
 def submit_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[str], tuple[int, SubmitServer]]:
     """`submit_at(moment)`: submits a check, with Ctrl-C at this moment; returns the exit code and the server."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(console, "Pace", lambda: FAST)
     monkeypatch.setattr(submit, "check_versions", lambda *given, **more: [])
 
     def run(moment: str) -> tuple[int, SubmitServer]:
@@ -398,12 +369,7 @@ def submit_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[str],
             server.at("connect")
             return server
 
-        def versions(server: SubmitServer) -> dict[str, str | None]:
-            server.at("probe")
-            return submit.versions_here()
-
         monkeypatch.setattr(submit, "JobServer", connect)
-        monkeypatch.setattr(submit, "versions_of", versions)
         code = submit.submit_verb("check", main.commands["check"], [], address=None, job_id="mine")
         return code, server
 
@@ -413,7 +379,7 @@ def submit_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[str],
 @pytest.mark.parametrize("moment", ["connect", "probe", "upload"])
 def test_ctrl_c_before_the_job_exists_cancels(moment: str, submit_at: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, server = submit_at(moment)
-    assert (code, server.submitted, server.opened) == (130, [], 0)
+    assert (code, server.submitted, server.asked) == (130, [], 0)
     err = capsys.readouterr().err
     assert "cancelled: nothing was submitted" in err.splitlines() and "submitted mine" not in err, err
 

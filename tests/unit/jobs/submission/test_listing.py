@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from jobs.submission.listing import print_job, print_jobs, row_of
 from jobs.submission.server import SubmittedJob
+from jobs.submit import print_job, print_jobs, row_of
 
 AT = 1_800_000_000.0
 SAVE = {"verb": "train", "save_dir": "/mnt/shared/team/experiments/language/runs"}

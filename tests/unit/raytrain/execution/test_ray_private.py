@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import ray
 from ray import cloudpickle
-from ray.runtime_env import RuntimeEnv
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -55,21 +54,21 @@ def test_the_token_and_what_ray_read_at_its_import_are_read_again_or_kept(monkey
     monkeypatch.setattr("ray._raylet.AuthenticationTokenLoader", SimpleNamespace(instance=lambda: loader))
     constants = importlib.import_module("ray._private.ray_constants")
     hook = importlib.import_module("ray._private.auto_init_hook")
-    monkeypatch.setattr(constants, "RAY_DEDUP_LOGS_SKIP_REGEX", "ours")
+    monkeypatch.setattr(constants, "ENABLE_RAY_CLUSTER", "ours")
     monkeypatch.setattr(hook, "enable_auto_connect", False)
-    monkeypatch.delenv("RAY_DEDUP_LOGS_SKIP_REGEX", raising=False)
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     monkeypatch.delenv("RAY_ENABLE_AUTO_CONNECT", raising=False)
     ray_private.reread_environment()
-    assert resets == [True] and constants.RAY_DEDUP_LOGS_SKIP_REGEX is None and hook.enable_auto_connect
+    assert resets == [True] and constants.ENABLE_RAY_CLUSTER is False and hook.enable_auto_connect
     monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
     monkeypatch.setattr("ray._raylet.AuthenticationTokenLoader", SimpleNamespace())  # another Ray
     ray_private.reread_environment()
     assert resets == [True] and not hook.enable_auto_connect
     monkeypatch.delattr("ray._raylet.AuthenticationTokenLoader")
     monkeypatch.delattr(hook, "enable_auto_connect")
-    monkeypatch.delattr(constants, "RAY_DEDUP_LOGS_SKIP_REGEX")
+    monkeypatch.delattr(constants, "ENABLE_RAY_CLUSTER")
     ray_private.reread_environment()
-    assert not hasattr(hook, "enable_auto_connect") and not hasattr(constants, "RAY_DEDUP_LOGS_SKIP_REGEX")
+    assert not hasattr(hook, "enable_auto_connect") and not hasattr(constants, "ENABLE_RAY_CLUSTER")
 
 
 def test_daemons_start_in_separate_process_groups_or_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,68 +158,76 @@ def test_daemons_that_a_private_cluster_does_not_need_are_not_started(
         pass
 
 
-def test_a_starting_node_is_looked_for_many_times_a_second_and_work_goes_on_meanwhile(
+def test_work_goes_on_while_the_daemons_start_and_one_that_ended_is_an_error_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
-
-    class State:
-        def _initialize_global_state(self, options: Any) -> None:
-            done.append(options)
-
-        def node_table(self) -> list[dict[str, str]]:
-            done.append("looked")
-            return [{"NodeID": "another"}, *([{"NodeID": "n1"}] if done.count("looked") == 3 else [])]
 
     def ray_looks(address: str, node_id: str) -> str:
         done.append("Ray's own")
         return f"{node_id} at {address}"
 
     monkeypatch.setattr("ray._private.services.get_node", ray_looks)
-    monkeypatch.setattr("ray._private.services._get_gcs_client_options", lambda address: f"options of {address}")
-    monkeypatch.setattr("ray._private.state.GlobalState", State)
-    monkeypatch.setattr("raytrain.execution.ray_private.LOOK_EVERY_S", 0.0)
-    with ray_private.prompt_look_up(meanwhile=lambda: done.append("imports")):
+    running, ended = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["false"])
+    ended.wait()
+    with ray_private.first_look(meanwhile=lambda: done.append("imports"), daemons=[running]):
         assert services().get_node("here:1", "n1") == "n1 at here:1"
-    assert done == ["imports", "options of here:1", "looked", "looked", "looked", "Ray's own"]
-    assert services().get_node is ray_looks
-    done.clear()
-    monkeypatch.setattr("raytrain.execution.ray_private.LOOK_FOR_S", 0.0)  # it never starts: Ray says so
-    with ray_private.prompt_look_up(meanwhile=lambda: None):
-        assert services().get_node("here:1", "n2") == "n2 at here:1" and done[-1] == "Ray's own"
-    monkeypatch.setattr(State, "_initialize_global_state", None)  # another Ray
-    with ray_private.prompt_look_up(meanwhile=lambda: None):
-        assert services().get_node("here:1", "n1") == "n1 at here:1"
-    monkeypatch.delattr("ray._private.state.GlobalState")
-    with ray_private.prompt_look_up(meanwhile=lambda: None):
-        assert services().get_node is ray_looks
+    assert done == ["imports", "Ray's own"] and services().get_node is ray_looks
+    with (
+        ray_private.first_look(meanwhile=lambda: None, daemons=[running, ended]),
+        pytest.raises(ChildProcessError, match="Ray's process false ended at once") as raised,
+    ):
+        services().get_node("here:1", "n1")
+    assert raised.value.errno == 1 and done == ["imports", "Ray's own"]
+    running.kill()
+    running.wait()
+    monkeypatch.delattr("ray._private.services.get_node")
+    with ray_private.first_look(meanwhile=lambda: None):
+        assert not hasattr(services(), "get_node")
 
 
-def test_processes_inherit_the_drivers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An actor with variables of its own gets a new process; Ray compares them as JSON."""
-    module, workers = importlib.import_module(TRAINERS), importlib.import_module(CONSTANTS)
-    original = module.get_env_vars_to_propagate
+def test_the_controller_uses_a_process_that_has_inherited_the_drivers_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An actor with variables of its own gets a new process."""
+    given: list[Any] = []
+
+    class Actor:
+        def __init__(self, **named: Any) -> None:
+            given.append(named)
+            self.run = self.get_result = SimpleNamespace(remote=lambda: "the result")
+
+    def remote(**options: Any) -> Any:
+        given.append(options)
+        return lambda kind: SimpleNamespace(remote=kind)
+
+    context = SimpleNamespace(get_node_id=lambda: "n1")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr("ray.remote", remote)
+    monkeypatch.setattr("ray.get", lambda value: value)
+    monkeypatch.setattr("ray.train.v2._internal.execution.controller.TrainController", Actor)
+    monkeypatch.setenv(PRELOAD, "1:folder")
+    assert trainer()._initialize_and_run_controller(other=1) == "the result"
+    assert given == [{"num_cpus": 0, "label_selector": {"ray.io/node-id": "n1"}}, {"other": 1}]
+    parent = importlib.import_module(TRAINERS).DataParallelTrainer
+    monkeypatch.setattr(parent, "_initialize_and_run_controller", lambda self, **named: "Ray's")
+    monkeypatch.delattr("ray.train.v2._internal.execution.controller.TrainController")
+    assert trainer()._initialize_and_run_controller(other=1) == "Ray's"
+
+
+def test_workers_use_processes_that_have_inherited_the_drivers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = importlib.import_module(CONSTANTS)
     monkeypatch.delenv(PRELOAD, raising=False)
-    with ray_private.inherited_variables():  # a Ray of the program itself, whose processes have not inherited them
-        assert module.get_env_vars_to_propagate is original
     monkeypatch.setattr(workers, "ENV_VARS_TO_PROPAGATE", {"RAY_TRAIN_V2_ENABLED"})
-    ray_private.propagate_nothing()
+    ray_private.propagate_nothing()  # a Ray of the program itself, whose processes have not inherited them
     assert {"RAY_TRAIN_V2_ENABLED"} == workers.ENV_VARS_TO_PROPAGATE
     monkeypatch.setenv(PRELOAD, "1:folder")
-    with ray_private.inherited_variables():
-        variables = module.get_env_vars_to_propagate()
-        assert variables.setdefault("RAY_ANY", "0") == "0" and variables == {}
-        assert RuntimeEnv(env_vars=variables).serialize() == RuntimeEnv().serialize() == "{}"
-    assert module.get_env_vars_to_propagate is original
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
     assert workers.get_env_vars_to_propagate() == {"RAY_TRAIN_V2_ENABLED": "1"}
     ray_private.propagate_nothing()
     assert workers.get_env_vars_to_propagate() == {}
-    monkeypatch.delattr(f"{TRAINERS}.get_env_vars_to_propagate")
     monkeypatch.delattr(f"{CONSTANTS}.ENV_VARS_TO_PROPAGATE")
     ray_private.propagate_nothing()
-    with ray_private.inherited_variables():
-        assert not hasattr(module, "get_env_vars_to_propagate")
 
 
 def test_only_a_worker_unpickles_its_function() -> None:
@@ -251,16 +258,16 @@ def test_a_fixed_number_of_workers_needs_no_autoscaler(
 
 
 def trainer() -> Any:
-    return ray_private.local_trainer()(lambda: None, scaling_config=ScalingConfig(num_workers=2))
+    return ray_private.trainer_class(local=True)(lambda: None, scaling_config=ScalingConfig(num_workers=2))
 
 
 def test_on_a_cluster_only_the_callback_that_needs_a_dashboard_is_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [type(name, (), {})() for name in (*ray_private.UNNEEDED_CALLBACKS, "Kept")]
     monkeypatch.setattr(f"{TRAINERS}.DataParallelTrainer._create_default_callbacks", lambda self: list(entries))
-    trainer = ray_private.cluster_trainer()(lambda: None, scaling_config=ScalingConfig(num_workers=2))
+    trainer = ray_private.trainer_class(local=False)(lambda: None, scaling_config=ScalingConfig(num_workers=2))
     assert trainer._create_default_callbacks() == entries[1:]
     monkeypatch.delattr(f"{TRAINERS}.DataParallelTrainer._create_default_callbacks")
-    assert ray_private.cluster_trainer() is TorchTrainer
+    assert ray_private.trainer_class(local=False) is TorchTrainer
 
 
 def test_the_local_trainer_omits_two_callbacks_and_sets_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,9 +289,9 @@ def test_the_local_trainer_omits_two_callbacks_and_sets_the_policy(monkeypatch: 
 
 @pytest.mark.parametrize("name", ["_create_default_callbacks", "_initialize_and_run_controller"])
 def test_without_the_methods_it_is_a_plain_torch_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ray_private.local_trainer() is not TorchTrainer
+    assert ray_private.trainer_class(local=True) is not TorchTrainer
     monkeypatch.delattr(f"{TRAINERS}.DataParallelTrainer.{name}")
-    assert ray_private.local_trainer() is TorchTrainer
+    assert ray_private.trainer_class(local=True) is TorchTrainer
 
 
 class Group:
@@ -309,26 +316,6 @@ def test_workers_without_a_process_group_are_ended_by_us_or_by_ray(monkeypatch: 
     for missing in ("get_workers", "shutdown", "actor"):
         ray_private.end_workers(Group(missing))
     assert killed == ["an actor"] * 2
-
-
-def test_a_daemon_that_ends_while_the_node_starts_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class State:
-        def _initialize_global_state(self, options: Any) -> None: ...
-
-        def node_table(self) -> list[dict[str, str]]:
-            return []
-
-    monkeypatch.setattr("ray._private.services._get_gcs_client_options", lambda address: address)
-    monkeypatch.setattr("ray._private.services.get_node", lambda *_: pytest.fail("Ray would look for half a minute"))
-    monkeypatch.setattr("ray._private.state.GlobalState", State)
-    ended = subprocess.Popen(["false"])
-    ended.wait()
-    with (
-        ray_private.prompt_look_up(meanwhile=lambda: None, daemons=[ended]),
-        pytest.raises(ChildProcessError, match="Ray's process false ended at once") as raised,
-    ):
-        services().get_node("here:1", "n1")
-    assert raised.value.errno == 1
 
 
 def test_the_agent_of_a_private_cluster_has_no_port_of_rays(monkeypatch: pytest.MonkeyPatch) -> None:

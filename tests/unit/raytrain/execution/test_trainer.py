@@ -28,7 +28,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> Any:
             return self
 
     channel = SimpleNamespace(keep=SimpleNamespace(remote=lambda name, value: None))
-    monkeypatch.setattr(trainer, "cluster_trainer", lambda: Played)
+    monkeypatch.setattr(trainer, "trainer_class", lambda *, local: Played)
     job, _ = make_job(MLP, {"train": class_rows(64)})
     return trainer.fit(job, data=None, channel=channel, local=False, interface=None, storage="unused")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -48,11 +47,6 @@ def test_without_a_process_id_nothing_is_looked_up() -> None:
 
 
 def test_the_stderr_of_a_worker_is_found_by_its_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray._private.worker
-
     (tmp_path / "worker-0a-01000000-4711.err").write_text("Fatal Python error: Aborted")
-    node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path))
-    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    monkeypatch.setattr("os.readlink", lambda path: str(tmp_path / "worker-0b-01000000-1.err"))
     assert worker_stderr(4711) == "Fatal Python error: Aborted" and worker_stderr(711) == ""
-    monkeypatch.setattr(ray._private.worker, "_global_node", None)
-    assert worker_stderr(4711) == ""

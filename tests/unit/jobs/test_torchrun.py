@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from cluster.network import address_towards
+from jobs import torchrun
 from jobs.__main__ import main
 from jobs.driver.signals import StopSignals, request_stop
 from jobs.job.spec import load_spec
-from jobs.torchrun.launch import SIGNALS, Launch, Leader, carried_out, check_launched
-from jobs.torchrun.ray_node import find_token, set_environment
+from jobs.torchrun import SIGNALS, Launch, Leader, carried_out, check_launched, ray_node
 from raytrain.errors import InputError, RunError
 
 SET = {
@@ -56,7 +56,7 @@ def test_the_recipe_has_the_command_of_each_node(plan: Callable[..., tuple[int, 
     [
         (["--nnodes=4"], "--master_addr: got no value, expected the address at which the other nodes reach node 0"),
         (["--nnodes=2", "--master_addr=a", "--node_rank=2"], "--node_rank: got 2, expected 0 to 1"),
-        (["--nnodes=0"], "--nnodes: got 0, expected an integer >= 1"),
+        (["--nnodes=0"], "Invalid value for '--nnodes': 0 is not in the range x>=1"),
         (["--nproc_per_node=2", "scale.workers=3"], "scale.workers: got 3, expected 2, the number of torchrun's"),
         (["cluster.address=10.0.0.4:6379"], "cluster.address: got 10.0.0.4:6379, expected null"),
     ],
@@ -79,17 +79,12 @@ def test_the_options_of_torchrun_are_named_where_they_do_not_belong(capsys: pyte
         assert stop.value.code == 2 and expected in capsys.readouterr().err
 
 
-def test_a_process_knows_its_place_and_only_one_of_torchrun_has_one() -> None:
-    launch = Launch.of(SET)
-    assert launch is not None
-    assert (launch.rank, launch.local_rank, launch.node, launch.nodes) == (5, 1, 1, 4)
-    assert (launch.world_size, launch.local_world_size) == (16, 4)
-    assert (launch.address, launch.port, launch.serves) == ("10.0.0.4", 29500, False)
-    again = Launch.of({**SET, "TORCHELASTIC_RESTART_COUNT": "3"})
-    assert again is not None and again.name != launch.name, "keys of an earlier start must not count"
-    own = Launch.of({**SET, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
-    assert own is not None and own.serves
-    assert Launch.of({name: SET[name] for name in SET if name != "TORCHELASTIC_RUN_ID"}) is None
+def test_a_process_knows_its_place() -> None:
+    launch = Launch(SET)
+    assert (launch.node, launch.nodes, launch.processes, launch.here) == (1, 4, 16, 4)
+    assert launch.master == ("10.0.0.4", 29500)
+    again = Launch({**SET, "TORCHELASTIC_RESTART_COUNT": "3"})
+    assert again.keys != launch.keys, "keys of an earlier start must not count"
 
 
 def test_without_the_store_of_torchrun_a_process_ends_with_one_message(
@@ -99,8 +94,9 @@ def test_without_the_store_of_torchrun_a_process_ends_with_one_message(
         raise RunError("torchrun's store at 10.0.0.4:29500: refused")
 
     monkeypatch.setattr(Launch, "store", gone)
-    for rank in ("0", "5"):
-        monkeypatch.setattr(os, "environ", {**SET, "RANK": rank, "ROLE_NAME": "default", "ROLE_ARN": "mine"})
+    for node, process in (("0", "0"), ("1", "0"), ("1", "1")):
+        place = {"GROUP_RANK": node, "LOCAL_RANK": process, "ROLE_NAME": "default", "ROLE_ARN": "mine"}
+        monkeypatch.setattr(os, "environ", {**SET, **place})
         previous = {number: signal.getsignal(number) for number in SIGNALS}
         try:
             with pytest.raises(SystemExit) as end:
@@ -108,16 +104,16 @@ def test_without_the_store_of_torchrun_a_process_ends_with_one_message(
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        assert end.value.code == 1
-        assert capsys.readouterr().err == "error: torchrun's store at 10.0.0.4:29500: refused\n"
+        said = "" if process == "1" else "error: torchrun's store at 10.0.0.4:29500: refused\n"
+        assert (end.value.code, capsys.readouterr().err) == (int(process == "0"), said)
         assert list(os.environ) == ["ROLE_ARN"], "Ray's workers must not take themselves for torchrun's"
 
 
-def test_workers_are_those_of_torchrun_unless_the_job_says_otherwise() -> None:
+def test_workers_are_those_of_torchrun_unless_the_job_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     leader = Leader.__new__(Leader)
-    found = Launch.of(SET)
-    assert found is not None
-    leader.launch = found
+    leader.launch = Launch(SET)
     assert leader.overrides(None, ["seed=1"], None, resumes=False) == ["seed=1", "scale.workers=16"]
     elastic = ["scale.workers=[2, 16]"]
     assert leader.overrides(None, elastic, None, resumes=False) == elastic
@@ -127,32 +123,22 @@ def test_workers_are_those_of_torchrun_unless_the_job_says_otherwise() -> None:
         leader.overrides(None, ["scale.workers=8"], None, resumes=False)
     with pytest.raises(InputError, match=r"scale\.workers"):
         check_launched(load_spec(None, ["scale.workers=[17, 20]"]).spec, processes=16)
-    assert "raytrain tune" in str(leader.refuse("tune"))
+    monkeypatch.setattr(torchrun, "_leaders", [leader])
+    with pytest.raises(SystemExit) as stop:
+        main(["tune", "default"])
+    assert stop.value.code == 2 and "got -m jobs tune in 16 processes" in capsys.readouterr().err
 
 
-def test_nodes_on_a_network_need_a_token_and_those_on_loopback_get_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+def test_nodes_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
-    with pytest.raises(InputError, match="RAY_AUTH_TOKEN_PATH: got no token"):
-        find_token()
+    launch = Launch(SET)
+    with pytest.raises(InputError, match=r"RAY_AUTH_TOKEN_PATH: got \S+/\.ray/auth_token, which is no file"):
+        ray_node(launch, "--head").__enter__()
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(InputError, match="which is no file"):
-        find_token()
-    monkeypatch.setattr(os, "environ", {**os.environ})
-    set_environment(loopback=False, token_path=None)
-    assert os.environ["RAY_AUTH_MODE"] == "token" and "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ
-    assert "RAY_ADDRESS" not in os.environ, "of another cluster"
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
-    os.environ.pop("RAY_AUTH_TOKEN_PATH")
-    find_token()
-    set_environment(loopback=True, token_path="/x/token")
-    assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" and os.environ["RAY_AUTH_TOKEN_PATH"] == "/x/token"
+    with pytest.raises(InputError, match="none, which is no file"):
+        ray_node(launch, "--head").__enter__()
 
 
 def test_the_own_address_is_that_on_the_way_to_another_machine() -> None:
