@@ -398,7 +398,6 @@ def summarise(records: RunRecords) -> dict[str, Any]:
     accuracies = values(records.evals, "accuracy") or values(records.train, "accuracy")
     best = best_eval(records)
     (first_experts, last_experts), loads = expert_counts(records), loads_of(records)
-    planned = number(records.planned("step_time"))
     found: dict[str, Any] = {
         "run": records.name,
         "status": outcome(records).status,
@@ -423,7 +422,6 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "epochs": len(history(records)) or None,
         "wall_s": number(result.get("wall_s")),
         **{f"{part}_s": spent for part, spent in time_account(records)},
-        "step_planned": None if planned is None else f"about {seconds(float(f'{planned:.2g}'))}",
         "step_ms_p50": p50,
         "step_ms_p95": p95,
         **throughput(records),

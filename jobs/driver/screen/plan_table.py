@@ -12,9 +12,7 @@ from cluster.wording import counted
 from jobs.driver.screen.commands import print_row
 from jobs.job.paths import path_from_here
 from raytrain.plan.plan import Plan
-from raytrain.plan.rules.memory import AFTER_MODEL
-from raytrain.plan.strategies import Strategy
-from raytrain.plan.text import seconds_text, size_text
+from raytrain.plan.text import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +31,7 @@ GROUPS = {
     ),
     "batch": (
         "global_batch_size", "micro_batch_size", "accumulation", "effective_batch", "shares", "steps_per_epoch",
-        "max_steps", "step_time", "lr", "warmup_steps",
+        "max_steps", "lr", "warmup_steps",
     ),
     "memory": ("memory", "host_memory"),
     "data": ("storage", "resident_rows", "loader_workers"),
@@ -63,7 +61,6 @@ WARNINGS = 2
 def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
     """Print the machines, the decisions with their reasons by subject, the warnings, and the other keys that were set.
 
-    The strategies follow the batch: their predicted step times, and the bytes of a worker (+ of an expert host).
     A terminal gets tables of its width; a pipe or file gets one line, `name: value  # reason`, for each row. `full`
     also lists the defaults, which plan.json always contains.
     """
@@ -75,8 +72,6 @@ def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
             console.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
     for group, names in GROUPS.items():
         _print_rows(console, group, [rows[name] for name in names if name in rows])
-        if group == "batch":
-            _print_rows(console, "strategies", strategy_rows(plan))
     shown = {row[2].partition(" (")[0] for row in rows.values()}
     listed = [row for row in config_rows(plan) if not row[0].startswith("tune.found.facts")]
     given = [row for row in listed if full or (row[2] != "default" and row[0] not in shown)]
@@ -136,21 +131,6 @@ def print_start(
 def config_rows(plan: Plan) -> list[Row]:
     """(dotted key, value, source) for every key of the configuration."""
     return [(key, _written(_lookup(plan.config, key)), source) for key, source in plan.sources.items()]
-
-
-def strategy_rows(plan: Plan) -> list[Row]:
-    """(strategy, predicted step time and bytes of a device, reason) of each strategy; the chosen one has a star."""
-    if not plan.strategies:
-        return [("each strategy", "later", f"predicted from the sizes of the model, {AFTER_MODEL}")]
-    return [_strategy_row(one) for one in plan.strategies]
-
-
-def _strategy_row(one: Strategy) -> Row:
-    spent = "time unknown" if one.seconds is None else seconds_text(one.seconds)
-    held = "" if one.memory is None else f", {size_text(one.memory)}"
-    held += "" if one.host_memory is None else f" + {size_text(one.host_memory)}"
-    threads = counted(one.threads, "thread") + (" each" if one.processes > 1 else "")
-    return f"* {one.name}" if one.chosen else one.name, spent + held, f"{threads}; {one.reason}"
 
 
 def _rows(plan: Plan) -> dict[str, Row]:

@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-from jobs.driver.screen.plan_table import strategy_rows
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.text import reason_of
@@ -45,8 +44,6 @@ def job_text(plan: Plan) -> str:
     lines = [f"# {plan.inventory['source']}: {plan.inventory['summary']}", *sections.pop("", [])]
     for section, rows in sections.items():
         lines += ["", f"{section}:", *rows]
-    lines += ["", "# strategies: predicted step time and bytes of a worker; * is the one above"]
-    lines += [f"#   {name}: {value}  # {reason}" for name, value, reason in strategy_rows(plan)]
     return "\n".join(lines) + "\n"
 
 

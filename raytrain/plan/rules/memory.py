@@ -12,8 +12,7 @@ from typing import Any
 from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
-from raytrain.plan.facts import HALF, DataFacts, ExpertFacts, HeldExperts, ModelFacts
-from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
+from raytrain.plan.facts import ExpertFacts, HeldExperts, ModelFacts, scaled_bytes
 from raytrain.plan.rules.fsdp import gathered_bytes
 from raytrain.plan.text import size_text
 
@@ -116,7 +115,6 @@ def update_bytes(facts: ModelFacts, optim: OptimConfig, *, dtype: str) -> int:
 def estimate_bytes(
     model_facts: ModelFacts | None, optim: OptimConfig, *, precision: Choice, micro: int, resident: int, on_gpu: bool,
     workers: int, hosts: Resolved, share_out: ShareOut | None, sharded: bool = False, recomputed: bool = False,
-    data: DataFacts | None = None,
 ) -> dict[str, Choice]:  # fmt: skip
     """The choices parameters, memory (bytes of one worker), experts, host_memory (of the fullest host) and
     checkpoint_bytes.
@@ -128,7 +126,6 @@ def estimate_bytes(
         share_out: None where the sizes of the experts are unknown.
         sharded: each worker holds its rows of every tensor (`scale.strategy: fsdp`).
         recomputed: blocks are recomputed in backward (`loop.activation_checkpointing`).
-        data: tells how many rows an evaluation has.
     """
     place = hosts.value
     if model_facts is None:
@@ -142,8 +139,9 @@ def estimate_bytes(
     here = replace(here, optimizer=here.optimizer + outside_moments(model_facts, optim, dtype=dtype))
     fullest = max((held_bytes(own, optim, dtype=dtype) for own in held), key=lambda used: used.kept, default=here)
     rows = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * micro
-    kept = 0 if facts is None else _scaled(rows * facts.kept_bytes_per_row, dtype, recomputed=recomputed)
-    activations = activation_bytes(model_facts, rows=micro, dtype=dtype, recomputed=recomputed) or 0
+    # an expert keeps nothing of its rows where its block is recomputed
+    kept = 0 if facts is None or recomputed else scaled_bytes(rows * facts.kept_bytes_per_row, dtype)
+    activations = micro * (model_facts.row_bytes(dtype, recomputed=recomputed) or 0)
     parts = (
         named(here, dtype)
         if not sharded
@@ -153,9 +151,10 @@ def estimate_bytes(
         parts["its experts"] = fullest.kept + fullest.cast
     elif held:
         activations = max(0, activations - kept)
-    scored = min(EVAL_MICRO_BATCHES * micro, 0 if data is None else -(-data.eval_rows // workers))
-    temporary = _largest_phase(model_facts, optim, dtype=dtype, activations=activations, scored=scored)
-    parts |= {**temporary, "data": resident, "process": 0 if on_gpu else PROCESS_BYTES}
+    # freed before the next phase begins: only the larger one counts
+    update = update_bytes(model_facts, optim, dtype=dtype)
+    parts |= {"activations": activations} if activations >= update else {"muon's update": update}
+    parts |= {"data": resident, "process": 0 if on_gpu else PROCESS_BYTES}
     unsaid = "; its blocks are unknown" if sharded and not model_facts.blocks else ""
     unsaid += ("" if activations else "; activations unknown") + ("; without CUDA's own" if on_gpu else "")
     host_memory = Resolved(None, "no separate hosts")
@@ -175,39 +174,9 @@ def estimate_bytes(
     }
 
 
-def _largest_phase(
-    facts: ModelFacts, optim: OptimConfig, *, dtype: str, activations: int, scored: int
-) -> dict[str, int]:
-    """The part that is freed before the next phase begins: of the passes, of an evaluation of `scored` rows at a time
-    or of the optimizer's update, whichever is the largest; of equal ones the first."""
-    phases = {
-        "activations": activations,
-        "evaluation": 0 if facts.passes is None else scored * facts.passes.scored_bytes(dtype),
-        "muon's update": update_bytes(facts, optim, dtype=dtype),
-    }
-    name = max(phases, key=lambda one: phases[one])
-    return {name: phases[name]}
-
-
 def widest(precision: Choice) -> str:
     """The format of the estimate: where formats are compared at the start, fp32, which needs the most memory."""
     return "fp32" if "fp32" in precision.candidates else str(precision.candidates[0])
-
-
-def activation_bytes(facts: ModelFacts, *, rows: int, dtype: str, recomputed: bool) -> int | None:
-    """Bytes of the tensors of one pass at its peak, besides weights and gradients; None where unknown."""
-    each = facts.row_bytes(dtype, recomputed=recomputed)
-    if each is None:
-        return None
-    fixed = 0 if facts.passes is None else facts.passes.fixed_bytes
-    return rows * each + (2 * fixed if dtype == "fp64" else fixed)
-
-
-def _scaled(size: int, dtype: str, *, recomputed: bool) -> int:
-    """What experts keep of their rows, from the bytes in fp32; nothing where their block is recomputed."""
-    if recomputed:
-        return 0
-    return size // 2 if dtype in HALF else 2 * size if dtype == "fp64" else size
 
 
 def _sharded(facts: ModelFacts, whole: StateBytes, dtype: str, *, workers: int, overlap: bool) -> dict[str, int]:
@@ -292,9 +261,7 @@ def least_parts(
     away = 0 if facts is None else facts.total
     trainable = model_facts.trainable_bytes // 4 - away
     used = trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable)
-    row = model_facts.activation_bytes_per_sample or 0
-    if recomputed:
-        row = model_facts.passes.recomputed_bytes or 0 if model_facts.passes is not None else 0
+    row = model_facts.row_bytes("fp32", recomputed=recomputed) or 0
     kept = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * facts.kept_bytes_per_row
     state = {name: value // shards for name, value in named(used, "fp32").items()}
     return {**parts, **state, "one row": max(0, row - kept) // 2}

@@ -15,7 +15,7 @@ from raytrain.report.findings.experts import experts
 from raytrain.report.findings.failures import failure, fall_backs, hangs, idle_devices, restarts, unusable_devices
 from raytrain.report.findings.finding import SEVERITIES, Finding
 from raytrain.report.findings.memory import shortages
-from raytrain.report.findings.speed import data_at_start, limiting_part, planned_time, step_times
+from raytrain.report.findings.speed import data_at_start, limiting_part, step_times
 from raytrain.report.findings.training import clipping, loss_trend, non_finite, overfitting
 from raytrain.report.records import RunRecords
 
@@ -38,7 +38,6 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     data_at_start,
     clipping,
     step_times,
-    planned_time,
     compilation_pays,
     graph_breaks,
     recompiles,

@@ -1,4 +1,4 @@
-"""Findings about time: what limits the run, step times that vary, and steps that were planned otherwise."""
+"""Findings about time: what limits the run, and step times that vary."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from raytrain.report.figures import outcome, seconds, step_ms, time_account
 from raytrain.report.findings.bottleneck import reads_less
 from raytrain.report.findings.compile import OTHER_MODES
 from raytrain.report.findings.finding import Finding
-from raytrain.report.records import RunRecords, listed, mapping, number
+from raytrain.report.records import RunRecords, number
 
 SAVE_BUDGET = 0.03
 #: Of phases that every run has once: a third of the time is worth a word.
 LONG_PHASE = 1 / 3
 #: Reading that takes less is no finding, whatever its share.
 LEAST_READ_S = 10.0
-#: The predicted time of a step is meant to be right within this factor.
-PLANNED_WITHIN = 2.0
 #: Differences of this size are those of the operating system, which gives a core to another process for so long.
 TIME_SLICE_MS = 10.0
 #: In a run as short as this, the start takes much of the time, and one fault loses much of the work.
@@ -112,22 +110,14 @@ def limiting_part(records: RunRecords) -> list[Finding]:
             found.append(Finding("info" if small else "warning", title, seen, advised))
     busy = share.get("compute", 0.0)
     if busy >= 0.5:
-        found.append(Finding("good", "Limited by compute", f"{busy:.0%} of {seconds(wall)} is computation"))
-        found += _faster(records, f"{busy:.0%} of {seconds(wall)} is computation")
+        compared = records.configured("precision.dtype") != "fp32"
+        tuned = any(line.key.startswith("tune.found.") for line in records.config)
+        remedy = advice(
+            ("set precision.dtype: auto, which compares bf16 with fp32 on this model", compared),
+            ("let `raytrain tune` find the batch size that computes the most rows per second", tuned),
+        )
+        found.append(Finding("good", "Limited by compute", f"{busy:.0%} of {seconds(wall)} is computation", remedy))
     return found
-
-
-def _faster(records: RunRecords, evidence: str) -> list[Finding]:
-    """What the driver predicted, at the rates measured on this machine, to compute a row faster."""
-    rows = records.of_kind("driver_start", "speed_remedies")
-    if not rows or rows[-1]["kind"] != "speed_remedies":
-        return []
-    options = tuple(
-        f"{one.get('settings')}: {number(one.get('ratio')) or 0.0:.2f} times the rows per second; {one.get('meaning')}"
-        for one in map(mapping, listed(rows[-1].get("remedies")))
-    )
-    remedy = "By the plan's formula, at the rates that were measured on this machine:"
-    return [Finding("info", "A step can be computed faster", evidence, remedy, options)]
 
 
 def step_times(records: RunRecords) -> list[Finding]:
@@ -138,16 +128,3 @@ def step_times(records: RunRecords) -> list[Finding]:
     seen = f"p50 {seconds(low / 1000)}, p95 {seconds(high / 1000)} ({high / low:.1f} times)"
     remedy = "Other load, uneven samples or too many threads: see scale.threads and the telemetry."
     return [Finding("warning" if high / low >= 2 else "info", "Step times vary", seen, remedy)]
-
-
-def planned_time(records: RunRecords) -> list[Finding]:
-    """Steps that took another time than the plan predicted, by more than a factor of two."""
-    planned, (measured, _) = number(records.planned("step_time")), step_ms(records)
-    if not planned or not measured or len(records.train) < 3:
-        return []
-    ratio = measured / 1000 / planned
-    if 0.5 <= ratio <= PLANNED_WITHIN:
-        return []
-    seen = f"planned {seconds(planned)}, measured {seconds(measured / 1000)} (p50): {ratio:.2g} times"
-    slower = "Other load on the machines, or a device that is slowed down: see Devices, and `raytrain check`."
-    return [Finding("info", "Steps took another time than planned", seen, slower if ratio > 1 else "")]

@@ -63,8 +63,6 @@ def shown(value: Any, name: str = "") -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
-        if name == "step_time":
-            return seconds(value)
         return size(value) if name in BYTES else esc(plain_number(value, digits=6))
     if isinstance(value, list | Mapping):
         flat = isinstance(value, list) and not any(isinstance(item, list | Mapping) for item in value)

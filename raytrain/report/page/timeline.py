@@ -227,6 +227,6 @@ _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
     "expert_hosts": _expert_hosts, "placement": _placement, "decision": _decision, "nonfinite": _nonfinite,
     "fault": _fault,
     "preparation": _message, "inference": _message,
-    "speed_remedies": _message, "memory_remedies": _message, "dashboard": _message,
+    "memory_remedies": _message, "dashboard": _message,
 }  # fmt: skip
 """Kind of event -> (a sentence, details)."""
