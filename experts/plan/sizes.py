@@ -195,7 +195,6 @@ def expert_part(layers: int, width: int, experts: ExpertsConfig, *, tokens: int)
         parameters=(expert_sizes(width, experts),) * layers,
         gate_bytes=layers * gate_bytes(width, number),
         rows_per_sample=experts.top_k * tokens,
-        row_bytes=FLOAT_BYTES * width,
         kept_bytes_per_row=round(FLOAT_BYTES * (width + KEPT[experts.activation] * hidden)),
     )
 

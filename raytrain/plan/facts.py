@@ -15,25 +15,18 @@ class ExpertFacts:
         parameters: number of parameters of each expert of each layer.
         gate_bytes: size of the routers of all layers, which every worker holds; linear in the number of experts.
         rows_per_sample: rows that one sample sends through the experts of one layer.
-        row_bytes: bytes transferred for one row, one way, in fp32.
         kept_bytes_per_row: bytes that the process with the expert keeps of a row for backward, in fp32.
     """
 
     parameters: tuple[tuple[int, ...], ...]
     gate_bytes: int
     rows_per_sample: int
-    row_bytes: int
     kept_bytes_per_row: int
 
     @property
     def total(self) -> int:
         """Parameters of all experts."""
         return sum(map(sum, self.parameters))
-
-    @property
-    def flops_per_sample(self) -> float:
-        """Forward and backward of one sample through its experts, assuming an even load."""
-        return sum(6.0 * self.rows_per_sample * sum(layer) / len(layer) for layer in self.parameters)
 
 
 @dataclass(frozen=True)
@@ -85,8 +78,8 @@ class ModelFacts:
         out."""
         known = {item.name: row[item.name] for item in fields(cls) if item.name in row}
         if (experts := known.get("experts")) is not None:
-            parameters = tuple(tuple(layer) for layer in experts["parameters"])
-            known["experts"] = ExpertFacts(**{**experts, "parameters": parameters})
+            sizes = {item.name: experts[item.name] for item in fields(ExpertFacts)}
+            known["experts"] = ExpertFacts(**{**sizes, "parameters": tuple(map(tuple, sizes["parameters"]))})
         if (blocks := known.get("blocks")) is not None:
             known["blocks"] = tuple(blocks)
         return cls(**known)

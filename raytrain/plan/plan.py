@@ -43,7 +43,6 @@ from raytrain.plan.rules.devices import (
     warn_of_lesser_devices,
     warn_of_mixed_gpus,
 )
-from raytrain.plan.rules.fsdp import micro_batch_under_fsdp, precision_under_fsdp, refuse_unmeasured
 from raytrain.plan.rules.hosts import (
     choose_auto_hosts,
     choose_hosts,
@@ -62,13 +61,16 @@ from raytrain.plan.rules.memory import (
     advise_activation_checkpointing,
     check_limit,
     estimate_bytes,
+    micro_batch_under_fsdp,
+    precision_under_fsdp,
     reason_to_measure,
+    refuse_unmeasured,
     warn_over_budget,
 )
-from raytrain.plan.rules.shares import choose_shares, splits
 from raytrain.plan.rules.speed import choose_speed
 from raytrain.plan.rules.storage import DataRoom, choose_loaders, choose_storage, resident_bytes
 from raytrain.plan.rules.workers import allowed_bytes, choose_placement, choose_threads, cores_of, count_workers, spread
+from raytrain.plan.shares import choose_shares, splits
 from raytrain.plan.text import reason_of, value_text
 from raytrain.runs.storage import join
 

@@ -18,7 +18,7 @@ from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.facts import ModelFacts
 from raytrain.plan.rules.accelerators import GPUS, is_named, of_type, peak_of, ray_type
 from raytrain.plan.rules.devices import DevicePool
-from raytrain.plan.rules.fsdp import hosts_under_fsdp
+from raytrain.plan.rules.memory import hosts_under_fsdp
 from raytrain.plan.rules.workers import CPU_OVERLOAD, cores_of, where_text
 from raytrain.plan.text import host_kinds_text
 

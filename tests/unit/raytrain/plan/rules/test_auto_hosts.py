@@ -14,7 +14,7 @@ from raytrain.plan.rules.devices import choose_devices
 from raytrain.plan.rules.hosts import choose_auto_hosts, slowest_kind
 
 GIB = 1 << 30
-EXPERTS = ExpertFacts(((1_000_000,) * 4,) * 2, 64, 256, 512, 1280)
+EXPERTS = ExpertFacts(((1_000_000,) * 4,) * 2, 64, 256, 1280)
 MIXTURE = ModelFacts(9_000_000, 36_000_000, 1000, 1e9, "a test", EXPERTS)
 A100, T4 = ("NVIDIA A100-SXM4-80GB", 80), ("Tesla T4", 15)
 

@@ -22,7 +22,7 @@ from raytrain.models.sizes import model_facts
 from raytrain.plan.choice import Resolved
 from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.plan import Plan, PlanInputs, make_plan
-from raytrain.plan.rules.fsdp import gathered_bytes
+from raytrain.plan.rules.memory import gathered_bytes
 
 GIB = 1 << 30
 DATA = DataFacts(2000, 100, 64, None, 134_400, None, "a test")
