@@ -298,7 +298,8 @@ def make_plan(inputs: PlanInputs) -> Plan:
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
         **choose_speed(
-            loop, optim, machines, choices["strategy"], missing=inputs.compile_missing, warnings=warnings
+            loop, optim, machines, choices["strategy"], max_steps=length["max_steps"],
+            missing=inputs.compile_missing, warnings=warnings,
         ),
         **choose_saving(inputs.save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
         hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,

@@ -14,11 +14,12 @@ from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.startup.choice import Calibration, DeferredChoice, Record, read_measured, record_of
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
+from raytrain.plan.rules.speed import FEW_STEPS, too_few
 from raytrain.plan.text import seconds_text
 
 #: What a compilation takes at least, usually, and how much faster the step gets: a run that would gain less compiles
-#: nothing, and one of so few steps does not even time an eager pass.
-USUAL_COMPILATION_S, USUAL_RATIO, FEW_STEPS = 30.0, 1.3, 100
+#: nothing.
+USUAL_COMPILATION_S, USUAL_RATIO = 30.0, 1.3
 #: Compiled passes must win each of the least rounds.
 ROUNDS = 5, 15
 
@@ -66,7 +67,7 @@ class CompileChoice(DeferredChoice):
     def _chosen(self, steps: int, trials: dict[str, Any]) -> Resolved:
         session = self.session
         if steps < FEW_STEPS:
-            return Resolved("off", f"{counted(steps, 'step')} are too few to pay for a compilation")
+            return Resolved("off", too_few(steps))
         (eager,), share = timed_passes(session, [lambda: None], most=1, rounds=(1, 1))
         if eager.error:
             return Resolved("off", f"a pass failed: {eager.error}")
