@@ -240,7 +240,8 @@ class PlanInputs:
         estimate; True where that is unknown."""
         own, theirs = divided_pools(machines, hosts, self.inventory)
         given = self.loop.micro_batch_size
-        rows = given if isinstance(given, int) else math.ceil(choose_global_batch(self.loop, None) / workers)
+        # an `auto` micro-batch is made as small as the memory needs
+        rows = 1 if given == "auto" else choose_global_batch(self.loop, None) if given == "whole" else given
         found = self.estimate(machines, precision, workers=workers, hosts=Resolved(hosts, ""), rows=rows)
         needed, of_host = (found[name].value_or(None) or 0 for name in ("memory", "host_memory"))
         allowed = allowed_bytes(self.cluster, own, self.inventory, workers=workers)

@@ -39,7 +39,12 @@ def choose_hosts(
         InputError: a contradiction, or more hosts than these machines can run, naming the keys.
     """
     if requested is None:
-        _refuse_strategy(scale, "a model without experts")
+        if scale.strategy == "expert_parallel":
+            raise InputError(
+                "scale.strategy", got="expert_parallel with a model without experts", expected="data_parallel or auto",
+                remedy="models with experts: experts.models:moe_gpt, experts.models:moe_mlp, and your own builder with"
+                " experts.num_experts set",
+            )  # fmt: skip
         return Resolved("none", "the model has no experts")
     if scale.strategy == "fsdp":
         return hosts_under_fsdp(requested)
@@ -356,12 +361,3 @@ def _check_left(
         remedy=f"lower {keys}, or set experts.hosts colocated, which needs no GPU of its own"
         f" ({inventory.describe()})",
     )  # fmt: skip
-
-
-def _refuse_strategy(scale: ScaleConfig, what: str) -> None:
-    if scale.strategy == "expert_parallel":
-        raise InputError(
-            "scale.strategy", got=f"expert_parallel with {what}", expected="data_parallel or auto",
-            remedy="models with experts: experts.models:moe_gpt, experts.models:moe_mlp, and your own builder with"
-            " experts.num_experts set",
-        )  # fmt: skip
