@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.driver.plan import plan_job
-from jobs.driver.screen.plan_table import print_plan
-from jobs.driver.screen.plan_yaml import job_text
+from jobs.driver.screen.plan_table import job_text, print_plan
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from jobs.torchrun import print_commands
 from raytrain.errors import InputError

@@ -38,7 +38,6 @@ def submission_id(environ: Mapping[str, str] | None = None) -> str | None:
 def check_ray_job(
     save_dir: str,
     *,
-    step_s: float | None,
     checkpoint_bytes: int | None,
     grace_s: float,
     environ: Mapping[str, str] | None = None,
@@ -47,7 +46,6 @@ def check_ray_job(
 
     Args:
         save_dir: `save.dir`, a path or a URI.
-        step_s: predicted seconds of a step; None if unknown.
         checkpoint_bytes: bytes of one checkpoint; None if unknown.
         grace_s: `retry.stop_grace_s`.
         environ: the environment, by default that of this process.
@@ -58,7 +56,7 @@ def check_ray_job(
     environ = os.environ if environ is None else environ
     if not is_submitted(environ):
         return []
-    return [_check_folder(save_dir), _check_stop(step_s, checkpoint_bytes, grace_s, environ)]
+    return [_check_folder(save_dir), _check_stop(checkpoint_bytes, grace_s, environ)]
 
 
 def _check_folder(save_dir: str) -> CheckResult:
@@ -83,13 +81,12 @@ def measured_stop(stop_s: float, *, grace_s: float, environ: Mapping[str, str] |
     return _judge_stop(stop_s, "measured", grace_s, environ) if is_submitted(environ) else None
 
 
-def _check_stop(
-    step_s: float | None, checkpoint_bytes: int | None, grace_s: float, environ: Mapping[str, str]
-) -> CheckResult:
-    if step_s is None:
-        seen = f"{_killed_after(grace_s, environ)[1]}; the time of a step is not known yet"
+def _check_stop(checkpoint_bytes: int | None, grace_s: float, environ: Mapping[str, str]) -> CheckResult:
+    """By the time to write a checkpoint alone; `measured_stop` judges again when the time of a step is known."""
+    if checkpoint_bytes is None:
+        seen = f"{_killed_after(grace_s, environ)[1]}; the size of a checkpoint is not known yet"
         return CheckResult("job_stop", "na", seen, ENOUGH)
-    return _judge_stop(step_s + (checkpoint_bytes or 0) / SAVE_RATE, "predicted", grace_s, environ)
+    return _judge_stop(checkpoint_bytes / SAVE_RATE, "estimated for writing", grace_s, environ)
 
 
 def _killed_after(grace_s: float, environ: Mapping[str, str]) -> tuple[float, str]:

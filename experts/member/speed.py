@@ -1,7 +1,7 @@
 """How fast a holder of experts computes, for the placement that a run starts with.
 
 Holders of one kind (the same GPU, or the same CPU model and threads) count as equally fast, so nothing is measured
-where there is one kind only. Otherwise each kind is measured once, by the matrix product that also calibrates the plan.
+where there is one kind only. Otherwise each kind is measured once, by a matrix product of the experts' size.
 A resumed run uses the speeds that it recorded, so that its experts are placed as before.
 """
 
@@ -15,7 +15,7 @@ import torch
 from cluster.devices.limits import cpu_description, usable_cores
 from experts.shapes import LayerShape
 from raytrain.runs.folder import RunFolder
-from raytrain.train.compute.calibrate import product_flops
+from raytrain.train.compute.rates import product_flops
 
 MEASURE_S = 0.25
 """Seconds of one measurement; a holder makes at most two."""

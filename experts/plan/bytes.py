@@ -13,10 +13,9 @@ from experts.placement.values import Costs, ExpertCost, HostSpec, equal_hosts
 from experts.shapes import LayerShape, row_work
 from raytrain.config.sections import OptimConfig
 from raytrain.plan.facts import ExpertFacts, HeldExperts
-from raytrain.plan.rules.accelerators import is_named
+from raytrain.plan.rules.accelerators import is_named, peak_of
 from raytrain.plan.rules.hosts import kinds_of_hosts, number_of_hosts
 from raytrain.plan.rules.memory import trained_bytes
-from raytrain.plan.rules.rates import peak_of
 
 
 def shared_out(

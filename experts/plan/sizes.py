@@ -13,9 +13,7 @@ from raytrain.config.messages import describe
 from raytrain.errors import InputError
 from raytrain.models.sizes import (
     FLOAT_BYTES,
-    MOVED_PER_KEPT,
     BuilderKeys,
-    FeedForwardCost,
     SizeError,
     check_counts,
     check_dropout,
@@ -23,16 +21,13 @@ from raytrain.models.sizes import (
     facts,
     gpt_activations,
     gpt_parameters,
-    gpt_passes,
+    gpt_recomputed,
     known_facts,
     language_flops,
 )
-from raytrain.plan.facts import ExpertFacts, ModelFacts, PassFacts
+from raytrain.plan.facts import ExpertFacts, ModelFacts
 
 DEFAULT_EXPERTS = 4
-OPERATIONS_OF_ROUTER, OPERATIONS_OF_EXPERT = 70, 12
-"""Operations of one micro-batch, forward and backward, in one layer."""
-
 KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}
 """Hidden values of a row that autograd keeps, by activation: a ReLU keeps only its output."""
 
@@ -192,32 +187,6 @@ def layer_activations(width: int, experts: ExpertsConfig) -> float:
     return routed + kept * shared_width(experts, width) + gated
 
 
-def feed_forward_cost(width: int, experts: ExpertsConfig) -> FeedForwardCost:
-    """What one MoELayer costs for each token, and its operations: those of the router, and of each expert."""
-    number, kept = check_experts(experts), KEPT[experts.activation]
-    hidden = sum(hidden_widths(experts, width)) / number
-    half = experts.top_k * (4 * width + 2 * kept * hidden + 48) + FLOAT_BYTES * 3 * number + 2 * width
-    operations = OPERATIONS_OF_ROUTER + OPERATIONS_OF_EXPERT * number
-    if experts.shared_expert:
-        half += 2 * kept * shared_width(experts, width)
-        operations += OPERATIONS_OF_EXPERT
-    kept_values, stacked = layer_activations(width, experts), stack_values(width, experts)
-    return FeedForwardCost(kept_values, half, operations, stacked, scored_values(width, experts))
-
-
-def scored_values(width: int, experts: ExpertsConfig) -> float:
-    """Values of a token that exist at the same time in one MoELayer without gradients: its rows and their results, and
-    the hidden values of the busiest expert, assumed to get half more rows than others, around the activation."""
-    number, widths = check_experts(experts), hidden_widths(experts, width)
-    routed = experts.top_k * (3 * width + min(1.0, 1.5 / number) * 2 * max(widths))
-    return routed + (width + 2 * shared_width(experts, width) if experts.shared_expert else 0)
-
-
-def stack_values(width: int, experts: ExpertsConfig) -> int:
-    """Values that backward computes at a time for the stacked weights of one layer: two gradients and a copy."""
-    return 3 * width * sum(hidden_widths(experts, width))
-
-
 def expert_part(layers: int, width: int, experts: ExpertsConfig, *, tokens: int) -> ExpertFacts:
     """Sizes of the experts, and of the rows sent to them; `tokens` of one sample."""
     number = check_experts(experts)
@@ -226,7 +195,6 @@ def expert_part(layers: int, width: int, experts: ExpertsConfig, *, tokens: int)
         parameters=(expert_sizes(width, experts),) * layers,
         gate_bytes=layers * gate_bytes(width, number),
         rows_per_sample=experts.top_k * tokens,
-        row_bytes=FLOAT_BYTES * width,
         kept_bytes_per_row=round(FLOAT_BYTES * (width + KEPT[experts.activation] * hidden)),
     )
 
@@ -255,18 +223,15 @@ def _moe_gpt_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     layers, width, context, vocab = (keys[k] for k in ("layers", "width", "context", "vocab_size"))
     sizes = {"layers": layers, "width": width, "context": context, "vocab_size": vocab}
     parameters = gpt_parameters(**sizes, feed_forward=layer_parameters(width, experts))
-    activations = gpt_activations(
-        **sizes,
-        heads=keys["heads"],
-        dropout=keys["dropout"],
-        feed_forward=layer_activations(width, experts),
-    )
+    feed_forward = layer_activations(width, experts)
+    kept = {**sizes, "heads": keys["heads"], "dropout": keys["dropout"], "feed_forward": feed_forward}
     flops = moe_gpt_flops(**sizes, experts=experts, window=keys["window"])
     reason = f"formula of moe_gpt, {check_experts(experts)} experts per layer"
-    found = facts(parameters, activations, flops, reason)
-    cost = feed_forward_cost(width, experts)
-    passes = gpt_passes(**sizes, heads=keys["heads"], dropout=keys["dropout"], cost=cost)
-    return replace(found, experts=expert_part(layers, width, experts, tokens=context), passes=passes)
+    return replace(
+        facts(parameters, gpt_activations(**kept), flops, reason),
+        experts=expert_part(layers, width, experts, tokens=context),
+        recomputed_bytes_per_sample=gpt_recomputed(**kept),
+    )
 
 
 def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
@@ -278,14 +243,8 @@ def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     kept = features + 2 * width + layers * (2 * width + layer_activations(width, experts)) + classes
     flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
     reason = f"formula of moe_mlp, {check_experts(experts)} experts per layer"
-    full, operations = round(FLOAT_BYTES * kept), 20 + layers * (10 + feed_forward_cost(width, experts).operations)
-    found = facts(parameters, full, flops, reason)
-    fixed = FLOAT_BYTES * stack_values(width, experts)
-    scored = round(FLOAT_BYTES * (features + 2 * width + scored_values(width, experts)))
-    passes = PassFacts(
-        full, full * 5 // 8, None, None, MOVED_PER_KEPT * full, operations, width, fixed, scored, scored * 5 // 8
-    )
-    return replace(found, experts=expert_part(layers, width, experts, tokens=1), passes=passes)
+    found = facts(parameters, round(FLOAT_BYTES * kept), flops, reason)
+    return replace(found, experts=expert_part(layers, width, experts, tokens=1))
 
 
 EXPERT_BUILDERS = {

@@ -199,7 +199,7 @@ def measure(device: Any) -> DeviceRates:
     import torch
 
     from cluster.devices.limits import cpu_description
-    from raytrain.train.compute.calibrate import formats_of, memory_rate, product_flops
+    from raytrain.train.compute.rates import formats_of, memory_rate, product_flops
 
     formats = [name for name in formats_of(device) if name != "fp64"]
     on_gpu = device.type == "cuda"

@@ -93,14 +93,11 @@ class RunPlanner:
         return replan(opened, self.spec, plan, inventory)
 
     def _plan(self, inventory: Inventory, *, hosts_of_run: Any, workers: Resolved | None = None) -> Plan:
-        from jobs.driver.checks.job import rates_of_driver  # imports torch
-
         return plan_job(
             self.loaded,
             inventory=inventory,
             model_facts=self.checked.model_facts,
             data_facts=self.checked.data_facts,
-            rates=rates_of_driver(self.spec, inventory),
             hosts_of_run=hosts_of_run,
             workers=workers,
             split=self.checked.split,

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec
 from raytrain.config.user_code import resolve, users_errors
-from raytrain.data.rows.contract import Source
+from raytrain.data.rows.contract import Batch, Source
 from raytrain.data.sources.open import open_source
+from raytrain.data.transfer import tensors_of
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.registry import call_builder, check_keys, takes, to_trainable
-from raytrain.models.sizes import SizeError
+from raytrain.models.sizes import FLOAT_BYTES, SizeError
 from raytrain.plan.facts import ModelFacts
-from raytrain.train.compute.trace import TracedModel
 from raytrain.trainable import Trainable, parameters_of
 
 RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_uniform_", "kaiming_normal_",
@@ -37,33 +38,56 @@ def opened(spec: JobSpec) -> Source:
     return open_source(spec.data, context=spec.model.keys.get("context"))
 
 
-def counted(spec: JobSpec, trainable: Trainable, where: str) -> ModelFacts:
-    """The sizes of a built model."""
+def counted(trainable: Trainable, where: str, found: PassSizes | None) -> ModelFacts:
+    """The sizes of a built model, and of a pass if one was run."""
     parameters = list(trainable.module.parameters())  # tied parameters count once
     return ModelFacts(
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
-        activation_bytes_per_sample=None,
-        flops_per_sample=trainable.flops_per_sample,
+        activation_bytes_per_sample=None if found is None else found.activation_bytes,
+        flops_per_sample=trainable.flops_per_sample or (None if found is None else found.flops),
         reason=f"built on {where}",
         blocks=_blocks(trainable),
     )
 
 
-def with_trace(facts: ModelFacts, found: TracedModel | None, *, recomputed: bool) -> ModelFacts:
-    """The sizes of a built model with what a trace of its forward and backward found: memory, FLOPs and operations.
+@dataclass(frozen=True)
+class PassSizes:
+    """What one forward and backward needs for a row: bytes that backward keeps, in fp32, and FLOPs."""
+
+    activation_bytes: int
+    flops: float
+
+
+def sizes_of_pass(trainable: Trainable, batch: Batch, *, rows: int, counts: Mapping[str, int]) -> PassSizes:
+    """Run a batch of `rows` rows forward and backward in the format of the weights, and count.
 
     Args:
-        recomputed: whether the traced passes recompute blocks in backward.
+        counts: keyword arguments of the loss besides the batch.
     """
-    if found is None:
-        return facts
-    return replace(
-        facts,
-        activation_bytes_per_sample=None if recomputed else found.passes.full_bytes,
-        flops_per_sample=facts.flops_per_sample or found.flops_per_sample or None,
-        passes=found.passes,
-    )
+    from torch.utils.flop_counter import FlopCounterMode  # not needed by most commands
+
+    module = trainable.module
+    outside = [*module.parameters(), *module.buffers(), *(value for _, value in tensors_of(batch, ""))]
+    known = {tensor.untyped_storage().data_ptr() for tensor in outside}
+    kept: dict[int, Tensor] = {}  # holds the tensors, so that no address is used twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (address := tensor.untyped_storage().data_ptr()) not in known:
+            kept.setdefault(address, tensor.detach())
+        return tensor
+
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = trainable.loss(module, batch, **counts)
+        (output.loss if output.aux is None else output.loss + output.aux).backward()
+    return PassSizes(sum(map(_bytes_in_fp32, kept.values())) // rows, counter.get_total_flops() / rows)
+
+
+def _bytes_in_fp32(tensor: Tensor) -> int:
+    """Of the whole storage of a tensor."""
+    size = tensor.untyped_storage().nbytes()
+    return size * FLOAT_BYTES // tensor.element_size() if tensor.is_floating_point() else size
 
 
 def _blocks(trainable: Trainable) -> tuple[int, ...] | None:

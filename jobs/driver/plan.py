@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.devices.amd import VISIBLE
-from cluster.devices.calibration import CalibrationFile, MachineRates
 from cluster.devices.inventory import Inventory, local_inventory
 from cluster.devices.nvidia import MIG, narrow_visible
 from cluster.devices.torch_build import installed_torch
@@ -20,13 +18,10 @@ from jobs.job.spec import JobSpec, LoadedSpec
 from raytrain.config.decode import encode
 from raytrain.plan.choice import Resolved
 from raytrain.plan.facts import DataFacts, ModelFacts
-from raytrain.plan.plan import Plan, make_plan
+from raytrain.plan.plan import Plan, PlanInputs, make_plan
 from raytrain.plan.rules.devices import divided, pick_devices
 from raytrain.plan.rules.hosts import separate_hosts
 from raytrain.plan.rules.memory import ShareOut
-
-if TYPE_CHECKING:
-    pass
 
 
 def plan_job(
@@ -36,7 +31,6 @@ def plan_job(
     build: bool = False,
     model_facts: ModelFacts | None = None,
     data_facts: DataFacts | None = None,
-    rates: MachineRates | None = None,
     hosts_of_run: Any = None,
     workers: Resolved | None = None,
     split: str | None = None,
@@ -48,7 +42,6 @@ def plan_job(
         build: check the job as `train` does, which opens the data and builds the model. Without it, choices that need
             the exact sizes are deferred to the start of the run.
         model_facts, data_facts: the sizes, if `check_on_driver` has determined them.
-        rates: measured on these machines; None uses those that an earlier run has kept, if the job is for this machine.
         hosts_of_run: of a resumed run, what `experts.hosts: auto` chose at its start: its checkpoints hold the experts
             so, and threads follow from it.
         workers: of an elastic run that continues with another number of workers, that number and why.
@@ -71,13 +64,12 @@ def plan_job(
     asked = configured_hosts(spec)
     keeps = hosts_of_run not in (None, "none") and asked == "auto"
     scale = spec.scale if workers is None else spec.scale.model_copy(update={"workers": workers.value})
-    plan = make_plan(
-        model=spec.model, data=spec.data, optim=spec.optim, precision=spec.precision, loop=spec.loop, save=spec.save,
-        scale=scale, cluster=spec.cluster, experts_hosts=hosts_of_run if keeps else asked, name=spec.name,
-        experts_inflight=spec.experts.inflight, seed=spec.seed, inventory=machines, model_facts=sized,
-        data_facts=data_facts, compile_missing=_compile_missing(spec, inventory),
-        measured=rates or kept_rates(machines), share_out=_share_out(spec, sized, machines),
-    )  # fmt: skip
+    plan = make_plan(PlanInputs(
+        data=spec.data, optim=spec.optim, precision=spec.precision, loop=spec.loop, save=spec.save, scale=scale,
+        cluster=spec.cluster, experts_hosts=hosts_of_run if keeps else asked, experts_inflight=spec.experts.inflight,
+        name=spec.name, seed=spec.seed, inventory=machines, model_facts=sized, data_facts=data_facts,
+        compile_missing=_compile_missing(spec, inventory), share_out=_share_out(spec, sized, machines),
+    ))  # fmt: skip
     on_gpu = plan.device.value_or(None) == "cuda"
     if on_gpu and separate_hosts(plan.hosts) and sized is not None and sized.experts is not None:
         gpus = divided(machines.devices(), plan.per_gpu)
@@ -95,12 +87,6 @@ def plan_job(
         plan, hosts=hosts, workers=workers or plan.workers, warnings=warnings, config=encode(spec),
         sources=dict(loaded.sources),
     )  # fmt: skip
-
-
-def kept_rates(machines: Inventory) -> MachineRates | None:
-    """The rates that an earlier run on this machine measured; None for other machines."""
-    here = [node.host for node in machines.nodes] == [socket.gethostname()]
-    return CalibrationFile.of_this_machine("cpu").read() if here else None
 
 
 def _share_out(spec: JobSpec, sized: ModelFacts | None, machines: Inventory) -> ShareOut | None:

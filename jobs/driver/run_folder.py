@@ -137,7 +137,6 @@ def _checked(spec: JobSpec, plan: Plan, inventory: Inventory, *, run: RunFolder 
         checks += check_seen_by_all({"save.dir": absolute_path(spec.save.dir), **local_paths(spec)})
     checks += check_ray_job(
         spec.save.dir,
-        step_s=_value(plan.step_time),
         checkpoint_bytes=_value(plan.checkpoint_bytes),
         grace_s=spec.retry.stop_grace_s,
     )

@@ -6,7 +6,6 @@ the builders use the same checks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,24 +13,10 @@ from typing import Any
 
 from raytrain.config.messages import describe, suggestion
 from raytrain.errors import InputError, mismatch
-from raytrain.plan.facts import ModelFacts, PassFacts
+from raytrain.plan.facts import ModelFacts
 
 FLOAT_BYTES = 4
 """Master weights and the estimate of activations are in fp32."""
-
-HALF_LOGITS = 14
-"""Bytes of one logit in half precision at the start of backward: itself, its fp32 copy, and the loss's gradients."""
-
-HALF_SCORED_LOGITS = 10
-"""Bytes of one logit in half precision in an evaluation: itself, its fp32 copy, and its logarithm."""
-
-MOVED_PER_KEPT = 4.0
-"""Bytes that operations other than products move for each byte that backward needs, in all built-in models: it is
-written and read in forward, and read in backward, which writes as much again."""
-
-OPERATIONS_OF_ATTENTION, OPERATIONS_OF_FEED_FORWARD, OPERATIONS_OF_ENDS = 18, 10, 30
-OPERATIONS_OF_LAYER = 8
-"""Operations of one micro-batch, forward and backward: of the parts of a GPT's block, and of what surrounds them."""
 
 SOURCE_KEYS = ("vocab_size", "num_features", "num_classes", "image_shape")
 """Builder keys that the source fills in if they are not given."""
@@ -160,56 +145,15 @@ def gpt_activations(
     return round(FLOAT_BYTES * context * (layers * block + ends))
 
 
-@dataclass(frozen=True)
-class FeedForwardCost:
-    """What the feed-forward of a block costs.
-
-    Attributes:
-        values, half_bytes: values kept for each token in fp32, and bytes in half precision.
-        operations: of a micro-batch.
-        largest_parameter: values of the largest gradient that backward computes before it is added up.
-        scored_values: values that exist for a token at the same time without gradients.
-    """
-
-    values: float
-    half_bytes: float
-    operations: int
-    largest_parameter: int
-    scored_values: float
-
-
-def gpt_passes(
-    *, layers: int, heads: int, width: int, context: int, vocab_size: int, dropout: float, cost: FeedForwardCost
-) -> PassFacts:
-    """What a window costs besides its products; `gpt_activations` says what a block keeps.
-
-    In half precision the residual stream, the norms' inputs and the loss stay in fp32. With recomputed blocks, backward
-    begins while the inputs of all blocks exist, and has one whole block at a time.
-    """
-    sizes: dict[str, Any] = {"heads": heads, "width": width, "context": context, "dropout": dropout}
-    full = gpt_activations(**sizes, layers=layers, vocab_size=vocab_size, feed_forward=cost.values)
-    ends = gpt_activations(**sizes, layers=0, vocab_size=vocab_size, feed_forward=0)
-    block = (full - ends) / layers
-    half_block = 20 * width + FLOAT_BYTES * (heads + 4) + cost.half_bytes
-    if dropout:
-        half_block += 8 * width + 6 * heads * context
-    half_block *= context
-    half_ends = context * (6 * width + HALF_LOGITS * vocab_size)
-    inputs = FLOAT_BYTES * context * layers * width
-    scored = FLOAT_BYTES * max(2 * width + cost.scored_values, 2 * width + 2 * vocab_size)
-    half_scored = max(10 * width + 2 * cost.scored_values, 6 * width + HALF_SCORED_LOGITS * vocab_size)
-    return PassFacts(
-        full_bytes=full,
-        half_bytes=round(layers * half_block + half_ends),
-        recomputed_bytes=round(inputs + block + ends),
-        half_recomputed_bytes=round(inputs + half_block + half_ends),
-        moved_bytes=MOVED_PER_KEPT * full,
-        operations=layers * (OPERATIONS_OF_ATTENTION + cost.operations) + OPERATIONS_OF_ENDS,
-        width=width,
-        fixed_bytes=FLOAT_BYTES * (cost.largest_parameter + vocab_size * width),
-        eval_bytes=round(context * scored),
-        half_eval_bytes=round(context * half_scored),
-    )
+def gpt_recomputed(
+    *, layers: int, heads: int, width: int, context: int, vocab_size: int, dropout: float, feed_forward: float
+) -> int:
+    """The same with recomputed blocks: the inputs of all blocks, and what one block and the ends keep."""
+    one = gpt_activations(
+        layers=1, heads=heads, width=width, context=context, vocab_size=vocab_size, dropout=dropout,
+        feed_forward=feed_forward,
+    )  # fmt: skip
+    return FLOAT_BYTES * context * layers * width + one
 
 
 @dataclass(frozen=True)
@@ -226,59 +170,33 @@ def _gpt_facts(**keys: Any) -> ModelFacts:
     layers, width, context, vocab = (keys[k] for k in ("layers", "width", "context", "vocab_size"))
     sizes = {"layers": layers, "width": width, "context": context}
     parameters = gpt_parameters(**sizes, vocab_size=vocab, feed_forward=8 * width * width)
-    activations = gpt_activations(
-        **sizes, heads=keys["heads"], vocab_size=vocab, dropout=keys["dropout"], feed_forward=8 * width
-    )
+    kept = {**sizes, "heads": keys["heads"], "vocab_size": vocab, "dropout": keys["dropout"], "feed_forward": 8 * width}
     flops = language_flops(**sizes, matmul_parameters=parameters - context * width, window=keys["window"])
     block = gpt_block(width=width, feed_forward=8 * width * width)
-    found = facts(parameters, activations, flops, f"formula of gpt, vocabulary {vocab}")
-    cost = FeedForwardCost(8 * width, 16 * width, OPERATIONS_OF_FEED_FORWARD, 4 * width * width, 8 * width)
-    passes = gpt_passes(**sizes, heads=keys["heads"], vocab_size=vocab, dropout=keys["dropout"], cost=cost)
-    return replace(found, blocks=(block,) * layers, passes=passes)
+    found = facts(parameters, gpt_activations(**kept), flops, f"formula of gpt, vocabulary {vocab}")
+    return replace(found, blocks=(block,) * layers, recomputed_bytes_per_sample=gpt_recomputed(**kept))
 
 
 def _mlp_facts(**keys: Any) -> ModelFacts:
     widths = check_mlp(**keys)
     matmuls = sum(a * b for a, b in pairwise(widths))
     kept = widths[0] + (3 if keys["dropout"] else 2) * sum(widths[1:-1]) + widths[-1]
-    found = facts(matmuls + sum(widths[1:]), FLOAT_BYTES * kept, 6.0 * matmuls, f"formula of mlp {widths}")
-    width = round(math.sqrt(matmuls / (len(widths) - 1)))
-    half = 6 * widths[0] + 2 * (kept - widths[0])
-    largest = max(a * b for a, b in pairwise(widths))
-    scored = max(2 * widths[0], *(a + 2 * b for a, b in pairwise(widths)))  # the features are converted first
-    half_scored = 2 * max(3 * widths[0] + 2 * widths[1], *(a + 2 * b for a, b in pairwise(widths)))
-    passes = PassFacts(
-        FLOAT_BYTES * kept, half, None, None, MOVED_PER_KEPT * FLOAT_BYTES * kept,
-        OPERATIONS_OF_LAYER * (len(widths) - 1) + 5, width, FLOAT_BYTES * largest, FLOAT_BYTES * scored, half_scored,
-    )  # fmt: skip
-    return replace(found, passes=passes)
+    return facts(matmuls + sum(widths[1:]), FLOAT_BYTES * kept, 6.0 * matmuls, f"formula of mlp {widths}")
 
 
 def _cnn_facts(**keys: Any) -> ModelFacts:
     depth, height, width = check_cnn(**keys)
     parameters, flops, kept = 0, 0.0, depth * height * width
-    half, peak, half_peak, scored, products = 6 * kept, 0, 0, 0, list[int]()
     for channels in check_count_list("channels", keys["channels"]):
         parameters += (9 * depth + 1) * channels
         flops += 6.0 * 9 * depth * channels * height * width
-        products.append(9 * depth * channels)
-        # the activation, then the pooled values and their int64 indices; backward adds the gradients of both
-        whole, pooled = channels * height * width, channels * (height // 2) * (width // 2)
-        scored = max(scored, depth * height * width + 2 * whole)
-        kept, half = kept + whole + 3 * pooled, half + 2 * whole + 10 * pooled
-        peak = max(peak, FLOAT_BYTES * (kept + whole + pooled))
-        half_peak = max(half_peak, half + 2 * (whole + pooled))
+        # the activation, then the pooled values and their int64 indices
+        kept += channels * (height * width + 3 * (height // 2) * (width // 2))
         depth, height, width = channels, height // 2, width // 2
     classes, features = keys["num_classes"] or 1, depth * height * width
     parameters += (features + 1) * classes
     flops += 6.0 * features * classes
-    products.append(features * classes)
-    found = facts(parameters, FLOAT_BYTES * (kept + classes), flops, "formula of cnn")
-    passes = PassFacts(
-        peak, half_peak, None, None, MOVED_PER_KEPT * peak, OPERATIONS_OF_LAYER * len(products) + 5,
-        round(math.sqrt(sum(products) / len(products))), FLOAT_BYTES * max(products), FLOAT_BYTES * scored, 2 * scored,
-    )  # fmt: skip
-    return replace(found, passes=passes)
+    return facts(parameters, FLOAT_BYTES * (kept + classes), flops, "formula of cnn")
 
 
 def facts(parameters: int, activations: int, flops: float, reason: str) -> ModelFacts:

@@ -1,23 +1,21 @@
 """The plan: every `auto` of a job becomes one value with its reason, before anything is started.
 
-`make_plan` is pure: sections, machines and facts in, a frozen `Plan` out. It imports neither torch nor Ray.
+`make_plan` is pure: `PlanInputs` in, a frozen `Plan` out. It imports neither torch nor Ray.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
 from raytrain.config.sections import (
     DataConfig,
     LoopConfig,
-    ModelConfig,
     OptimConfig,
     PrecisionConfig,
     SaveConfig,
@@ -45,32 +43,34 @@ from raytrain.plan.rules.devices import (
     warn_of_lesser_devices,
     warn_of_mixed_gpus,
 )
-from raytrain.plan.rules.fsdp import micro_batch_under_fsdp, precision_under_fsdp, refuse_unmeasured
 from raytrain.plan.rules.hosts import (
+    choose_auto_hosts,
     choose_hosts,
     choose_inflight,
     choose_overlap,
     choose_strategy,
     choose_sync_batchnorm,
+    divided_pools,
     gpus_of_hosts,
     hosts_by_node,
     leave_gpus_to_hosts,
+    number_of_hosts,
 )
-from raytrain.plan.rules.layouts import choose_layout
 from raytrain.plan.rules.memory import (
     ShareOut,
     advise_activation_checkpointing,
     check_limit,
     estimate_bytes,
+    micro_batch_under_fsdp,
+    precision_under_fsdp,
     reason_to_measure,
+    refuse_unmeasured,
     warn_over_budget,
 )
-from raytrain.plan.rules.shares import choose_shares, splits
 from raytrain.plan.rules.speed import choose_speed
-from raytrain.plan.rules.step_time import predict_step
 from raytrain.plan.rules.storage import DataRoom, choose_loaders, choose_storage, resident_bytes
 from raytrain.plan.rules.workers import allowed_bytes, choose_placement, choose_threads, cores_of, count_workers, spread
-from raytrain.plan.strategies import Strategy, StrategyInputs, strategies_of
+from raytrain.plan.shares import choose_shares, splits
 from raytrain.plan.text import reason_of, value_text
 from raytrain.runs.storage import join
 
@@ -85,8 +85,6 @@ class Plan:
     configured, `fp32_layers` where none is configured, `resident_rows` unless only a part of the rows is kept on the
     device. `warnings` lists each fall-back and each doubtful setting; `config` is the full configuration with its
     defaults, `sources` says where each dotted key of it came from (default, recipe, file, python or command line).
-    `strategies` are the ways to distribute the job with their predicted times, the fastest first; empty where the sizes
-    of the model are unknown.
     """
 
     mode: Choice
@@ -128,11 +126,9 @@ class Plan:
     parameters: Choice
     memory: Choice
     host_memory: Choice
-    step_time: Choice
     checkpoint_bytes: Choice
     files: Choice
     warnings: list[str] = field(default_factory=list)
-    strategies: tuple[Strategy, ...] = ()
     model_facts: ModelFacts | None = None
     data_facts: DataFacts | None = None
     inventory: dict[str, Any] = field(default_factory=dict)
@@ -169,7 +165,6 @@ class Plan:
         return {
             "choices": {name: choice.to_json() for name, choice in self.choices().items()},
             "warnings": list(self.warnings),
-            "strategies": [one.to_json() for one in self.strategies],
             "model_facts": self.model_facts.to_json() if self.model_facts else None,
             "data_facts": self.data_facts.to_json() if self.data_facts else None,
             "inventory": self.inventory,
@@ -179,12 +174,12 @@ class Plan:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Plan:
-        """The plan that `to_json` wrote."""
+        """The plan that `to_json` wrote; choices of older runs that are no longer made are left out."""
         model, data = record["model_facts"], record["data_facts"]
+        known = {item.name for item in fields(cls)}
         return cls(
-            **{name: choice_from_json(row) for name, row in record["choices"].items()},
+            **{name: choice_from_json(row) for name, row in record["choices"].items() if name in known},
             warnings=list(record["warnings"]),
-            strategies=tuple(map(Strategy.from_json, record.get("strategies", ()))),  # older runs have none
             model_facts=ModelFacts.from_json(model) if model else None,
             data_facts=DataFacts(**data) if data else None,
             inventory=dict(record["inventory"]),
@@ -193,121 +188,151 @@ class Plan:
         )
 
 
-def make_plan(
-    *, model: ModelConfig, data: DataConfig, optim: OptimConfig, precision: PrecisionConfig, loop: LoopConfig,
-    save: SaveConfig, scale: ScaleConfig, experts_hosts: Any, experts_inflight: Any, cluster: ClusterConfig, seed: int,
-    inventory: Inventory, model_facts: ModelFacts | None, data_facts: DataFacts | None, name: str = "run",
-    share_out: ShareOut | None = None, compile_missing: str | None = None, measured: MachineRates | None = None,
-) -> Plan:  # fmt: skip
-    """Decides everything that can be decided before the start. Pure: the same arguments give the same plan.
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """What a plan is made from.
 
-    `experts_hosts` is None for a dense model, facts where only the run knows them, `measured` (the machines' rates)
-    where they are assumed. Raises InputError, naming the key, for what these machines or this data cannot provide.
+    Attributes:
+        experts_hosts, experts_inflight: those keys of the section `experts`; hosts are None for a dense model.
+        model_facts, data_facts: None where only the run knows them.
+        share_out: what each holder of experts starts with; None where the sizes of the experts are unknown.
+        compile_missing: why the driver's machine cannot compile; None if it can.
     """
+
+    data: DataConfig
+    optim: OptimConfig
+    precision: PrecisionConfig
+    loop: LoopConfig
+    save: SaveConfig
+    scale: ScaleConfig
+    cluster: ClusterConfig
+    experts_hosts: Any
+    experts_inflight: Any
+    seed: int
+    inventory: Inventory
+    model_facts: ModelFacts | None
+    data_facts: DataFacts | None
+    name: str = "run"
+    share_out: ShareOut | None = None
+    compile_missing: str | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return self.scale.strategy == "fsdp"
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether blocks are recomputed in backward."""
+        return bool(self.loop.activation_checkpointing)
+
+    def estimate(
+        self, machines: DevicePool, precision: Choice, *, workers: int, hosts: Resolved, rows: int, resident: int = 0
+    ) -> dict[str, Choice]:
+        """`estimate_bytes` of this job, with `rows` rows whose activations a worker keeps at the same time and
+        `resident` bytes of data on its device."""
+        return estimate_bytes(
+            self.model_facts, self.optim, precision=precision, micro=rows, resident=resident, on_gpu=machines.on_gpu,
+            workers=workers, hosts=hosts, share_out=self.share_out, sharded=self.sharded, recomputed=self.recomputed,
+        )  # fmt: skip
+
+    def fits(self, machines: DevicePool, precision: Choice, hosts: Any, workers: int) -> bool:
+        """Whether a layout of the experts is within what `cluster.memory_fraction` and `memory_limit` allow, by the
+        estimate; True where that is unknown."""
+        own, theirs = divided_pools(machines, hosts, self.inventory)
+        given = self.loop.micro_batch_size
+        # an `auto` micro-batch is made as small as the memory needs
+        rows = 1 if given == "auto" else choose_global_batch(self.loop, None) if given == "whole" else given
+        found = self.estimate(machines, precision, workers=workers, hosts=Resolved(hosts, ""), rows=rows)
+        needed, of_host = (found[name].value_or(None) or 0 for name in ("memory", "host_memory"))
+        allowed = allowed_bytes(self.cluster, own, self.inventory, workers=workers)
+        if not machines.on_gpu:  # all processes of a node share its memory
+            return allowed is None or needed + of_host * number_of_hosts(hosts) // workers <= allowed
+        room = allowed_bytes(self.cluster, theirs, self.inventory, workers=1)
+        return (allowed is None or needed <= allowed) and (room is None or of_host <= room)
+
+
+def make_plan(inputs: PlanInputs) -> Plan:
+    """Decides everything that can be decided before the start. Pure: the same inputs give the same plan.
+
+    Raises:
+        InputError: these machines or this data cannot provide what the job asks for; names the key.
+    """
+    loop, optim, cluster, inventory = inputs.loop, inputs.optim, inputs.cluster, inputs.inventory
+    model_facts, data_facts = inputs.model_facts, inputs.data_facts
     warnings, total = list[str](), choose_global_batch(loop, data_facts)
-    scale, why_one = one_worker_for_whole(scale, loop)
-    machines = share_gpus(scale, choose_devices(scale, inventory, warnings), experts_hosts, warnings)
+    scale, why_one = one_worker_for_whole(inputs.scale, loop)
+    inputs = replace(inputs, scale=scale)
+
+    machines = share_gpus(scale, choose_devices(scale, inventory, warnings), inputs.experts_hosts, warnings)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
     alone = replace(alone, reason=why_one or alone.reason)
-    inputs = StrategyInputs(
-        model_facts, data_facts, optim, precision, loop, scale, cluster, machines, inventory, rows=total,
-        measured=measured, share_out=share_out,
-    )  # fmt: skip
-    auto = partial(_auto_hosts, inputs, workers=alone.value)
-    workers, hosts = _workers_and_hosts(experts_hosts, scale, machines, inventory, alone=alone, auto=auto)
+    workers, hosts = _workers_and_hosts(inputs, machines, alone=alone)
     left = machines.without(gpus_of_hosts(hosts.value, machines, inventory))
-    choices = _machine_choices(scale, precision, cluster, machines, left, inventory, workers, hosts, warnings)
-    length = choose_length(loop, global_batch=total, data_facts=data_facts, drop_last=data.drop_last)
+    choices = _machine_choices(inputs, machines, left, workers, hosts, warnings)
+    precision = choices["precision"]
+
+    length = choose_length(loop, global_batch=total, data_facts=data_facts, drop_last=inputs.data.drop_last)
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
-    inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    sharded, allowed = scale.strategy == "fsdp", allowed_bytes(cluster, left, inventory, workers=workers.value)
-    again, rows = bool(loop.activation_checkpointing), _rows_kept(batches, inflight)
-    estimate = partial(
-        estimate_bytes, model_facts, optim, precision=choices["precision"], micro=rows, on_gpu=machines.on_gpu,
-        workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded, recomputed=again, data=data_facts,
+    inflight = choose_inflight(inputs.experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
+
+    rows = _rows_kept(batches, inflight)
+    estimate = partial(inputs.estimate, machines, precision, workers=workers.value, hosts=hosts)
+    one_row, shards = estimate(rows=1)["memory"], workers.value if inputs.sharded else 1
+    check_limit(
+        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts, one_row=one_row,
+        recomputed=inputs.recomputed, shards=shards,
     )  # fmt: skip
-    one_row, shards = estimate(resident=0, micro=1)["memory"], workers.value if sharded else 1
-    limited = {"on_gpu": machines.on_gpu, "hosts": hosts, "one_row": one_row, "recomputed": again, "shards": shards}
-    check_limit(cluster.memory_limit, model_facts, optim, **limited)
-    kept, estimates = _data_choices(
-        data, data_facts, model_facts, allowed, estimate, (spread(workers.value, left, inventory), cores_of(inventory)),
-        warnings, on_gpu=machines.on_gpu, reads=rows_read(loop),
-    )  # fmt: skip
+    allowed = allowed_bytes(cluster, left, inventory, workers=workers.value)
+    kept = _data_choices(inputs, allowed, estimate(rows=rows)["memory"], left, workers, warnings)
+    estimates = estimate(rows=rows, resident=resident_bytes(data_facts, kept))
     doubt = reason_to_measure(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
-    fixed = sharded or "sync_batchnorm" in choices
+    fixed = inputs.sharded or "sync_batchnorm" in choices
     updated = micro_batch_under_fsdp(loop, batches) if fixed else defer_micro_batch(loop, batches, doubt=doubt)
     warnings += warn_over_budget(allowed, estimates["memory"], one_row, measured=not fixed and updated is not batches)
     warnings += advise_activation_checkpointing(model_facts, estimates["memory"], allowed, loop, rows=rows)
-    known: dict[str, Choice] = {**choices, **batches, **estimates}
-    fraction = cluster.memory_fraction
-    shares = choose_shares(scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=fraction)
-    known |= {} if shares is None else {"shares": shares}
+
     return Plan(
-        **choices, **updated, **length, **estimates, shares=shares,
-        fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
+        **choices, **updated, **length, **estimates, **kept,
+        shares=choose_shares(scale, loop, left, inventory, {**choices, **batches}, hosts=hosts),
+        fp32_layers=choose_fp32_layers(inputs.precision, precision, warnings),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
         **choose_speed(
-            loop, optim, machines, choices["strategy"], max_steps=length["max_steps"], missing=compile_missing,
-            warnings=warnings,
+            loop, optim, machines, choices["strategy"], max_steps=length["max_steps"],
+            missing=inputs.compile_missing, warnings=warnings,
         ),
-        **choose_saving(save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
-        **kept, hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
-        deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),
-        files=Resolved(join(save.dir, f"{name}-<UTC stamp>"), "save.dir and name"), sources={}, config={},
-        **_predictions(inputs, known, workers, hosts, asked_hosts=experts_hosts, kept=kept),
+        **choose_saving(inputs.save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
+        hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
+        deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {inputs.seed}"),
+        files=Resolved(join(inputs.save.dir, f"{inputs.name}-<UTC stamp>"), "save.dir and name"),
+        inventory=inventory.to_json(),
     )  # fmt: skip
 
 
-def _predictions(
-    inputs: StrategyInputs, choices: Mapping[str, Choice], workers: Resolved, hosts: Resolved, *, asked_hosts: Any,
-    kept: Mapping[str, Choice],
-) -> dict[str, Any]:  # fmt: skip
-    """step_time as planned, and the strategies; `kept` is the choice of data storage."""
-    loop, scale = inputs.loop, inputs.scale
-    spent = predict_step(
-        inputs.facts, inputs.machines, inputs.inventory, choices, hosts=hosts, measured=inputs.measured,
-        recomputed=bool(loop.activation_checkpointing), threads=scale.threads,
-    )  # fmt: skip
-    found = strategies_of(
-        inputs, planned=(hosts.value, workers.value, scale.strategy == "fsdp"), workers=workers,
-        asked_hosts=asked_hosts, step_time=spent, resident=resident_bytes(inputs.data, kept),
-    )  # fmt: skip
-    return {"step_time": spent, "strategies": found}
-
-
-def _workers_and_hosts(
-    requested: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, alone: Resolved,
-    auto: Callable[[], Resolved],
-) -> tuple[Resolved, Resolved]:  # fmt: skip
-    """The numbers of workers and of expert hosts; `alone` are the workers without hosts, `auto` what `auto` means."""
-    chosen = auto() if requested == "auto" and scale.strategy not in ("data_parallel", "fsdp") else None
-    requested = requested if chosen is None else chosen.value
+def _workers_and_hosts(inputs: PlanInputs, machines: DevicePool, *, alone: Resolved) -> tuple[Resolved, Resolved]:
+    """The numbers of workers and of expert hosts; `alone` are the workers without hosts."""
+    scale, inventory, requested, chosen = inputs.scale, inputs.inventory, inputs.experts_hosts, None
+    if requested == "auto" and scale.strategy not in ("data_parallel", "fsdp"):
+        precision = choose_precision(inputs.precision, machines, inventory, [])
+        fits = partial(inputs.fits, machines, precision)
+        chosen = choose_auto_hosts(inputs.model_facts, scale, machines, workers=alone.value, fits=fits)
+        requested = chosen.value
     workers = leave_gpus_to_hosts(alone, requested, scale, machines, inventory)
     hosts = choose_hosts(requested, scale, machines, inventory, workers=workers.value)
     return workers, hosts if chosen is None else Resolved(hosts.value, chosen.reason)
 
 
-def _auto_hosts(inputs: StrategyInputs, *, workers: int) -> Resolved:
-    """What `experts.hosts: auto` means: a value of the key, with its reason."""
-    return choose_layout(
-        inputs.facts, inputs.scale, inputs.loop, inputs.precision_of(sharded=False), inputs.machines, inputs.inventory,
-        workers=workers, rows=inputs.rows, measured=inputs.measured,
-        fits=lambda hosts, processes: inputs.memory(hosts, processes)[2] is not False,
-    )  # fmt: skip
-
-
 def _machine_choices(
-    scale: ScaleConfig, precision: PrecisionConfig, cluster: ClusterConfig, machines: DevicePool, left: DevicePool,
-    inventory: Inventory, workers: Resolved, hosts: Resolved, warnings: list[str],
-) -> dict[str, Choice]:  # fmt: skip
+    inputs: PlanInputs, machines: DevicePool, left: DevicePool, workers: Resolved, hosts: Resolved, warnings: list[str]
+) -> dict[str, Choice]:
     """Choices that depend only on the machines and the number of workers; `left` excludes the GPUs of expert hosts."""
-    warnings += warn_of_lesser_devices(cluster, machines, inventory)
+    scale, inventory = inputs.scale, inputs.inventory
+    warnings += warn_of_lesser_devices(inputs.cluster, machines, inventory)
     if scale.shares == "equal":
         warn_of_mixed_gpus(left, warnings)
-    refuse_unmeasured(scale, precision)
-    by_device = choose_precision(precision, machines, inventory, warnings)
+    refuse_unmeasured(scale, inputs.precision)
+    by_device = choose_precision(inputs.precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
     other_processes = hosts_by_node(hosts, counts, machines, inventory)
     overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
@@ -332,22 +357,21 @@ def _machine_choices(
 
 
 def _data_choices(
-    data: DataConfig, facts: DataFacts | None, model_facts: ModelFacts | None, allowed: int | None,
-    estimate: Callable[..., dict[str, Choice]], spread_out: tuple[Mapping[str, int], Mapping[str, int]],
-    warnings: list[str], *, on_gpu: bool, reads: int | None,
-) -> tuple[dict[str, Choice], dict[str, Choice]]:  # fmt: skip
-    """(storage, loader_workers, and resident_rows where a part of the rows is kept; the estimates including that data).
-    `estimate` takes the bytes of resident data; `spread_out` is (workers, cores) of each node."""
-    model_bytes = estimate(resident=0)["memory"]
+    inputs: PlanInputs, allowed: int | None, model_bytes: Choice, left: DevicePool, workers: Resolved,
+    warnings: list[str],
+) -> dict[str, Choice]:  # fmt: skip
+    """storage, loader_workers, and resident_rows where a part of the rows is kept; `model_bytes` are those of a worker
+    without data."""
+    data, facts, model_facts = inputs.data, inputs.data_facts, inputs.model_facts
     whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
-    known = model_bytes.value_or(None)
-    room = DataRoom(allowed, model_bytes=known, whole=whole, on_gpu=on_gpu)
-    counts, cores = spread_out
+    room = DataRoom(allowed, model_bytes=model_bytes.value_or(None), whole=whole, on_gpu=left.on_gpu)
+    counts, cores = spread(workers.value, left, inputs.inventory), cores_of(inputs.inventory)
     loaders = choose_loaders(data, facts=facts, counts=counts, cores=cores, warnings=warnings)
+    reads = rows_read(inputs.loop)
     kept = choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings, reads=reads)
     if kept["storage"].value_or(None) == "resident" and loaders.value_or(None) != 0:
         loaders = Resolved(0, "rows are kept in memory")
-    return {**kept, "loader_workers": loaders}, estimate(resident=resident_bytes(facts, kept))
+    return {**kept, "loader_workers": loaders}
 
 
 def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:

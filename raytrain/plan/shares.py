@@ -1,17 +1,27 @@
-"""`Shares`: how the rows of a global batch are divided among workers of unequal speed. Pure, without torch.
+"""Workers that differ or change: shares of a batch by measured speed, and the number of workers of an elastic run.
 
-Rows are assigned in full micro-batches; a worker whose device has memory for several of them computes several in one
-pass. The assignment follows from the measured seconds and the number of rows alone.
+`Shares` assigns rows in full micro-batches; a worker whose device has memory for several of them computes several in
+one pass. The assignment follows from the measured seconds and the number of rows alone. Without torch.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
+
+from cluster.devices.inventory import Device, Inventory
+from cluster.wording import counted
+from raytrain.config.sections import LoopConfig, ScaleConfig
+from raytrain.errors import WorkersChange
+from raytrain.plan.choice import Choice, Deferred, Resolved
+from raytrain.plan.rules.devices import DevicePool
+from raytrain.plan.rules.workers import spread
 
 SPLITS = 8
 """Micro-batches per equal share with `loop.micro_batch_size: auto`, so that shares can differ by an eighth."""
@@ -105,3 +115,97 @@ def gain_over_equal(shares: Shares, *, total: int, plain_s: Sequence[float]) -> 
 def shares_of(value: Any) -> Shares | None:
     """The shares of a resolved choice, from their JSON; None for "equal"."""
     return None if value == "equal" else Shares.from_json(value)
+
+
+# ---- what the plan says of them
+
+MEASURED = "measured at the start, on all workers at the same time"
+EVENLY = "shares follow the measurement, and stay equal if unequal ones would save less than 5 %"
+
+
+def splits(scale: ScaleConfig, *, workers: int, hosts: Resolved) -> int:
+    """Number of micro-batches into which `loop.micro_batch_size: auto` cuts a worker's equal share."""
+    if scale.strategy == "fsdp":
+        return 1
+    return SPLITS if scale.shares == "auto" and workers > 1 and hosts.value in ("none", 0) else 1
+
+
+def choose_shares(
+    scale: ScaleConfig, loop: LoopConfig, machines: DevicePool, inventory: Inventory, choices: Mapping[str, Choice], *,
+    hosts: Resolved,
+) -> Choice | None:  # fmt: skip
+    """Micro-batches of each worker; None if `scale.shares` is equal.
+
+    Args:
+        choices: workers and accumulation are read.
+    """
+    if scale.shares == "equal":
+        return None
+    if scale.strategy == "fsdp":
+        return Resolved("equal", "scale.strategy fsdp: every block of every pass is a collective of all workers")
+    workers = _value(choices, "workers")
+    if workers == 1:
+        return Resolved("equal", "there is one worker")
+    if hosts.value not in ("none", 0):
+        return Resolved(
+            "equal", "with experts outside the workers each pass waits for all workers: more passes on one worker would"
+            " make the others wait; experts.hosts 0 keeps the experts in every worker",
+        )  # fmt: skip
+    if loop.micro_batch_size != "auto" and _value(choices, "accumulation") == 1:
+        return Resolved("equal", "each worker has at most one micro-batch: lower loop.micro_batch_size")
+    kinds = Counter(gpu.name for gpu in worker_gpus(workers, machines, inventory))
+    there = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    return Deferred(MEASURED, (), f"{EVENLY}; {there or 'CPUs of unknown speed'}")
+
+
+def worker_gpus(workers: int, machines: DevicePool, inventory: Inventory) -> list[Device]:
+    """The GPUs that `workers` workers get, in rank order."""
+    counts = spread(workers, machines, inventory)
+    there = {host: [gpu for node, found in machines.pool if node.host == host for gpu in found] for host in counts}
+    return [gpu for host, number in counts.items() for gpu in there[host][:number]]
+
+
+def _value(choices: Mapping[str, Choice], name: str) -> Any:
+    return choices[name].value_or(1)
+
+
+# ---- scale.workers: [min, max]
+
+#: Room for more workers must last this long, so that nodes which arrive together cause one restart.
+GROW_AFTER_S = 10.0
+#: Ray releases what a lost group of workers held within this time.
+SHRINK_AFTER_S = 5.0
+
+
+class ElasticWorkers:
+    """Decides when a run continues with another number of workers.
+
+    Args:
+        bounds: (min, max) workers.
+        workers: their number now.
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(self, bounds: tuple[int, int], workers: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._least, self._most, self._workers, self._clock = *bounds, workers, clock
+        self._fits, self._since = workers, clock()
+
+    def decide(self, *, room: int, waiting: bool) -> WorkersChange | None:
+        """The number to continue with, once the cluster has had room for it for a while.
+
+        Args:
+            room: workers that fit what is free.
+            waiting: no worker has started, since there is no room for all of them; else all of them train.
+        """
+        fits = min(self._most, room if waiting else self._workers + room)
+        changes = self._least <= fits < self._workers if waiting else fits > self._workers
+        now = self._clock()
+        if not changes or fits != self._fits:
+            self._fits, self._since = fits if changes else self._workers, now
+            return None
+        if now - self._since < (SHRINK_AFTER_S if waiting else GROW_AFTER_S):
+            return None
+        what = "the cluster has no more room" if waiting else "the cluster has room for more"
+        workers = counted(fits, "worker")
+        same = "on the same samples, with losses equal to rounding"
+        return WorkersChange(fits, f"{what}: the run continues with {workers} instead of {self._workers}, {same}")

@@ -8,7 +8,6 @@ from cluster.wording import size as size_text
 from raytrain.plan.choice import Choice, Resolved
 
 IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
-IN_SECONDS = ("step_time",)
 
 
 def value_text(name: str, choice: Choice) -> str:
@@ -20,7 +19,7 @@ def value_text(name: str, choice: Choice) -> str:
         if isinstance(value, bool):
             return "true" if value else "false"
         if isinstance(value, float):
-            return f"about {seconds_text(value)}" if name in IN_SECONDS else f"{value:g}"
+            return f"{value:g}"
         if isinstance(value, dict):
             return host_kinds_text(value)
         if isinstance(value, int):

@@ -17,7 +17,7 @@ from raytrain.data.loading.checks import verify_placement
 from raytrain.data.loading.prepare import ReportEvent, prepare_source
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import open_source
-from raytrain.plan.rules.rates import peak_of
+from raytrain.plan.rules.accelerators import peak_of
 from raytrain.train.build import build_of, restore_remote, source_facts
 from raytrain.train.clock import Clock
 from raytrain.train.compute.switches import Switches
@@ -294,8 +294,8 @@ class Session:
         """Samples per second of this worker's device (its share of it) at the data-sheet peak of the precision in use;
         0 where the peak or the FLOPs of a sample are unknown, or other processes compute a part of them."""
         planned, flops = self.job.plan.model_facts, self.trainable.flops_per_sample
-        if flops is None and planned is not None and not self.job.loop.activation_checkpointing:
-            flops = planned.flops_per_sample  # a trace with recomputed blocks would count these twice
+        if flops is None and planned is not None:
+            flops = planned.flops_per_sample
         peak = peak_of(device_name(self.device), str(self.precision))
         alone = self.job.plan.value("hosts", None) in ("none", 0, "colocated")
         return peak / flops / self.sharing if alone and peak and flops else 0.0

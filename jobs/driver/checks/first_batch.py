@@ -3,7 +3,7 @@
 A forked child process of the driver does it, on the CPU, so that nothing of the run changes: no weight, random
 generator, dataset or other state of this process. What the child prints is dropped; its time and memory are limited.
 Where the check cannot tell, because the model is too large for it or needs a GPU, it is skipped with a reason. The same
-child then counts what a pass costs (`raytrain.train.compute.trace`), for the plan.
+child then counts what a pass needs (`jobs.driver.build.sizes_of_pass`), for the plan.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from cluster.devices.limits import memory_bytes
 from cluster.forks import keep_parents_objects
 from cluster.telemetry.process import limit_memory, process_memory
 from cluster.wording import counted
+from jobs.driver.build import PassSizes, sizes_of_pass
 from jobs.driver.runtime import cluster_address
 from jobs.job.spec import JobSpec
 from raytrain.config.messages import abbreviated
@@ -45,9 +46,7 @@ from raytrain.data.rows.users_collate import UsersCollate
 from raytrain.data.transfer import tensors_of
 from raytrain.errors import InputError, RaytrainError, first_line
 from raytrain.infer.predictor import outputs_of
-from raytrain.plan.facts import PassFacts
 from raytrain.train.build import build_trainable
-from raytrain.train.compute.trace import TracedModel, trace_model
 from raytrain.train.device import seed_everything
 from raytrain.train.loader import cast_floating
 from raytrain.train.memory.device import is_out_of_memory
@@ -58,8 +57,8 @@ from raytrain.trainable import Trainable, in_eval, labels_weight
 from raytrain.trainable import rows as rows_of
 
 TIME_LIMIT_S = 20.0
-TRACE_LIMIT_S = 20.0
-"""Seconds that a trace may take after it, with what it imports."""
+SIZES_LIMIT_S = 20.0
+"""Seconds that counting what a pass needs may take after it, with what it imports."""
 INFER_LIMIT_S = 5.0
 """Seconds that a pass without labels may take, after the one with labels has taken its time."""
 SPLIT_LIMIT_S, SPLIT_PASS_S, SPLIT_ROWS = 10.0, 0.3, 4
@@ -89,13 +88,13 @@ class FirstPass:
 
     Attributes:
         skipped: why no micro-batch was run; None if one was.
-        traced: what a pass costs; None if that is unknown.
+        sizes: what a pass needs; None if that is unknown.
         unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
         split: how splitting a global batch changes what is trained; None if it does not, or that is unknown.
     """
 
     skipped: str | None = None
-    traced: TracedModel | None = None
+    sizes: PassSizes | None = None
     unanswered: str | None = None
     split: str | None = None
 
@@ -382,15 +381,18 @@ class FirstBatch:
             return split_changes(self._tried[0], batch, rows=rows, weigh=weigh, synchronized=synchronized)
         return None
 
-    def trace(self) -> dict[str, Any] | None:
-        """What a pass of the model costs, as plain values; None if it cannot be traced, or its rows cannot be read."""
-        train, again = self.source.train, bool(self.spec.loop.activation_checkpointing)
-
-        def rows(number: int) -> Batch:
-            return self.float64.narrowed(train.gather(np.arange(number) % len(train)))
-
-        found = trace_model(self.trainable, rows, device=CPU, recomputed=again)
-        return None if found is None else asdict(found)
+    def sizes(self) -> dict[str, Any] | None:
+        """What a pass of the model needs, as plain values; None where that is unknown."""
+        if self._tried is None:
+            return None
+        few, many = self.rows()
+        with contextlib.suppress(Exception):  # of the user's code, in a pass that training does not make
+            rows = few if ("train", few) in self._batches else many
+            batch = self._batches["train", rows]
+            weight = self._weight(batch, rows, self._tried[0])
+            counts = {"num_items_in_batch": weight} if self._tried[0].takes_global_count else {}
+            return asdict(sizes_of_pass(self._tried[0], batch, rows=rows, counts=counts))
+        return None
 
     def _error(self, error: BaseException) -> InputError:
         part, doing = self.phase
@@ -429,20 +431,17 @@ def certainly_on_cpu(spec: JobSpec) -> bool:
     return cluster_address(spec.cluster.address) == "local" and not local_inventory().devices()
 
 
-def check_first_batch(
-    check: FirstBatch, *, run: bool = True, trace: bool = False, limit_s: float = TIME_LIMIT_S
-) -> FirstPass:
-    """Run the check, then a trace of the model, in one forked process.
+def check_first_batch(check: FirstBatch, *, count: bool = False, limit_s: float = TIME_LIMIT_S) -> FirstPass:
+    """Run the check in a forked process.
 
     Args:
-        run: whether to run the micro-batch.
-        trace: whether to count what a pass costs, if the user's code ran to its end or was too large to run.
+        count: also count what a pass needs, if the user's code ran to its end.
 
     Raises:
         InputError: the run would fail, with the frames of the user's own code.
     """
     if not hasattr(os, "fork"):
-        return FirstPass("this system cannot fork a process" if run else None)
+        return FirstPass("this system cannot fork a process")
     sys.stdout.flush()
     sys.stderr.flush()
     keep_parents_objects()
@@ -452,18 +451,20 @@ def check_first_batch(
         child = os.fork()
     if not child:
         os.close(read)
-        _in_child(check, write, run=run, trace=trace, limit_s=limit_s)
+        _in_child(check, write, count=count, limit_s=limit_s)
     os.close(write)
     with _ended(child), os.fdopen(read, "rb") as pipe:
-        skipped = _skipped(_line(pipe.fileno(), limit_s), limit_s) if run else None
-        answer = _line(pipe.fileno(), INFER_LIMIT_S) if run and skipped is None else b"null"
-        unanswered = json.loads(answer or b"null")
-        if not answer or (skipped or "").startswith((NEEDS_GPU, NO_ANSWER, TOO_LONG)):
-            return FirstPass(skipped, unanswered=unanswered)
-        found = json.loads(_line(pipe.fileno(), TRACE_LIMIT_S) or b"null") if trace else None
-        split = json.loads(_line(pipe.fileno(), SPLIT_LIMIT_S) or b"null") if run and skipped is None else None
-    traced = found and TracedModel(PassFacts(**found["passes"]), found["flops_per_sample"])
-    return FirstPass(skipped, traced, unanswered, split if isinstance(split, str) else None)
+        skipped = _skipped(_line(pipe.fileno(), limit_s), limit_s)
+        if skipped is not None:
+            return FirstPass(skipped)
+        answers: list[Any] = []
+        for seconds in (INFER_LIMIT_S, SIZES_LIMIT_S, SPLIT_LIMIT_S):
+            answer = _line(pipe.fileno(), seconds)
+            if not answer:  # without this one, those after it are not told apart
+                break
+            answers.append(json.loads(answer))
+    unanswered, sizes, split = [*answers, None, None, None][:3]
+    return FirstPass(None, sizes and PassSizes(**sizes), unanswered, split)
 
 
 def _skipped(answer: bytes | None, limit_s: float) -> str | None:
@@ -503,12 +504,12 @@ def _line(pipe: int, limit_s: float) -> bytes | None:
     return b"".join(parts)
 
 
-def _in_child(check: FirstBatch, write: int, *, run: bool, trace: bool, limit_s: float) -> NoReturn:
+def _in_child(check: FirstBatch, write: int, *, count: bool, limit_s: float) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):  # the command ends this process
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(limit_s + TRACE_LIMIT_S + SPLIT_LIMIT_S) + 5)  # if the command is killed
+        signal.alarm(int(limit_s + SIZES_LIMIT_S + SPLIT_LIMIT_S) + 5)  # if the command is killed
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
@@ -518,16 +519,11 @@ def _in_child(check: FirstBatch, write: int, *, run: bool, trace: bool, limit_s:
         limit_memory(process_memory().rss + int(MEMORY_SHARE * memory_bytes()[1]))
         torch.set_num_threads(1)  # the threads of this process were not forked
         _open_group()
-        outcome: dict[str, Any] = {}
-        if run:
-            outcome = check.outcome()
-            os.write(write, json.dumps(outcome).encode() + b"\n")
-            if not outcome:
-                os.write(write, json.dumps(check.unanswered()).encode() + b"\n")
-        if trace:
-            os.write(write, json.dumps(check.trace()).encode() + b"\n")
-        if run and not outcome:
-            os.write(write, json.dumps(check.split_changes()).encode() + b"\n")
+        outcome = check.outcome()
+        os.write(write, json.dumps(outcome).encode() + b"\n")
+        if not outcome:
+            for answer in (check.unanswered, check.sizes if count else lambda: None, check.split_changes):
+                os.write(write, json.dumps(answer()).encode() + b"\n")
     finally:
         os._exit(0)
 

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cluster.devices.calibration import MachineRates
-from cluster.devices.inventory import Inventory
 from experts.exchange.membership import Connection
-from jobs.driver.build import build, check_experts, counted, opened, with_trace
+from jobs.driver.build import build, check_experts, counted, opened
 from jobs.driver.checks.first_batch import (
     FirstBatch,
     FirstPass,
@@ -45,7 +43,6 @@ from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.train.build import differences, source_facts
-from raytrain.train.compute.calibrate import calibration_of_machine
 from raytrain.train.compute.compile_parts import parts_to_compile
 from raytrain.train.job import TrainJob
 from raytrain.train.module_checks import check_module
@@ -134,16 +131,13 @@ def check_on_driver(
         seen = "true with a model without batch norms"
         raise InputError("scale.sync_batchnorm", got=seen, expected="false for this model")
     model_facts = formula_facts(spec, shapes)
-    unknown = model_facts is None
     found = FirstPass()
-    if run_batch or unknown:
+    if run_batch:
         first = FirstBatch(spec, source, shapes, trainable, on_cpu=certainly_on_cpu(spec))
-        found = check_first_batch(first, run=run_batch, trace=unknown)
-        if run_batch and found.skipped is None and spec.scale.strategy == "fsdp":
+        found = check_first_batch(first, count=model_facts is None)
+        if found.skipped is None and spec.scale.strategy == "fsdp":
             check_sharded_pass(first)
-    if model_facts is None:
-        sized = counted(spec, trainable, where)
-        model_facts = with_trace(sized, found.traced, recomputed=bool(spec.loop.activation_checkpointing))
+    model_facts = model_facts or counted(trainable, where, found.sizes)
     data_facts = observed_facts(source.facts, source.train)
     handed, notes = sent or source.worker_data, (found.skipped, found.unanswered, found.split)
     return Checked(source, handed, model_facts, data_facts, shapes, *notes)
@@ -182,14 +176,6 @@ class Shaped:
     """What the header of a file says of a tensor."""
 
     shape: torch.Size
-
-
-def rates_of_driver(spec: JobSpec, inventory: Inventory) -> MachineRates | None:
-    """The rates of this machine's CPU, measured in about two seconds unless an earlier run has kept them; None where
-    the job uses GPUs, whose rates are on data sheets."""
-    if inventory.devices() and spec.scale.mode != "cpu":
-        return None
-    return calibration_of_machine(torch.device("cpu"))
 
 
 def train_job(

@@ -1,8 +1,9 @@
-"""A plan as text: the grouped table of `raytrain plan`, and the few lines with which a training begins."""
+"""A plan as text: the grouped table of `raytrain plan`, the few lines with which a training begins, and a job file."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from cluster.wording import counted
 from jobs.driver.screen.commands import print_row
 from jobs.job.paths import path_from_here
+from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
-from raytrain.plan.rules.memory import AFTER_MODEL
-from raytrain.plan.strategies import Strategy
-from raytrain.plan.text import seconds_text, size_text
+from raytrain.plan.text import reason_of, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +33,7 @@ GROUPS = {
     ),
     "batch": (
         "global_batch_size", "micro_batch_size", "accumulation", "effective_batch", "shares", "steps_per_epoch",
-        "max_steps", "step_time", "lr", "warmup_steps",
+        "max_steps", "lr", "warmup_steps",
     ),
     "memory": ("memory", "host_memory"),
     "data": ("storage", "resident_rows", "loader_workers"),
@@ -63,7 +63,6 @@ WARNINGS = 2
 def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
     """Print the machines, the decisions with their reasons by subject, the warnings, and the other keys that were set.
 
-    The strategies follow the batch: their predicted step times, and the bytes of a worker (+ of an expert host).
     A terminal gets tables of its width; a pipe or file gets one line, `name: value  # reason`, for each row. `full`
     also lists the defaults, which plan.json always contains.
     """
@@ -75,8 +74,6 @@ def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
             console.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
     for group, names in GROUPS.items():
         _print_rows(console, group, [rows[name] for name in names if name in rows])
-        if group == "batch":
-            _print_rows(console, "strategies", strategy_rows(plan))
     shown = {row[2].partition(" (")[0] for row in rows.values()}
     listed = [row for row in config_rows(plan) if not row[0].startswith("tune.found.facts")]
     given = [row for row in listed if full or (row[2] != "default" and row[0] not in shown)]
@@ -136,21 +133,6 @@ def print_start(
 def config_rows(plan: Plan) -> list[Row]:
     """(dotted key, value, source) for every key of the configuration."""
     return [(key, _written(_lookup(plan.config, key)), source) for key, source in plan.sources.items()]
-
-
-def strategy_rows(plan: Plan) -> list[Row]:
-    """(strategy, predicted step time and bytes of a device, reason) of each strategy; the chosen one has a star."""
-    if not plan.strategies:
-        return [("each strategy", "later", f"predicted from the sizes of the model, {AFTER_MODEL}")]
-    return [_strategy_row(one) for one in plan.strategies]
-
-
-def _strategy_row(one: Strategy) -> Row:
-    spent = "time unknown" if one.seconds is None else seconds_text(one.seconds)
-    held = "" if one.memory is None else f", {size_text(one.memory)}"
-    held += "" if one.host_memory is None else f" + {size_text(one.host_memory)}"
-    threads = counted(one.threads, "thread") + (" each" if one.processes > 1 else "")
-    return f"* {one.name}" if one.chosen else one.name, spent + held, f"{threads}; {one.reason}"
 
 
 def _rows(plan: Plan) -> dict[str, Row]:
@@ -287,3 +269,63 @@ def _lookup(config: Mapping[str, Any], key: str) -> Any:
         part, _, rest = rest.partition(".")
         found = found[part]
     return found[rest]
+
+
+# ---- plan --print yaml
+
+AUTO = "auto"
+#: Key of a job that may be `auto` -> the decision that stands in its place.
+DECIDED = {
+    "scale.mode": "mode", "scale.workers": "workers", "scale.threads": "threads", "scale.strategy": "strategy",
+    "scale.overlap": "overlap", "precision.dtype": "precision", "loop.micro_batch_size": "micro_batch_size",
+    "loop.global_batch_size": "global_batch_size", "loop.eval_every": "eval_every",
+    "loop.cudnn_benchmark": "cudnn_benchmark", "optim.warmup_steps": "warmup_steps", "data.storage": "storage",
+    "data.loader_workers": "loader_workers", "save.every": "checkpoint_every", "save.export": "export",
+    "experts.hosts": "hosts", "experts.inflight": "inflight",
+}  # fmt: skip
+MOST_COMMENT = 90
+PLAIN = re.compile(r"[A-Za-z_./][\w./:-]*[\w/]")
+"""Strings that YAML reads as themselves."""
+RESERVED = ("true", "false", "null", "True", "False", "Null", "TRUE", "FALSE", "NULL")
+
+
+def job_text(plan: Plan) -> str:
+    """A job file that decides as this plan does: keys with their default are left out, each `auto` is replaced by what
+    was decided for these machines. What a run measures at its start stays `auto`."""
+    sections: dict[str, list[str]] = {}
+    for key, source in plan.sources.items():
+        if key.startswith("tune.found"):  # what a search found is a record of it, no setting
+            continue
+        section, _, name = key.rpartition(".")
+        value, comment = _lookup(plan.config, key), source
+        if value == AUTO and key in DECIDED and DECIDED[key] in plan.choices():
+            value, comment = _decided(plan, DECIDED[key])
+        elif source == "default":
+            continue
+        if value is not None or source != "default":
+            sections.setdefault(section, []).append(_line(name, value, comment, indented=bool(section)))
+    lines = [f"# {plan.inventory['source']}: {plan.inventory['summary']}", *sections.pop("", [])]
+    for section, rows in sections.items():
+        lines += ["", f"{section}:", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _decided(plan: Plan, name: str) -> tuple[Any, str]:
+    """What stands in the place of `auto`, and the reason."""
+    choice = plan.choices()[name]
+    if not isinstance(choice, Resolved):
+        return AUTO, reason_of(choice)
+    return (None if choice.value == "none" else choice.value), choice.reason
+
+
+def _line(name: str, value: Any, comment: str, *, indented: bool) -> str:
+    short = " ".join(comment.split())
+    short = short if len(short) <= MOST_COMMENT else short[: MOST_COMMENT - 3] + "..."
+    return f"{'  ' * indented}{name}: {_as_yaml(value)}  # {short}"
+
+
+def _as_yaml(value: Any) -> str:
+    """A value as YAML: JSON is a part of it, and plain words need no quotes."""
+    if isinstance(value, str) and PLAIN.fullmatch(value) and value not in RESERVED:
+        return value
+    return json.dumps(value)

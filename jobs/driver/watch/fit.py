@@ -30,8 +30,8 @@ from raytrain.execution import driver_channel, trainer
 from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult, step_of
 from raytrain.execution.ray_private import free_by_node
 from raytrain.execution.telemetry import HostTelemetry
-from raytrain.plan.elastic import ElasticWorkers
 from raytrain.plan.room import missing
+from raytrain.plan.shares import ElasticWorkers
 from raytrain.runs.faults import record_lost_ranks
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event

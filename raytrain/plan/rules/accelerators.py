@@ -1,4 +1,4 @@
-"""Accelerator types by the names that people, drivers and Ray give them. Pure.
+"""Accelerator types by the names that people, drivers and Ray give them, and the peaks of their data sheets. Pure.
 
 A person writes `h100`, the driver says `NVIDIA H100 80GB HBM3`, and Ray requires the resource `accelerator_type:H100`,
 spelled exactly so: a worker that requires any other spelling waits forever.
@@ -11,6 +11,21 @@ from collections.abc import Sequence
 
 from cluster.devices.inventory import Device, Inventory, Node
 from raytrain.errors import InputError
+
+PEAKS = ("fp32", "tf32", "bf16", "fp16", "memory")
+
+GPUS = {
+    "B200": (75, 1100, 2250, 2250, 7.7), "H200 NVL": (60, 418, 835, 835, 4.8), "H200": (67, 494, 989, 989, 4.8),
+    "H100 NVL": (60, 418, 835, 835, 3.9), "H100 PCIE": (51, 378, 756, 756, 2.0), "H100": (67, 494, 989, 989, 3.35),
+    "A100": (19.5, 156, 312, 312, 1.55), "L40S": (91.6, 183, 362, 362, 0.86), "A40": (37.4, 74.8, 150, 150, 0.7),
+    "A10": (31.2, 62.5, 125, 125, 0.6), "L4": (30.3, 60, 121, 121, 0.3), "V100": (15.7, 15.7, 15.7, 125, 0.9),
+    "T4": (8.1, 8.1, 8.1, 65, 0.32), "4090": (82.6, 82.6, 165, 165, 1.0), "3090": (35.6, 35.6, 71, 71, 0.94),
+    "MI300X": (163, 654, 1307, 1307, 5.3),
+}  # fmt: skip
+"""Neighbouring words of a GPU's name -> 1e12 FLOPs per second of dense products in each format of `PEAKS`, and 1e12
+bytes per second of its memory; longer names of a kind come first. From the data sheets of NVIDIA (which give sparse
+products of H100, H200 and B200, twice as fast), its white papers (4090, 3090: sums in fp32) and AMD. Formats that a
+GPU has no units for are computed in fp32. The A100's memory is that of 40 GB."""
 
 
 def is_named(device: Device, text: str) -> bool:
@@ -78,3 +93,10 @@ def _contains(name: str, text: str) -> bool:
 
 def _words(text: str) -> list[str]:
     return re.findall(r"[0-9a-z]+", text.casefold())
+
+
+def peak_of(name: str, what: str) -> float | None:
+    """What of `PEAKS` a GPU reaches in a second, by any name; None where the table lacks it, and for a MIG slice."""
+    words = f" {name.upper().replace('-', ' ')} "
+    found = next((peaks for kind, peaks in GPUS.items() if f" {kind} " in words), None)
+    return None if found is None or what not in PEAKS or " MIG " in words else 1e12 * found[PEAKS.index(what)]

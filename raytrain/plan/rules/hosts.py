@@ -6,7 +6,8 @@ Pure: `experts.hosts`, the `scale` section, the chosen devices and the inventory
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from cluster.devices.inventory import Device, Inventory
@@ -14,11 +15,15 @@ from cluster.wording import counted
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
-from raytrain.plan.rules.accelerators import of_type, ray_type
+from raytrain.plan.facts import ModelFacts
+from raytrain.plan.rules.accelerators import GPUS, is_named, of_type, peak_of, ray_type
 from raytrain.plan.rules.devices import DevicePool
-from raytrain.plan.rules.fsdp import hosts_under_fsdp
+from raytrain.plan.rules.memory import hosts_under_fsdp
 from raytrain.plan.rules.workers import CPU_OVERLOAD, cores_of, where_text
 from raytrain.plan.text import host_kinds_text
+
+CPU_HOSTS = 2
+"""On CPUs, `auto` starts as many hosts where the workers have no room for the experts: all share the cores."""
 
 
 def choose_hosts(
@@ -27,14 +32,19 @@ def choose_hosts(
     """ "none" for a dense model, 0 for experts inside every worker, "colocated", or the number of separate hosts.
 
     Args:
-        requested: `experts.hosts`, or None for a dense model; for `auto` the result of `layouts.choose_layout`, except
+        requested: `experts.hosts`, or None for a dense model; for `auto` the result of `choose_auto_hosts`, except
             where the strategy decides.
 
     Raises:
         InputError: a contradiction, or more hosts than these machines can run, naming the keys.
     """
     if requested is None:
-        _refuse_strategy(scale, "a model without experts")
+        if scale.strategy == "expert_parallel":
+            raise InputError(
+                "scale.strategy", got="expert_parallel with a model without experts", expected="data_parallel or auto",
+                remedy="models with experts: experts.models:moe_gpt, experts.models:moe_mlp, and your own builder with"
+                " experts.num_experts set",
+            )  # fmt: skip
         return Resolved("none", "the model has no experts")
     if scale.strategy == "fsdp":
         return hosts_under_fsdp(requested)
@@ -56,6 +66,74 @@ def choose_hosts(
     several = machines.on_gpu and len(inventory.nodes) > 1 and number_of_hosts(requested)
     where = where_text({node: len(gpus) for node, gpus in gpus_of_hosts(requested, machines, inventory).items()})
     return Resolved(requested, f"experts.hosts: {where}" if several else "experts.hosts")
+
+
+def choose_auto_hosts(
+    facts: ModelFacts | None, scale: ScaleConfig, machines: DevicePool, *, workers: int,
+    fits: Callable[[Any, int], bool],
+) -> Resolved:  # fmt: skip
+    """What `experts.hosts: auto` means, by memory and by kinds of devices: every worker holds all experts where they
+    fit. Else the slowest kind of GPU holds them where kinds differ, or the workers share them, or hosts hold them.
+
+    Args:
+        workers: number of workers if no GPU goes to hosts.
+        fits: whether (`experts.hosts`, workers) fits the memory of these machines, by the estimate.
+    """
+    in_workers = scale.strategy != "expert_parallel"
+    if in_workers and (facts is None or facts.experts is None):
+        return Resolved(0, "every worker holds all experts; their sizes are not known before the start")
+    if machines.on_gpu and len(machines.gpus) == 1:
+        return Resolved(0, "one GPU holds the full model")
+    layouts: list[tuple[Any, int]] = [(0, workers)] if in_workers else []
+    if scale.workers == "auto" and (slow := slowest_kind(machines)) is not None:
+        layouts.append(({slow[0]: slow[1]}, len(machines.gpus) - slow[1]))
+    if workers > 1:
+        layouts.append(("colocated", workers))
+    free = len(machines.gpus) - workers if machines.mode.value == "multi_gpu" else 0
+    hosts = free if machines.on_gpu else CPU_HOSTS
+    if hosts > 0:
+        layouts.append((hosts, workers))
+    layouts = layouts or [(0, workers)]
+    small = []
+    for hosts, number in layouts:
+        if fits(hosts, number):
+            why = "every worker has room for all experts" if hosts == 0 else f"the experts fit {layout_name(hosts)}"
+            return Resolved(hosts, f"{why}; too little memory {' or '.join(small)}" if small else why)
+        small.append(layout_name(hosts))
+    return Resolved(layouts[0][0], f"by the estimate, there is too little memory {' or '.join(small)}")
+
+
+def layout_name(hosts: Any) -> str:
+    """Where a value of `experts.hosts` puts the experts, in words."""
+    if isinstance(hosts, dict):
+        return f"on {host_kinds_text(hosts)}"
+    return {0: "in every worker", "colocated": "in shares of the workers"}.get(hosts, f"on {hosts} hosts")
+
+
+def slowest_kind(machines: DevicePool) -> tuple[str, int] | None:
+    """(accelerator type of the slowest kind of GPU, how many); None with one kind, where a kind is unknown, and where a
+    node has several."""
+    if machines.per_gpu > 1 or any(len({gpu.name for gpu in gpus}) > 1 for _, gpus in machines.pool):
+        return None
+    peaks = {gpu.name: peak_of(gpu.name, "bf16") for gpu in machines.gpus}
+    if len(peaks) < 2 or not all(peaks.values()):
+        return None
+    slowest = min(sorted(peaks), key=lambda name: peaks[name] or 0.0)
+    gpus = [gpu for gpu in machines.gpus if gpu.name == slowest]
+    kind = next(kind.split()[0] for kind in GPUS if is_named(gpus[0], kind))
+    if any(is_named(gpu, kind) for gpu in machines.gpus if gpu.name != slowest):
+        return None
+    return kind, len(gpus)
+
+
+def divided_pools(machines: DevicePool, hosts: Any, inventory: Inventory) -> tuple[DevicePool, DevicePool]:
+    """(devices of the workers, devices of the hosts); all of them for both, except where hosts take named kinds of
+    GPUs."""
+    if not isinstance(hosts, dict) or not machines.on_gpu:
+        return machines, machines
+    taken = gpus_of_hosts(hosts, machines, inventory)
+    held = tuple((node, tuple(taken[node.host])) for node in inventory.nodes if node.host in taken)
+    return machines.without(taken), replace(machines, pool=held)
 
 
 def leave_gpus_to_hosts(
@@ -283,12 +361,3 @@ def _check_left(
         remedy=f"lower {keys}, or set experts.hosts colocated, which needs no GPU of its own"
         f" ({inventory.describe()})",
     )  # fmt: skip
-
-
-def _refuse_strategy(scale: ScaleConfig, what: str) -> None:
-    if scale.strategy == "expert_parallel":
-        raise InputError(
-            "scale.strategy", got=f"expert_parallel with {what}", expected="data_parallel or auto",
-            remedy="models with experts: experts.models:moe_gpt, experts.models:moe_mlp, and your own builder with"
-            " experts.num_experts set",
-        )  # fmt: skip

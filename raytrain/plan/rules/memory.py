@@ -1,20 +1,19 @@
-"""Plan rules about memory: estimates for workers and expert hosts, and what is refused, measured or advised.
+"""Plan rules about memory: estimates for workers and expert hosts, and what is refused, measured or advised; at the end
+what `scale.strategy: fsdp` decides differently.
 
 Pure: facts, sections and decisions in, choices out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raytrain.config.sections import LoopConfig, OptimConfig
+from raytrain.config.sections import LoopConfig, OptimConfig, PrecisionConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
-from raytrain.plan.facts import HALF, DataFacts, ExpertFacts, HeldExperts, ModelFacts
-from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
-from raytrain.plan.rules.fsdp import gathered_bytes
+from raytrain.plan.facts import ExpertFacts, HeldExperts, ModelFacts, scaled_bytes
 from raytrain.plan.text import size_text
 
 AFTER_MODEL = "known after start (or plan --build)"
@@ -45,10 +44,6 @@ RECOMPUTED_ABOVE = 0.7
 
 WORTH_RECOMPUTING = 0.1
 """Activations below this fraction of the estimate are not worth recomputing."""
-
-MUON_BYTES, MUON_ELEMENTS = 8, 2**24
-"""Bytes for each value that Muon orthogonalises at the same time, and how many at most: directions, two iterates and
-their products with themselves, in bfloat16."""
 
 ShareOut = Callable[[int], Sequence[HeldExperts]]
 """Number of equal processes -> the experts that each of them holds at the start."""
@@ -103,20 +98,9 @@ def outside_moments(facts: ModelFacts, optim: OptimConfig, *, dtype: str) -> int
     return (8 if dtype == "fp64" else 4) * max(0, facts.parameters - sum(facts.blocks))
 
 
-def update_bytes(facts: ModelFacts, optim: OptimConfig, *, dtype: str) -> int:
-    """Bytes of tensors that exist only while the optimizer updates: Muon orthogonalises the matrices of one shape
-    together. At least a third of a block's weights are in matrices of one shape, and half of an expert's; other
-    optimizers update in place."""
-    if optim.name != "muon":
-        return 0
-    largest = max(sum(facts.blocks or ()) // 3, facts.experts.total // 2 if facts.experts else 0)
-    return (4 if dtype == "fp64" else 1) * MUON_BYTES * min(largest, MUON_ELEMENTS)
-
-
 def estimate_bytes(
     model_facts: ModelFacts | None, optim: OptimConfig, *, precision: Choice, micro: int, resident: int, on_gpu: bool,
     workers: int, hosts: Resolved, share_out: ShareOut | None, sharded: bool = False, recomputed: bool = False,
-    data: DataFacts | None = None,
 ) -> dict[str, Choice]:  # fmt: skip
     """The choices parameters, memory (bytes of one worker), experts, host_memory (of the fullest host) and
     checkpoint_bytes.
@@ -128,7 +112,6 @@ def estimate_bytes(
         share_out: None where the sizes of the experts are unknown.
         sharded: each worker holds its rows of every tensor (`scale.strategy: fsdp`).
         recomputed: blocks are recomputed in backward (`loop.activation_checkpointing`).
-        data: tells how many rows an evaluation has.
     """
     place = hosts.value
     if model_facts is None:
@@ -142,8 +125,9 @@ def estimate_bytes(
     here = replace(here, optimizer=here.optimizer + outside_moments(model_facts, optim, dtype=dtype))
     fullest = max((held_bytes(own, optim, dtype=dtype) for own in held), key=lambda used: used.kept, default=here)
     rows = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * micro
-    kept = 0 if facts is None else _scaled(rows * facts.kept_bytes_per_row, dtype, recomputed=recomputed)
-    activations = activation_bytes(model_facts, rows=micro, dtype=dtype, recomputed=recomputed) or 0
+    # an expert keeps nothing of its rows where its block is recomputed
+    kept = 0 if facts is None or recomputed else scaled_bytes(rows * facts.kept_bytes_per_row, dtype)
+    activations = micro * (model_facts.row_bytes(dtype, recomputed=recomputed) or 0)
     parts = (
         named(here, dtype)
         if not sharded
@@ -153,9 +137,7 @@ def estimate_bytes(
         parts["its experts"] = fullest.kept + fullest.cast
     elif held:
         activations = max(0, activations - kept)
-    scored = min(EVAL_MICRO_BATCHES * micro, 0 if data is None else -(-data.eval_rows // workers))
-    temporary = _largest_phase(model_facts, optim, dtype=dtype, activations=activations, scored=scored)
-    parts |= {**temporary, "data": resident, "process": 0 if on_gpu else PROCESS_BYTES}
+    parts |= {"activations": activations, "data": resident, "process": 0 if on_gpu else PROCESS_BYTES}
     unsaid = "; its blocks are unknown" if sharded and not model_facts.blocks else ""
     unsaid += ("" if activations else "; activations unknown") + ("; without CUDA's own" if on_gpu else "")
     host_memory = Resolved(None, "no separate hosts")
@@ -175,39 +157,9 @@ def estimate_bytes(
     }
 
 
-def _largest_phase(
-    facts: ModelFacts, optim: OptimConfig, *, dtype: str, activations: int, scored: int
-) -> dict[str, int]:
-    """The part that is freed before the next phase begins: of the passes, of an evaluation of `scored` rows at a time
-    or of the optimizer's update, whichever is the largest; of equal ones the first."""
-    phases = {
-        "activations": activations,
-        "evaluation": 0 if facts.passes is None else scored * facts.passes.scored_bytes(dtype),
-        "muon's update": update_bytes(facts, optim, dtype=dtype),
-    }
-    name = max(phases, key=lambda one: phases[one])
-    return {name: phases[name]}
-
-
 def widest(precision: Choice) -> str:
     """The format of the estimate: where formats are compared at the start, fp32, which needs the most memory."""
     return "fp32" if "fp32" in precision.candidates else str(precision.candidates[0])
-
-
-def activation_bytes(facts: ModelFacts, *, rows: int, dtype: str, recomputed: bool) -> int | None:
-    """Bytes of the tensors of one pass at its peak, besides weights and gradients; None where unknown."""
-    each = facts.row_bytes(dtype, recomputed=recomputed)
-    if each is None:
-        return None
-    fixed = 0 if facts.passes is None else facts.passes.fixed_bytes
-    return rows * each + (2 * fixed if dtype == "fp64" else fixed)
-
-
-def _scaled(size: int, dtype: str, *, recomputed: bool) -> int:
-    """What experts keep of their rows, from the bytes in fp32; nothing where their block is recomputed."""
-    if recomputed:
-        return 0
-    return size // 2 if dtype in HALF else 2 * size if dtype == "fp64" else size
 
 
 def _sharded(facts: ModelFacts, whole: StateBytes, dtype: str, *, workers: int, overlap: bool) -> dict[str, int]:
@@ -292,9 +244,7 @@ def least_parts(
     away = 0 if facts is None else facts.total
     trainable = model_facts.trainable_bytes // 4 - away
     used = trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable)
-    row = model_facts.activation_bytes_per_sample or 0
-    if recomputed:
-        row = model_facts.passes.recomputed_bytes or 0 if model_facts.passes is not None else 0
+    row = model_facts.row_bytes("fp32", recomputed=recomputed) or 0
     kept = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * facts.kept_bytes_per_row
     state = {name: value // shards for name, value in named(used, "fp32").items()}
     return {**parts, **state, "one row": max(0, row - kept) // 2}
@@ -382,3 +332,68 @@ def advise_activation_checkpointing(
         f" {size_text(kept)} of it activations: loop.activation_checkpointing true keeps only the input of each of the"
         f" {len(model_facts.blocks)} blocks and costs about a third more computation"
     ]
+
+
+# ---- scale.strategy: fsdp, where measurements are refused and a block is gathered at a time
+
+UNMEASURED = "scale.strategy fsdp measures nothing: sharded workers cannot recover from an out-of-memory in place"
+
+
+def hosts_under_fsdp(requested: Any) -> Resolved:
+    """Where the experts are: sharded like the rest of the model.
+
+    Args:
+        requested: `experts.hosts`.
+
+    Raises:
+        InputError: expert hosts are configured.
+    """
+    if requested in (0, "auto"):
+        return Resolved(0, "scale.strategy fsdp: every worker holds its rows of all experts")
+    raise InputError(
+        "experts.hosts", got=str(requested), expected="0 or auto with scale.strategy fsdp",
+        remedy="expert hosts with sharded workers are not supported yet; scale.strategy expert_parallel has hosts",
+    )  # fmt: skip
+
+
+def refuse_unmeasured(scale: ScaleConfig, precision: PrecisionConfig) -> None:
+    """Raises InputError for a choice that needs a measurement, since `fsdp` measures nothing."""
+    if scale.strategy == "fsdp" and precision.fp32_layers == "auto":
+        raise InputError(
+            "precision.fp32_layers", got="auto with scale.strategy fsdp", expected="a list of layers, or null",
+            remedy=UNMEASURED,
+        )  # fmt: skip
+
+
+def precision_under_fsdp(scale: ScaleConfig, chosen: Choice, *, on_gpu: bool) -> Choice:
+    """Under `fsdp`, the device alone decides a precision that other strategies measure."""
+    if scale.strategy != "fsdp" or not isinstance(chosen, Deferred):
+        return chosen
+    if on_gpu and "bf16" in chosen.bounds and chosen.reason.startswith("CUDA"):
+        return Resolved("bf16", f"{chosen.reason}; {UNMEASURED}")
+    return Resolved("fp32", f"{UNMEASURED}; set precision.dtype {chosen.bounds[0]} for half precision")
+
+
+def micro_batch_under_fsdp(loop: LoopConfig, batches: Mapping[str, Resolved]) -> Mapping[str, Choice]:
+    """`batches`; the reason of an `auto` micro-batch says what happens when memory runs out."""
+    micro = batches["micro_batch_size"]
+    if loop.micro_batch_size != "auto" or micro.value == 1:
+        return batches
+    reason = f"{micro.reason}; an out-of-memory restarts from the latest checkpoint with half of it"
+    return {**batches, "micro_batch_size": replace(micro, reason=reason)}
+
+
+def gathered_bytes(facts: ModelFacts, *, dtype: str, overlap: bool = False) -> int | None:
+    """Bytes that are unsharded on each worker at its peak: weights and gradients of one block and of everything outside
+    the blocks, and the block's gradient once more while it is reduced. None where the blocks are unknown.
+
+    Args:
+        overlap: the next block is gathered meanwhile (on GPUs): its weights count too.
+    """
+    if not facts.blocks:
+        return None
+    master = 8 if dtype == "fp64" else 4
+    half = 2 if dtype in ("bf16", "fp16") else master
+    outside = facts.parameters - sum(facts.blocks)
+    ahead = max(facts.blocks) * half if overlap and len(facts.blocks) > 1 else 0
+    return max(facts.blocks) * (2 * half + master) + ahead + outside * 2 * master

@@ -13,12 +13,12 @@ SUBMITTED = {JOB_ENVIRONMENT: "{}"}
 
 
 def checks(save_dir: str = "/data/runs", environ: dict[str, str] | None = None, **changes: Any) -> dict[str, Any]:
-    given = {"step_s": 0.5, "checkpoint_bytes": 200 << 20, "grace_s": 30.0} | changes
+    given = {"checkpoint_bytes": 200 << 20, "grace_s": 30.0} | changes
     return {check.name: check for check in check_ray_job(save_dir, environ=environ or SUBMITTED, **given)}
 
 
 def test_a_command_that_was_not_submitted_has_nothing_to_check() -> None:
-    assert check_ray_job("runs", step_s=99.0, checkpoint_bytes=None, grace_s=1.0, environ={}) == []
+    assert check_ray_job("runs", checkpoint_bytes=1 << 40, grace_s=1.0, environ={}) == []
 
 
 def test_a_folder_in_rays_package_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,17 +36,15 @@ def test_a_folder_in_rays_package_cache_is_refused(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("changes", "environ", "status"),
     [
-        ({}, {}, "ok"),  # 0.5 s and 1 s of 3 s
-        ({"step_s": 2.5}, {}, "warn"),
-        ({"checkpoint_bytes": 600 << 20}, {}, "warn"),
-        ({"step_s": 2.5}, {STOP_WAIT: "60"}, "ok"),
-        ({}, {STOP_WAIT: "1"}, "warn"),
+        ({}, {}, "ok"),  # 1 s of 3 s
+        ({"checkpoint_bytes": 700 << 20}, {}, "warn"),
+        ({"checkpoint_bytes": 700 << 20}, {STOP_WAIT: "60"}, "ok"),
+        ({}, {STOP_WAIT: "0.5"}, "warn"),
         ({}, {STOP_WAIT: "unclear"}, "ok"),
-        ({"step_s": 3.5, "checkpoint_bytes": None}, {}, "warn"),
-        ({"step_s": None}, {}, "na"),
+        ({"checkpoint_bytes": None}, {}, "na"),
     ],
 )
-def test_a_stop_that_kills_before_a_step_and_a_save_is_a_warning(
+def test_a_stop_that_kills_before_a_save_is_a_warning(
     changes: dict[str, Any], environ: dict[str, str], status: str
 ) -> None:
     check = checks(environ=SUBMITTED | environ, **changes)["job_stop"]

@@ -117,7 +117,7 @@ def gpu(name: str, experts: float) -> Device:
 
 
 def test_a_model_is_refused_before_the_start() -> None:
-    facts = ExpertFacts(((SHAPE.numel(0),) * 6,) * 2, 0, 0, 0, 0)
+    facts = ExpertFacts(((SHAPE.numel(0),) * 6,) * 2, 0, 0, 0)
     small, large, unknown = gpu("T4", 0.5), gpu("A100", 20), Device("cuda", "GPU", 0, None, None, 0)
     with pytest.raises(InputError, match=r"experts\.hosts: got layer 0 expert 0 of \d+ bytes"):
         check_room(facts, ExpertsConfig(), [small, small], hosts=2)
@@ -130,7 +130,7 @@ def test_a_model_is_refused_before_the_start() -> None:
     twice = ExpertsConfig(num_experts=6, hosts={"A100": 1, "NVIDIA A100": 1})
     one_and_none = [gpu("NVIDIA A100", 12), gpu("NVIDIA A100", 0)]
     with pytest.raises(InputError):
-        check_room(ExpertFacts(((SHAPE.numel(0),) * 13,), 0, 0, 0, 0), twice, one_and_none, hosts=2)
+        check_room(ExpertFacts(((SHAPE.numel(0),) * 13,), 0, 0, 0), twice, one_and_none, hosts=2)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_model_is_refused_before_the_start() -> None:
     ],
 )
 def test_keys_that_change_nothing_are_reported(place: Any, section: dict[str, Any], says: list[str]) -> None:
-    facts = ExpertFacts(((SHAPE.numel(0),) * 6,) * 2, 0, 0, 0, 0)
+    facts = ExpertFacts(((SHAPE.numel(0),) * 6,) * 2, 0, 0, 0)
     found = idle_keys(ExpertsConfig(**section), facts, place=place, workers=1)
     assert len(found) == len(says)
     assert all(one.startswith(f"experts.{start}") for one, start in zip(found, says, strict=True))

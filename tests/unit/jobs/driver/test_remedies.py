@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtThreads
 from cluster.devices.inventory import inventory_from_json, local_inventory
 from cluster.devices.nvidia import Device
 from jobs.driver.plan import plan_job
@@ -21,14 +19,12 @@ from jobs.driver.result import close_run
 from jobs.job.spec import load_spec
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.plan.plan import Plan
-from raytrain.report.findings.rules import diagnose
-from raytrain.report.records import read_records
 from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
 
-MODEL = {"builder": "experts.models:moe_gpt", "layers": 2, "heads": 4, "width": 256, "context": 64}
+MODEL = {"builder": "experts.models:moe_gpt", "layers": 2, "heads": 4, "width": 256, "context": 128}
 JOB: dict[str, Any] = {
     "name": "short", "model": {**MODEL, "vocab_size": 256}, "data": {"source": "stdlib", "max_bytes": 200000},
     "precision": {"dtype": "fp32"}, "loop": {"max_steps": 4, "global_batch_size": 32, "micro_batch_size": 16},
@@ -94,7 +90,6 @@ def test_the_bytes_of_each_change_are_those_of_the_plan_with_it(tmp_path: Any) -
     exact = [name for name in saved if name.split("=")[0] in (
         "loop.micro_batch_size", "loop.activation_checkpointing", "scale.strategy", "experts.hosts")]  # fmt: skip
     assert list(saved)[: len(exact)] == exact, "what computes the same update comes first"
-    assert [saved[name] for name in exact] == sorted((saved[name] for name in exact), reverse=True)
     page = (tmp_path / run.path / "report" / "report.html").read_text()
     assert "<li>loop.activation_checkpointing=true: " in page
 
@@ -132,8 +127,8 @@ def test_a_shorter_context_is_listed_and_the_masks_that_are_kept_come_first(tmp_
     row = {"kind": "train", "step": 2, "epoch": 0, "loss": 1.0, "mask_cache": {"entries": 3, "bytes": 49152}}
     plan = planned()
     run, text = ended(str(tmp_path), plan, rows=[row])
-    changed = planned("model.context=32")
-    assert recorded(run)["model.context=32"] == memory(plan) - memory(changed) > 0
+    changed = planned("model.context=64")
+    assert recorded(run)["model.context=64"] == memory(plan) - memory(changed) > 0
     first = text.index("attention masks that are kept take 48 KiB (loop.mask_cache_mb)")
     assert first < text.index("  1. ")
 
@@ -175,52 +170,6 @@ def test_a_run_that_something_else_ended_lists_nothing(tmp_path: Any) -> None:
     out = io.StringIO()
     close_run(run, AttemptResult("failed", "rank 0 failed: KeyError"), console=Console(file=out, width=300))
     assert "The run failed: rank 0 failed: KeyError" in out.getvalue() and not options(out.getvalue())
-
-
-def slow(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: str, bf16: float = 4e9, operation: float = 1e-6
-) -> str:
-    """What the report's findings say of a run that computed most of its time, on a machine with these rates."""
-    monkeypatch.setenv("RAYTRAIN_CACHE", str(folder))
-    products = {"fp32": ((128, 1e9), (1024, 1e9)), "bf16": ((128, bf16), (1024, bf16))}
-    rates = MachineRates("cpu", (RatesAtThreads(1, products, 1e12, 1e12, operation),), 1e-4, 1e9)
-    CalibrationFile.of_this_machine("cpu").write(rates)
-    run = RunFolder.create(str(folder), "slow", job=JOB)
-    run.next_attempt(this_process())
-    now = time.time()
-    run.append_event({"kind": "driver_start", "time": now - 100, "process_start": now - 100})
-    run.write_json(run.plan, planned("scale.workers=1", "experts.hosts=0", *changes).to_json())
-    run.append_event(
-        {
-            "kind": "attempt",
-            "time": now - 99,
-            "attempt": 1,
-            "from_step": 0,
-            "precision": "bf16" if "precision.dtype=bf16" in changes else "fp32",
-        }
-    )
-    run.append_event({"kind": "account", "time": now - 1, "seconds": {"compute": 95.0}})
-    run.writer(run.metrics).write({"kind": "train", "step": 4, "epoch": 0, "loss": 1.0, "step_time_s": 20.0})
-    close_run(run, AttemptResult("done", "4 steps", steps=4), console=Console(quiet=True))
-    found = [one for one in diagnose(read_records(run)) if one.title == "A step can be computed faster"]
-    return "\n".join([found[0].evidence, *found[0].options]) if found else ""
-
-
-@pytest.mark.covers("TRB-18", "TRB-21")
-def test_a_run_limited_by_compute_lists_what_the_rates_of_this_machine_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = slow(tmp_path, monkeypatch)
-    ratio = re.search(r"^precision\.dtype=bf16: (\d\.\d\d) times the rows per second", text, re.MULTILINE)
-    assert ratio and 3.5 < float(ratio[1]) <= 4, "products are four times as fast, and nearly all of a step"
-    assert re.match(r"9\d% of ", text) and "global_batch_size" not in text, "twice the rows take twice the time"
-    assert slow(tmp_path, monkeypatch, bf16=1.05e9) == "", "hardly faster here"
-    assert "dtype" not in slow(tmp_path, monkeypatch, "precision.dtype=bf16"), "in force"
-    assert "dtype" not in slow(tmp_path, monkeypatch, "precision.dtype=auto"), "the run has measured it"
-    small = ("loop.micro_batch_size=1", "loop.global_batch_size=1", "model.context=8")
-    batched = slow(tmp_path, monkeypatch, *small, bf16=1e9, operation=1e-2)
-    gain = re.match(r".*\nloop\.global_batch_size=2 loop\.micro_batch_size=2: (\d\.\d\d) times the rows", batched)
-    assert gain and 1.8 < float(gain[1]) <= 2.0, "a step is its operations, whatever its rows"
 
 
 def test_an_inventory_survives_json() -> None:

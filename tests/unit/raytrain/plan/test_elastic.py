@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raytrain.execution.trainer import waits_for_room
-from raytrain.plan.elastic import GROW_AFTER_S, SHRINK_AFTER_S, ElasticWorkers
 from raytrain.plan.room import room_for
+from raytrain.plan.shares import GROW_AFTER_S, SHRINK_AFTER_S, ElasticWorkers
 
 
 class Time:

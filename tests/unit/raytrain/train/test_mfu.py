@@ -9,7 +9,7 @@ import pytest
 from lab import GPT, make_session, token_rows, train
 
 from raytrain.plan.choice import Resolved
-from raytrain.plan.rules import rates
+from raytrain.plan.rules import accelerators
 from raytrain.report.figures import summarise
 from raytrain.report.records import RunRecords
 from raytrain.train.parallel.collectives import Workers
@@ -30,7 +30,7 @@ def gpt_flops(width: int, layers: int, *, vocabulary: int = 31, context: int = 1
 def test_a_row_gives_samples_times_their_flops_over_the_peak_of_the_precision(
     width: int, layers: int, precision: str, peak: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rates, "GPUS", PEAK)
+    monkeypatch.setattr(accelerators, "GPUS", PEAK)
     sizes = {**GPT, "width": width, "layers": layers}
     rows, _ = train(make_session(sizes, TOKENS, precision=precision, loop={"max_steps": 5}))
     assert len(rows.rows) == 5
@@ -43,7 +43,7 @@ def test_a_row_gives_samples_times_their_flops_over_the_peak_of_the_precision(
 def test_without_a_known_peak_or_known_flops_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(GPT, TOKENS, loop={"max_steps": 1})
     assert train(session)[0].of("train", "mfu") == [None], "no row of the table is a CPU's"
-    monkeypatch.setattr(rates, "GPUS", PEAK)
+    monkeypatch.setattr(accelerators, "GPUS", PEAK)
     known = session.full_rate()
     assert known == pytest.approx(2e6 / gpt_flops(32, 2))
     session.sharing = 2
@@ -62,7 +62,7 @@ def test_the_peaks_of_all_workers_count(
     others: Mapping[int, float], share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`others`: the other workers' rates, as multiples of this one's."""
-    monkeypatch.setattr(rates, "GPUS", PEAK)
+    monkeypatch.setattr(accelerators, "GPUS", PEAK)
     session = make_session(GPT, TOKENS, loop={"max_steps": 1})
     own = session.full_rate()
     gather = Workers.all_gather_floats
@@ -77,10 +77,8 @@ def test_the_peaks_of_all_workers_count(
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_flops_that_only_the_plan_has_counted_are_used_unless_they_hold_recomputed_blocks(
-    recomputed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rates, "GPUS", PEAK)
+def test_flops_that_only_the_plan_has_counted_are_used(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "GPUS", PEAK)
     session = make_session(GPT, TOKENS, loop={"activation_checkpointing": recomputed})
     own = session.full_rate()
     assert own == pytest.approx(2e6 / gpt_flops(32, 2)), "what the model says of itself counts in either case"
@@ -89,4 +87,4 @@ def test_flops_that_only_the_plan_has_counted_are_used_unless_they_hold_recomput
     counted = replace(session.job.plan, model_facts=replace(facts, flops_per_sample=1e4))
     session.job = replace(session.job, plan=counted)
     session.trainable.flops_per_sample = None
-    assert session.full_rate() == (0 if recomputed else 200)
+    assert session.full_rate() == 200

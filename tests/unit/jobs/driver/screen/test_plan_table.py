@@ -39,7 +39,6 @@ def test_every_decision_belongs_to_one_part_of_the_table() -> None:
 def test_the_table_is_grouped_and_says_each_fact_once(terminal: bool) -> None:
     lines = printed(print_plan, recipe("loop.deterministic=true", "save.dir=some/where"), terminal=terminal)
     groups = [*GROUPS, "keys"]
-    groups.insert(groups.index("batch") + 1, "strategies")
     assert [line.removeprefix("# ") for line in lines if line.removeprefix("# ") in groups] == groups
     text = "\n".join(lines)
     assert text.count("loop.max_steps") == text.count("optim.lr") == text.count("no GPU (") == 1

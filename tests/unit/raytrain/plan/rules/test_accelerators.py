@@ -12,7 +12,6 @@ from experts.hosts.reserve import request_of
 from raytrain.config.sections import (
     DataConfig,
     LoopConfig,
-    ModelConfig,
     OptimConfig,
     PrecisionConfig,
     SaveConfig,
@@ -20,9 +19,8 @@ from raytrain.config.sections import (
 )
 from raytrain.errors import InputError
 from raytrain.execution.trainer import accelerator_type
-from raytrain.plan.plan import Plan, make_plan
-from raytrain.plan.rules.accelerators import is_named
-from raytrain.plan.rules.rates import peak_of
+from raytrain.plan.plan import Plan, PlanInputs, make_plan
+from raytrain.plan.rules.accelerators import GPUS, PEAKS, is_named, peak_of
 
 HEAD = Device("cuda", "NVIDIA H100 80GB HBM3", 80 << 30, (9, 0), "GPU-1", 0)
 HERE = Inventory((Node("head", 16, 1 << 38, (HEAD,)),), source="here", cpu_model="c", cpu_flags={})
@@ -42,11 +40,12 @@ def ray_cluster(*rows: dict[str, Any], local: Inventory = HERE) -> Inventory:
 
 
 def plan(inventory: Inventory, *, hosts: Any = None, **scale: Any) -> Plan:
-    return make_plan(
-        model=ModelConfig(builder="a:b"), data=DataConfig(source="c:d"), optim=OptimConfig(), loop=LoopConfig(),
+    inputs = PlanInputs(
+        data=DataConfig(source="c:d"), optim=OptimConfig(), loop=LoopConfig(),
         precision=PrecisionConfig(), save=SaveConfig(), scale=ScaleConfig(**scale), cluster=ClusterConfig(), seed=1,
         experts_hosts=hosts, experts_inflight="auto", inventory=inventory, model_facts=None, data_facts=None,
     )  # fmt: skip
+    return make_plan(inputs)
 
 
 MIXED = ray_cluster(row("head", "H100"), row("b", "T4", 2), row("c", "A100 A100-80G"), row("d", "A100"))
@@ -134,3 +133,31 @@ def test_a_device_is_named_by_neighbouring_words_of_its_name() -> None:
     assert is_named(HEAD, "nvidia-h100") and is_named(HEAD, "h100 80gb") and not is_named(HEAD, "nvidia 80gb")
     assert not is_named(HEAD, "H10") and not is_named(HEAD, "")
     assert peak_of("h100", "bf16") == peak_of("NVIDIA H100 80GB HBM3", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "memory"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12, 3.35e12), ("NVIDIA H100 PCIe", 756e12, 2e12),
+        ("NVIDIA H100 NVL", 835e12, 3.9e12), ("NVIDIA H200", 989e12, 4.8e12), ("NVIDIA H200 NVL", 835e12, 4.8e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 1.55e12), ("NVIDIA A100 80GB PCIe", 312e12, 1.55e12),
+        ("NVIDIA L40S", 362e12, 0.86e12), ("NVIDIA GeForce RTX 4090", 165e12, 1e12), ("NVIDIA B200", 2250e12, 7.7e12),
+        ("AMD Instinct MI300X", 1307e12, 5.3e12), ("AMD-Instinct-MI300X-OAM", 1307e12, 5.3e12),
+        ("Tesla T4", 8.1e12, 0.32e12), ("h100", 989e12, 3.35e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None), ("NVIDIA GH200 480GB", None, None), ("cpu", None, None),
+    ],
+)  # fmt: skip
+def test_a_name_from_a_driver_or_from_ray_means_one_row(name: str, bf16: float | None, memory: float | None) -> None:
+    found = peak_of(name, "bf16"), peak_of(name, "memory")
+    assert found == (bf16 and pytest.approx(bf16), memory and pytest.approx(memory))
+
+
+def test_exact_fp32_is_no_tf32_and_fp64_is_not_in_the_table() -> None:
+    exact, rounded = peak_of("NVIDIA H100 80GB HBM3", "fp32"), peak_of("NVIDIA H100 80GB HBM3", "tf32")
+    assert (exact, rounded) == (67e12, 494e12) and peak_of("NVIDIA H100 80GB HBM3", "fp64") is None
+    assert peak_of("Tesla T4", "fp16") == 65e12
+    assert all(len(row) == len(PEAKS) and sorted(row[:4]) == list(row[:4]) for row in GPUS.values())
+
+
+def test_a_longer_name_of_a_kind_comes_before_a_shorter_one() -> None:
+    assert all(peak_of(f"NVIDIA {kind} 80GB", "fp16") == 1e12 * row[3] for kind, row in GPUS.items())

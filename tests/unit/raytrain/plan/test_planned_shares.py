@@ -11,7 +11,6 @@ from cluster.devices.inventory import Device, Inventory, Node
 from raytrain.config.sections import (
     DataConfig,
     LoopConfig,
-    ModelConfig,
     OptimConfig,
     PrecisionConfig,
     SaveConfig,
@@ -19,12 +18,11 @@ from raytrain.config.sections import (
 )
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.facts import DataFacts, ModelFacts
-from raytrain.plan.plan import Plan, make_plan
+from raytrain.plan.plan import Plan, PlanInputs, make_plan
 
 GIB = 1 << 30
 DATA = DataFacts(2000, 100, 64, None, 134_400, None, "a test")
 SMALL = ModelFacts(1000, 4000, 10, 1e3, "a test")
-LARGE = ModelFacts(1000, 4000, GIB // 2, 1e12, "a test")
 A100, V100, T4 = ("A100", (8, 0)), ("V100", (7, 0)), ("T4", (7, 5))
 MEMORY = {"A100": 80 * GIB, "V100": 32 * GIB, "T4": 16 * GIB}
 
@@ -51,15 +49,15 @@ def plan(
     scale: dict[str, Any] | None = None,
     loop: dict[str, Any] | None = None,
     precision: dict[str, Any] | None = None,
-    model_facts: ModelFacts = SMALL,
     experts_hosts: Any = None,
 ) -> Plan:
-    return make_plan(
-        model=ModelConfig(builder="a:b"), data=DataConfig(source="c:d"), optim=OptimConfig(), save=SaveConfig(),
+    inputs = PlanInputs(
+        data=DataConfig(source="c:d"), optim=OptimConfig(), save=SaveConfig(),
         precision=PrecisionConfig(**(precision or {})), loop=LoopConfig(**(loop or {})),
         scale=ScaleConfig(**(scale or {})), experts_hosts=experts_hosts, experts_inflight="auto",
-        cluster=ClusterConfig(), seed=42, inventory=inventory, model_facts=model_facts, data_facts=DATA,
+        cluster=ClusterConfig(), seed=42, inventory=inventory, model_facts=SMALL, data_facts=DATA,
     )  # fmt: skip
+    return make_plan(inputs)
 
 
 def value(made: Plan, name: str) -> Any:
@@ -78,31 +76,13 @@ def shares(made: Plan) -> Deferred:
     return choice
 
 
-def test_the_plan_of_four_nodes_with_mixed_gpus_shows_the_task_of_each_kind() -> None:
-    made = plan(MIXED, scale=AUTO, loop={"global_batch_size": 1024}, precision={"dtype": "fp16"}, model_facts=LARGE)
+def test_the_shares_of_mixed_gpus_are_measured_and_the_kinds_are_named() -> None:
+    made = plan(MIXED, scale=AUTO, loop={"global_batch_size": 1024}, precision={"dtype": "fp16"})
     assert value(made, "workers") == 32
-    (told,) = shares(made).bounds
-    assert told == (
-        "12 A100: 56 rows each, up to 32 a pass, 12 V100: 20 to 24 rows each, up to 32 a pass,"
-        " 8 T4: 12 rows each, up to 16 a pass"
-    )
+    assert shares(made).reason.endswith("; 12 A100, 8 T4, 12 V100")
     row = next(text for name, *text in made.rows() if name == "shares")
-    assert row[0] == told and row[1].startswith("measured at the start, on all workers at the same time")
-    assert "expected 2.56 times as fast as equal shares, at 40% of data-sheet peaks in fp16" in row[1]
-    assert "TFLOP/s: A100 125, V100 50, T4 26" in row[1] and "what each kind of device has memory for" in row[1]
+    assert row[1].startswith("measured at the start, on all workers at the same time")
     assert not any("kinds" in warning for warning in made.warnings)
-    given = {"global_batch_size": 1024, "micro_batch_size": 8}
-    named = shares(plan(MIXED, scale=AUTO, loop=given, precision={"dtype": "fp16"}, model_facts=LARGE))
-    assert named.bounds[0].count("up to 8 a pass") == 3 and "loop.micro_batch_size" in named.reason
-
-
-def test_the_step_is_predicted_at_the_mean_rate_where_shares_are_unequal() -> None:
-    loop = {"global_batch_size": 1024, "micro_batch_size": 4}
-    made = [
-        plan(MIXED, scale=scale, loop=loop, precision={"dtype": "fp16"}, model_facts=LARGE) for scale in (AUTO, None)
-    ]
-    assert "each of A100, T4, V100" in reason(made[0], "step_time")
-    assert "the slowest of A100, T4, V100" in reason(made[1], "step_time")
 
 
 def test_equal_shares_and_one_worker_need_no_measurement() -> None:
@@ -126,11 +106,6 @@ def test_with_experts_outside_the_workers_shares_stay_equal(hosts: Any) -> None:
     assert value(made, "shares") == "equal" and "experts.hosts 0" in reason(made, "shares")
     assert value(made, "micro_batch_size") == 16, "no finer than without"
     assert isinstance(plan(CPU, scale={**AUTO, "workers": 2}, experts_hosts=0).choices()["shares"], Deferred)
-
-
-def test_a_kind_without_a_rate_is_measured_all_the_same() -> None:
-    odd = machines(host("a", A100, ("Own Brand", (8, 0)), each=1))
-    assert "the peak rate is unknown for Own Brand" in shares(plan(odd, scale=AUTO)).reason
 
 
 def test_fp32_layers_are_named_or_measured_or_change_nothing() -> None:
