@@ -187,8 +187,8 @@ def _run(command: TuneCommand) -> SweepFolder:
         InputError, RunError, Interrupted.
     """
     from jobs.driver.checks.job import check_on_driver  # imports torch
-    from jobs.tuning.batch.command import run_batch
-    from jobs.tuning.space.command import run_space
+    from jobs.tuning.batch import run_batch
+    from jobs.tuning.space import run_space
 
     address = cluster_address(command.spec.cluster.address)
     checked = check_on_driver(command.spec)

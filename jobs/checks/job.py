@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.checks.preflight import CheckResult
 from cluster.telemetry.warnings import HIGH
-from raytrain.autotune.search.loaders import LoaderRates, choose_count
-from raytrain.autotune.search.measurement import Candidate, Measurement
-from raytrain.autotune.search.precision import GateReport, gate_refusal
-from raytrain.autotune.search.throughput import NEAR
+from raytrain.autotune.batch_search import NEAR
+from raytrain.autotune.loaders import LoaderRates, choose_count
+from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.precision import GateReport, gate_refusal
 from raytrain.errors import RunError, first_line
 from raytrain.plan.text import seconds_text, size_text
 
@@ -38,7 +38,7 @@ READING_PASSES = 4
 #: All of them are measured, whatever the job says.
 OPEN = (
     "precision.dtype=auto", "precision.fp32_layers=[]", "loop.micro_batch_size=auto", "data.loader_workers=auto",
-    "tune.objective=throughput", "tune.space=null",
+    "tune.space=null",
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def measure_job(loaded: LoadedSpec, checked: Checked, inventory: Inventory, *, l
 
     from cluster.placement import on_this_node
     from jobs.driver.checks.job import train_job
-    from jobs.tuning.batch.search import find_search
+    from jobs.tuning.batch_search import find_search
     from raytrain.runs.folder import RunFolder
 
     search = find_search(loaded, checked, inventory)
@@ -141,9 +141,9 @@ def _measured(
     """In a process of Ray."""
     from ray import cloudpickle
 
-    from raytrain.autotune.probe.loaders import measure_loaders
-    from raytrain.autotune.probe.numeric_gate import run_gate
-    from raytrain.autotune.probe.step import StepProbe
+    from raytrain.autotune.comparisons import run_gate
+    from raytrain.autotune.loaders import measure_loaders
+    from raytrain.autotune.step_probe import StepProbe
     from raytrain.config.user_code import import_from
     from raytrain.data.sources.open import source_from_driver
     from raytrain.train.memory.allocator import keep_freed_memory

@@ -167,7 +167,7 @@ def _sizes(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> str:
         ("micro-batch size", "n", lambda row: _cell("", row.get("micro_batch_size"))),
         ("passes", "n", lambda row: _cell("", row.get("passes"))),
         ("rows per second", "n", lambda row: _cell("rows_per_s", row.get("rows_per_s"))),
-        ("95 % interval", "n", _interval),
+        ("least to most", "n", _interval),
         ("peak memory", "n", lambda row: _cell("peak_bytes", row.get("measured_peak"))),
         ("predicted peak", "n", lambda row: _cell("peak_bytes", row.get("predicted_peak"))),
         ("", "k", lambda row: '<span class="badge good">chosen</span>' if _is_chosen(row, chosen) else ""),
@@ -182,7 +182,7 @@ def _sizes(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> str:
 
 
 def _interval(row: Mapping[str, Any]) -> str:
-    """The interval of a rate; a rate is never negative."""
+    """The range of a rate, in earlier versions an interval; a rate is never negative."""
     low, high = number(row.get("low")), number(row.get("high"))
     return "-" if low is None or high is None else esc(f"{measured(max(0.0, low))} to {measured(high)}")
 

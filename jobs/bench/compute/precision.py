@@ -25,7 +25,7 @@ from jobs.bench.harness.measuring import (
     median_ms,
 )
 from jobs.bench.harness.options import BenchOptions
-from raytrain.autotune.search.precision import LOSS_TOLERANCE, WORTHWHILE_GAIN
+from raytrain.autotune.precision import LOSS_TOLERANCE, WORTHWHILE_GAIN
 
 if TYPE_CHECKING:
     from jobs.bench.compute.precision_arms import PlainArm
@@ -141,7 +141,7 @@ def _gate(found: BenchMeasurement, name: str, arms: dict[str, SessionArm], rival
 
 def _model_share(arm: SessionArm, times: list[float]) -> float:
     """Fraction of an fp32 step that forward and backward take, the only part that a precision affects."""
-    from raytrain.autotune.probe.precision import compare_precisions
+    from raytrain.autotune.comparisons import compare_precisions
 
     session = arm.session
     indices, _ = session.loader.global_batch(session.state.cursor)

@@ -12,7 +12,7 @@ import torch
 
 from jobs.bench.harness.measuring import alternate
 from jobs.driver.session import session_of
-from raytrain.autotune.startup.precision import measure_precision
+from raytrain.autotune.startup import measure_precision
 from raytrain.execution.reporter import SilentReporter
 from raytrain.plan.choice import Deferred
 

@@ -8,9 +8,9 @@ import pytest
 
 from jobs.checks.job import JobNumbers, check_job
 from jobs.job.spec import load_spec
-from raytrain.autotune.search.loaders import LoaderRate, LoaderRates
-from raytrain.autotune.search.measurement import Candidate, Measurement
-from raytrain.autotune.search.precision import GateReport
+from raytrain.autotune.loaders import LoaderRate, LoaderRates
+from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.precision import GateReport
 
 MIB = 1 << 20
 
