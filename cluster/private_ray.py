@@ -87,6 +87,7 @@ def private_ray(*, workers: int = 0) -> Iterator[PrivateRay]:
         options = {"include_dashboard": False, "_temp_dir": os.path.join(folder, "r"), "_node_ip_address": "127.0.0.1"}
         if base != tempfile.gettempdir():  # what Ray moves out of memory may be large: it stays where TMPDIR says
             options["object_spilling_directory"] = stack.enter_context(private_folder())
+        stack.callback(end_daemons, folder)
         yield PrivateRay(folder, options, workers)
 
 
@@ -180,17 +181,18 @@ def last_words(folder: str) -> str:
 
 
 def end_daemons(folder: str) -> list[int]:
-    """End the child processes of this process that were started for the cluster in `folder`, and return their pids.
+    """End the processes of this user whose command line names the cluster's `folder`, and return their pids.
 
-    For a cluster that failed to start: Ray ends its daemons only when this process exits.
+    Ray ends the daemons that it has started only when this process exits, and their agents end by themselves, after all
+    their imports: on a machine that is busy, long after the command.
     """
     ended = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and folder.encode() in (entry / "cmdline").read_bytes():
+            mine = entry.stat().st_uid == os.geteuid() and int(entry.name) != os.getpid()
+            if mine and os.fsencode(folder) in (entry / "cmdline").read_bytes():
                 os.kill(int(entry.name), signal.SIGKILL)
                 ended.append(int(entry.name))
-        except (OSError, ValueError, IndexError):
+        except OSError:
             continue  # it has exited
     return ended

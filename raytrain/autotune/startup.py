@@ -25,6 +25,7 @@ from raytrain.checkpoint.reader import LoadedCheckpoint
 from raytrain.errors import InputError, StateLost, first_line
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.rules.memory import TINY_PARAMETERS
+from raytrain.plan.rules.speed import FEW_STEPS, too_few
 from raytrain.plan.shares import shares_of
 from raytrain.plan.text import seconds_text
 from raytrain.runs.faults import fallen_precision
@@ -40,8 +41,8 @@ from raytrain.trainable import parameters_of
 LABEL_COLUMNS = 10
 """Width of the labels of a run's first lines on the terminal."""
 #: What a compilation takes at least, usually, and how much faster the step gets: a run that would gain less compiles
-#: nothing, and one of so few steps does not even time an eager pass.
-USUAL_COMPILATION_S, USUAL_RATIO, FEW_STEPS = 30.0, 1.3, 100
+#: nothing.
+USUAL_COMPILATION_S, USUAL_RATIO = 30.0, 1.3
 #: Compiled passes must win each of the least rounds; so must overlapped all-reduces.
 ROUNDS = 5, 15
 #: Rounds with one and with two micro-batches in flight.
@@ -364,7 +365,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     """Time an eager pass; where the rest of the run may pay for a compilation, compile, and time both in turn."""
     session = calibration.session
     if steps < FEW_STEPS:
-        return _record(Resolved("off", f"{counted(steps, 'step')} are too few to pay for a compilation"), {})
+        return _record(Resolved("off", too_few(steps)), {})
     (eager,), share = timed_passes(session, [lambda: None], most=1, rounds=(1, 1))
     if eager.error:
         return _record(Resolved("off", f"a pass failed: {eager.error}"), {})

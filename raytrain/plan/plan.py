@@ -248,7 +248,10 @@ def make_plan(
         fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
-        **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
+        **choose_speed(
+            loop, optim, machines, choices["strategy"], max_steps=length["max_steps"], missing=compile_missing,
+            warnings=warnings,
+        ),
         **choose_saving(save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
         **kept, hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),

@@ -54,6 +54,11 @@ def test_the_development_cluster_has_two_nodes_on_loopback(
     token = Path(told["RAY_AUTH_TOKEN_PATH"])
     assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
 
+    pasted = subprocess.run(
+        ["bash", "-c", f"set -eu\n{''.join(lines)}env"], env=place.env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert {f"{name}={value}" for name, value in told.items()} <= set(pasted.stdout.splitlines()), "as a shell sees it"
+
     two_node_job(place, guest_job, cores=2)
     given = ("-m", "jobs", "submit", "train", "job.yaml", f"save.dir={place.folder / 'runs'}")
     refused = start_python(*given, cwd=place.folder, env=place.env | told | {"RAY_AUTH_TOKEN": "no"})

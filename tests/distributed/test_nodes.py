@@ -192,7 +192,6 @@ def test_every_node_of_a_cluster_is_checked_and_trains(answer_of: Callable[..., 
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.covers("NODE-09")
 def test_a_stopped_worker_of_another_node_is_ended_and_a_node_under_which_two_died_is_left_out(
     answer_of: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -162,9 +162,10 @@ def test_the_report_says_what_compilation_achieved_for_each_part(fit: Callable[.
     assert text["compile"] == twin["compile"] == "default", "requested"
     assert json.loads(text["compile_parts"]) == {"smooth": "compiled", "looks": "compiled", "plain": "eager"}
     assert text["compile_achieved"] == "2 of 3 parts"
-    # graphs: one of each of two parts, one more behind the break, one more after step 3; breaks: `looks` and `plain`
+    # Graphs: one of each of two parts, one more behind the break, one more after step 3. The number that passes the
+    # break differs in step 2, whose graph is compiled again; in step 3 the part is traced again, for any number.
     figures = ("compile_graphs", "compile_graph_breaks", "compile_recompiles")
-    assert [int(text[name]) for name in figures] == [4, 2, 1] == [twin[name] for name in figures]
+    assert [int(text[name]) for name in figures] == [7, 3, 4] == [twin[name] for name in figures]
     assert "torch.compiler.disable()" in text["compile_reasons"] and ".item()" not in text["compile_reasons"]
     (early, *_, last) = run.events("compile")
     assert (early["step"], last["step"], early["recompiles"]) == (1, 4, 0)

@@ -17,11 +17,12 @@ import raytrain.autotune.step_probe
 import raytrain.train.loop
 from raytrain.autotune.comparisons import ArmTimes
 from raytrain.autotune.measurement import Candidate
-from raytrain.autotune.startup import FEW_STEPS, Calibration, read_measured, settle_compile
+from raytrain.autotune.startup import Calibration, read_measured, settle_compile
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import load
 from raytrain.checkpoint.writer import CheckpointWriter
-from raytrain.plan.choice import Deferred
+from raytrain.plan.choice import Deferred, Resolved
+from raytrain.plan.rules.speed import FEW_STEPS
 from raytrain.runs.folder import RunFolder
 from raytrain.train.compute.compile import CompiledParts
 from raytrain.train.session import Session
@@ -70,15 +71,19 @@ def test_short_runs_compile_nothing_and_few_steps_measure_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted(monkeypatch, eager=0.1, compiled=0.05)
-    for steps, rows, calls in ((FEW_STEPS - 1, 16, 0), (1200, 16, 2), (600, 8, 2)):
+    short = make_session(MLP, DATA, loop={"max_steps": FEW_STEPS - 1}).job.plan.compile
+    assert short == Resolved("off", f"{FEW_STEPS - 1} steps are too few to pay for a compilation"), "nothing to measure"
+    for steps, rows, done, calls in ((1200, 16, 1201 - FEW_STEPS, 0), (1200, 16, 0, 2), (600, 8, 0, 2)):
         loop = {"max_steps": steps, "micro_batch_size": rows}
         session = make_session(MLP, DATA, loop=loop)
         assert isinstance(session.job.plan.compile, Deferred)
         passes: list[int] = []
         session.trainable.module.register_forward_hook(lambda *_, seen=passes: seen.append(1))
         before = digest(session.parts(), session.generator_state())
-        value, reason, phases = decided(session, tmp_path / str(steps))
-        assert value == "off" and reason.startswith(f"{steps:,} steps") and phases == [], "less than 30 s to gain"
+        value, reason, phases = decided(session, tmp_path / f"{steps} {done}", done=done)
+        assert value == "off" and reason.startswith(f"{steps - done:,} steps") and phases == [], (
+            "less than 30 s to gain"
+        )
         assert len(passes) == calls and session.switches.compiled is None and not session.settings.compiled
         assert digest(session.parts(), session.generator_state()) == before
     assert decided(make_session(MLP, DATA, loop={"max_steps": 1500}), tmp_path / "long")[0] == "default"
@@ -124,6 +129,7 @@ def test_what_the_compiler_cannot_do_is_named_and_the_run_stays_eager(
             super().__init__(*given, **named, lower=broken)
 
     monkeypatch.setattr("raytrain.train.compute.switches.CompiledParts", Broken)
+    monkeypatch.setattr("raytrain.plan.rules.speed.FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "USUAL_COMPILATION_S", 0.0)
     monkeypatch.setattr("raytrain.autotune.precision.WORTHWHILE_GAIN", 1e9)
@@ -147,6 +153,7 @@ def test_a_run_that_auto_compiled_resumes_bit_for_bit(
 ) -> None:
     """Compiled for real, and as if in a new process; the first record decides, also where eager is faster now."""
     planted(monkeypatch, eager=1.0, compiled=0.5)
+    monkeypatch.setattr("raytrain.plan.rules.speed.FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "USUAL_COMPILATION_S", 0.0)
     loop = {"max_steps": 12, "global_batch_size": 24, "activation_checkpointing": again}
@@ -190,7 +197,7 @@ def test_shapes_are_static_where_all_rows_have_one_length() -> None:
 
 
 def test_layers_in_fp32_stay_so_inside_what_is_compiled_and_after_it_is_switched_off() -> None:
-    session = make_session(GPT, TOKENS, precision={"dtype": "bf16", "fp32_layers": ["blocks.0"]})
+    session = make_session(GPT, TOKENS, precision={"dtype": "bf16", "fp32_layers": ["blocks.0"]}, loop=LONG)
     block: Any = session.trainable.module.get_submodule("blocks.0")
     for compiled, kinds in ((True, ["_InFp32", "_Compiled"]), (False, ["_InFp32", "method"])):
         session.use(startup_compile.replace(session.settings, compiled=compiled))

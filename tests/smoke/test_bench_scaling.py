@@ -11,7 +11,7 @@ from jobs.bench.harness.command import bench_verb
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.covers("VER-15", "INF-21")
+@pytest.mark.covers("INF-21")
 @pytest.mark.filterwarnings("ignore")  # Ray's own, of its options for data
 def test_two_workers_do_the_work_of_one_in_halves_and_the_times_are_compared(tmp_path: Path) -> None:
     out = tmp_path / "scaling.json"

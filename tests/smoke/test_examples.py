@@ -257,7 +257,7 @@ def test_experts_on_two_workers_and_on_four_actors_train_as_in_one_process(
 def test_the_python_of_the_readme_runs_as_a_script(shared_driver: Any, tmp_path: Path) -> None:
     """The README's lines, preceded by a net and a dataset and followed by printing the result."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (example,) = [block for block in blocks if "jobs.train" in block]
+    (example,) = [block for block in blocks if "raytrain.train(" in block]
     before = """
 import torch
 from torch import nn

@@ -4,33 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
+from cluster.wording import counted
 from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.rules.batch import fused_part
 from raytrain.plan.rules.devices import DevicePool
 
+FEW_STEPS = 100
+"""A run of fewer steps compiles nothing with `loop.compile: auto`, and does not even time an eager pass."""
+
 
 def choose_speed(
-    loop: LoopConfig, optim: OptimConfig, machines: DevicePool, strategy: Choice, *, missing: str | None,
-    warnings: list[str],
+    loop: LoopConfig, optim: OptimConfig, machines: DevicePool, strategy: Choice, *, max_steps: Choice,
+    missing: str | None, warnings: list[str],
 ) -> dict[str, Any]:  # fmt: skip
     """The choices of this module by name; arguments and errors as `choose_compile`."""
     return {
         "optimizer_impl": choose_optimizer_kernels(optim, machines, strategy),
-        "compile": choose_compile(loop, strategy, on_gpu=machines.on_gpu, missing=missing, warnings=warnings),
+        "compile": choose_compile(
+            loop, strategy, steps=max_steps.value_or(None), on_gpu=machines.on_gpu, missing=missing, warnings=warnings
+        ),
         "cudnn_benchmark": choose_cudnn_benchmark(loop, machines),
     }
 
 
 def choose_compile(
-    loop: LoopConfig, strategy: Choice, *, missing: str | None, warnings: list[str], on_gpu: bool = False
+    loop: LoopConfig,
+    strategy: Choice,
+    *,
+    missing: str | None,
+    warnings: list[str],
+    steps: int | None = None,
+    on_gpu: bool = False,
 ) -> Choice | None:
     """The mode of torch.compile; "off" if these machines cannot compile, with a warning where a mode is configured.
     None if it is configured off; `auto` is left to a measurement where one can be made.
 
     Args:
         missing: why the driver's machine cannot compile; None if it can, or if the plan is for other machines.
+        steps: steps of the full run, where they are known.
 
     Raises:
         InputError: the mode contradicts another key.
@@ -42,6 +55,8 @@ def choose_compile(
         off = missing or ("nothing is measured under scale.strategy fsdp; set loop.compile" if sharded else None)
         if loop.deterministic:
             off = off or "measured times decide, and may differ between starts (loop.deterministic); set loop.compile"
+        if steps is not None and steps < FEW_STEPS:
+            off = off or too_few(steps)
         how, reason = "a compiled step against an eager one", "if the run is long enough to pay for the compilation"
         return Deferred(how, ("off", "default"), reason) if off is None else Resolved("off", off)
     if loop.compile == "max-autotune" and loop.deterministic:
@@ -73,6 +88,11 @@ def choose_compile(
     if loop.compile == "reduce-overhead" and on_gpu:
         which = "the full model, as CUDA graphs need"
     return Resolved(loop.compile, f"loop.compile; parts: {which}")
+
+
+def too_few(steps: int) -> str:
+    """Why a run of fewer than FEW_STEPS does not compile."""
+    return f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few to pay for a compilation"
 
 
 def _refuse_graphs_of_parts(loop: LoopConfig, strategy: Choice) -> None:

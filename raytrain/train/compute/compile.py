@@ -237,7 +237,9 @@ class _Compiled:
             return self._compiled[self._static](*inputs, **named)
         finally:
             _HERE.part = before
-            self._static = self._static and max(self._status.variants.values(), default=0) < STATIC_AT_MOST
+            # what passes a graph break may be a number of Python, each of which would be compiled as a constant
+            allowed = 2 if self._status.graph_breaks else STATIC_AT_MOST
+            self._static = self._static and max(self._status.variants.values(), default=0) < allowed
 
 
 @dataclass

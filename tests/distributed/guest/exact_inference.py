@@ -131,6 +131,8 @@ def main() -> None:
     third = cluster.add_node(num_cpus=2, node_ip_address="127.0.0.3")
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
     answer: dict[str, Any] = {"four": run("four", 4)}
+    order("together", 1)
+    answer["one"] = run("one", 1)
     order("slow", 62)  # the slow worker may have one unit in work and one more
     answer["slow"] = run("slow", 2)
     order("kill", 9)

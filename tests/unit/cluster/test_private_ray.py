@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -169,14 +170,27 @@ def test_processes_of_a_cluster_that_trains_import_in_advance() -> None:
     assert environ == {"HOME": "/home/me"}, "nothing of it stays in a program that trains"
 
 
-def test_only_daemons_of_this_cluster_and_this_process_are_ended(tmp_path: Path) -> None:
-    def child(argument: str) -> subprocess.Popen[bytes]:
-        code = "import sys; sys.stdin.read()"
-        return subprocess.Popen([sys.executable, "-c", code, argument], stdin=subprocess.PIPE)
+def test_daemons_of_this_cluster_and_what_they_started_are_ended_and_no_others() -> None:
+    """An agent is no child of this process: its daemon has started it, and may have ended before it."""
+    code = "import sys; sys.stdin.read()"
+    started = "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]); os.write(1, b'.')"
 
-    with child(f"{tmp_path}/r/session") as ours, child("/tmp/rt-other/r/session") as others:
-        assert end_daemons(str(tmp_path)) == [ours.pid]
+    def child(*arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", *arguments]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    with ExitStack() as open_pipes, child(code, f"{tempfile.gettempdir()}/rt-other/r/session") as others:
+        with private_ray() as private:
+            ours = open_pipes.enter_context(child(code, f"{private.folder}/r"))
+            daemon = open_pipes.enter_context(child(started, code, f"{private.folder}/r/session"))
+            assert daemon.wait(60) == 0 and ours.poll() is None, "and the agent lives: it holds the daemon's output"
+            assert len(end_daemons(f"{private.folder}/r/session")) == 1
+            agent = open_pipes.enter_context(child(started, code, f"{private.folder}/r/session"))
+            assert agent.wait(60) == 0
+        for process in (daemon, agent):
+            assert process.stdout is not None and process.stdout.read() == b".", "nobody holds the output any longer"
         assert ours.wait(60) == -9 and others.poll() is None
+        others.kill()
 
 
 def test_the_exception_of_an_agent_is_quoted(tmp_path: Path) -> None:

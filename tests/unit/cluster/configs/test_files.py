@@ -24,6 +24,7 @@ def read(name: str) -> Any:
     return yaml.safe_load((FOLDER / name).read_text())
 
 
+@pytest.mark.covers("NODE-07")
 def test_the_autoscaler_file_is_valid_by_rays_own_schema_and_commands() -> None:
     config = read("autoscaler.yaml")
     schema = json.loads((Path(ray.autoscaler.__path__[0]) / "ray-schema.json").read_text())

@@ -16,10 +16,13 @@ PARALLEL = Resolved("data_parallel", "one GPU each")
 
 
 def compiled(
-    missing: str | None = None, strategy: str = "data_parallel", on_gpu: bool = False, **loop: Any
-) -> tuple[Any, list[str]]:
+    missing: str | None = None, strategy: str = "data_parallel", on_gpu: bool = False, steps: int | None = None,
+    **loop: Any,
+) -> tuple[Any, list[str]]:  # fmt: skip
     warnings: list[str] = []
-    made = choose_compile(LoopConfig(**loop), Resolved(strategy, ""), missing=missing, warnings=warnings, on_gpu=on_gpu)
+    made = choose_compile(
+        LoopConfig(**loop), Resolved(strategy, ""), missing=missing, warnings=warnings, steps=steps, on_gpu=on_gpu
+    )
     return made, warnings
 
 
@@ -40,10 +43,11 @@ def test_each_mode_is_planned_with_its_parts(mode: str) -> None:
 
 
 def test_auto_is_measured_where_it_can_be_and_says_why_not_elsewhere() -> None:
-    made, warnings = compiled()
-    assert made == Deferred(made.how, ("off", "default"), made.reason) and "long enough" in made.reason
+    made, warnings = compiled(steps=100)
+    assert made == compiled()[0] == Deferred(made.how, ("off", "default"), made.reason) and "long enough" in made.reason
     for why, arguments in {
         "g++": {"missing": "no g++"}, "fsdp": {"strategy": "fsdp"}, "loop.deterministic": {"deterministic": True},
+        "99 steps are too few": {"steps": 99}, "1 step is too few": {"steps": 1},
     }.items():  # fmt: skip
         off, more = compiled(**arguments)
         assert off.value == "off" and why in off.reason and more == warnings == [], "no fall-back of what was asked for"
