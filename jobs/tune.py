@@ -247,7 +247,7 @@ def open_sweep(
     if alive:
         seen = f"{path_from_here(sweep.path)}, which is still running with pid {alive['pid']} on {alive['host']}"
         raise InputError("--resume", got=seen, expected="a search that has ended", remedy="stop it first, or wait")
-    return sweep, load_spec(mapping=sweep.read_json(sweep.job_mapping))
+    return sweep, load_spec(mapping=sweep.recorded_job())
 
 
 def found_job(folder: str, *, beside: object = None) -> Path:

@@ -281,9 +281,10 @@ def result_text(row: Mapping[str, Any], space: BatchSpace) -> str:
         found = choose_count(LoaderRates.from_json(row["loaders"]))
         return f"{counted(found.value, 'loader process', 'loader processes')}: {found.reason}"
     parts = [row["reason"]] if row.get("reason") else []
-    for one in map(Measurement.from_json, [row["measurement"]] if row.get("measurement") else row.get("contest", [])):
+    alone, contest = [row["measurement"]] if row.get("measurement") else [], row.get("contest") or []
+    for one in map(Measurement.from_json, [*alone, *contest]):
         rows = space.rows_per_step or one.candidate.micro_batch_size
-        name = "" if row.get("measurement") else f"{one.candidate.precision} x {one.candidate.micro_batch_size} "
+        name = f"{one.candidate.precision} x {one.candidate.micro_batch_size} " if contest else ""
         parts += [f"{name}{figure_text(rows / one.step_s(rows))} rows/s"] if one.pass_s else []
         parts += [f"peak {size_text(one.peak_bytes)}"] if one.peak_bytes else []
         parts += [f"{one.outcome.replace('_', ' ')}: {one.reason}"] if one.outcome != "ok" else []

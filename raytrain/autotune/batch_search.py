@@ -614,11 +614,13 @@ class _Search:
             if not (size in curve.seconds or size in curve.peaks or size in curve.broken or size == curve.too_large):
                 continue
             line, passes = curve.line_without(size) or curve.line_without(), curve.seconds.get(size)
-            speed, low, high = (
-                (self.space.score(size, end(passes), curve.updates) for end in (median, max, min))
-                if passes
-                else (None, None, None)
-            )
+            speed = low = high = None
+            if passes:
+                entry = self.contest.get(Candidate(curve.precision, size))
+                own = passes if entry is None else entry.pass_s
+                speed = self.space.score(size, median(passes), curve.updates)
+                low = min(speed, self.space.score(size, max(own), curve.updates))
+                high = max(speed, self.space.score(size, min(own), curve.updates))
             note = curve.nonfinite or curve.broken.get(size, "")
             yield TableRow(
                 precision=curve.precision,

@@ -14,13 +14,14 @@ from rich.console import Console
 from cluster.devices.inventory import local_inventory
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
-from jobs.tune import found_job, run_tune, tune
+from jobs.tune import found_job, open_sweep, run_tune, tune
 from jobs.tuning.batch_trials import Cache, KnownMeasurements, valid_rows
 from jobs.tuning.command import TuneCommand
 from raytrain.autotune.batch_search import BatchSpace
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.errors import InputError
 from raytrain.runs.lease import this_process
+from raytrain.runs.records import event
 from raytrain.runs.sweep import SweepFolder
 
 JOB: dict[str, Any] = {
@@ -141,6 +142,17 @@ def test_only_a_sweep_can_be_continued_and_without_other_arguments(tmp_path: Pat
         with pytest.raises(InputError) as error:
             run_tune(None, overrides, resume=resume, console=Console(quiet=True))
         assert error.value.key == "--resume"
+
+
+def test_a_search_that_an_earlier_version_began_goes_on_without_the_keys_that_are_gone(tmp_path: Path) -> None:
+    job = {**JOB, "tune": {"objective": "goodput", "max_trials": 3}}
+    sweep = SweepFolder.create(str(tmp_path), "small-tune", job=job, latest=False)
+    sweep.append_event(event("driver_end"))
+    sweep.flush()
+    _, loaded = open_sweep(sweep.path, None, [])
+    assert loaded.spec.tune.max_trials == 3
+    with pytest.raises(InputError, match=r"tune\.objective"):
+        load_spec(mapping=job)
 
 
 def test_a_search_from_python_takes_names_instead_of_objects(tmp_path: Path) -> None:
