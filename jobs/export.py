@@ -110,7 +110,7 @@ def _check_new(folder: str) -> None:
 
 def _own_export(run: RunFolder, found: CheckpointWeights) -> Export:
     """Build the run's model, and return its `Trainable.export`."""
-    mapping = run.read_json(run.job_mapping)
+    mapping = run.recorded_job()
     module = mapping.get("model", {}).get("module")
     if isinstance(module, str) and module.startswith(PLACEHOLDER):
         raise InputError(

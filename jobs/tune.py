@@ -187,8 +187,8 @@ def _run(command: TuneCommand) -> SweepFolder:
         InputError, RunError, Interrupted.
     """
     from jobs.driver.checks.job import check_on_driver  # imports torch
-    from jobs.tuning.batch.command import run_batch
-    from jobs.tuning.space.command import run_space
+    from jobs.tuning.batch import run_batch
+    from jobs.tuning.space import run_space
 
     address = cluster_address(command.spec.cluster.address)
     checked = check_on_driver(command.spec)
@@ -247,7 +247,7 @@ def open_sweep(
     if alive:
         seen = f"{path_from_here(sweep.path)}, which is still running with pid {alive['pid']} on {alive['host']}"
         raise InputError("--resume", got=seen, expected="a search that has ended", remedy="stop it first, or wait")
-    return sweep, load_spec(mapping=sweep.read_json(sweep.job_mapping))
+    return sweep, load_spec(mapping=sweep.recorded_job())
 
 
 def found_job(folder: str, *, beside: object = None) -> Path:

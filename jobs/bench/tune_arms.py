@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +11,12 @@ from typing import Any
 import torch
 
 from jobs.driver.session import session_of
-from raytrain.autotune.probe.run_proposal import run_proposal
-from raytrain.autotune.probe.state_guard import preserve_model, preserve_optimizers
-from raytrain.autotune.probe.step import StepProbe
-from raytrain.autotune.search.batch_size import BatchDecision, decide, next_proposals
-from raytrain.autotune.search.head_to_head import HeadToHead
-from raytrain.autotune.search.measurement import Candidate, Measurement
-from raytrain.autotune.search.precision import GateReport
-from raytrain.autotune.search.space import PASSES, BatchSpace, Proposal
+from raytrain.autotune.batch_search import PASSES, BatchDecision, BatchSpace, Contest, Proposal, decide, next_proposals
+from raytrain.autotune.comparisons import run_proposal
+from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.precision import GateReport
+from raytrain.autotune.state_guard import preserve_model, preserve_optimizers
+from raytrain.autotune.step_probe import StepProbe
 from raytrain.train.memory.device import process_budget
 from raytrain.train.session import Session
 
@@ -34,18 +33,15 @@ class FinishedSearch:
     decision: BatchDecision
     measurements: list[Measurement]
     gates: list[GateReport]
-    contests: list[HeadToHead]
+    contests: list[Contest]
     phases: dict[str, float]
     seconds: float
 
     @property
-    def largest_effort(self) -> tuple[int, int]:
-        """The largest number of sizes, and of steps, over the precisions."""
-        sizes = [
-            len({one.candidate for one in self.measurements if one.candidate.precision == name})
-            for name in self.decision.steps
-        ]
-        return max(sizes), max(self.decision.steps.values())
+    def most_sizes(self) -> int:
+        """The largest number of sizes over the precisions."""
+        measured = {one.candidate for one in self.measurements}
+        return max(Counter(one.precision for one in measured).values())
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
@@ -53,7 +49,7 @@ class FinishedSearch:
             "decision": self.decision.to_json(),
             "measurements": [one.to_json() for one in self.measurements],
             "gates": [gate.to_json() for gate in self.gates],
-            "contests": [contest.to_json() for contest in self.contests],
+            "contests": [[one.to_json() for one in contest] for contest in self.contests],
             "phases": self.phases,
             "seconds": self.seconds,
         }
@@ -115,7 +111,7 @@ class SearchedModel:
         space = self.space(precisions, budget=budget)
         measurements: list[Measurement] = []
         gates: list[GateReport] = []
-        contests: list[HeadToHead] = []
+        contests: list[Contest] = []
         phases: dict[str, float] = {}
         began = time.perf_counter()
         while proposals := next_proposals(space, measurements, (), gates, contests):

@@ -140,7 +140,7 @@ def open_resumed(
             expected="a run that has ended",
             remedy="stop it first, or wait",
         )
-    original = _with_earlier_changes(run, run.read_json(run.job_mapping))
+    original = _with_earlier_changes(run, run.recorded_job())
     path = path and Path(typed_path(str(path), key=str(path)))
     given = load_yaml(read_job(path), origin=str(path)) if path else original if mapping is None else mapping
     merged, _ = apply_overrides(given, overrides)

@@ -114,7 +114,7 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
         raise InputError("infer", got=error.got, expected=EXPECTED) from error
     if not run.exists(run.job_mapping):
         raise InputError("infer", got=f"{run.path}, which is no run", expected=EXPECTED)
-    trained = run.read_json(run.job_mapping)
+    trained = run.recorded_job()
     trained.pop("scale", None)  # how it was trained: the machines of this command may be others
     spec = resolved(load_spec(mapping=trained, overrides=overrides).spec)
     try:

@@ -1,4 +1,4 @@
-"""One `tune` command on the driver: its job, its search folder and its output, for both kinds of search."""
+"""One `tune` command on the driver, for both kinds of search: its job, its search folder, its output and best.yaml."""
 
 from __future__ import annotations
 
@@ -6,23 +6,34 @@ import contextlib
 import os
 import textwrap
 import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from cluster.checks.preflight import run_preflight
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
 from jobs.driver.runtime import Cluster
+from jobs.driver.screen.commands import print_command
 from jobs.driver.screen.progress import Activity
-from jobs.driver.signals import Interrupted, StopSignals
-from jobs.job.paths import absolute_path, resolved
+from jobs.driver.signals import StopSignals
+from jobs.job.paths import absolute_path, path_from_here, resolved
 from jobs.job.spec import LoadedSpec
-from raytrain.config.decode import encode
+from raytrain.config.decode import apply_overrides, dump_yaml, encode
+from raytrain.config.messages import render
 from raytrain.errors import InputError, RunError
+from raytrain.report.sweep import build_sweep_report
+from raytrain.runs.commands import resume_command, shell_command
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
 from raytrain.runs.sweep import SweepFolder
+
+PIPED_COLUMNS = 10_000
+"""Console width for piped output; wider than any row of a table."""
+COMMENT_COLUMNS = 108
 
 
 class TuneCommand:
@@ -32,7 +43,7 @@ class TuneCommand:
         self, loaded: LoadedSpec, *, sweep: SweepFolder | None, signals: StopSignals, verbose: bool, console: Console,
         activity: Activity | None = None,
     ) -> None:  # fmt: skip
-        """`activity` shows what happens while no trial runs; it is entered by the caller."""
+        """`activity` says what happens; it is entered by the caller."""
         self.activity = activity or Activity(console)
         self.loaded = loaded
         self.spec = resolved(loaded.spec)
@@ -86,6 +97,8 @@ class TuneCommand:
         """The directory for Ray's own experiment state."""
         return os.path.join(cluster.folder, "t")
 
+    # -- output -----------------------------------------------------------------------------------
+
     def print_line(self, text: str) -> None:
         """Print one line; on a terminal a longer one goes on below itself, between two words."""
         if not self.console.is_terminal:
@@ -103,7 +116,74 @@ class TuneCommand:
         """Print one line with a path or a command, which stays in one piece so that it can be copied."""
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def check_stopped(self) -> None:
-        """Raise Interrupted if a signal arrived while no trial ran."""
-        if self.signals.asked.is_set():
-            raise Interrupted("between two trials")
+    def print_table(self, table: Table) -> None:
+        """Print a table; piped output is not wrapped."""
+        width = self.console.width
+        if not self.console.is_terminal:
+            self.console.width = PIPED_COLUMNS
+        try:
+            self.console.print(table)
+        finally:
+            self.console.width = width
+
+    def write_best(
+        self, values: Mapping[str, Any], reasons: Mapping[str, str], *, found: Mapping[str, Any] | None, notes: str
+    ) -> None:
+        """Write best.yaml: the job with the dotted `values` set, the reasons as comments, and `notes` at the top; its
+        section `tune` holds only what was measured (`found`)."""
+        job, _ = apply_overrides(self.job_mapping(), [f"{key}={render(value)}" for key, value in values.items()])
+        job.pop("tune", None)
+        job |= {"tune": {"found": dict(found)}} if found else {}
+        header = f"Found by raytrain tune on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {self.the_sweep.path}\n{notes}"
+        self.the_sweep.write_text(self.the_sweep.best, best_text(job, reasons, header=header))
+
+    def finish(self, record: dict[str, Any], plot: dict[str, Any]) -> None:
+        """Write the picture and tune.json, which marks the search as done, and print the last lines: the files, and the
+        commands that use them."""
+        from raytrain.report.plots import figure, png
+
+        sweep, wall = self.the_sweep, time.time() - self.began
+        sweep.write_json("tune_plot.json", plot)
+        sweep.write_bytes(sweep.picture, png(figure(plot)))
+        sweep.append_event(event("driver_end", status="done"))
+        sweep.write_json(sweep.outcome, {"status": "done", "trials": len(sweep.ended()), "wall_s": wall, **record})
+        sweep.flush()
+        self.print_files()
+
+    def print_files(self) -> None:
+        """The last lines: the files, and the commands that use them."""
+        sweep = self.the_sweep
+        self.print_path(f"trials  {path_from_here(sweep.trials)}")
+        self.print_path(f"picture {path_from_here(sweep.picture)}")
+        self.print_path(f"report  {path_from_here(build_sweep_report(sweep))}")
+        print_command(self.console, "train   ", shell_command("train", path_from_here(sweep.best)))
+        if died := [str(row["trial"]) for row in sweep.again()]:
+            again = resume_command("tune", path_from_here(sweep.path))
+            self.print_path(f"died    trial {', '.join(died)}; to repeat: {again}")
+
+
+def best_text(job: Mapping[str, Any], reasons: Mapping[str, str], *, header: str) -> str:
+    """The job as YAML, with `header` as a comment at the top and a comment above each dotted key of `reasons`.
+
+    Relies on the layout of `dump_yaml`: sections are not indented, their keys by two spaces.
+    """
+    lines, section = _comment(header, ""), ""
+    for line in dump_yaml(job).splitlines():
+        if line[:1].isalpha():
+            section = line.partition(":")[0]
+        elif line[:2] == "  " and line[2:3].isalpha():
+            lines += _comment(reasons.get(f"{section}.{line[2:].partition(':')[0]}", ""), "  ")
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    """`text` as comment lines."""
+    mark = f"{indent}# "
+    return [
+        line
+        for paragraph in text.splitlines()
+        for line in textwrap.wrap(
+            paragraph, COMMENT_COLUMNS, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False
+        )
+    ]

@@ -352,7 +352,6 @@ class TuneFound(Section):
 class TuneConfig(Section):
     """The search over batch size and precision, or over whichever keys `space` names."""
 
-    objective: Literal["throughput", "goodput"] = Field(default="throughput", description="what is maximised")
     space: dict[str, Any] | None = Field(
         default=None,
         examples=[{"optim.lr": [0.0003, 0.001]}],

@@ -28,8 +28,7 @@ from torch import nn
 
 from cluster.forks import keep_parents_objects
 from cluster.telemetry.warnings import HIGH
-from raytrain.autotune.startup.choice import Calibration
-from raytrain.autotune.startup.resolve import resolve_choices
+from raytrain.autotune.startup import Calibration, resolve_choices
 from raytrain.checkpoint.retention import discard_after
 from raytrain.config.user_code import import_from, pass_over_breakpoints, raised_at, resolve, users_place
 from raytrain.data.rows.contract import Source

@@ -68,7 +68,7 @@ def _line(label: str, points: Sequence[tuple[float | None, float | None]], *, fa
 
 def batch_spec(
     table: Sequence[Mapping[str, Any]], *, sizes: Sequence[int], chosen: tuple[str, int], budget: int | None,
-    name: str, goodput: bool,
+    name: str,
 ) -> dict[str, Any]:  # fmt: skip
     """A search over batch size and precision: throughput and peak memory by micro-batch size.
 
@@ -95,9 +95,8 @@ def batch_spec(
         peaks += [{**_line(f"{precision} measured", peak), "hue": hue, "kind": "dot"}] if peak else []
         peaks += [{**_line(f"{precision} predicted", drawn, faint=True), "hue": hue}] if len(drawn) > 1 else []
     chosen_row = next(row for row in table if (row["precision"], row["micro_batch_size"]) == chosen)
-    what = "rows per second, weighted by statistical efficiency" if goodput else "rows per second of one worker"
-    left = {"title": f"{what} (95 %)", "x_label": "micro-batch size", "y_label": "rows/s", "kind": "line",
-            "doubling": True, "series": speeds,
+    left = {"title": "rows per second of one worker (least to most)", "x_label": "micro-batch size",
+            "y_label": "rows/s", "kind": "line", "doubling": True, "series": speeds,
             "marks": [{"x": chosen[1], "y": chosen_row["rows_per_s"], "text": "chosen"}]}  # fmt: skip
     right = {"title": "peak memory of one process", "x_label": "micro-batch size", "y_label": "MiB", "kind": "line",
              "doubling": True, "series": peaks}  # fmt: skip

@@ -24,6 +24,9 @@ from raytrain.runs.storage import LocalStore, ObjectStore, join, open_store, par
 RESERVE_BYTES = 1 << 18
 """Enough for result.json and the last events."""
 _RESERVE = "attempts/reserve"
+REMOVED_KEYS = ("tune.objective",)
+"""Keys of a job that earlier versions knew. A job.yaml with one is refused; runs and searches that have one in their
+record go on without it."""
 
 
 def _file(name: str, doc: str) -> property:
@@ -150,6 +153,14 @@ class RunFolder:
             return revived(json.loads(self.read_text(name)))
         except ValueError as error:
             raise RunError(f"{join(self.path, self._name(name))}: no JSON ({error})") from error
+
+    def recorded_job(self) -> dict[str, Any]:
+        """The job as the run was started with it, as far as its keys are known today. Errors: as `read_json`."""
+        job = self.read_json(self.job_mapping)
+        for section, _, key in (name.partition(".") for name in REMOVED_KEYS):
+            if isinstance(job.get(section), dict):
+                job[section] = {name: value for name, value in job[section].items() if name != key}
+        return job
 
     def read_rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a JSONL file, [] where there is none."""
@@ -290,7 +301,7 @@ def find_unfinished(save_dir: str, name: str, job: dict[str, Any]) -> RunFolder 
             found.append((match[1], int(match[2] or 1), entry.name))
     for _stamp, _number, folder in sorted(found, reverse=True):
         run = RunFolder(join(store.uri, folder))
-        same = run.exists(run.job_mapping) and _comparable(run.read_json(run.job_mapping)) == _comparable(job)
+        same = run.exists(run.job_mapping) and _comparable(run.recorded_job()) == _comparable(job)
         if same and not run.finished() and not run.alive():
             return run
     return None

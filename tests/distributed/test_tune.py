@@ -17,7 +17,7 @@ from matplotlib.image import imread
 
 from cluster.devices.inventory import local_inventory
 from jobs.job.spec import load_spec
-from raytrain.autotune.search.measurement import Measurement
+from raytrain.autotune.measurement import Measurement
 from raytrain.report.plots import figure, png
 
 LIMIT_S = 280

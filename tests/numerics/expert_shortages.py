@@ -14,9 +14,8 @@ from torch import Tensor
 from experts.exchange.host import HostServer
 from experts.layer import MoELayer
 from experts.member.shard import ExpertShard
-from raytrain.autotune.probe.precision import compare_precisions
-from raytrain.autotune.startup.choice import Calibration, read_measured
-from raytrain.autotune.startup.micro_batch import MicroBatchChoice
+from raytrain.autotune.comparisons import compare_precisions
+from raytrain.autotune.startup import Calibration, read_measured, settle_micro_batch
 from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
@@ -147,7 +146,7 @@ def _probed(rank: int, scene: Scene, room: int | None) -> Any:
         session.settings = replace(session.settings, micro_batch=None)
         # a folder of its own, as if nobody saw the others'
         run = RunFolder(str(Path(scene.run_path) / f"{scene.size}-{scene.number}-{rank}"))
-        MicroBatchChoice(Calibration(session, run, reporter, lambda _status: None)).resolve()
+        settle_micro_batch(Calibration(session, run, reporter, lambda _status: None))
         indices = session.loader.global_batch(session.state.cursor).indices
         precisions = compare_precisions(
             session.trainable, session.loader.one(indices[:6]), candidates=["fp64"], gradients=session.step.gradients,

@@ -18,7 +18,7 @@ from torch import Tensor
 from experts.exchange.host import HostServer
 from experts.layer import MoELayer
 from experts.transport.protocol import Aborted, Header, Op
-from raytrain.autotune.startup.inflight import measure_inflight
+from raytrain.autotune.startup import measure_inflight
 
 Sections = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 

@@ -8,8 +8,8 @@ import torch
 from lab import Rows, class_rows, digest, make_session, optimizer_state, train
 from torch import Tensor, nn
 
-from raytrain.autotune.startup import layers as startup_layers
-from raytrain.autotune.startup.choice import Calibration
+from raytrain.autotune import startup
+from raytrain.autotune.startup import Calibration, settle_layers
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
 
@@ -61,11 +61,11 @@ def settled(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     run = RunFolder(folder)
     session = session_of(dropout=True, run=run)
     before, reporter = _everything(session), Rows()
-    startup_layers.LayersChoice(Calibration(session, run, reporter, _silent), precisions=["bf16", "fp32"]).resolve()
+    settle_layers(Calibration(session, run, reporter, _silent), precisions=["bf16", "fp32"])
     again = session_of(run=run)
-    measure, startup_layers.measure_layers = startup_layers.measure_layers, _not_again
-    startup_layers.LayersChoice(Calibration(again, run, reporter, _silent), precisions=["bf16"]).resolve()
-    startup_layers.measure_layers = measure
+    measure, startup.measure_layers = startup.measure_layers, _not_again
+    settle_layers(Calibration(again, run, reporter, _silent), precisions=["bf16"])
+    startup.measure_layers = measure
     return {
         "untouched": before == _everything(session),
         "chosen": [_kept(session), _kept(again)],

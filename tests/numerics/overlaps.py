@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from unequal import everything
 
 import raytrain.train.parallel.reduction
-from raytrain.autotune.startup.choice import Calibration, read_measured
-from raytrain.autotune.startup.overlap import OverlapChoice
+from raytrain.autotune.startup import Calibration, read_measured, settle_overlap
 from raytrain.errors import CollectiveFailed
 from raytrain.plan.choice import Deferred
 from raytrain.plan.shares import Shares
@@ -190,21 +189,21 @@ def settled(rank: int, _world: int, folder: str) -> dict[str, Any]:
     before = everything(session)
     overlapped = sums(session).overlaps
     reporter = Rows()
-    OverlapChoice(Calibration(session, run, reporter, said.append)).resolve()
+    settle_overlap(Calibration(session, run, reporter, said.append))
     untouched = before == everything(session)
     value, chosen = sums(session).overlaps, session.settings.overlap
     session.workers.all_reduce_ints([0])  # rank 0 has written the record
     reason = read_measured(run)["overlap"]["reason"]
     again = session_of(True)
     defer(again)
-    OverlapChoice(Calibration(again, run, reporter, said.append)).resolve()
+    settle_overlap(Calibration(again, run, reporter, said.append))
     session.workers.all_reduce_ints([0])
     if rank == 0:
         run.write_json(run.memory_probe, {"overlap": {"value": True, "reason": "given"}})
     session.workers.all_reduce_ints([0])
     other = session_of(False)
     defer(other)
-    OverlapChoice(Calibration(other, run, reporter, said.append)).resolve()
+    settle_overlap(Calibration(other, run, reporter, said.append))
     told = {"other": (sums(other).overlaps, other.settings.overlap)}
     other.prepare("fp64")
     assert sums(other).overlaps, "a session prepared again, as after a rollback, keeps it"
@@ -221,7 +220,7 @@ def refused(folder: str, rank: int, **sections: Any) -> str:
     os.makedirs(folder, exist_ok=True)
     session = session_of(True, **sections)
     defer(session)
-    OverlapChoice(Calibration(session, run := RunFolder(folder), Rows(), _unheard)).resolve()
+    settle_overlap(Calibration(session, run := RunFolder(folder), Rows(), _unheard))
     assert not sums(session).overlaps
     session.workers.all_reduce_ints([0])  # rank 0 has written the record
     return read_measured(run)["overlap"]["reason"]

@@ -12,12 +12,12 @@ import torch
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
 
 from cluster.telemetry.process import process_memory, reset_peak
-from raytrain.autotune.probe.step import StepProbe
-from raytrain.autotune.search.measurement import Candidate
-from raytrain.autotune.startup import precision as startup_precision
-from raytrain.autotune.startup.choice import Calibration, read_measured
-from raytrain.autotune.startup.confirm import FoundConfirmation, signature_of
-from raytrain.autotune.startup.micro_batch import MicroBatchChoice, memory_budget
+from raytrain.autotune import startup
+from raytrain.autotune.found import signature_of
+from raytrain.autotune.measurement import Candidate
+from raytrain.autotune.micro_batch import memory_budget
+from raytrain.autotune.startup import Calibration, read_measured, settle_found, settle_micro_batch, settle_precision
+from raytrain.autotune.step_probe import StepProbe
 from raytrain.config.sections import TuneFound
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.folder import RunFolder
@@ -65,9 +65,9 @@ def under_a_budget(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
     memory.memory_bytes = lambda: (room, room - process_memory().rss)  # in this process, which is the test's own
     session = wide(steps=50)
     reporter = Rows()
-    MicroBatchChoice(Calibration(session, run, reporter, silent)).resolve()
+    settle_micro_batch(Calibration(session, run, reporter, silent))
     again = wide()
-    MicroBatchChoice(Calibration(again, run, later := Rows(), silent)).resolve()
+    settle_micro_batch(Calibration(again, run, later := Rows(), silent))
     reset_peak()
     train(session)
     return {
@@ -92,17 +92,17 @@ def precision_and_rows(rank: int, world_size: int, run_path: str) -> dict[str, A
     session = wide(limit=((peaks[16][1] or 0) + (peaks[32][1] or 0)) // 2)
     deferred = Deferred("measured", ("fp32", "bf16"), "a test")
     session.job = replace(session.job, plan=replace(session.job.plan, precision=deferred))
-    compare, rows = startup_precision.compare_precisions, []
+    compare, rows = startup.compare_precisions, []
 
     def seen(*arguments: Any, **named: Any) -> Any:
         rows.append(session.loader.micro_batch)
         return compare(*arguments, **named)
 
-    startup_precision.compare_precisions = seen  # in this process, which is the test's own
+    startup.compare_precisions = seen  # in this process, which is the test's own
     run, reporter = RunFolder(run_path), Rows()
     calibration = Calibration(session, run, reporter, silent)
-    startup_precision.PrecisionChoice(calibration, forced=None, loaded=None).resolve()
-    MicroBatchChoice(calibration).resolve()
+    settle_precision(calibration, forced=None, loaded=None)
+    settle_micro_batch(calibration)
     return {
         "rows": rows, "chosen": session.precision, "micro_batch": session.loader.micro_batch,
         "record": read_measured(run)["micro_batch"], "decisions": [row["what"] for row in reporter.events],
@@ -119,7 +119,7 @@ def under_an_address_space_limit(rank: int, world_size: int, run_path: str) -> d
     limit = mapped + int(1.5 * growth)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     limited = by_brute_force(session, None)
-    MicroBatchChoice(Calibration(session, RunFolder(run_path), Rows(), silent)).resolve()
+    settle_micro_batch(Calibration(session, RunFolder(run_path), Rows(), silent))
     return {
         "fits": [size for size, (outcome, _) in limited.items() if outcome == "ok"],
         "outcomes": {outcome for outcome, _ in limited.values()},
@@ -186,17 +186,17 @@ def confirming(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
         if name == "too large":  # a plan would refuse so little
             one.job = replace(one.job, cluster=one.job.cluster.model_copy(update={"memory_limit": 1000}))
         try:
-            FoundConfirmation(Calibration(one, run, reporter, silent)).resolve()
+            settle_found(Calibration(one, run, reporter, silent))
         except Exception as error:
             told[name] = {"error": f"{type(error).__name__}: {error}"}
             continue
-        FoundConfirmation(Calibration(one, run, reporter, silent)).resolve()  # as a restarted attempt would
+        settle_found(Calibration(one, run, reporter, silent))  # as a restarted attempt would
         told[name] = {"events": reporter.events, "record": read_measured(run)["found"]}
         after = small()
         after.job = replace(after.job, found=case)
         after.settings = after.settings.reduced_to(4)  # half, after an out-of-memory
         after.prepare("fp32")
-        FoundConfirmation(Calibration(after, run, reporter, silent)).resolve()
+        settle_found(Calibration(after, run, reporter, silent))
         told[name]["after an out-of-memory"] = after.loader.micro_batch
     assert isinstance(session.job.plan.micro_batch_size, Resolved)
     return told

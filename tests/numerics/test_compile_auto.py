@@ -12,14 +12,13 @@ import torch
 import torch._dynamo
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
 
-import raytrain.autotune.probe.step
-import raytrain.autotune.startup.compile as startup_compile
+import raytrain.autotune.startup as startup_compile
+import raytrain.autotune.step_probe
 import raytrain.train.loop
-from raytrain.autotune.probe.arms import ArmTimes
-from raytrain.autotune.probe.step import StepProbe
-from raytrain.autotune.search.measurement import Candidate
-from raytrain.autotune.startup.choice import Calibration, read_measured
-from raytrain.autotune.startup.compile import CompileChoice
+from raytrain.autotune.comparisons import ArmTimes
+from raytrain.autotune.measurement import Candidate
+from raytrain.autotune.startup import Calibration, read_measured, settle_compile
+from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import load
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.plan.choice import Deferred, Resolved
@@ -36,7 +35,7 @@ LONG: dict[str, Any] = {"max_steps": 10**9}
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is printed or met that another test has compiled."""
-    monkeypatch.setattr(CompileChoice, "shown", lambda *_: None)
+    monkeypatch.setattr(Calibration, "show", lambda *_: None)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -48,7 +47,7 @@ def decided(session: Session, folder: Path, *, done: int = 0) -> tuple[str, str,
     calibration = Calibration(
         session, run := RunFolder(str(folder)), rows := Rows(), lambda at: phases.append(at["phase"])
     )
-    CompileChoice(calibration, done=done).resolve()
+    settle_compile(calibration, done=done)
     record = read_measured(run)["compile"]
     for event in rows.events:
         assert (event["what"], event["value"], event["reason"]) == ("compile", record["value"], record["reason"])
@@ -133,7 +132,7 @@ def test_what_the_compiler_cannot_do_is_named_and_the_run_stays_eager(
     monkeypatch.setattr("raytrain.plan.rules.speed.FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "USUAL_COMPILATION_S", 0.0)
-    monkeypatch.setattr("raytrain.autotune.search.arms.WORTHWHILE_GAIN", 1e9)
+    monkeypatch.setattr("raytrain.autotune.precision.WORTHWHILE_GAIN", 1e9)
     session = make_session(MLP, DATA, loop={"max_steps": 4})
     value, reason, _ = decided(session, tmp_path / "a")
     assert value == "off" and "0 of 1 parts compiled; RuntimeError: no kernel for that" in reason
@@ -211,7 +210,7 @@ def test_cuda_graphs_of_another_size_are_forgotten_before_each_trial_the_loop_an
     """The size in force at each of these times; nothing of another size may count in a trial, or be kept by a retry."""
     session, sizes = make_session(MLP, DATA, loop={"max_steps": 1, "micro_batch_size": 8}), list[int]()
     note = lambda: sizes.append(session.loader.batches.micro_batch)  # noqa: E731
-    for module in (raytrain.autotune.probe.step, raytrain.train.loop):
+    for module in (raytrain.autotune.step_probe, raytrain.train.loop):
         monkeypatch.setattr(module, "forget_graphs", note)
     for rows in (2, 4):
         StepProbe(session).measure(Candidate("fp32", rows), budget=None, passes=0, with_memory=True)

@@ -12,8 +12,8 @@ import torch
 from gang import run_gang
 from lab import GPT, MOE, make_session, token_rows, train
 
-from raytrain.autotune.search.precision import LOSS_TOLERANCE
-from raytrain.autotune.startup.layers import measure_layers
+from raytrain.autotune.fp32_layers import measure_layers
+from raytrain.autotune.precision import LOSS_TOLERANCE
 from raytrain.train.precision.layers import layers_of
 
 

@@ -10,9 +10,9 @@ from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, tr
 from test_probe_is_neutral import moe, noisy, state_of
 from torch import nn
 
-from raytrain.autotune.probe.numeric_gate import run_gate
-from raytrain.autotune.search.measurement import Candidate
-from raytrain.autotune.search.precision import gate_refusal
+from raytrain.autotune.comparisons import run_gate
+from raytrain.autotune.measurement import Candidate
+from raytrain.autotune.precision import gate_refusal
 from raytrain.train.session import Session
 
 

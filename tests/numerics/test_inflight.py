@@ -14,11 +14,10 @@ from flights import Sections, lose_a_host, measured, one_at_a_time, ordered, sce
 from gang import run_gang
 from lab import DeviceReads, Rows, train
 
-import raytrain.autotune.startup.inflight
+import raytrain.autotune.startup
 from experts.exchange.call import ExpertCall
 from experts.transport.protocol import Op
-from raytrain.autotune.startup.choice import Calibration
-from raytrain.autotune.startup.inflight import InflightChoice
+from raytrain.autotune.startup import Calibration, settle_inflight
 from raytrain.errors import StateLost
 from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
@@ -158,14 +157,14 @@ def test_measurements_are_saved_and_not_repeated(tmp_path: Path, monkeypatch: py
     session = session_of(scene(1, "colocated", steps=2), 0)
     plan = replace(session.job.plan, inflight=Deferred("measured", (1, 2)))
     session.job = replace(session.job, plan=plan)
-    InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
+    settle_inflight(Calibration(session, run, reporter, said.append))
     (event,) = reporter.events
     written = run.read_json(run.memory_probe)["inflight"]
     assert (event["kind"], event["what"], event["value"]) == ("decision", "inflight", session.step.inflight)
     assert written["value"] == session.step.inflight == session.settings.inflight and len(said) == 1
     run.write_json(run.memory_probe, {"inflight": {**written, "value": 2}})
-    monkeypatch.setattr(raytrain.autotune.startup.inflight, "measure_inflight", None)
-    InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
+    monkeypatch.setattr(raytrain.autotune.startup, "measure_inflight", None)
+    settle_inflight(Calibration(session, run, reporter, said.append))
     assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
     session.prepare("fp32")
     assert session.step.inflight == 2, "a session prepared again, as after a rewind, keeps it"
@@ -205,12 +204,12 @@ def test_if_a_host_dies_while_two_in_flight_are_measured_the_next_attempt_uses_o
         patch.setattr(Calibration, "recorded", lambda *_given: None)
         patch.setattr(session.workers, "rank", rank)
         with pytest.raises(StateLost):
-            InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
+            settle_inflight(Calibration(session, run, reporter, said.append))
     assert run.exists(run.memory_probe) == (rank == 0) and len(reporter.events) == int(rank == 0)
     if rank:
         return
-    monkeypatch.setattr(raytrain.autotune.startup.inflight, "measure_inflight", None)
-    InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
+    monkeypatch.setattr(raytrain.autotune.startup, "measure_inflight", None)
+    settle_inflight(Calibration(session, run, reporter, said.append))
     assert session.step.inflight == session.settings.inflight == 1
     assert "2 in flight failed" in reporter.events[0]["reason"]
     assert "(StateLost: expert host 0 is gone)" in reporter.events[0]["reason"]

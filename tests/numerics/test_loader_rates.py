@@ -10,10 +10,9 @@ import torch
 from lab import MLP, class_rows, make_session
 from test_probe_is_neutral import state_of
 
-from raytrain.autotune.probe.loaders import measure_loaders
-from raytrain.autotune.probe.step import StepProbe
-from raytrain.autotune.search.loaders import choose_count
-from raytrain.autotune.search.measurement import Candidate
+from raytrain.autotune.loaders import choose_count, measure_loaders
+from raytrain.autotune.measurement import Candidate
+from raytrain.autotune.step_probe import StepProbe
 from raytrain.train.session import Session
 
 
@@ -62,7 +61,7 @@ def test_with_loader_processes_reading_is_not_part_of_a_pass(monkeypatch: pytest
         rows = Slow(64, 0.0)
         session = session_of(rows, loader_workers=processes)
         with monkeypatch.context() as patch:
-            patch.setattr("raytrain.autotune.probe.step.seconds_of", lambda _, rows=rows: float(rows.read_here))
+            patch.setattr("raytrain.autotune.step_probe.seconds_of", lambda _, rows=rows: float(rows.read_here))
             found = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=3, with_memory=False)
         session.close()
         assert len(found.pass_s) >= 3

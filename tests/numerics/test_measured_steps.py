@@ -19,10 +19,9 @@ from probes import (
     wide,
 )
 
-from raytrain.autotune.probe.step import StepProbe
-from raytrain.autotune.search.measurement import Candidate, Measurement
-from raytrain.autotune.startup.choice import Calibration, read_measured
-from raytrain.autotune.startup.precision import PrecisionChoice
+from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.startup import Calibration, read_measured, settle_precision
+from raytrain.autotune.step_probe import StepProbe
 from raytrain.errors import RunError
 from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
@@ -88,12 +87,12 @@ def test_if_no_row_fits_in_fp32_a_precision_that_fits_is_chosen_and_reported(
 
     monkeypatch.setattr(StepProbe, "measure", limited)
     run, reporter = RunFolder(str(tmp_path)), Rows()
-    choice = PrecisionChoice(Calibration(session, run, reporter, silent), forced=None, loaded=None)
+    calibration = Calibration(session, run, reporter, silent)
     if fits == "nothing":
         with pytest.raises(RunError, match="not even a micro-batch of 1 row fits"):
-            choice.resolve()
+            settle_precision(calibration, forced=None, loaded=None)
         return
-    choice.resolve()
+    settle_precision(calibration, forced=None, loaded=None)
     assert session.precision == "bf16"
     (told,) = [row["reason"] for row in reporter.events if row["what"] == "precision"]
     assert "in fp32 not even a micro-batch of 1 row fits" in told and "could not be compared with it" in told

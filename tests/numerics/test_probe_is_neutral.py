@@ -10,9 +10,9 @@ from lab import MOE, Rows, class_rows, digest, make_session, optimizer_state, to
 from torch import Tensor, nn
 
 from experts.routing.router import TopKRouter
-from raytrain.autotune.probe.step import StepProbe
-from raytrain.autotune.search.measurement import Candidate
-from raytrain.autotune.startup.precision import measure_precision
+from raytrain.autotune.measurement import Candidate
+from raytrain.autotune.startup import measure_precision
+from raytrain.autotune.step_probe import StepProbe
 from raytrain.data.rows.batches import Cursor
 from raytrain.train.device import rng_state
 from raytrain.train.session import Session

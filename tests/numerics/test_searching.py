@@ -12,15 +12,20 @@ from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 from torch import Tensor, nn
 
-from raytrain.autotune.probe.numeric_gate import run_gate
-from raytrain.autotune.probe.run_proposal import run_proposal
-from raytrain.autotune.probe.step import StepProbe
-from raytrain.autotune.search.batch_size import BatchDecision, decide, next_proposals
-from raytrain.autotune.search.head_to_head import HeadToHead
-from raytrain.autotune.search.measurement import Candidate, Measurement
-from raytrain.autotune.search.precision import GateReport
-from raytrain.autotune.search.space import MOST_STEPS, BatchSpace, sizes_dividing
-from raytrain.autotune.startup.precision import measure_precision
+from raytrain.autotune.batch_search import (
+    MOST_SIZES,
+    BatchDecision,
+    BatchSpace,
+    Contest,
+    decide,
+    next_proposals,
+    sizes_dividing,
+)
+from raytrain.autotune.comparisons import run_gate, run_proposal
+from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.precision import GateReport
+from raytrain.autotune.startup import measure_precision
+from raytrain.autotune.step_probe import StepProbe
 from raytrain.report.plots import figure
 from raytrain.report.tune_figures import batch_spec
 from raytrain.train import device
@@ -32,7 +37,7 @@ def searched(session: Session, space: BatchSpace) -> tuple[BatchDecision, list[M
     probe = StepProbe(session)
     measurements: list[Measurement] = []
     gates: list[GateReport] = []
-    contests: list[HeadToHead] = []
+    contests: list[Contest] = []
     while proposals := next_proposals(space, measurements, (), gates, contests):
         taken = run_proposal(probe, proposals[0], reference="fp32", budget=space.budget_bytes)
         measurements += [taken.measurement] if taken.measurement else []
@@ -109,9 +114,10 @@ def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times
     monkeypatch.setattr(device, "time", CLOCK)
     session = paced({torch.bfloat16: off}, {torch.bfloat16: 0.5})
     space = BatchSpace(("bf16", "fp32"), (8, 16, 32, 64, 128), 128, 1 << 40)
-    decision, _ = searched(session, space)
+    decision, measurements = searched(session, space)
     assert decision.candidate == Candidate(taken, 64) and decision.complete
-    assert decision.contest is not None and max(decision.steps.values()) <= MOST_STEPS
+    sizes = [{one.candidate for one in measurements if one.candidate.precision == name} for name in space.precisions]
+    assert decision.contest is not None and max(map(len, sizes)) <= MOST_SIZES
     rows = {(row.precision, row.micro_batch_size): row for row in decision.table}
     for one in decision.contest["contenders"]:
         row = rows[one["precision"], one["micro_batch_size"]]
@@ -137,7 +143,7 @@ def test_the_curve_rises_with_the_micro_batch_and_the_picture_shows_it(monkeypat
     assert curve == sorted(curve) and curve[-1] > 1.1 * curve[0]
     table = [asdict(row) for row in decision.table]
     chosen = (decision.candidate.precision, decision.candidate.micro_batch_size)
-    spec = batch_spec(table, sizes=sizes, chosen=chosen, budget=None, name="job", goodput=False)
+    spec = batch_spec(table, sizes=sizes, chosen=chosen, budget=None, name="job")
     (line,) = [line for line in figure(spec).axes[0].lines if line.get_label() == "fp32"]
     drawn = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
     assert {size: rate for size, rate in drawn.items() if rate} == rates, "without sizes nobody measured"

@@ -19,8 +19,7 @@ from torch import nn
 
 from jobs.bench.harness.sessions import SavedForBackward
 from jobs.job.spec import REFERENCE
-from raytrain.autotune.startup.choice import Calibration
-from raytrain.autotune.startup.compile import measure_eager_step
+from raytrain.autotune.startup import Calibration, measure_eager_step
 from raytrain.checkpoint.reader import load
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.runs.folder import RunFolder

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import unequal
 from gang import run_gang
 
-from raytrain.autotune.probe.worker_speed import measure_worker_speeds
-from raytrain.autotune.startup.shares import sizes_to_try
 from raytrain.plan.shares import Shares
 
 STEPS = 12
@@ -73,30 +69,3 @@ def test_a_slow_worker_is_measured_without_a_trace_and_once(tmp_path: Path) -> N
     (event,) = first["events"]
     assert event["kind"] == "decision" and event["what"] == "shares" and "times as long for a row" in event["reason"]
     assert first["record"]["value"] == event["value"] and len(first["record"]["trials"]["paces"]) == 2
-
-
-def test_a_pass_that_runs_out_of_memory_is_skipped_without_side_effects() -> None:
-    session = unequal.session_of(precision="fp32", steps=4, shares=None, dropout=0.1)
-    before = unequal.everything(session)
-    order = session.loader.batches.split.order(0, 0)
-    (pace,) = measure_worker_speeds(
-        session.step,
-        lambda size: session.loader.one(order[:size]),
-        sizes=[2, 4, 8],
-        workers=session.workers,
-        device=session.device,
-        room=1,
-    )
-    assert pace.kind == "cpu" and 0 < pace.pass_s[2] < float("inf"), "the first size is taken to fit"
-    assert pace.pass_s[4] == pace.pass_s[8] == float("inf") and unequal.everything(session) == before
-    assert pace.to_json()["pass_s"] == {"2": pace.pass_s[2], "4": None, "8": None}
-
-
-def test_larger_passes_are_tried_on_gpus_of_several_kinds_alone() -> None:
-    session = unequal.session_of(precision="fp32", steps=4, shares=None)
-    assert sizes_to_try(session, kinds=2) == [2], "a CPU has one size"
-    session.device = torch.device("cuda")
-    assert sizes_to_try(session, kinds=1) == [2] and sizes_to_try(session, kinds=2) == [2], "2 rows were asked for"
-    loop = session.job.loop.model_copy(update={"micro_batch_size": "auto"})
-    session.job = replace(session.job, loop=loop)
-    assert sizes_to_try(session, kinds=2) == [2, 4, 8, 16] and sizes_to_try(session, kinds=1) == [2]

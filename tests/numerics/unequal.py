@@ -9,8 +9,8 @@ from typing import Any
 from lab import GPT, Rows, digest, make_session, optimizer_state, token_rows, train, weights_of
 from torch import nn
 
-from raytrain.autotune.startup import shares as startup_shares
-from raytrain.autotune.startup.choice import Calibration
+from raytrain.autotune import startup
+from raytrain.autotune.startup import Calibration, settle_shares
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.plan.shares import Shares, shares_of
@@ -96,11 +96,11 @@ def measured(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         _slow_down(session)
     before = everything(session)
     reporter = Rows()
-    startup_shares.SharesChoice(Calibration(session, run, reporter, _no_driver)).resolve()
+    settle_shares(Calibration(session, run, reporter, _no_driver))
     after = everything(session)
     again = session_of(precision="fp32", steps=4, shares=None, run=run)
-    startup_shares.measure_shares = _not_again
-    startup_shares.SharesChoice(Calibration(again, run, reporter, _no_driver)).resolve()
+    startup.measure_shares = _not_again
+    settle_shares(Calibration(again, run, reporter, _no_driver))
     batches = session.loader.batches
     shares = batches.shares
     spans = [] if shares is None else shares.spans(batches.global_batch_size, micro_batch=batches.micro_batch)

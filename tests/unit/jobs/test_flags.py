@@ -48,9 +48,9 @@ from jobs.driver.signals import StopSignals
 from jobs.infer import infer_target
 from jobs.inference.target import target_of, weights_of
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
-from jobs.tuning.batch.cache import Cache
-from jobs.tuning.batch.search import find_search
-from jobs.tuning.space.points import find_points
+from jobs.tuning.batch_search import find_search
+from jobs.tuning.batch_trials import Cache
+from jobs.tuning.space_points import find_points
 from raytrain.config.decode import dump_yaml, encode, parse_override
 from raytrain.config.messages import key_rows
 from raytrain.data.sources.open import open_source
@@ -591,7 +591,6 @@ FOUND = (
 RATES = ("tune.space.optim.lr=[0.1, 0.2, 0.3]",)
 
 FLAGS = {
-    "tune.objective": Flag(searched, "refused", "throughput", "goodput"),
     "tune.space": Flag(searched, "trials", "{optim.lr: [0.1]}", "{optim.lr: [0.1, 0.2]}"),
     "tune.metric": Flag(searched, "at a time", "eval_loss", "samples_per_s", RATES),
     "tune.scheduler": Flag(searched, "trials", "none", "asha", RATES),

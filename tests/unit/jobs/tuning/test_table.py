@@ -1,4 +1,4 @@
-"""What a search shows: the table with the line of what happens now, plain lines in a pipe, and the final table."""
+"""What a search shows: lines about its trials, and the final table."""
 
 from __future__ import annotations
 
@@ -11,22 +11,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.tuning.batch.results import decision_table, untold_warning
+from jobs.driver.screen.progress import Activity
+from jobs.tuning.batch import decision_table, untold_warning
 from jobs.tuning.command import TuneCommand
-from jobs.tuning.space.results import print_files
-from jobs.tuning.table import BATCH_COLUMNS, CHOOSING, PLAIN_EVERY_S, SweepTable, print_table
-from raytrain.autotune.search.batch_size import BatchDecision, TableRow
-from raytrain.autotune.search.measurement import Candidate
+from jobs.tuning.trials import TrialLines
+from raytrain.autotune.batch_search import BatchDecision, TableRow
+from raytrain.autotune.measurement import Candidate
 from raytrain.plan.choice import Resolved
-
-
-class Seconds:
-    """A clock that a test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def console(width: int | None = None) -> Console:
@@ -39,53 +30,26 @@ def printed(shown: Console) -> list[str]:
     return [line.rstrip() for line in shown.file.getvalue().splitlines()]
 
 
-def test_in_a_pipe_the_start_of_a_process_its_measurement_and_long_waits_are_lines() -> None:
-    clock, pipe = Seconds(), console()
-    with SweepTable(pipe, BATCH_COLUMNS, title="", clock=clock) as table:
-        table.show()
-        table.propose(1, ["time", "fp32", "2"], left="about 9 more after it")
-        table.show()
-        table.show()
-        clock.now = PLAIN_EVERY_S
-        table.show()
-        table.start(1)
-        table.show()
-        table.end(1, ["time", "fp32", "2", "5", "", ""], "fp32, 2 rows, time: 5 rows/s")
-        table.show()
-    starting = "starting trial 1 (about 9 more after it)"
-    measuring = "measuring trial 1 (about 9 more after it)"
+def test_the_start_of_a_process_its_measurement_and_its_result_are_lines() -> None:
+    pipe = console()
+    with Activity(pipe) as activity:
+        lines = TrialLines(activity, pipe.print)
+        lines.propose(1, "fp32, 2 rows, time")
+        lines.start(1)
+        lines.propose(2, "fp32, 16 rows, time")
+        lines.end(1, "fp32, 2 rows, time: 5 rows/s")
     assert printed(pipe) == [
-        starting,
-        f"still {starting}, for 10 s",
-        measuring,
+        "starting trial 1 (fp32, 2 rows, time)",
+        "measuring trial 1 (fp32, 2 rows, time)",
+        "measuring trial 1 (fp32, 2 rows, time) and starting trial 2 (fp32, 16 rows, time)",
         "trial 1  fp32, 2 rows, time: 5 rows/s",
+        "starting trial 2 (fp32, 16 rows, time)",
     ]
-
-
-def test_on_a_terminal_something_counts_before_the_first_trial_while_one_starts_and_while_it_runs() -> None:
-    clock, terminal = Seconds(), console(80)
-    table = SweepTable(terminal, BATCH_COLUMNS, title="", clock=clock)
-    with table:
-        assert CHOOSING in "\n".join(printed(terminal)), "before the first trial"
-        table.propose(3, ["time", "fp32", "2"], left="2 of 8 done")
-        table.show()
-        clock.now = 7.0
-        table.show()
-        row = console()
-        row.print(table.drawn())
-        assert "starting 7 s" in "\n".join(printed(row))
-        table.start(3)
-        table.show()
-    shown = "\n".join(printed(terminal))
-    assert "measuring trial 3 (2 of 8 done), 0 s" in shown
-    clock.now, row = 9.0, console()
-    row.print(table.drawn())
-    assert "running 2 s" in "\n".join(printed(row))
 
 
 def decision(*rows: TableRow, untold: tuple[str, ...] = ()) -> BatchDecision:
     one = Candidate("fp32", 16)
-    return BatchDecision(one, Resolved("fp32", ""), Resolved(16, ""), 78.0, None, None, rows, {}, {}, {}, True,
+    return BatchDecision(one, Resolved("fp32", ""), Resolved(16, ""), 78.0, None, None, rows, {}, {}, True,
                          untold=untold)  # fmt: skip
 
 
@@ -95,7 +59,7 @@ NOISY = TableRow("bf16", 64, 5, 156.3, 23.0, 1067.0, None, None)
 
 def table_lines(found: BatchDecision, width: int) -> list[str]:
     shown = console(width)
-    print_table(shown, decision_table(found, kind=""))
+    command_at(shown).print_table(decision_table(found, kind=""))
     return printed(shown)
 
 
@@ -116,9 +80,7 @@ def test_a_column_without_a_value_is_left_out() -> None:
 
 def test_precisions_that_noise_does_not_tell_apart_are_named() -> None:
     assert untold_warning(decision(QUIET)) == ""
-    assert "to tell bf16 from fp32 at the same number of rows: fp32 stays" in untold_warning(
-        decision(QUIET, untold=("bf16",))
-    )
+    assert "to tell bf16 from fp32: fp32 stays" in untold_warning(decision(QUIET, untold=("bf16",)))
 
 
 def command_at(shown: Console) -> TuneCommand:
@@ -140,11 +102,11 @@ def test_sentences_are_broken_between_words_and_only_on_a_terminal(width: int) -
 
 
 def test_a_command_to_copy_stays_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.tuning.space.results.build_sweep_report", lambda sweep: f"{sweep.path}/report")
+    monkeypatch.setattr("jobs.tuning.command.build_sweep_report", lambda sweep: f"{sweep.path}/report")
     folder = "/a folder/" + "long/" * 20
-    sweep: Any = SimpleNamespace(path=folder, trials="t", picture="p", best=f"{folder}best.yaml")
+    sweep: Any = SimpleNamespace(path=folder, trials="t", picture="p", best=f"{folder}best.yaml", again=list)
     terminal = console(80)
     made = command_at(terminal)
     made.sweep = sweep
-    print_files(made, died=[])
+    made.print_files()
     assert f"raytrain train '{folder}best.yaml'" in printed(terminal), "below its label, where both do not fit"

@@ -29,7 +29,7 @@ SIZES = (2, 4, 8, 16, 64, 128)
 
 @pytest.mark.covers("PERF-08")
 def test_throughput_and_memory_are_drawn_by_batch_and_precision_with_the_knee_marked() -> None:
-    spec = batch_spec(TABLE, sizes=SIZES, chosen=("bf16", 16), budget=450 * MIB, name="job", goodput=False)
+    spec = batch_spec(TABLE, sizes=SIZES, chosen=("bf16", 16), budget=450 * MIB, name="job")
     speed, memory = spec["panels"]
     assert [(line["label"], line["x"], line["y"]) for line in speed["series"]] == [
         ("fp32", [2, None, 16], [100.0, None, 300.0]), ("bf16", [2, None, 16, 64], [90.0, None, 500.0, 505.0]),
@@ -55,7 +55,7 @@ def test_throughput_and_memory_are_drawn_by_batch_and_precision_with_the_knee_ma
 
 
 def test_a_budget_far_above_is_mentioned_but_not_drawn() -> None:
-    spec = batch_spec(TABLE, sizes=SIZES, chosen=("bf16", 16), budget=64 << 30, name="job", goodput=False)
+    spec = batch_spec(TABLE, sizes=SIZES, chosen=("bf16", 16), budget=64 << 30, name="job")
     memory = spec["panels"][1]
     assert "limit" not in memory and "65,536 MiB" in memory["note"]
     assert "65,536 MiB" in figure(spec).axes[1].get_title(loc="left")

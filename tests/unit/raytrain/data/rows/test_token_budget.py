@@ -10,7 +10,7 @@ import pytest
 import torch
 from lab import GPT, Rows, make_session, token_rows
 
-from raytrain.autotune.probe.step import RowChoice
+from raytrain.autotune.step_probe import RowChoice
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.token_budget import check_budget, cut_by_tokens, padding_waste
 from raytrain.data.sources.in_memory import object_split

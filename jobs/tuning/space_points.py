@@ -1,0 +1,376 @@
+"""`tune.space`: the keys of a job to search, their values, and the trials, each a complete job. All are checked before
+anything starts.
+
+A key takes a list (`[16, 32]`), or one of `loguniform(low, high)`, `uniform(low, high)`, `randint(low, high)` (both
+ends included) and `choice(a, b, ...)`. If all keys have lists, the trials are the grid of all combinations; otherwise
+each trial draws one value per key. A draw depends only on the job's seed and the trial's number, so that a resumed
+search draws the same values again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.devices.inventory import Inventory
+from cluster.wording import counted
+from jobs.driver.build import build, opened
+from jobs.driver.plan import plan_job
+from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
+from raytrain.config.decode import apply_overrides, decode, encode
+from raytrain.config.messages import describe, render
+from raytrain.config.user_code import resolve
+from raytrain.config.yaml12 import plain_scalar
+from raytrain.data.sources.keys import is_own
+from raytrain.errors import InputError
+from raytrain.models.registry import check_keys, takes
+from raytrain.plan.room import Need
+from raytrain.plan.rules.hosts import separate_hosts
+from raytrain.train.build import source_facts
+
+DRAWS = 16
+"""Default of `tune.max_trials` for a space that contains a distribution."""
+LOOKS = 10
+"""The least number of evaluations of a trial when a scheduler compares trials and the job leaves the interval open."""
+MOST_S = 60.0
+"""The time limit for building models on the driver; a model not checked by then fails in its own trial."""
+GRAMMAR = "a list, or a string such as loguniform(1e-4, 1e-2), uniform(0, 1), randint(1, 8) or choice(a, b)"
+_CALL = re.compile(r"(loguniform|uniform|randint|choice)\(([^()]*)\)\Z")
+_KEPT = ("name", "seed", "save", "tune", "infer", "retry", "telemetry", "cluster")
+"""Sections and keys that cannot differ between trials."""
+
+
+# -- the keys -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A list of values; `examples` are those to check on their own."""
+
+    examples: tuple[Any, ...]
+
+    def draw(self, rng: random.Random) -> Any:
+        return rng.choice(self.examples)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A distribution between two numbers, both included: `loguniform`, `uniform` or `randint`."""
+
+    kind: str
+    low: float
+    high: float
+
+    @property
+    def examples(self) -> tuple[Any, ...]:
+        """Values to check on their own: the two ends and, for real numbers, one in between."""
+        if self.kind == "randint":
+            return (int(self.low), int(self.high))
+        return (self.low, self.high, 0.5 * (self.low + self.high) + 1e-9 * (self.high - self.low))
+
+    def draw(self, rng: random.Random) -> Any:
+        if self.kind == "randint":
+            return rng.randint(int(self.low), int(self.high))
+        if self.kind == "uniform":
+            return rng.uniform(self.low, self.high)
+        return min(self.high, max(self.low, math.exp(rng.uniform(math.log(self.low), math.log(self.high)))))
+
+
+@dataclass(frozen=True)
+class Space:
+    """Dotted key -> the values to try, in the order of the file."""
+
+    keys: Mapping[str, Choices | Range]
+
+    @property
+    def is_grid(self) -> bool:
+        return all(isinstance(one, Choices) for one in self.keys.values())
+
+    def points(self, *, seed: int, most: int | None) -> Iterator[dict[str, Any]]:
+        """Key -> value of each trial: every combination of lists, else `most` (16) draws without repeats."""
+        if self.is_grid:
+            lists = [one.examples for one in self.keys.values()]
+            for values in itertools.islice(itertools.product(*lists), most):
+                yield dict(zip(self.keys, values, strict=True))
+            return
+        seen: list[dict[str, Any]] = []
+        wanted = most or DRAWS
+        for number in range(20 * wanted):
+            rng = random.Random(f"{seed} {number}")  # from a string: the same draws on every machine and Python
+            point = {key: one.draw(rng) for key, one in self.keys.items()}
+            if point not in seen and len(seen) < wanted:
+                seen.append(point)
+                yield point
+
+
+def parse_space(space: Mapping[str, Any]) -> Space:
+    """Parse `tune.space`, whose keys may be dotted or nested.
+
+    Raises:
+        InputError: the space is empty, a key cannot differ between trials, or a value is no list and no distribution.
+    """
+    flat = dict(_flattened(space, ""))
+    if not flat:
+        raise InputError(
+            "tune.space",
+            got="an empty mapping",
+            expected="keys with the values to try, such as {optim.lr: [1e-3, 1e-2]}",
+            remedy="leave it out to search batch size and precision",
+        )
+    for key in flat:
+        if key.split(".")[0] in _KEPT:
+            raise InputError(
+                f"tune.space.{key}",
+                got="a key that cannot differ between trials",
+                expected="a key that changes the training, such as optim.lr or loop.global_batch_size",
+            )
+    return Space({key: _parsed(f"tune.space.{key}", value) for key, value in flat.items()})
+
+
+def _flattened(space: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in space.items():
+        dotted = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping):
+            yield from _flattened(value, dotted)
+        else:
+            yield dotted, value
+
+
+def _parsed(name: str, value: Any) -> Choices | Range:
+    call = _CALL.match(value.strip()) if isinstance(value, str) else None
+    arguments = [plain_scalar(part.strip()) for part in call[2].split(",")] if call else []
+    if isinstance(value, list | tuple) or (call is not None and call[1] == "choice"):
+        values = arguments if call is not None else list(value)
+        if not values or values == [None]:
+            raise InputError(name, got="an empty list", expected=GRAMMAR)
+        for place, one in enumerate(values):
+            if any(type(one) is type(other) and one == other for other in values[:place]):
+                raise InputError(name, got=f"{describe(one)} twice", expected="each value once")
+        return Choices(tuple(values))
+    if call is None:
+        broken = isinstance(value, str) and "(" in value and ")" not in value
+        remedy = "put it in quotes: inside {...} a comma ends the value" if broken else ""
+        raise InputError(name, got=describe(value), expected=GRAMMAR, remedy=remedy)
+    kind = call[1]
+    numbers = [one for one in arguments if isinstance(one, int | float) and not isinstance(one, bool)]
+    if len(arguments) != 2 or len(numbers) != 2 or not all(math.isfinite(one) for one in numbers):
+        raise InputError(name, got=value, expected=f"{kind}(low, high) with two numbers")
+    low, high = numbers
+    if kind == "randint" and not all(isinstance(one, int) for one in numbers):
+        raise InputError(name, got=value, expected="randint(low, high) with two integers")
+    if low >= high or (kind == "loguniform" and low <= 0):
+        wanted = "0 < low < high" if kind == "loguniform" else "low < high"
+        raise InputError(name, got=value, expected=f"{kind}(low, high) with {wanted}")
+    return Range(kind, low, high)
+
+
+# -- the trials -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """One trial of a space.
+
+    Attributes:
+        number: from 1, in the order of the space.
+        values: dotted key -> value of this trial.
+        overrides: `section.key=value` for everything that it changes in the job.
+        gpus, cores: resources of its processes.
+        max_steps: length of its run; None if it depends on the data.
+        need: what its processes need of a cluster.
+    """
+
+    number: int
+    values: dict[str, Any]
+    overrides: tuple[str, ...]
+    gpus: int
+    cores: int
+    max_steps: int | None
+    need: Need | None = None
+
+
+@dataclass(frozen=True)
+class Points:
+    """All trials of a search; `left_out` has the infeasible combinations with their reasons."""
+
+    trials: tuple[Point, ...]
+    left_out: tuple[tuple[dict[str, Any], str], ...]
+
+    def at_a_time(self, *, gpus: int, cpus: int, alone: bool) -> int:
+        """Number of concurrent trials; `alone`: on CPUs one at a time, since their speed is measured."""
+        most_gpus, most_cores = max(one.gpus for one in self.trials), max(one.cores for one in self.trials)
+        if most_gpus:
+            return max(1, gpus // most_gpus)
+        return 1 if alone else max(1, cpus // most_cores)
+
+
+def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str, Any] | None = None) -> Points:
+    """Every trial of the job's `tune.space` that these machines can run, and whose model can be built.
+
+    Args:
+        shapes: facts about the job's data for the builder, if the data was opened already.
+
+    Raises:
+        InputError: unknown key, value that is wrong for its key, or space without a feasible point.
+    """
+    tune = loaded.spec.tune
+    space = parse_space(tune.space or {})
+    _check_values(space, loaded.mapping)
+    _check_metric(loaded.spec)
+    trials: list[Point] = []
+    left_out: list[tuple[dict[str, Any], str]] = []
+    builds = Builds(loaded.spec, shapes)
+    for values in space.points(seed=loaded.spec.seed, most=tune.max_trials):
+        try:
+            trials.append(_point(len(trials) + 1, values, loaded, inventory, builds))
+        except InputError as error:
+            left_out.append((values, str(error)))
+    if not trials:
+        values, why = left_out[0]
+        raise InputError(
+            "tune.space",
+            got=f"a space where none of {counted(len(left_out), 'combination')} can run",
+            expected="at least one",
+            remedy=f"{values_text(values)}: {why}",
+        )
+    if space.is_grid:  # a listed value that no trial can run would shrink the grid silently
+        for key, value in ((key, value) for key, tried in space.keys.items() for value in tried.examples):
+            why = next((reason for values, reason in left_out if values[key] == value), None)
+            if why is not None and not any(one.values[key] == value for one in trials):
+                raise InputError(f"tune.space.{key}", got=render(value), expected="values that can run", remedy=why)
+    return Points(tuple(trials), tuple(left_out))
+
+
+def _check_values(space: Space, mapping: Mapping[str, Any]) -> None:
+    """Check each value on its own against its key.
+
+    Raises:
+        InputError: the first wrong value or unknown key, with the nearest key.
+    """
+    for key, value in ((key, value) for key, tried in space.keys.items() for value in tried.examples):
+        changed, _ = apply_overrides(mapping, [f"{key}={render(value)}"])
+        try:
+            decode(JobSpec, changed)
+        except InputError as error:
+            if not f"{key}.".startswith(f"{error.key}."):
+                raise
+            name = f"tune.space.{key}"
+            raise InputError(name, got=error.got, expected=error.expected, remedy=error.remedy) from error
+
+
+def _check_metric(spec: JobSpec) -> None:
+    """Check that the job has what the metric and the scheduler compare trials by."""
+    tune, loop = spec.tune, spec.loop
+    evaluates = spec.data.eval is not None or spec.data.eval_fraction > 0
+    if tune.metric == "eval_loss" and not evaluates:
+        raise InputError(
+            "tune.metric",
+            got="eval_loss without an evaluation",
+            expected="samples_per_s, or an evaluation",
+            remedy="set data.eval_fraction above 0 to hold out data for evaluation",
+        )
+    if tune.scheduler == "none":
+        return
+    if not evaluates:
+        raise InputError("tune.scheduler", got=f"{tune.scheduler} without an evaluation", expected="none")
+    if isinstance(loop.eval_every, int) and loop.max_steps is not None and loop.eval_every >= loop.max_steps:
+        raise InputError(
+            "tune.scheduler",
+            got=f"{tune.scheduler} with a single evaluation at the end of each trial",
+            expected=f"loop.eval_every below loop.max_steps, {loop.max_steps}",
+        )
+
+
+def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: Inventory, builds: Builds) -> Point:
+    """Raises InputError if the job with these values cannot run on these machines."""
+    own = [f"{key}={render(value)}" for key, value in values.items()]
+    trial = load_spec(mapping=loaded.mapping, overrides=own)
+    spec = trial.spec
+    refuse_later(spec, "train")
+    # builder and dataset function exist and accept the trial's keys; neither is called
+    if spec.model.builder is not None:
+        function = resolve(spec.model.builder, "model.builder")
+        check_keys(function, spec.model.keys, sections=["experts"], ours=spec.model.given)
+    if spec.data.source is not None and is_own(spec.data.source):
+        function = resolve(spec.data.source, "data.source")
+        check_keys(function, spec.data.keys, sections=[], key="data", ours=spec.data.given)
+    plan = plan_job(trial, inventory=inventory)
+    builds.check(spec)
+    workers, threads = int(plan.value("workers", 1)), int(plan.value("threads", 1) or 1)
+    most, hosts = plan.value("max_steps", None), plan.value("hosts", None)
+    pinned = {"scale.workers": workers, "scale.threads": threads, "tune.space": None, "tune.scheduler": "none",
+              "tune.found": None}  # fmt: skip
+    if spec.experts.hosts == "auto" and hosts not in (None, "none"):
+        pinned["experts.hosts"] = hosts
+    if loaded.spec.tune.scheduler != "none" and spec.loop.eval_every == "auto" and most is not None:
+        pinned["loop.eval_every"] = max(1, int(most) // LOOKS)
+    processes, on_gpu = workers + separate_hosts(plan.hosts), plan.value("device", None) == "cuda"
+    each = {"CPU": 1, "GPU": plan.gpu_share} if on_gpu else {"CPU": threads}
+    return Point(
+        number=number,
+        values=values,
+        overrides=(*own, *(f"{key}={render(value)}" for key, value in pinned.items())),
+        gpus=processes if on_gpu else 0,
+        cores=processes if on_gpu else processes * threads,
+        max_steps=None if most is None else int(most),
+        need=Need("scale.workers", "process of a trial", processes, each),
+    )
+
+
+class Builds:
+    """Builds each distinct model of a space once, on the meta device where it can be.
+
+    Args:
+        base: the job without the space's values.
+        shapes: facts about its data for the builder (`raytrain.train.build.source_facts`); None: the data is opened on
+            the first check.
+    """
+
+    def __init__(self, base: JobSpec, shapes: Mapping[str, Any] | None = None) -> None:
+        self._ends = time.monotonic() + MOST_S
+        self._shapes: dict[str, Mapping[str, Any]] = {} if shapes is None else {_data_key(base): shapes}
+        self._found: dict[str, InputError | None] = {}
+
+    def check(self, spec: JobSpec) -> None:
+        """Build the model of this job, unless `MOST_S` seconds have passed.
+
+        Raises:
+            InputError: it cannot be built, or its data cannot be opened.
+        """
+        data, key = _data_key(spec), _model_key(spec)
+        if key not in self._found and time.monotonic() < self._ends:
+            self._found[key] = None
+            try:
+                if data not in self._shapes:
+                    self._shapes[data] = source_facts(opened(spec))
+                build(spec, self._shapes[data])
+            except InputError as error:
+                self._found[key] = error
+        if error := self._found.get(key):
+            raise error
+
+
+def _data_key(spec: JobSpec) -> str:
+    return json.dumps([encode(spec)["data"], spec.model.keys.get("context"), spec.seed], sort_keys=True, default=repr)
+
+
+def _model_key(spec: JobSpec) -> str:
+    """Everything that the builder receives."""
+    sections, builder = encode(spec), spec.model.builder
+    function = None if builder is None else resolve(builder, "model.builder")
+    asked = [name for name in sections if name != "data" and function is not None and takes(function, name)]
+    arguments = {name: sections[name] for name in ("model", "experts", *asked)} | {"data": _data_key(spec)}
+    return json.dumps(arguments, sort_keys=True, default=repr)
+
+
+def values_text(values: Mapping[str, Any]) -> str:
+    """Each `key value` pair, on one line."""
+    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                     for key, value in values.items())  # fmt: skip

@@ -1,0 +1,185 @@
+"""`precision.fp32_layers: auto`: which layers must stay in fp32 under half precision, measured on the real model.
+
+The method of mixed-precision searches by sensitivity (such as HAWQ: rank the layers, then cut): the rank comes from one
+layer at a time in half precision, the cut from the complete model with the most sensitive layers in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from raytrain.autotune.comparisons import backward_of
+from raytrain.autotune.precision import LOSS_TOLERANCE, NORM_BAND, outside_band
+from raytrain.autotune.state_guard import preserve_model
+from raytrain.autotune.step_probe import run_agreed
+from raytrain.config.messages import abbreviated
+from raytrain.errors import OutOfMemory, RunError
+from raytrain.plan.choice import Resolved
+from raytrain.train.device import rng_state, set_rng_state
+from raytrain.train.precision.layers import LayerPrecision, layers_of
+from raytrain.train.precision.policy import PrecisionPolicy, policy_for
+from raytrain.train.session import Session
+from raytrain.train.step import TrainingStep
+from raytrain.trainable import MicroBatch
+
+MOST_LAYERS = 128
+"""In a model with more layers each of its repeated blocks is measured as one."""
+NAMED_AT_MOST = 6
+
+
+@dataclass(frozen=True)
+class LayerChange:
+    """What one layer in half precision, all others in fp32, does to a micro-batch.
+
+    Attributes:
+        loss: difference relative to fp32's; NaN where not finite.
+        gradient: norm of the difference of the whole gradient, relative to fp32's norm.
+        error: why it cannot be computed so, or None.
+    """
+
+    layer: str
+    loss: float
+    gradient: float
+    error: str | None = None
+
+    @property
+    def score(self) -> float:
+        """The change relative to the tolerance of a complete model."""
+        parts = (abs(self.loss) / LOSS_TOLERANCE, self.gradient / (1 - NORM_BAND[0]))
+        return math.inf if self.error or any(math.isnan(part) for part in parts) else max(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping; null for what is not finite."""
+        return {key: None if value != value or value == math.inf else value for key, value in asdict(self).items()}
+
+
+def choose_layers(changes: Sequence[LayerChange], refusal: Callable[[list[str]], str], *, precision: str) -> Resolved:
+    """The fewest of the most sensitive layers that bring the loss into the gate's band when they stay in fp32.
+
+    Args:
+        changes: of each layer alone.
+        refusal: why the complete model with these layers in fp32 is outside the band, "" where it is inside.
+    """
+    touched = sorted((change for change in changes if change.score > 0), key=lambda change: -change.score)
+    names = [change.layer for change in touched]
+    first = refusal([])
+    if not first:
+        return Resolved([], f"all {len(names)} layers that {precision} changes are in the band in it")
+    if last := refusal(names):
+        return Resolved(names, f"with every layer in fp32 {last}: the deviation under {precision} is not in a layer")
+    low, high = 0, len(names)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if refusal(names[:middle]) else (low, middle)
+    kept = abbreviated(names[:high], NAMED_AT_MOST)
+    share = 1 - high / len(names)
+    reason = f"with {kept} in fp32 the loss is in the band, {share:.0%} of {len(names)} layers in {precision}"
+    return Resolved(names[:high], f"{reason}; with none {first}")
+
+
+def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[LayerChange]]:
+    """Which layers must stay in fp32 under this half precision, measured on the first micro-batch of the global batch,
+    the same on every worker. Its rows are halved until they fit in fp32, the reference. Changes nothing that it
+    measures. Collective."""
+    indices, _ = session.loader.global_batch(session.state.cursor)
+    blocks = session.trainable.blocks
+    names = layers_of(session.trainable.module, blocks=blocks if isinstance(blocks, str) else None, most=MOST_LAYERS)
+    rows, why = session.loader.batches.micro_batch, ""
+    while rows:
+        micro = session.loader.first(indices[:rows])
+        try:
+            return LayerProbe(session.step, session.layers, micro, precision=precision).run(names)
+        except OutOfMemory as error:
+            rows, why = rows // 2, str(error)
+    return Resolved([], f"not one row fits in fp32 to compare layers with ({why}): watch the loss"), []
+
+
+class LayerProbe:
+    """Measures on one micro-batch, the same on every worker; rank 0's results are used by all. Collective.
+
+    Args:
+        step: whose trainable, gradients and workers are used, but not its policy.
+    """
+
+    def __init__(self, step: TrainingStep, layers: LayerPrecision, micro: MicroBatch, *, precision: str) -> None:
+        self._step, self._layers, self._micro = step, layers, micro
+        self._half, self._full = policy_for(precision), policy_for("fp32")
+        self._generators = rng_state(step.device)
+        self._reference: list[Tensor] = []
+        self._loss = self._norm = math.nan
+
+    def run(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
+        """Each layer alone in half precision, then the model with more and more layers kept in fp32.
+
+        Raises:
+            OutOfMemory: a worker has no memory for a pass; all workers raise it.
+            RunError: a pass in fp32 fails.
+        """
+        with preserve_model(self._step.trainable, self._step.device):
+            try:
+                return self._compare(names)
+            except OutOfMemory as error:
+                short = error
+            finally:
+                self._layers.keep([])
+        raise short  # here, after the results of the passes have been discarded
+
+    def _compare(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
+        why, loss, norm = self._pass(self._full)
+        if why:
+            raise RunError(f"the pass in fp32 that layers are compared with failed: {why}")
+        self._loss, self._norm = loss, norm
+        self._reference = [flat.clone() for flat in self._step.gradients.buffers]
+        changes = []
+        assert self._half.autocast_dtype is not None, "a half precision"
+        for name in names:
+            with self._layers.alone_in(name, self._half.autocast_dtype):
+                why, loss, _ = self._pass(self._full)
+            if why:  # such as an operation without a kernel in this dtype: a result
+                changes.append(LayerChange(name, math.nan, math.nan, why))
+            else:
+                off = abs(loss - self._loss) / max(abs(self._loss), 1e-12)
+                changes.append(LayerChange(name, off, self._difference()))
+        rows = self._step.workers.broadcast_object([asdict(change) for change in changes])
+        changes = [LayerChange(**row) for row in rows]
+        return choose_layers(changes, self._refusal, precision=self._half.name), changes
+
+    def _refusal(self, kept: list[str]) -> str:
+        self._layers.keep(kept)
+        why, loss, norm = self._pass(self._half)
+        why = why or outside_band(loss, norm, self._difference(), reference_loss=self._loss, reference_norm=self._norm)
+        return self._step.workers.broadcast_object(why)
+
+    def _difference(self) -> float:
+        """Norm of the difference between the gradient and that of fp32, relative to the norm of the latter."""
+        pairs = zip(self._step.gradients.buffers, self._reference, strict=True)
+        squares = sum(float((now - then).double().square().sum()) for now, then in pairs)
+        return math.sqrt(squares) / max(self._norm, 1e-12)
+
+    def _pass(self, policy: PrecisionPolicy) -> tuple[str, float, float]:
+        """(why it failed on any worker or "", loss, gradient norm); the gradient stays in the step's buffers.
+
+        Raises:
+            OutOfMemory: on all workers.
+        """
+        step, found = self._step, [math.nan, math.nan]
+
+        def work() -> None:
+            set_rng_state(self._generators, step.device)  # the same dropout in every pass
+            step.gradients.zero_()
+            loss = backward_of(step.trainable, self._micro, policy, step.device)
+            step.gradients.check()
+            found[:] = float(loss), float(step.gradients.sum_of_squares().sqrt())
+
+        outcome, reason = run_agreed(
+            work, workers=step.workers, device=step.device, remote=step.trainable.remote,
+            collective_passes=step.collective_passes,
+        )  # fmt: skip
+        if outcome == "out_of_memory":
+            raise OutOfMemory(reason)
+        return reason, found[0], found[1]

@@ -1,0 +1,218 @@
+"""Chooses the precision from measurements, and judges the numeric gate. Pure: numbers in, `Resolved` out.
+
+`raytrain.autotune.comparisons` measures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from raytrain.autotune.measurement import are_steady
+from raytrain.plan.choice import Resolved
+
+#: A lower precision must be faster by at least this fraction, or it is not worth its rounding errors.
+WORTHWHILE_GAIN = 0.03
+#: And in this share of the rounds: on a busy machine the medians of a few rounds differ by more than that by chance.
+WON_ROUNDS = 0.75
+#: Numeric gate on one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
+LOSS_TOLERANCE = 0.02
+NORM_BAND = (0.8, 1.25)
+#: A loss scale that starts too high skips a few steps: this many more than in the reference are allowed, or this
+#: fraction.
+SKIPS, SKIP_SHARE = 2, 0.1
+#: Significance level for times that vary: the highest accepted probability that as many rounds are won by chance.
+CHANCE = 0.05
+
+
+def told_apart(seconds: Sequence[float], reference: Sequence[float]) -> bool:
+    """Whether the times of two ways to compute are enough to say that the first is faster; the rule of `train` and
+    `tune`.
+
+    It must win `WON_ROUNDS` of the rounds. Where times vary, since the machine does other work, that says little: it
+    must also have been faster in each round than the reference ever was, or in so many rounds that chance explains it
+    in at most one case of twenty (a sign test).
+
+    Args:
+        seconds, reference: the same work in alternating rounds; position i of both is round i. Without rounds the
+            answer is yes.
+    """
+    won, rounds = rounds_won(seconds, reference), min(len(seconds), len(reference))
+    if won < WON_ROUNDS * rounds:
+        return False
+    if not rounds or (are_steady(seconds) and are_steady(reference)):
+        return True
+    return max(seconds) * (1 + WORTHWHILE_GAIN) < min(reference) or chance_of_rounds(won, rounds) <= CHANCE
+
+
+def rounds_won(seconds: Sequence[float], reference: Sequence[float]) -> int:
+    """In how many rounds the first was faster."""
+    return sum(own < other for own, other in zip(seconds, reference, strict=False))
+
+
+def chance_of_rounds(won: int, rounds: int) -> float:
+    """The probability that two equal ways to compute win at least so many of the rounds against each other."""
+    return sum(math.comb(rounds, number) for number in range(won, rounds + 1)) / 2**rounds
+
+
+def faster_beyond_noise(seconds: Sequence[float], others: Sequence[float], *, than: str) -> tuple[bool, str]:
+    """Whether the first of two ways is faster by enough at the median of the rounds, and in so many rounds that chance
+    explains it in at most one case of twenty; and how much, in words."""
+    ratios = [b / a for a, b in zip(seconds, others, strict=True)]
+    rounds, won, middle = len(ratios), sum(ratio > 1 for ratio in ratios), median(ratios)
+    text = f"{middle:.2f} times as fast as {than}, faster in {won} of {rounds} rounds"
+    return middle >= 1 + WORTHWHILE_GAIN and chance_of_rounds(won, rounds) <= CHANCE, text
+
+
+@dataclass(frozen=True)
+class PrecisionTrial:
+    """One precision measured on the real model: forward and backward of one micro-batch.
+
+    Attributes:
+        precision: value of `precision.dtype`.
+        seconds: the slowest worker's median.
+        loss, grad_norm: on the same batch; NaN where not finite.
+        error: why it could not run, or None.
+        rounds: the slowest worker's seconds of each round, in which all precisions took turns; () if unknown.
+    """
+
+    precision: str
+    seconds: float
+    loss: float
+    grad_norm: float
+    error: str | None = None
+    rounds: tuple[float, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """A lower precision compared with the reference: real steps from one state, on the same data.
+
+    Attributes:
+        losses, norms: of each step, the norm before clipping; `reference_*` are the reference's.
+        skipped: steps dropped for a gradient that was not finite.
+        error: why it could not run, or None.
+        out_of_memory: whether the error was one of memory, of which there may be more another time.
+    """
+
+    precision: str
+    reference: str
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    reference_norms: tuple[float, ...] = ()
+    skipped: int = 0
+    reference_skipped: int = 0
+    error: str | None = None
+    out_of_memory: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping; `from_json` of it equals this."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> GateReport:
+        """What `to_json` wrote; lists become tuples."""
+        series = {name: tuple(row[name]) for name in ("losses", "reference_losses", "norms", "reference_norms")}
+        return cls(**{**row, **series})
+
+
+def gate_refusal(report: GateReport) -> str:
+    """Why a precision does not pass its gate; "" where it does.
+
+    Its loss over the last quarter of the steps must be the reference's within `LOSS_TOLERANCE`, the median ratio of the
+    gradient norms within `NORM_BAND`, and few more steps may be skipped.
+    """
+    if report.error is not None:
+        return report.error
+    steps = len(report.losses)
+    if report.skipped > report.reference_skipped + max(SKIPS, math.floor(SKIP_SHARE * steps)):
+        return f"{report.skipped} of {steps} steps were not finite, {report.reference_skipped} in {report.reference}"
+    tail = -max(1, steps // 4)
+    loss, wanted = fmean(report.losses[tail:]), fmean(report.reference_losses[tail:])
+    if not abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted):
+        return f"its loss after {steps} steps, {loss:.6g}, is not the reference's {wanted:.6g}"
+    pairs = zip(report.norms, report.reference_norms, strict=True)
+    ratios = [norm / other for norm, other in pairs if math.isfinite(norm) and 0 < other < math.inf]
+    ratio = median(ratios) if ratios else 1.0
+    if not NORM_BAND[0] <= ratio <= NORM_BAND[1]:
+        return f"its gradient norm is {ratio:.3g} times the reference's"
+    return ""
+
+
+def has_winner(seconds: list[list[float]]) -> bool:
+    """Whether more rounds would not change the choice: in every round one arm was faster than each other arm ever was,
+    by more than the gain that is worth while.
+
+    Args:
+        seconds: for each arm those of every round; an arm that could not be run has none.
+    """
+    timed = sorted((arm for arm in seconds if arm), key=max)
+    return all(max(timed[0]) * (1 + WORTHWHILE_GAIN) < min(arm) for arm in timed[1:])
+
+
+def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -> Resolved:
+    """The fastest precision that is inside the band and beats the reference by more than noise; if the reference cannot
+    run, the fastest that can.
+
+    Args:
+        trials: one for each candidate, the reference among them.
+        reference: the precision to keep unless another one is better.
+    """
+    base = next(trial for trial in trials if trial.precision == reference)
+    if base.error is not None:
+        able = [one for one in trials if one.error is None and math.isfinite(one.loss) and math.isfinite(one.grad_norm)]
+        fastest = min(able, key=lambda one: one.seconds, default=base)
+        others = "" if able else ", and no other precision either"
+        return Resolved(fastest.precision, f"{base.precision} cannot be run ({base.error}){others}")
+    best, notes = base, []
+    for trial in trials:
+        if trial is base:
+            continue
+        refusal = trial.error or outside_band(
+            trial.loss, trial.grad_norm, reference_loss=base.loss, reference_norm=base.grad_norm
+        )
+        if refusal:
+            notes.append(f"{trial.precision} refused: {refusal}")
+            continue
+        ratio = base.seconds / trial.seconds
+        note = f"{trial.precision} measured {ratio:.2f} times as fast as {reference}"
+        if ratio < 1 + WORTHWHILE_GAIN:
+            notes.append(note)
+        elif told_apart(trial.rounds, base.rounds):
+            best = min(best, trial, key=lambda one: one.seconds)
+            notes.append(f"{note}, loss and gradient norm agree")
+        else:
+            won, rounds = rounds_won(trial.rounds, base.rounds), len(trial.rounds)
+            few = f"faster in {won} of {rounds} rounds only"
+            vary = f"but the times of {rounds} rounds vary too much to tell"
+            notes.append(f"{note}, {few if won < WON_ROUNDS * rounds else vary}")
+    return Resolved(best.precision, "; ".join(notes) or f"nothing but {reference} to compare")
+
+
+def outside_band(
+    loss: float, norm: float, difference: float = 0.0, *, reference_loss: float, reference_norm: float
+) -> str:  # fmt: skip
+    """Why a pass is outside the numeric gate's band, "" where it is inside.
+
+    Args:
+        difference: norm of the gradient's difference from the reference's, relative to the reference's norm, if known:
+            the loss of one pass shows less than the steps that follow, so that the gradient itself has to be in the
+            band as well.
+    """
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return "the loss or gradient is not finite"
+    if abs(loss - reference_loss) > LOSS_TOLERANCE * abs(reference_loss):
+        return f"the loss is {loss:.6g} where fp32 has {reference_loss:.6g}"
+    if reference_norm > 0 and not NORM_BAND[0] <= norm / reference_norm <= NORM_BAND[1]:
+        return f"the gradient norm is {norm / reference_norm:.3g} times fp32's"
+    if reference_norm > 0 and difference > 1 - NORM_BAND[0]:
+        return f"the gradient differs from fp32's by {difference:.0%}"
+    return ""

@@ -1,0 +1,414 @@
+"""Measures candidates of a search with the real step, in the real process group; changes nothing.
+
+There are two phases, since an exact reading of memory is slow. Memory: the longest rows and the worst-case routing, two
+passes that accumulate, the all-reduce, the norm, the clip, an optimizer step that is skipped but allocates its state,
+and an evaluation batch. Time: the next rows of the run; each pass and each update is timed, the first of them dropped.
+
+Every worker returns the same measurement: the slowest worker's seconds, the largest peak, and out of memory if one of
+them runs out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
+from raytrain.autotune.state_guard import preserve_model, preserve_optimizers, preserve_skipped
+from raytrain.data.rows.batches import Cursor
+from raytrain.data.rows.contract import Split
+from raytrain.data.rows.longest import longest_row
+from raytrain.errors import OutOfMemory, first_line
+from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
+from raytrain.plan.text import size_text
+from raytrain.train.compute.compile import forget_graphs
+from raytrain.train.device import device_name, seconds_of
+from raytrain.train.loader import BatchLoader
+from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memory
+from raytrain.train.memory.oom import let_go
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
+from raytrain.train.session import Session
+from raytrain.trainable import GlobalStep, MicroBatch, RemoteState
+
+#: Micro-batches that accumulate while memory is read (from the second on, gradients exist already), and rows of the
+#: warm-up on a CPU: memory that a larger size allocates permanently is part of its own peak.
+ACCUMULATED = FEW_ROWS = 2
+#: Steps over which the optimizer alone is timed, once for each probe.
+OPTIMIZER_STEPS = 3
+#: How often a new loss scale of fp16 is halved before a gradient counts as not finite.
+HALVINGS = 24
+
+
+def run_agreed(
+    work: Callable[[], object],
+    *,
+    workers: Workers,
+    device: torch.device,
+    remote: RemoteState,
+    collective_passes: bool = False,
+    budget: int | None = None,
+) -> tuple[Outcome, str]:
+    """Run a part of a measurement on all workers; the outcome, the same on every one, and the reason of a failure,
+    after which its passes are discarded, also on remote hosts. Collective.
+
+    It may fail on one worker, or on a host that holds a part of the model. A worker that fails in the middle of its
+    passes tells the hosts (`RemoteState.end_passes`), so that the failure is a result and does not end the attempt.
+
+    `work` contains no collective except the passes of a model with remote state, and every worker starts the same
+    number of those.
+
+    Args:
+        collective_passes: passes contain collectives that no worker can leave (`fsdp`): a failure is raised, and ends
+            the attempt.
+        budget: bytes that this process may have, see `is_out_of_memory`.
+    """
+    outcome: Outcome = "ok"
+    reason = ""
+    try:
+        work()
+    except (RuntimeError, ValueError, MemoryError, OutOfMemory) as error:
+        if collective_passes and not remote.distributed and workers.world_size > 1:
+            raise
+        outcome = "out_of_memory" if is_out_of_memory(error, device=device, budget=budget) else "error"
+        reason = first_line(error)
+        let_go(error, device)
+    remote.end_passes(short=outcome != "ok")
+    short, failed = workers.all_reduce_ints([int(outcome == "out_of_memory"), int(outcome == "error")])
+    if not short and not failed:
+        hosts = remote.shortages()
+        short, reason = len(hosts), "; ".join(map(str, hosts))
+    if not short and not failed:
+        return "ok", ""
+    remote.discard()
+    return "out_of_memory" if short else "error", reason or "on another worker"
+
+
+@dataclass
+class _Readings:
+    """What one measurement has read on this worker."""
+
+    pass_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    peak: int | None = None
+    floor: int | None = None
+    loss: float = math.nan
+    norm: float = math.nan
+    outcome: Outcome = "ok"
+    reason: str = ""
+
+
+class RowChoice:
+    """Which rows a worker measures with: those that training would use next, and with them the longest ones.
+
+    Args:
+        cursor: position in the data of the first row; it is not moved.
+        eval_split: placed, or None where nothing is evaluated.
+    """
+
+    def __init__(self, loader: BatchLoader, *, cursor: Cursor, workers: Workers, eval_split: Split | None) -> None:
+        self._loader, self._cursor, self._workers = loader, cursor, workers
+        self._longest = {id(split): longest_row(split) for split in (loader.batches.split, eval_split) if split}
+
+    def rows(self, micro: int, *, passes: int, longest: bool) -> list[np.ndarray]:
+        """This worker's micro-batches: rows of the epoch from the cursor on, continued from its start where it ends.
+
+        `passes` times `micro` rows; under a token budget each of them is several micro-batches, equally many on every
+        worker. `longest`: only the two largest possible ones, that with the longest row and that with most tokens.
+        """
+        batches, world_size, rank = self._loader.batches, self._workers.world_size, self._workers.rank
+        drawn = np.split(batches.rows_from(self._cursor, micro * passes * world_size), passes * world_size)
+        own = slice(rank * passes, (rank + 1) * passes)
+        cut = [batches.cut(part) for part in drawn]
+        if longest:
+            first = [self.longest_first(batches.split, part) for part in drawn[own]]
+            if batches.tokens_per_batch is None:
+                return first
+            heavy = [max(parts, key=self._tokens) for parts in cut[own]]
+            return [part for pair in zip(first, heavy, strict=True) for part in pair]
+        most = max(map(len, cut))
+        return [part for parts in cut[own] for part in [*parts, *parts[:1] * (most - len(parts))]]
+
+    def _tokens(self, rows: np.ndarray) -> int:
+        lengths = self._loader.batches.split.lengths(rows)
+        return 0 if lengths is None else len(rows) * int(lengths.max())
+
+    def longest_first(self, split: Split, rows: np.ndarray, *, times: int = 1) -> np.ndarray:
+        """These rows with the longest row of the split among them, to which the others are padded; no more rows than
+        `times` the token budget allows."""
+        longest = self._longest[id(split)]
+        rows = rows if longest is None else np.concatenate([[longest.row], rows[1:]])
+        return self._loader.batches.fitting(rows, split, times=times)
+
+
+@contextlib.contextmanager
+def computing_as(session: Session, candidate: Candidate, scale: LossScale | None = None) -> Iterator[None]:
+    """The session's step computes in the candidate's precision, with a loss scale of its own, and with micro-batches of
+    its size; all are restored."""
+    step, batches = session.step, session.loader.batches
+    kept = step.policy, step.scale, batches.micro_batch
+    policy = policy_for(candidate.precision)
+    if policy.master_dtype is not kept[0].master_dtype:
+        raise ValueError(
+            f"{candidate.precision} keeps weights as {policy.master_dtype}, this session was prepared with "
+            f"{kept[0].master_dtype}: prepare another session for it"
+        )
+    step.policy, batches.micro_batch = policy, candidate.micro_batch_size
+    step.scale = scale or LossScale(session.device, enabled=policy.scales_loss)
+    apply_matmul(policy)
+    try:
+        yield
+    finally:
+        step.policy, step.scale, batches.micro_batch = kept
+        apply_matmul(kept[0])
+
+
+class StepProbe:
+    """Measures candidates with the step of a prepared session; collective over its workers.
+
+    Every worker measures the same candidates in the same order, and gets the same measurement. The device should do
+    nothing else meanwhile. The rows are those that training would use next; reading them moves nothing.
+
+    Args:
+        session: prepared; its step's precision is changed for the duration of a measurement.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.step, self.loader, self.eval_split = session.step, session.loader, session.source.eval
+        self.device, self.workers = session.device, session.workers
+        self._choice = RowChoice(
+            self.loader, cursor=session.state.cursor, workers=self.workers, eval_split=self.eval_split
+        )
+        self._optimizer_s: float | None = None
+
+    def measure(
+        self, candidate: Candidate, *, budget: int | None, passes: int, least: int | None = None, with_memory: bool
+    ) -> Measurement:
+        """Measure one candidate with the real step and the real group of workers; changes nothing.
+
+        Args:
+            candidate: of a precision with the same master dtype as the session's (all but fp64 keep float32 weights).
+            budget: bytes; a higher peak counts as out of memory (`raytrain.train.memory.device.process_budget`). With
+                None only a refusal of the allocator does.
+            passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
+            least: stop after this many passes if the last two took the same time; None = always `passes`.
+            with_memory: also read peak and floor, over a step with the longest rows, the worst-case routing and an
+                evaluation batch.
+
+        Raises:
+            ValueError: a precision of another master dtype.
+        """
+        readings = _Readings()
+        with computing_as(self.session, candidate):
+            if with_memory:
+                with (
+                    preserve_model(self.step.trainable, self.device, worst=True),
+                    preserve_skipped(self.step.optimizers),
+                ):
+                    self._read_memory(candidate.micro_batch_size, readings, budget=budget)
+            if passes and readings.outcome == "ok":
+                with preserve_model(self.step.trainable, self.device):
+                    enough = passes if least is None else least
+                    self._time(candidate.micro_batch_size, readings, passes=passes, enough=enough, budget=budget)
+        return self._agreed(candidate, readings, budget=budget)
+
+    def measure_in_turn(
+        self, candidates: Sequence[Candidate], *, budget: int | None, rounds: int
+    ) -> tuple[Measurement, ...]:
+        """Measure several candidates in alternating rounds of one pass and one update each; the first round is dropped.
+
+        If one fails the comparison ends, and candidates that had not started are missing from the result. Pass i of all
+        measurements is from round i. Collective; changes nothing."""
+        readings: list[_Readings] = []
+        scales = [LossScale(self.device, enabled=policy_for(one.precision).scales_loss) for one in candidates]
+        rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
+        own = self._optimizer_seconds()
+        with preserve_model(self.step.trainable, self.device), preserve_skipped(self.step.optimizers):
+            for number in range((1 + rounds) * len(candidates)):
+                at = number % len(candidates)
+                turn = self._begin if number < len(candidates) else self._pass
+                readings += [_Readings()] if number < len(candidates) else []
+                with computing_as(self.session, candidates[at], scales[at]):
+                    if not turn(rows[at], readings[at], budget):
+                        break
+        for one in readings:
+            one.update_s = [seconds + own for seconds in one.update_s]
+        return tuple(self._agreed(*pair, budget=budget) for pair in zip(candidates, readings, strict=False))
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _read_memory(self, micro: int, readings: _Readings, *, budget: int | None) -> None:
+        forget_graphs()  # of other sizes, which would count in the floor
+        with exact_memory(self.device):
+            # before the meter starts: what the model and its kernels allocate permanently is not due to rows
+            rows = self._choice.rows(micro, passes=ACCUMULATED, longest=True)
+            few = rows[0] if self.device.type == "cuda" else rows[0][:FEW_ROWS]
+            if not self._try(partial(self._warm_up, few), readings, budget):
+                return
+            if not self._try_update(readings, budget):
+                return
+            meter = PeakMeter(self.device)
+            readings.floor = meter.floor
+            fits = self._first(rows, readings, budget)
+            fits = fits and self._try_update(readings, budget)
+            if fits and self.eval_split is not None:
+                fits = self._try(partial(self._evaluate, micro), readings, budget)
+            readings.peak = meter.peak() if fits else None
+
+    def _warm_up(self, rows: np.ndarray) -> None:
+        self._backward([rows])
+        if self.eval_split is not None:
+            self._evaluate(len(rows))
+        self.step.gradients.scale_(0.0)
+
+    def _evaluate(self, micro: int) -> None:
+        split, module = self.eval_split, self.step.trainable.module
+        assert split is not None, "called only where there is one"
+        rows = split.eval_order()[: EVAL_MICRO_BATCHES * micro]
+        rows = self._choice.longest_first(split, rows, times=EVAL_MICRO_BATCHES)
+        batch = self.loader.one(rows, split=split)
+        modes = [(part, part.training) for part in module.modules()]
+        module.eval()
+        with torch.no_grad():
+            self.step.forward(batch.batch, global_weight=max(1, batch.weight))
+        for part, training in modes:
+            part.training = training
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def _time(self, micro: int, readings: _Readings, *, passes: int, enough: int, budget: int | None) -> None:
+        rows = self._choice.rows(micro, passes=1, longest=False)
+        with preserve_skipped(self.step.optimizers):
+            if not self._begin(rows, readings, budget):
+                return
+            for number in range(passes):
+                alike = number >= max(2, enough) and nearly_equal(readings.pass_s)
+                if number >= max(2, enough) and not self.workers.all_reduce_ints([int(not alike)])[0]:
+                    break  # on every worker
+                if not self._pass(rows, readings, budget):
+                    return
+        own = self._optimizer_seconds()
+        readings.update_s = [seconds + own for seconds in readings.update_s]
+
+    def _begin(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
+        """A pass and an update that are not timed; whether they succeeded on every worker."""
+        return self._first(rows, readings, budget) and self._try_update(readings, budget)
+
+    def _pass(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
+        """A timed pass and update; whether they succeeded on every worker."""
+
+        def work() -> None:
+            # rows that processes read are read before the clock starts; `raytrain.autotune.loaders` times those
+            read = [self.loader.one(part) for part in rows] if self.loader.pool else None
+            self._timed(partial(self._backward, rows, read), readings.pass_s)
+
+        return self._try(work, readings, budget) and self._try_update(readings, budget, timed=True)
+
+    def _timed(self, work: Callable[[], object], seconds: list[float]) -> None:
+        begin = seconds_of(self.device)
+        work()
+        seconds.append(seconds_of(self.device) - begin)
+
+    def _optimizer_seconds(self) -> float:
+        """Seconds of one real optimizer step, which `_update` lacks where it skips on the device. They do not depend on
+        the candidate, so they are measured once."""
+        if not self.step.skips_on_device:
+            return 0.0
+        if self._optimizer_s is None:
+            one, no = torch.ones((), device=self.device), torch.zeros((), dtype=torch.bool, device=self.device)
+            times: list[float] = []
+            with preserve_optimizers(self.step.optimizers):
+                for _ in range(1 + OPTIMIZER_STEPS):
+                    self._timed(partial(self.step.update, GlobalStep(norm=one, skip=no), step=1), times)
+            self._optimizer_s = sorted(times[1:])[OPTIMIZER_STEPS // 2]
+        return self._optimizer_s
+
+    # -- the parts of a step ----------------------------------------------------------------------
+
+    def _first(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
+        """The first passes, which also give the loss; under fp16 all workers repeat them with a lower loss scale until
+        every worker's gradient is finite. Returns whether they succeeded on every worker."""
+        scale = self.step.scale
+        for _ in range(HALVINGS if scale.enabled else 1):
+            if not self._try(partial(self._backward, rows, readings=readings), readings, budget):
+                return False
+            works = not scale.enabled or math.isfinite(float(self.step.gradients.sum_of_squares()))
+            if not self.workers.all_reduce_ints([int(not works)])[0]:
+                return True
+            scale.update(torch.ones((), dtype=torch.bool, device=self.device))
+        return True
+
+    def _backward(
+        self, rows: list[np.ndarray], read: list[MicroBatch] | None = None, *, readings: _Readings | None = None
+    ) -> None:
+        """Accumulate forward and backward of these micro-batches; note the mean loss over this worker's rows."""
+        weight = sum(self.loader.weight(part) for part in rows) if read is None else sum(one.weight for one in read)
+        micros = (self.loader.one(part) for part in rows) if read is None else iter(read)
+        passed = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
+        if readings is not None:
+            readings.loss = float(passed.loss + passed.aux)
+
+    def _update(self, readings: _Readings) -> None:
+        # divided, since each worker's gradient is of the mean over its own rows
+        readings.norm = float(self.update()) / self.workers.world_size
+
+    def update(self) -> torch.Tensor:
+        """Norm and clip of the summed gradient, and the optimizers' step, skipped where the device can; the norm."""
+        step = self.step
+        if step.scale.enabled:
+            step.gradients.scale_(step.scale.inverse)
+        norm = step.gradients.sum_of_squares().sqrt()
+        step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
+        return norm
+
+    # -- agreement --------------------------------------------------------------------------------
+
+    def _try(self, work: Callable[[], object], readings: _Readings, budget: int | None) -> bool:
+        """Whether it succeeded on every worker; if not, `readings` has the outcome and the reason."""
+        outcome, reason = run_agreed(
+            work, workers=self.workers, device=self.device, remote=self.step.trainable.remote,
+            collective_passes=self.step.collective_passes, budget=budget,
+        )  # fmt: skip
+        if outcome != "ok":
+            readings.outcome, readings.reason = outcome, reason
+            readings.pass_s, readings.update_s = [], []  # lengths differ between workers
+        return outcome == "ok"
+
+    def _try_update(self, readings: _Readings, budget: int | None, *, timed: bool = False) -> bool:
+        """All-reduce, norm, clip and the optimizers' step. Every worker's passes have succeeded, so all join the
+        all-reduce; what can fail on a single worker follows it."""
+        seconds: list[float] = []
+        self._timed(partial(self.step.workers.all_reduce, self.step.gradients.buffers), seconds)
+        if not self._try(partial(self._timed, partial(self._update, readings), seconds), readings, budget):
+            return False
+        if timed:
+            readings.update_s.append(sum(seconds))
+        return True
+
+    def _agreed(self, candidate: Candidate, readings: _Readings, *, budget: int | None) -> Measurement:
+        """The measurement over all workers. A peak that an error interrupted is left out."""
+        sizes = [float(readings.peak or 0), float(readings.floor or 0), time.time(), readings.loss]
+        rows = self.workers.all_gather_floats([*sizes, *readings.pass_s, *readings.update_s])
+        slowest = [max(column) for column in zip(*rows, strict=True)][len(sizes) :]
+        peak, floor = (max(int(row[at]) for row in rows) for at in (0, 1))
+        loss = sum(row[3] for row in rows) / len(rows)
+        outcome, reason = readings.outcome, readings.reason
+        if outcome == "ok" and budget is not None and peak > budget:
+            outcome, reason = "out_of_memory", f"a peak of {size_text(peak)}, the budget is {size_text(budget)}"
+        if outcome == "ok" and not (math.isfinite(loss) and math.isfinite(readings.norm)):
+            outcome, reason = "nonfinite", f"loss {loss:.6g}, gradient norm {readings.norm:.6g}"
+        count = len(readings.pass_s)
+        return Measurement(
+            candidate, outcome, pass_s=tuple(slowest[:count]), update_s=tuple(slowest[count:]),
+            peak_bytes=None if readings.peak is None else peak, floor_bytes=None if readings.floor is None else floor,
+            loss=loss, grad_norm=readings.norm, reason=reason, device=device_name(self.device),
+            taken_at=max(row[2] for row in rows),
+        )  # fmt: skip

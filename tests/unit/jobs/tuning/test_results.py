@@ -1,0 +1,210 @@
+"""What a sweep leaves and what it remembers: best.yaml, the cache, the best of whole runs, errors of the verb."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cluster.devices.inventory import local_inventory
+from jobs.driver.signals import StopSignals
+from jobs.job.spec import load_spec
+from jobs.tune import found_job, open_sweep, run_tune, tune
+from jobs.tuning.batch_trials import Cache, KnownMeasurements, valid_rows
+from jobs.tuning.command import TuneCommand
+from raytrain.autotune.batch_search import BatchSpace
+from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.errors import InputError
+from raytrain.runs.lease import this_process
+from raytrain.runs.records import event
+from raytrain.runs.sweep import SweepFolder
+
+JOB: dict[str, Any] = {
+    "name": "small",
+    "model": {"builder": "raytrain.models.mlp:mlp", "layers": [8, 8], "dropout": 0.0},
+    "data": {"source": "text", "path": "/a b/#1.txt"},
+    "loop": {"global_batch_size": 64},
+    "tune": {"space": {"optim.lr": [1]}},
+}
+FOUND = {"signature": "ab12", "precision": "bf16", "micro_batch_size": 16, "step_s": 0.25, "facts": {"model.width": 3}}
+
+
+def test_best_yaml_is_the_job_with_the_found_values_and_their_reasons(tmp_path: Path) -> None:
+    values = {"precision.dtype": "bf16", "loop.micro_batch_size": 16, "optim.lr": 3.3333333333333335e-05}
+    reasons = {"loop.micro_batch_size": "812 rows/s; " + "because " * 40, "precision.dtype": "1.9 times as fast: # yes"}
+    made = TuneCommand.__new__(TuneCommand)
+    made.job_mapping = lambda: JOB
+    made.sweep = SweepFolder(str(tmp_path))
+    made.write_best(values, reasons, found=FOUND, notes="second line")
+    file = tmp_path / "best.yaml"
+    text = file.read_text()
+    assert text.startswith("# Found by raytrain tune on ") and "\n# second line\n" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+    assert "  # 1.9 times as fast: # yes\n  dtype: bf16\n" in text
+    best = load_spec(file).spec
+    assert (best.precision.dtype, best.loop.micro_batch_size, best.optim.lr) == ("bf16", 16, 3.3333333333333335e-05)
+    assert best.tune.space is None and best.tune.found is not None and best.tune.found.facts == {"model.width": 3}
+    kept = load_spec(mapping=JOB).spec
+    assert (best.name, best.model, best.data) == (kept.name, kept.model, kept.data)
+    assert best.loop.global_batch_size == 64
+
+
+def row(size: int, *, peak: int | None = None, outcome: Any = "ok", budget: int | None = 1000) -> dict[str, Any]:
+    """A line of trials.jsonl."""
+    seconds = (0.01 + 0.001 * size,) * 3 if outcome == "ok" else ()
+    one = Measurement(Candidate("fp32", size), outcome, seconds, seconds, peak_bytes=peak, floor_bytes=1)
+    return {"trial": size, "outcome": outcome, "budget_bytes": budget, "measurement": one.to_json()}
+
+
+def test_times_measured_under_load_are_not_kept_for_later_searches(tmp_path: Path) -> None:
+    cache = Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False)
+    rushed = row(2)
+    rushed["measurement"]["pass_s"] = (0.01, 0.012, 0.02)
+    cache.store([row(1), rushed])
+    broken_off = [row(1)["measurement"], row(2, outcome="error")["measurement"]]
+    cache.store([{**row(3), "measurement": None, "contest": broken_off}])
+    assert [one["trial"] for one in Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False).rows] == [1]
+
+
+def test_the_cache_returns_only_measurements_of_the_same_signature(tmp_path: Path) -> None:
+    folder, space = str(tmp_path / "tune_cache"), BatchSpace(("fp32",), (1, 2), 2, 1000)
+    empty = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
+    assert empty.rows == [] and not empty.known_with([]).is_complete(space, None)
+    in_turn = {**row(3), "measurement": None, "contest": [row(size)["measurement"] for size in (2, 1)]}
+    empty.store([row(1, peak=100), row(2, peak=110), row(4, outcome="error")])
+    assert not Cache(folder, {"model": "a"}, budget=1000, fresh=False).known_with([]).is_complete(space, None), (
+        "the two were not yet in turn"
+    )
+    empty.store([in_turn])
+    again = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
+    known = again.known_with([])
+    assert [one["trial"] for one in again.rows] == [1, 2, 3], "errors may not come again"
+    assert known.is_complete(space, None) and len(known.measurements) == 2 and len(known.contests) == 1
+    again.store([row(1, peak=100)])
+    assert len(Cache(folder, {"model": "a"}, budget=1000, fresh=False).rows) == 3
+    assert Cache(folder, {"model": "b"}, budget=1000, fresh=False).rows == []
+    assert Cache(folder, {"model": "a"}, budget=1000, fresh=True).rows == []
+
+
+def test_another_budget_turns_what_is_too_large_now_into_out_of_memory_and_forgets_what_was_too_large_then() -> None:
+    rows = [row(1, peak=100), row(8, peak=500), row(64, outcome="out_of_memory")]
+    assert valid_rows(rows, 1000) == rows
+    smaller = KnownMeasurements(valid_rows(rows, 400)).measurements
+    assert [one.outcome for one in smaller] == ["ok", "out_of_memory", "out_of_memory"]
+    assert [one.candidate.micro_batch_size for one in KnownMeasurements(valid_rows(rows, 5000)).measurements] == [1, 8]
+
+
+def test_the_best_run_is_one_that_finished() -> None:
+    from jobs.tuning.space import best_of
+
+    def trial(number: int, loss: float, pace: float, outcome: str = "ok") -> dict[str, Any]:
+        return {"trial": number, "values": {"optim.lr": number}, "outcome": outcome, "eval_loss": loss,
+                "samples_per_s": pace}  # fmt: skip
+
+    rows = [trial(1, 2.0, 10.0), trial(2, 1.0, 5.0), trial(3, 0.5, 50.0, "stopped"), trial(4, math.nan, 1.0, "error")]
+    best = best_of(rows, metric="eval_loss")
+    assert best is not None and best[0]["trial"] == 2 and "next 2 with optim.lr 1" in best[1]
+    fastest = best_of(rows, metric="samples_per_s")
+    assert fastest is not None and fastest[0]["trial"] == 1
+    assert best_of(rows[2:], metric="eval_loss") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["precision.dtype=fp32", "loop.micro_batch_size=4"], "tune"),
+        (["tune.objective=goodput"], "tune.objective"),  # a key of earlier versions
+        (["cluster.memory_limit=1000000"], "cluster.memory_limit"),
+        (["tune.spase={}"], "tune.spase"),
+        (["tune.space.optim.lr=[]"], "tune.space.optim.lr"),
+        (["scale.accelerator=H100"], "scale.accelerator"),
+    ],
+)
+def test_an_impossible_sweep_is_refused_and_writes_nothing(
+    overrides: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as error:
+        run_tune(None, overrides, console=Console(quiet=True))
+    assert error.value.key == key
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_a_sweep_can_be_continued_and_without_other_arguments(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    for resume, overrides in ((str(tmp_path / "none"), []), (str(tmp_path / "run"), []), (str(tmp_path), ["seed=1"])):
+        with pytest.raises(InputError) as error:
+            run_tune(None, overrides, resume=resume, console=Console(quiet=True))
+        assert error.value.key == "--resume"
+
+
+def test_a_search_that_an_earlier_version_began_goes_on_without_the_keys_that_are_gone(tmp_path: Path) -> None:
+    job = {**JOB, "tune": {"objective": "goodput", "max_trials": 3}}
+    sweep = SweepFolder.create(str(tmp_path), "small-tune", job=job, latest=False)
+    sweep.append_event(event("driver_end"))
+    sweep.flush()
+    _, loaded = open_sweep(sweep.path, None, [])
+    assert loaded.spec.tune.max_trials == 3
+    with pytest.raises(InputError, match=r"tune\.objective"):
+        load_spec(mapping=job)
+
+
+def test_a_search_from_python_takes_names_instead_of_objects(tmp_path: Path) -> None:
+    rows = {"data": {"train": {"x": [1.0]}}, "model": JOB["model"]}
+    with pytest.raises(InputError, match=r"data\.train: got a dict object, expected a name such as module:function"):
+        tune(rows, overrides=[f"save.dir={tmp_path}"], quiet=True)
+    with pytest.raises(InputError, match="got a job as well"):
+        tune(rows, resume=str(tmp_path), quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_search_whose_command_ended_is_not_alive_though_its_process_is(tmp_path: Path) -> None:
+    """As in a notebook, where the next cell resumes it."""
+    signals = StopSignals()
+    command = TuneCommand(
+        load_spec(mapping={**JOB, "save": {"dir": str(tmp_path)}}), sweep=None, signals=signals, verbose=False,
+        console=Console(quiet=True),
+    )  # fmt: skip
+    command.close()  # before there is a folder
+    command.open_sweep(local_inventory())
+    assert SweepFolder(command.the_sweep.path).alive()
+    command.close()
+    assert SweepFolder(command.the_sweep.path).alive() is None
+    again = SweepFolder(command.the_sweep.path)
+    again.next_attempt(this_process())
+    assert again.alive(), "resumed, though it has written no event yet"
+
+
+def test_train_uses_the_result_of_a_finished_sweep(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    with pytest.raises(InputError, match=f"raytrain tune --resume {tmp_path}"):
+        found_job(str(tmp_path))
+    (tmp_path / "best.yaml").write_text("name: a")
+    assert found_job(str(tmp_path)) == tmp_path / "best.yaml"
+    with pytest.raises(InputError, match="one job"):
+        found_job(str(tmp_path), beside="job.yaml")
+
+
+def test_nothing_imports_ray_before_its_environment_is_set() -> None:
+    code = "import sys, jobs.tune, jobs.tuning.batch, jobs.tuning.space; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.covers("TUNE-09")
+def test_the_advice_gives_the_peak_at_half_once_and_twice_the_micro_batch_and_the_free_memory() -> None:
+    from jobs.tuning.batch import peaks_advice
+
+    def peak(size: int) -> Measurement:
+        return Measurement(Candidate("fp32", size), "ok", (size * 0.01,) * 3, (0.01,) * 3, (100 + 10 * size) << 20, 1)
+
+    known = KnownMeasurements()
+    known.measurements += [peak(2), peak(8)]
+    lines = peaks_advice(known, Candidate("fp32", 8), 300 << 20)
+    told = "predicted peak: 140 MiB at 0.5x, 180 MiB at 1x, 260 MiB at 2x this micro-batch"
+    assert f"{told}; a process may use 300 MiB" in lines

@@ -1,0 +1,160 @@
+"""The precision probe's own behaviour. (That it changes nothing: tests/numerics/test_probe_is_neutral.py.)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lab import MLP, class_rows, make_session
+from torch import Tensor, nn
+
+from raytrain.autotune.comparisons import MAX_ROUNDS, MIN_ROUNDS, compare_precisions
+from raytrain.autotune.state_guard import preserve_model
+from raytrain.train.session import Session
+from raytrain.trainable import Trainable
+
+
+def session_of() -> Session:
+    return make_session(MLP, {"train": class_rows(64), "eval_fraction": 0.0}, loop={"micro_batch_size": 8})
+
+
+def compared(session: Session, candidates: list[str], **more: Any) -> list[Any]:
+    return compare_precisions(
+        session.trainable,
+        session.loader.one(session.loader.global_batch(session.state.cursor).indices[:8]),
+        candidates=candidates,
+        gradients=session.step.gradients,
+        workers=session.workers,
+        device=session.device,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_precision_that_cannot_run_is_a_result_and_is_not_retried(said: bool) -> None:
+    session = session_of()
+    inner, tried = session.trainable.loss, Counter()
+
+    def loss(module: nn.Module, batch: Any) -> Any:
+        half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16
+        tried["fp16" if half else "other"] += 1
+        if half:
+            raise RuntimeError("\"op\" not implemented for 'Half'\nmore lines" if said else "")
+        return inner(module, batch)
+
+    session.trainable.loss = loss
+    full, half = compared(session, ["fp32", "fp16"], budget_s=0.0)
+    assert half.error == ("\"op\" not implemented for 'Half'" if said else "RuntimeError")
+    assert half.seconds == float("inf")
+    assert full.error is None and 0 < full.seconds < 60 and tried["fp16"] == 1
+
+
+def test_an_error_outside_of_operations_is_not_hidden() -> None:
+    session = session_of()
+
+    def loss(module: nn.Module, batch: Any) -> Any:
+        raise TypeError("a mistake of its author")
+
+    session.trainable.loss = loss
+    with pytest.raises(TypeError, match="a mistake"):
+        compared(session, ["fp32", "bf16"])
+
+
+@pytest.mark.parametrize(
+    ("budget", "bf16_s", "rounds"),
+    [
+        (0.0, (1.0, 1.0), MIN_ROUNDS + 1),
+        (1e9, (1.0, 1.0), MAX_ROUNDS + 1),
+        (1e9, (0.5, 0.6), MIN_ROUNDS + 1),  # clearly the faster one
+        (1e9, (0.5, 0.99), MAX_ROUNDS + 1),  # faster, but once by less than the gain that is worth while
+        (1e9, (2.0, 3.0), MIN_ROUNDS + 1),  # clearly the slower one
+        (1e9, (0.005, 0.006), MAX_ROUNDS + 1),  # of passes of milliseconds all are needed
+    ],
+)
+def test_rounds_alternate_until_the_time_is_up_or_one_has_won(
+    monkeypatch: pytest.MonkeyPatch, budget: float, bf16_s: tuple[float, float], rounds: int
+) -> None:
+    session = session_of()
+    inner, order, now = session.trainable.loss, [], [0.0]
+
+    def loss(module: nn.Module, batch: Any) -> Any:
+        order.append("bf16" if torch.is_autocast_enabled("cpu") else "fp32")
+        fp32_s = 0.01 if max(bf16_s) < 0.01 else 1.0
+        now[0] += bf16_s[order.count("bf16") % 2] if order[-1] == "bf16" else fp32_s
+        return inner(module, batch)
+
+    monkeypatch.setattr("raytrain.autotune.comparisons.seconds_of", lambda _device: now[0])
+    session.trainable.loss = loss
+    compared(session, ["fp32", "bf16"], budget_s=budget)
+    assert order == ["fp32", "bf16"] * rounds
+
+
+def test_each_precision_sees_the_same_dropout() -> None:
+    session = make_session({**MLP, "dropout": 0.5}, {"train": class_rows(64), "eval_fraction": 0.0})
+    first, second = compared(session, ["fp32", "fp32"], budget_s=0.0)
+    assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+
+
+def test_changed_state_is_restored_even_after_an_error() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
+    module[0].eval()
+    module[0].weight.grad = torch.ones(3)
+    before = module[0].running_mean.clone()
+    torch.manual_seed(1)
+    wanted = torch.rand(2)
+    torch.manual_seed(1)
+    with pytest.raises(KeyError), preserve_model(Trainable.from_module(module), torch.device("cpu")):
+        module.train()
+        module(torch.rand(4, 3))
+        module.eval()
+        raise KeyError
+    assert torch.equal(module[0].running_mean, before) and torch.equal(torch.rand(2), wanted)
+    assert (module[0].training, module[1].training) == (False, True)
+    assert float(module[0].weight.grad.sum()) == 0.0
+
+
+class Remembers(nn.Module):
+    """Puts another tensor in a buffer's place, and makes a buffer as it first computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.register_buffer("last", x.detach())
+        return x
+
+
+def test_a_replaced_buffer_is_restored() -> None:
+    module = Remembers()
+    first = module.calls
+    with preserve_model(Trainable.from_module(module), torch.device("cpu")):
+        module(torch.ones(2))
+    assert module.calls is first and float(first) == 0.0
+
+
+class CountsPasses(nn.Linear):
+    """Counts its passes in an extra state."""
+
+    seen = 0
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(given)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_an_extra_state_is_restored() -> None:
+    module = nn.Sequential(CountsPasses(2, 2), CountsPasses(2, 2))
+    module(torch.ones(1, 2))
+    with preserve_model(Trainable.from_module(module), torch.device("cpu")):
+        module(torch.ones(1, 2))
+    assert [part.seen for part in module] == [1, 1]  # pyright: ignore
