@@ -182,8 +182,9 @@ class Leader:
         with socket.socket() as free:
             free.bind(("", 0))
             host, port = address_towards(*self.launch.master), free.getsockname()[1]
-        head = ("--head", f"--port={port}", f"--node-ip-address={host}", "--include-dashboard=false")
-        self._head.enter_context(ray_node(self.launch, *head))
+        place = (f"--node-ip-address={host}", f"--port={port}")
+        head = ray_node(self.launch, "--head", *place, "--include-dashboard=false", "--dashboard-port=0")
+        self._head.enter_context(head)
         self._store.set("head", f"{host}:{port}")
         ends = time.monotonic() + JOIN_LIMIT_S
         while self._store.add("joined", 0) < self.launch.nodes - 1:
@@ -257,6 +258,7 @@ def ray_node(launch: Launch, *arguments: str) -> Iterator[None]:
     """
     from cluster.devices.inventory import local_inventory
     from cluster.private_ray import private_folder
+    from jobs.driver.runtime import PATIENT
 
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if not (os.environ.get("RAY_AUTH_TOKEN") or token.is_file()):
@@ -275,7 +277,8 @@ def ray_node(launch: Launch, *arguments: str) -> Iterator[None]:
     with private_folder() as folder, (Path(folder) / "start").open("wb") as said:
         given = [*arguments, f"--temp-dir={folder}/r", *(f"--{name}={value}" for name, value in options.items())]
         command = [sys.executable, "-c", RAY_START, "start", "--block", "--disable-usage-stats", *given]
-        ray = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, process_group=0)
+        env = PATIENT | os.environ  # Ray's own limits are short for several nodes of one machine
+        ray = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, process_group=0, env=env)
         try:
             text, ends = "", time.monotonic() + JOIN_LIMIT_S
             while "Ray runtime started" not in text:
