@@ -18,8 +18,7 @@ IMPORTANT = {
         "experts.num_experts", "experts.hosts", "scale.workers", "save.dir", "cluster.address",
     ),
     "tune": (
-        "tune.objective", "tune.space", "tune.metric", "tune.max_trials", "model.builder", "data.source",
-        "precision.dtype",
+        "tune.space", "tune.metric", "tune.max_trials", "model.builder", "data.source", "precision.dtype",
         "scale.workers", "cluster.address",
     ),
     "infer": (

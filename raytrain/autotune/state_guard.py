@@ -1,6 +1,6 @@
 """Context managers that restore a run's state after the passes and steps of a measurement.
 
-A measurement changes nothing (DESIGN 4.9; a test compares hashes of the state).
+A measurement changes nothing: a test compares hashes of the state.
 """
 
 from __future__ import annotations

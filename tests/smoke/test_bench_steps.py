@@ -68,7 +68,7 @@ def test_the_search_is_compared_with_the_grid_and_with_doubling(bench: Callable[
         assert sorted(row["grid_rows_per_s"]) == sorted(f"{p} x {size}" for p in ("fp32", "bf16") for size in sizes)
         assert row["grid_best"] == max(row["grid_rows_per_s"], key=row["grid_rows_per_s"].get)
         for one in row["searches"]:
-            assert one["decision"]["complete"] and max(one["decision"]["steps"].values()) <= 25
+            assert one["decision"]["complete"]
             assert len({str(m["candidate"]) for m in one["measurements"]}) <= 12
     (ceiling,) = document["values"]["ceilings"]
     assert ceiling["fits"] == 2 and ceiling["chosen"] <= 2 and ceiling["measured_peak"] <= ceiling["budget"]
