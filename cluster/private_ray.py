@@ -37,6 +37,13 @@ PRELOAD_MODULE, PRELOAD = "raytrain.execution.preload", "RAYTRAIN_PRELOAD"
 #: Processes that Ray may start at the same time. Its own limit is the number of cores, and a start is mostly waiting.
 STARTS = 8
 
+#: Ray's time limits, in its own units, where a first start was too slow and for several nodes of one machine.
+PATIENT = {
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_gcs_server_request_timeout_seconds": "120",
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_raylet_client_connect_timeout_milliseconds": "10000",
+}
 #: One secret for all private clusters of this process: a Ray without a way to reset its token reads it only once.
 _TOKEN = secrets.token_hex(32)
 

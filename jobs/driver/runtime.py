@@ -18,7 +18,7 @@ from cluster.checks.head import head_problem
 from cluster.checks.ray_job import is_submitted
 from cluster.environment import LOOPBACK, ray_environment, restored_environment, variables_kept_from_ray
 from cluster.network import answers, loopback_only
-from cluster.private_ray import LONGEST_BASE, SHORT_BASE, end_daemons, last_words, private_folder, private_ray
+from cluster.private_ray import LONGEST_BASE, PATIENT, SHORT_BASE, end_daemons, last_words, private_folder, private_ray
 from jobs.driver.signals import restored_handlers
 from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError, first_line
 from raytrain.plan.choice import Resolved
@@ -26,13 +26,6 @@ from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import separate_hosts
 from raytrain.runs.faults import RAY_FAILED, RAY_NOT_STARTED
 
-#: Ray's time limits for the second attempt to start a private cluster, in its own units.
-PATIENT = {
-    "RAY_gcs_server_port_wait_time_s": "120",
-    "RAY_gcs_server_request_timeout_seconds": "120",
-    "RAY_raylet_start_wait_time_s": "120",
-    "RAY_raylet_client_connect_timeout_milliseconds": "10000",
-}
 #: Actors of a run that reserve no CPU: the driver's channel, Ray Train's controller and its meeting point of workers.
 RAY_PROCESSES = 3
 #: Loggers whose levels a command changes.

@@ -76,7 +76,8 @@ def check_shadowing(folder: str | None = None) -> None:
     Raises:
         InputError: naming the file or folder.
     """
-    beside = os.path.dirname(sys.argv[0])  # a script's folder; "" where there is none
+    script = getattr(sys.modules.get("__main__"), "__spec__", None) is None  # and no `python -m`: that adds no folder
+    beside = os.path.dirname(sys.argv[0]) if script else ""
     for place in filter(None, (folder or os.getcwd(), beside)):
         for package in OUR_PACKAGES:
             if (error := shadow_in(Path(place).resolve(), package)) is not None:

@@ -17,7 +17,8 @@ import pytest
 
 from cluster.checks.ray_job import JOB_ENVIRONMENT
 from cluster.environment import ray_environment
-from jobs.driver.runtime import PATIENT, cluster_address, connected
+from cluster.private_ray import PATIENT
+from jobs.driver.runtime import cluster_address, connected
 from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError
 
 

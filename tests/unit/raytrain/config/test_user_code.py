@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +11,16 @@ from typing import Any
 
 import pytest
 
+import raytrain
 from raytrain.config.user_code import check_shadowing, import_from, resolve
 from raytrain.errors import InputError
 from raytrain.models.registry import to_trainable
+
+
+def with_our_code() -> dict[str, str]:
+    """The environment of a process that finds our packages, from any folder."""
+    return os.environ | {"PYTHONPATH": str(Path(raytrain.__file__).parents[1])}
+
 
 MINE = """
 import torch
@@ -112,3 +121,14 @@ def test_a_file_that_shadows_is_named_and_our_own_folder_is_let_be(
     with pytest.raises(InputError, match=r"jobs\.py"):
         check_shadowing(str(folder))
     check_shadowing(str(Path(__file__).parents[4]))
+
+
+@pytest.mark.parametrize(("given", "refused"), [(["mylab/train.py"], True), (["-m", "mylab.train"], False)])
+def test_a_module_beside_a_script_shadows_ours_and_one_inside_a_package_does_not(
+    folder: Path, given: list[str], refused: bool
+) -> None:
+    (folder / "mylab").mkdir()
+    (folder / "mylab/experts.py").touch()
+    (folder / "mylab/train.py").write_text("from raytrain.config.user_code import check_shadowing\ncheck_shadowing()\n")
+    ended = subprocess.run([sys.executable, *given], cwd=folder, capture_output=True, text=True, env=with_our_code())
+    assert ("hides the package experts" in ended.stderr) == refused == bool(ended.returncode), ended.stderr
