@@ -45,18 +45,42 @@ for _number, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signa
         signal.signal(_number, _handler)
 
 
-# ---------------------------------------------------------------- order
+# ---------------------------------------------------------------- which tests, and their order
+
+ALWAYS = ("unit", "gpu", "test_features.py", "test_packaging.py", "test_reference.py", "test_structure.py")
+"""Folders and files in tests/ that every `pytest` runs, beside the tests with the mark `daily`."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that no process ends with a long one.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `pytest` leaves out to be short runs with `--all` and `--rest`, and where the command names it."""
+    group = parser.getgroup("which tests")
+    group.addoption("--all", action="store_true", help="run all tests, the long ones too")
+    group.addoption("--rest", action="store_true", help="run only the tests that `pytest` leaves out")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long tests, unless they are asked for; and run the longest files first, so that no process ends
+    with a long one.
 
     xdist distributes files in the order of their tests. `durations.csv` lists the approximate seconds of the long
     ones.
     """
-    with (Path(__file__).parent / "durations.csv").open() as file:
-        seconds = {ROOT / "tests" / row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
+    tests = Path(__file__).parent
+    with (tests / "durations.csv").open() as file:
+        seconds = {tests / row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
     items.sort(key=lambda item: -seconds.get(item.path, 0.0))
+    given = [str(argument).partition("::")[0] for argument in config.invocation_params.args]
+    named = any(Path(config.invocation_params.dir, one).exists() for one in given)
+    if config.option.all or (named and not config.option.rest):
+        return
+    daily = [_is_daily(item, tests) for item in items]
+    left_out = [item for item, is_daily in zip(items, daily, strict=True) if is_daily is config.option.rest]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item, is_daily in zip(items, daily, strict=True) if is_daily is not config.option.rest]
+
+
+def _is_daily(item: pytest.Item, tests: Path) -> bool:
+    return item.path.relative_to(tests).parts[0] in ALWAYS or item.get_closest_marker("daily") is not None
 
 
 # ---------------------------------------------------------------- the command line
