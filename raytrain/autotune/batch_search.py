@@ -33,7 +33,7 @@ WORTH_A_LOOK = 0.04
 #: Passes of one timed measurement after the dropped warm-up: two, and a third if those differ.
 LEAST_PASSES, PASSES = 2, 3
 #: Timed rounds of a contest, after one round that is dropped; and contests of a search at most.
-ROUNDS, MOST_CONTESTS = 3, 3
+ROUNDS, MOST_CONTESTS = 3, 2
 #: Sizes of a precision that are measured at most.
 MOST_SIZES = 6
 #: The second size is up to this multiple of the first.
