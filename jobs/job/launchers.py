@@ -17,7 +17,7 @@ LAUNCHER = {"num_processes": "scale.workers", "mixed_precision": "precision.dtyp
 #: For the other verbs that take a job.
 TRAINING = {"experts": "experts.num_experts", "parallel_strategy": "experts.hosts", "compile": "loop.compile"}
 #: For `infer`.
-INFERENCE = {"data_source": "infer.input", "max_samples": "infer.max_samples"}
+INFERENCE = {"data_source": "infer.input", "max_samples": "infer.max_samples", "strategy": "infer.template"}
 FILES = ("c", "config", "config_file", "job", "file")
 """What other programs call the job file."""
 MACHINES = "num_machines"

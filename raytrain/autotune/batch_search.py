@@ -28,6 +28,8 @@ from raytrain.plan.text import figure_text, size_text
 
 #: A smaller size is chosen if it loses no more than this fraction of the best throughput.
 NEAR = 0.03
+#: Relative standard deviation of a pass that is assumed at least.
+LEAST_NOISE = 0.002
 #: A larger size is worth measuring if it may be faster than the best measured one by more than this.
 WORTH_A_LOOK = 0.04
 #: Passes of one timed measurement after the dropped warm-up: two, and a third if those differ.
@@ -349,12 +351,28 @@ class SizeCurve:
         """What counts as the best: the measured one, or a little more if the bounds allow it."""
         return max(self.best, min(self.reach, (1 + WORTH_A_LOOK) * self.best))
 
+    @cached_property
+    def _noise(self) -> float:
+        """Relative standard deviation of a pass, from how far passes are from the median of their size. With few of
+        them the median is one itself, which leaves n - 1."""
+        gaps: list[float] = []
+        for passes in self.seconds.values():
+            middle = median(passes)
+            gaps += sorted(abs(one / middle - 1) for one in passes)[len(passes) % 2 :]
+        return max(LEAST_NOISE, 1.4826 * median(gaps)) if gaps else LEAST_NOISE
+
+    def _doubt(self, size: int, other: int) -> float:
+        """Relative standard error of the ratio of two measured rates; that of a median is 1.25 times that of a mean."""
+        return 1.25 * self._noise * (1 / len(self.seconds[size]) + 1 / len(self.seconds[other])) ** 0.5
+
     def chosen(self) -> int | None:
-        """The smallest measured size within `NEAR` of the best; None if the precision cannot be used."""
+        """The smallest measured size within `NEAR` of the best, by more than noise explains; None if the precision
+        cannot be used."""
         if self.nonfinite or not self.measured:
             return None
-        near = [size for size in self.measured if self.bound(size) >= (1 - NEAR) * self.to_reach]
-        return min(near, default=max(self.measured, key=self.bound))
+        top, enough = max(self.measured, key=self.bound), (1 - NEAR) * self.to_reach
+        near = [size for size in self.measured if self.bound(size) >= enough * (1 + self._doubt(size, top))]
+        return min(near, default=top)
 
     def next_size(self) -> int | None:
         """The unmeasured size that could change the choice; None if none could."""
