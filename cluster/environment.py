@@ -16,8 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from cluster.devices.gpus import driver_version
 from cluster.devices.inventory import Inventory, local_inventory
-from cluster.devices.nvidia import driver_version
 
 # fmt: off
 PACKAGES = ("raytrain", "torch", "ray", "numpy", "pyarrow", "pydantic", "safetensors", "transformers")

@@ -1,4 +1,7 @@
-"""Network interfaces and addresses of this machine: which one has an address, who answers, what gloo and NCCL use."""
+"""Network interfaces and addresses of this machine, and whether the head of a Ray cluster answers at an address.
+
+Used before Ray or torch.distributed is started: which interface gloo and NCCL use, who answers, and whether it is Ray.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ import os
 import socket
 import struct
 from pathlib import Path
+
+# ---------------------------------------------------------------- network
+# Network interfaces and addresses of this machine: which one has an address, who answers, what gloo and NCCL use.
+
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -102,3 +109,33 @@ def _addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Addres
             digits, *_, name = line.split()
             found.append((name, ipaddress.IPv6Address(bytes.fromhex(digits))))
     return found
+
+
+# ---------------------------------------------------------------- head
+# Whether the head of a Ray cluster answers at an address.
+
+
+ANSWER_S = 15.0
+"""Limit of the call; a head on a busy machine takes seconds."""
+METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+
+
+def head_problem(address: str) -> str | None:
+    """Why `host:port` is not the head of a Ray cluster; None if it is. A head that asks for a token counts."""
+    if not answers(address):
+        return "nothing answers there"
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return None  # Ray's own client judges an encrypted connection
+    import grpc  # comes with Ray
+
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary(METHOD)(b"", timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            code = error.code()  # pyright: ignore[reportAttributeAccessIssue]  (of the call, which is the error too)
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                return None
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return f"something listens there, but did not answer within {ANSWER_S:.0f} s"
+            return "something else than the head of a Ray cluster listens there"
+    return None

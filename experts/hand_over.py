@@ -7,11 +7,11 @@ from itertools import chain
 
 from torch import nn
 
+from experts.config import LayerShape
 from experts.exchange.dispatch import REMEDY
+from experts.grouped import GroupedExperts, UnevenExperts
 from experts.layer import MoELayer
-from experts.member.layer import stacked_names
-from experts.routing.grouped import GroupedExperts, UnevenExperts
-from experts.shapes import LayerShape
+from experts.member.shard import stacked_names
 from raytrain.errors import InputError
 from raytrain.trainable import Trainable
 
@@ -21,7 +21,7 @@ def shape_of(experts: nn.Module, name: str) -> LayerShape:
     if type(experts) not in (GroupedExperts, UnevenExperts):
         raise InputError(
             "model.builder", got=f"{type(experts).__name__} as the experts of a MoELayer ({name})",
-            expected="experts of experts.routing.grouped, which can move to other processes",
+            expected="experts of experts.grouped, which can move to other processes",
             remedy="experts.hosts 0 keeps any module inside the workers",
         )  # fmt: skip
     assert isinstance(experts, GroupedExperts | UnevenExperts)

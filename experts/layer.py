@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from experts.exchange.dispatch import RemoteExperts
-from experts.routing.grouped import GroupedExperts
-from experts.routing.router import Routing, TopKRouter
+from experts.grouped import GroupedExperts
+from experts.router import Routing, TopKRouter
 
 __all__ = ["MoELayer", "combine", "dispatch", "worst_case_routing"]
 
@@ -28,8 +28,8 @@ class MoELayer(nn.Module):
     Example:
         >>> import torch
         >>> from experts.layer import MoELayer
-        >>> from experts.routing.grouped import GroupedExperts
-        >>> from experts.routing.router import TopKRouter
+        >>> from experts.grouped import GroupedExperts
+        >>> from experts.router import TopKRouter
         >>> layer = MoELayer(TopKRouter(8, 4, 2), GroupedExperts(4, 8, 16))  # width 8, 4 experts, 2 for each token
         >>> output, aux = layer(torch.randn(2, 5, 8))
         >>> output.shape, aux.shape

@@ -12,22 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
-from experts.distribute import distribute
-from experts.exchange.interval_log import LoadLog
+from experts.distribute import LoadLog, distribute
+from experts.grouped import SharedExpert, build_experts
 from experts.layer import MoELayer, worst_case_routing
-from experts.plan.sizes import (
-    check_experts,
-    check_moe_mlp,
-    hidden_widths,
-    moe_gpt_flops,
-    moe_mlp_flops,
-    shared_width,
-)
-from experts.routing.grouped import SharedExpert, build_experts
-from experts.routing.load import LoadTracker
-from experts.routing.router import TopKRouter
-from experts.routing.trace import build_trace
-from raytrain.models.cache import KeyValueCache
+from experts.router import LoadTracker, TopKRouter, build_trace
+from experts.sizes import check_experts, check_moe_mlp, hidden_widths, moe_gpt_flops, moe_mlp_flops, shared_width
+from raytrain.models.attention import KeyValueCache
 from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from jobs.completion import complete_bench, complete_job, complete_key, complete_recipe
-from jobs.driver.screen import output
+from jobs.driver import broken_output as output
 from jobs.job.arguments import split_arguments
 from jobs.submission.request import VERBS
 from jobs.torchrun import torchrun_options
@@ -39,7 +39,7 @@ class _Verbs(click.Group):
 
     def _carried_out(self, *args: Any, **extra: Any) -> Any:
         from jobs.driver.signals import request_stop
-        from jobs.submission.stop import watch_stop_request
+        from jobs.submission.follow import watch_stop_request
         from jobs.torchrun import carried_out
 
         watch_stop_request()
@@ -80,7 +80,7 @@ class _Verbs(click.Group):
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             from raytrain.config.messages import suggestion
-            from raytrain.runs.commands import shell_command
+            from raytrain.runs.folder import shell_command
 
             verbs = self.list_commands(ctx)
             job = f"did you mean `{shell_command('train', name)}`?" if "." in name or "/" in name or "=" in name else ""
@@ -113,7 +113,7 @@ def _keys_option(verb: str) -> Any:
 
     class VerbCommand(click.Command):
         def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-            from jobs.job.launchers import INFERENCE, LAUNCHER, TRAINING, as_keys, unknown_among
+            from jobs.job.keys import INFERENCE, LAUNCHER, TRAINING, as_keys, unknown_among
 
             names = LAUNCHER | (INFERENCE if verb == "infer" else TRAINING)
             given = as_keys(args, names)
@@ -281,7 +281,7 @@ def recipes(name: str | None) -> None:
 
     The name of a recipe can be used instead of a JOB.yaml.
     """
-    from jobs.job.job_file import read_recipe, recipe_lines
+    from jobs.job.spec import read_recipe, recipe_lines
 
     click.echo("\n".join(recipe_lines()) if name is None else read_recipe(name).rstrip())
 
@@ -325,7 +325,7 @@ class _BenchCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from jobs.bench.harness.command import bench_names, bench_section
+        from jobs.bench.harness.options import bench_names, bench_section
 
         name = ctx.meta["bench"]
         title, rows = ("Benchmarks", bench_names()) if name is None else bench_section(name)
@@ -350,7 +350,7 @@ def bench(
 
     The variants run in alternating blocks of one run; results are ratios with confidence intervals.
     """
-    from jobs.bench.harness.command import bench_verb, list_lines
+    from jobs.bench.harness.options import bench_verb, list_lines
 
     if as_list:
         click.echo("\n".join(list_lines()))

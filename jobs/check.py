@@ -22,28 +22,32 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.checks.preflight import CheckResult, DeviceSize, check_wanted, local_folder, on_each_node
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
+from cluster.preflight import CheckResult, DeviceSize, check_wanted, local_folder, on_each_node
 from cluster.wording import counted, size
-from jobs.checks.compare import (
+from jobs.checks.node import (
+    DeviceRates,
+    NodeReport,
     check_clocks,
     check_monitoring,
     check_platform,
     check_rates,
     check_repeatable,
     check_versions,
+    clock,
+    examine,
+    measure_node,
 )
-from jobs.checks.node import DeviceRates, NodeReport, clock, examine, measure_node
+from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
-from jobs.driver.screen.progress import Activity
-from jobs.job.paths import absolute_path
+from jobs.job.facts import absolute_path
 from jobs.job.spec import JobSpec, load_spec
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
 if TYPE_CHECKING:
-    from jobs.checks.job import NamedJob
+    from jobs.checks.training import NamedJob
 
 __all__ = ["CheckReport", "check"]
 
@@ -145,7 +149,7 @@ def check(
     spec = load_spec(path, list(overrides)).spec
     own = None
     if path is not None and not quick:
-        from jobs.checks.job import NamedJob  # imports torch
+        from jobs.checks.training import NamedJob  # imports torch
 
         own = NamedJob(path, overrides)
     report, console = CheckReport(), console or Console(quiet=True)
@@ -274,7 +278,7 @@ def _check_job(
     report: CheckReport, own: NamedJob, spec: JobSpec, cluster: Cluster, inventory: Inventory, console: Console
 ) -> None:
     """Train the job on one device, and judge what was measured."""
-    from jobs.checks.job import check_job
+    from jobs.checks.training import check_job
 
     arms = own.arms(_formats(report))
     try:

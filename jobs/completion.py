@@ -11,8 +11,7 @@ from click.shell_completion import CompletionItem
 
 def complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Recipes, keys, values of keys that have a fixed set of words, and files."""
-    from jobs.job.job_file import recipe_names
-    from jobs.job.spec import JobSpec
+    from jobs.job.spec import JobSpec, recipe_names
     from raytrain.config.messages import key_rows
 
     before, after_equals = _key_before(ctx.params.get(param.name or "") or (), incomplete)
@@ -37,14 +36,14 @@ def complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The names of recipes."""
-    from jobs.job.job_file import recipe_names
+    from jobs.job.spec import recipe_names
 
     return _items(recipe_names(), incomplete)
 
 
 def complete_bench(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The names of benchmarks."""
-    from jobs.bench.harness.command import find_benches
+    from jobs.bench.harness.options import find_benches
 
     return _items(list(find_benches()), incomplete)
 

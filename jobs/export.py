@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jobs.driver.build import build
-from jobs.job.paths import path_from_here, resolved
+from jobs.job.facts import path_from_here, resolved
 from jobs.job.spec import load_spec
 from jobs.report import NEWEST
-from raytrain.checkpoint.weights import CheckpointWeights
+from raytrain.checkpoint.reader import CheckpointWeights
 from raytrain.config.sections import PLACEHOLDER
 from raytrain.config.user_code import make_importable
 from raytrain.errors import CheckpointError, InputError

@@ -16,15 +16,13 @@ from rich.console import Console
 
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
 from cluster.environment import restored_environment
-from cluster.private_ray import private_folder
-from cluster.telemetry.process import limit_memory
+from cluster.ray_runtime import private_folder
+from cluster.telemetry.processes import limit_memory
 from jobs.driver.runtime import connected
-from jobs.inference.compute import UnitComputation
-from jobs.inference.display import InferenceDisplay, print_plan, print_summary
+from jobs.inference.compute import InferenceDisplay, InferResult, UnitComputation, print_plan, print_summary
 from jobs.inference.plan import InferencePlan, plan_inference
-from jobs.inference.result import InferResult
 from jobs.inference.target import Target, open_target
-from jobs.job.paths import absolute_path, path_from_here
+from jobs.job.facts import absolute_path, path_from_here
 from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RunError
 from raytrain.infer.input import Unit, UnitReport
@@ -32,7 +30,7 @@ from raytrain.infer.output import MANIFEST, OutputFolder, merge, remove_work
 from raytrain.infer.stages.split import StageSplit
 from raytrain.infer.summary import TableFigures, summarise
 from raytrain.report.inference import build_inference_report
-from raytrain.runs.commands import resume_command
+from raytrain.runs.folder import resume_command
 
 __all__ = ["InferResult", "infer"]
 

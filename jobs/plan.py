@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.driver.plan import plan_job
-from jobs.driver.screen.plan_table import job_text, print_plan
+from jobs.driver.plan_table import job_text, print_plan
+from jobs.driver.planning import plan_job
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from jobs.torchrun import print_commands
 from raytrain.errors import InputError
@@ -59,7 +59,7 @@ def _planned(loaded: LoadedSpec, *, inventory_file: str | Path | None, build: bo
     refuse_later(loaded.spec, "plan")
     inventory = None
     if inventory_file is not None:
-        from jobs.job.nodes_file import inventory_from_file
+        from jobs.job.facts import inventory_from_file
 
         inventory = inventory_from_file(inventory_file)
     return plan_job(loaded, inventory=inventory, build=build)

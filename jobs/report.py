@@ -16,20 +16,18 @@ from typing import Any
 from rich.console import Console
 
 from cluster.wording import counted, size
-from jobs.driver.screen.progress import TrainingDisplay
-from jobs.driver.screen.remaining import clock_text
-from jobs.job.paths import path_from_here, text_from_here
+from jobs.driver.progress import TrainingDisplay, clock_text
+from jobs.job.facts import path_from_here, text_from_here
 from raytrain.errors import InputError, RunError
 from raytrain.execution.driver_channel import RESTARTING, STARTING
-from raytrain.report.build import build_report
 from raytrain.report.compare import compare
 from raytrain.report.figures import cause_of, outcome
-from raytrain.report.findings.rules import diagnose, finding_lines
+from raytrain.report.findings import diagnose, finding_lines
 from raytrain.report.inference import build_inference_report, is_inference
+from raytrain.report.page import build_report
 from raytrain.report.records import read_records
 from raytrain.report.sweep import build_sweep_report, is_sweep
-from raytrain.runs.commands import resume_command
-from raytrain.runs.folder import RunFolder
+from raytrain.runs.folder import RunFolder, resume_command
 from raytrain.runs.records import rows_of
 from raytrain.runs.storage import LocalStore, typed_path
 
@@ -102,7 +100,7 @@ def _reports(paths: list[str]) -> Iterator[Report]:
     paths = [typed_path(path, key="report") for path in paths]
     measured = [path for path in paths if path.endswith(".json")]
     for path in measured:
-        from jobs.bench.harness.summary import write_summary
+        from jobs.bench.harness.options import write_summary
 
         yield Report(str(write_summary(Path(path))), [])
     answered = [path for path in paths if path not in measured and path != "latest" and is_inference(path)]

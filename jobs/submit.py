@@ -15,18 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster.private_ray import private_folder
+from cluster.ray_runtime import private_folder
 from jobs.driver.signals import Interrupted, SignalQueue
-from jobs.job.paths import path_from_here
-from jobs.submission.environment import check_versions, runtime_environment
-from jobs.submission.fetch import fetch
-from jobs.submission.follow import INTERRUPTED, follow_again, follow_job, print_log, say
+from jobs.job.facts import path_from_here
+from jobs.submission.follow import INTERRUPTED, follow_again, follow_job, print_log, say, stop_job
 from jobs.submission.on_cluster import versions
-from jobs.submission.package import pack
-from jobs.submission.request import JobRequest, check_id, request_of
+from jobs.submission.request import JobRequest, check_id, pack, request_of
 from jobs.submission.server import RECORD, JobServer, SubmittedJob
-from jobs.submission.stop import stop_job
-from raytrain.runs.commands import shell_command
+from jobs.submission.transfer import check_versions, fetch, runtime_environment
+from raytrain.runs.folder import shell_command
 
 PIPE_WIDTH = 200
 """Columns where the output is no terminal: a line for each job."""

@@ -92,7 +92,7 @@ class ClusterSampler:
     def _follow_nodes(self) -> None:
         import ray
 
-        from cluster.placement import on_node
+        from cluster.ray_runtime import on_node
 
         alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         self._actors = {node: known for node, known in self._actors.items() if node in alive}

@@ -257,7 +257,7 @@ def ray_node(launch: Launch, *arguments: str) -> Iterator[None]:
         RunError: a daemon did not start, or the head refused this node.
     """
     from cluster.devices.inventory import local_inventory
-    from cluster.private_ray import PATIENT, private_folder
+    from cluster.ray_runtime import PATIENT, private_folder
 
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if not (os.environ.get("RAY_AUTH_TOKEN") or token.is_file()):

@@ -16,13 +16,12 @@ from rich.console import Console
 from cluster.environment import restored_environment
 from jobs.driver.attempts import RunAttempts, RunPlanner
 from jobs.driver.debug import ONE_PROCESS, debugged, refuse_without_terminal
+from jobs.driver.progress import Activity, Phases
 from jobs.driver.result import Result, close_run, command_start, result_of
-from jobs.driver.resume import Resumed, check_checkpoints, open_resumed
+from jobs.driver.run_folder import Resumed, check_checkpoints, open_resumed
 from jobs.driver.runtime import cluster_address
-from jobs.driver.screen.phases import Phases
-from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
-from jobs.job.paths import path_from_here, resolved
+from jobs.job.facts import path_from_here, resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from jobs.torchrun import leader
 from raytrain.errors import ClusterLost, InputError, RaytrainError, RunError
@@ -172,7 +171,7 @@ def train_loaded(
     activity = Activity(console, phases=phases)
     with activity:
         activity.begin("checking the job: opening the data and building the model")
-        from jobs.driver.checks.job import check_on_driver  # imports torch, which takes seconds
+        from jobs.driver.check_job import check_on_driver  # imports torch, which takes seconds
 
         spec = resolved(loaded.spec)
         loads = resumed.run if resumed is not None and resumed.has_checkpoint() else None

@@ -16,20 +16,18 @@ from rich.console import Console
 from cluster.devices.inventory import local_inventory
 from cluster.environment import restored_environment
 from cluster.wording import counted
+from jobs.driver.plan_table import print_command
+from jobs.driver.progress import Activity
 from jobs.driver.runtime import cluster_address
-from jobs.driver.screen.commands import print_command
-from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
-from jobs.job.paths import path_from_here
+from jobs.job.facts import path_from_here
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import InputError, RunError
-from raytrain.runs.commands import resume_command, shell_command
-from raytrain.runs.folder import RunFolder
+from raytrain.runs.folder import RunFolder, SweepFolder, resume_command, shell_command
 from raytrain.runs.storage import typed_path
-from raytrain.runs.sweep import SweepFolder
 
 if TYPE_CHECKING:
-    from jobs.tuning.command import TuneCommand
+    from jobs.tuning.driver import TuneCommand
 
 __all__ = ["TuneResult", "tune"]
 
@@ -140,7 +138,7 @@ def run_tune(
         refuse_later(loaded.spec, "tune")
         if resume is not None:
             activity.begin(CHECKING)
-        from jobs.tuning.command import TuneCommand
+        from jobs.tuning.driver import TuneCommand
 
         command = TuneCommand(
             loaded, sweep=sweep, signals=signals, verbose=verbose, console=console, activity=activity
@@ -186,7 +184,7 @@ def _run(command: TuneCommand) -> SweepFolder:
     Raises:
         InputError, RunError, Interrupted.
     """
-    from jobs.driver.checks.job import check_on_driver  # imports torch
+    from jobs.driver.check_job import check_on_driver  # imports torch
     from jobs.tuning.batch import run_batch
     from jobs.tuning.space import run_space
 

@@ -16,9 +16,8 @@ from raytrain.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from raytrain.runs.faults import Death
-    from raytrain.train.memory.oom import Shortage
-    from raytrain.train.parallel.collectives import WorkersGroup
-    from raytrain.train.parallel.interleave import Interleaver
+    from raytrain.train.memory.device import Shortage
+    from raytrain.train.parallel.collectives import Interleaver, WorkersGroup
 
 __all__ = ["LossOutput", "Trainable", "in_eval", "labels_weight"]
 

@@ -29,7 +29,7 @@ LAYERS = {
         "infer", "report", "execution",
     ],
     "experts": [
-        "shapes", "config", "transport", "placement", "plan", "routing", "member", "exchange", "layer", "hosts",
+        "config", "transport", "placement", "sizes", "router", "grouped", "member", "exchange", "layer", "hosts",
         "hand_over", "distribute", "models", "huggingface",
     ],
 }  # fmt: skip
@@ -40,14 +40,14 @@ UPWARD_LEFT: set[tuple[str, str]] = set()
 """(importing, imported) entries that break the layer order today."""
 
 RAY_LAZILY = {
-    "cluster.placement",
+    "cluster.ray_runtime",
     "cluster.devices.inventory",
-    "cluster.checks.preflight",
+    "cluster.preflight",
     "cluster.configs.two_nodes",
-    "cluster.telemetry.gauges",
-    "cluster.telemetry.process",
+    "cluster.telemetry.sampler",
+    "cluster.telemetry.processes",
     "jobs.job.spec",
-    "jobs.driver.plan",
+    "jobs.driver.planning",
     "jobs.plan",
     "jobs.__main__",
 }
@@ -63,16 +63,14 @@ RAY_AT_THE_EDGE = (
 TORCH_FREE = {
     "raytrain.config.sections",
     "raytrain.config.decode",
-    "raytrain.config.yaml12",
     "raytrain.errors",
     "raytrain.runs.records",
     "raytrain.runs.folder",
     "raytrain.plan.plan",
     "experts.config",
-    "experts.shapes",
-    "experts.plan.sizes",
+    "experts.sizes",
     "jobs.job.spec",
-    "jobs.driver.plan",
+    "jobs.driver.planning",
     "jobs.plan",
 }
 """Modules that the command line loads before it knows whether there is anything to train."""
@@ -83,7 +81,7 @@ UNSAFE_CALLS = {
     "torch.load", "eval", "exec",
     "yaml.load", "yaml.load_all", "yaml.safe_load", "yaml.unsafe_load", "yaml.full_load",
 }  # fmt: skip
-"""Only `raytrain.config.yaml12` reads YAML; its own constructor takes PyYAML's node tree."""
+"""Only `raytrain.config.decode` reads YAML; its own constructor takes PyYAML's node tree."""
 UNSAFE_NAMES = {"FileSystemReader", "DefaultLoadPlanner"}
 """DCP's own readers unpickle `.metadata` and byte objects."""
 

@@ -17,7 +17,7 @@ import click
 
 from cluster.environment import variables_kept_from_ray
 from cluster.network import answers
-from cluster.private_ray import private_ray
+from cluster.ray_runtime import private_ray
 
 #: Ray's defaults may be wanted by another cluster on this machine.
 FREE_PORTS = {"AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0"}

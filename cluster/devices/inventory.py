@@ -1,20 +1,133 @@
-"""Detects machines and accelerators; no other module does. Torch-free; Ray is imported only where it is queried."""
+"""What this machine has: CPUs, memory, accelerators, what the installed torch is built for and can compile.
+
+The only detection in the product; the plan, the checks and environment.json use it. Importing torch would take seconds,
+so its build is read from its files.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
+import re
+import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from cluster.devices.amd import amd_devices
+from packaging.version import Version
+
+from cluster.devices.gpus import Device, amd_devices, cuda_of_driver, driver_version, visible_devices
 from cluster.devices.limits import ROOT, cpu_description, memory_bytes, usable_cores
-from cluster.devices.nvidia import Device as Device
-from cluster.devices.nvidia import cuda_of_driver, visible_devices
-from cluster.devices.torch_build import TorchBuild, installed_torch
 from cluster.wording import counted
+
+# ---------------------------------------------------------------- torch build
+# What the installed torch is built for, read from its files: importing it would take seconds.
+
+
+INSTALL = "install a torch build for it"
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """A build of torch.
+
+    Attributes:
+        version: of torch; "" if it is unknown, and nothing is then known to be a problem.
+        cuda, hip: the versions that it is built for; None: not built for it.
+    """
+
+    version: str = ""
+    cuda: str | None = None
+    hip: str | None = None
+
+    def problem(self, needs: Literal["cuda", "hip"], *, driver: tuple[int, int] | None = None) -> str:
+        """Why this build cannot use GPUs of CUDA or ROCm; "" if it can, as far as is known.
+
+        Args:
+            driver: the newest CUDA that the driver supports. An older minor version works, an older major one does not.
+        """
+        if not self.version:
+            return ""
+        built = self.cuda if needs == "cuda" else self.hip
+        if built is None:
+            other = "ROCm" if self.hip else "CUDA" if self.cuda else "CPUs"
+            return f"torch {self.version} is built for {other} only; {INSTALL}"
+        if driver is not None and driver[0] < int(built.partition(".")[0]):
+            shown = f"{driver[0]}.{driver[1]}"
+            return (
+                f"torch {self.version} needs CUDA {built}, the driver supports {shown}; update the driver or {INSTALL}"
+            )
+        return ""
+
+
+def installed_torch(file: Path | None = None) -> TorchBuild:
+    """The build of the installed torch; `TorchBuild()` if it is not installed or does not say.
+
+    Args:
+        file: torch's `version.py`, by default that of the installed torch.
+    """
+    if file is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return TorchBuild()
+        file = Path(spec.origin).with_name("version.py")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError:
+        return TorchBuild()
+    found = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*=\s*(.+?)\s*$", text, flags=re.MULTILINE))
+    if not {"__version__", "cuda", "hip"} <= set(found):
+        return TorchBuild()
+
+    def value(name: str) -> str | None:
+        text = found[name]
+        return None if text == "None" else text.strip("'\"")
+
+    return TorchBuild(value("__version__") or "", value("cuda"), value("hip"))
+
+
+# ---------------------------------------------------------------- toolchain
+# Checks the toolchain that `torch.compile` needs on a machine, without importing torch.
+
+
+#: The first torch with `torch.compile`.
+FIRST_TORCH = "2.0"
+
+
+def missing_for_compile(
+    device: str, *, torch_version: str | None = None, environ: Mapping[str, str] | None = None
+) -> str | None:
+    """Why this machine cannot compile for `device` ("cpu" or "cuda"); None if it can.
+
+    On a CPU, torch's inductor generates C++ and calls the compiler in `CXX`, else g++. On a GPU it generates Triton
+    kernels, whose launcher is compiled from C (`CC`, else gcc or clang).
+
+    Args:
+        torch_version, environ: default to those of this process.
+    """
+    version = torch_version or importlib.metadata.version("torch")
+    if Version(version) < Version(FIRST_TORCH):
+        return f"torch {version} has no torch.compile, it came with {FIRST_TORCH}"
+    settings = os.environ if environ is None else environ
+    if device == "cpu":
+        name = settings.get("CXX") or "g++"
+        if shutil.which(name, path=settings.get("PATH")) is None:
+            return f"no C++ compiler: {name} is not on the PATH (CXX names another)"
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed, which compiles for a GPU"
+    names = [settings["CC"]] if settings.get("CC") else ["gcc", "clang", "cc"]
+    if not any(shutil.which(name, path=settings.get("PATH")) for name in names):
+        return f"no C compiler for Triton's launcher: {', '.join(names)} not on the PATH (CC names another)"
+    return None
+
+
+# ---------------------------------------------------------------- inventory
+# Detects machines and accelerators; no other module does.
+
 
 # fmt: off
 CAPABILITIES: dict[str, tuple[int, int]] = {
@@ -231,3 +344,76 @@ def _remote_devices(resources: Mapping[str, float], labels: Mapping[str, str], *
         Device(kind="cuda", name=name, memory_bytes=0, capability=capability, uuid=None, index=index)
         for index in range(count)
     )
+
+
+# ---------------------------------------------------------------- facts
+# The facts about the devices of this machine: the same keys for a GPU of NVIDIA or AMD and for a CPU.
+
+
+BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (7, 0)
+"""NVIDIA's compute capabilities from which tensor cores compute in these formats."""
+
+
+def device_facts(inventory: Inventory, *, torch: TorchBuild | None = None, nvml: Any = None) -> list[dict[str, Any]]:
+    """A row for each device of this machine that a process may use: its GPUs, else the CPU.
+
+    Each row has the keys kind (cuda, rocm or cpu), index, name, uuid, memory_total_bytes, memory_free_bytes,
+    capability, features, driver and runtime; what does not apply is None or empty. `features` are the number
+    formats with fast matrix products.
+
+    Args:
+        inventory: of this machine.
+        torch: what torch is built for; by default the installed one.
+        nvml: the pynvml module or a substitute; by default it is imported if installed.
+    """
+    build = torch or installed_torch()
+    node = inventory.nodes[0]
+    if node.devices:
+        driver = driver_version(nvml=nvml)
+        return [_gpu(device, driver if device.kind == "cuda" else None, build) for device in node.devices]
+    return [
+        {
+            "kind": "cpu", "index": 0, "name": inventory.cpu_model, "uuid": None,
+            "memory_total_bytes": node.memory_bytes, "memory_free_bytes": node.free_bytes, "capability": None,
+            "features": [name for name, present in inventory.cpu_flags.items() if present], "driver": None,
+            "runtime": f"torch {build.version}" if build.version else None,
+        }
+    ]  # fmt: skip
+
+
+def _gpu(device: Device, driver: str | None, build: TorchBuild) -> dict[str, Any]:
+    is_amd = device.kind != "cuda" or (build.hip is not None and build.cuda is None)
+    runtime = f"ROCm {build.hip}" if is_amd else f"CUDA {build.cuda}"
+    return {
+        "kind": "rocm" if is_amd else "cuda", "index": device.index, "name": device.name, "uuid": device.uuid,
+        "memory_total_bytes": device.memory_bytes, "memory_free_bytes": device.free_bytes,
+        "capability": None if device.capability is None else list(device.capability),
+        "features": fast_formats(device.capability), "driver": driver,
+        "runtime": runtime if build.hip or build.cuda else None,
+    }  # fmt: skip
+
+
+def fast_formats(capability: tuple[int, int] | None) -> list[str]:
+    """The number formats that tensor cores of this compute capability multiply fast; empty where it is unknown."""
+    if capability is None:
+        return []
+    if capability >= BF16_CAPABILITY:
+        return ["bf16", "fp16", "tf32"]
+    return ["fp16"] if capability >= FP16_CAPABILITY else []
+
+
+def machine_limits(inventory: Inventory, *, root: Path = ROOT) -> Mapping[str, Any]:
+    """What a process on this machine may use: {cores, cores_reason, memory_total_bytes, memory_free_bytes,
+    machine_memory_bytes, shared_memory_total_bytes, shared_memory_free_bytes}; None where it is unknown."""
+    import shutil
+
+    from cluster.devices.limits import machine_memory, usable_cores
+
+    cores, why = usable_cores(root=root)
+    node, shared = inventory.nodes[0], root / "dev/shm"
+    usage = shutil.disk_usage(shared) if shared.is_dir() else None
+    return {
+        "cores": cores, "cores_reason": why, "memory_total_bytes": node.memory_bytes,
+        "memory_free_bytes": node.free_bytes, "machine_memory_bytes": machine_memory(root=root),
+        "shared_memory_total_bytes": usage and usage.total, "shared_memory_free_bytes": usage and usage.free,
+    }  # fmt: skip

@@ -1,14 +1,96 @@
-"""The processes of a run, or all of Ray's, on this machine: their memory and CPU time, read from /proc."""
+"""Processes of a run on this machine: memory and CPU time from /proc, what they have finished, where they are.
+
+The counter of finished work distinguishes a long evaluation or save from a stuck one; the stacks say where a stuck one
+is.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.devices.limits import ROOT
+
+# ---------------------------------------------------------------- process
+# Memory of this process, read from /proc, and its limit.
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of this process: currently resident, the peak since the start or the last `reset_peak`, and the part of the
+    resident bytes that is not of mapped files."""
+
+    rss: int
+    peak: int
+    anonymous: int = 0
+
+
+def process_memory(*, root: Path = ROOT) -> MemoryUse:
+    """Host memory of this process from /proc/self/status; zeros if there is no such file.
+
+    Device memory is not included.
+    """
+    sizes = process_sizes(root)
+    rss = sizes.get("VmRSS", 0)
+    return MemoryUse(rss=rss, peak=max(rss, sizes.get("VmHWM", 0)), anonymous=sizes.get("RssAnon", rss))
+
+
+def process_sizes(root: Path = ROOT) -> dict[str, int]:
+    """Sizes of this process in bytes by their names in /proc/self/status; empty if the file does not exist."""
+    try:
+        lines = (root / "proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    rows = (line.split() for line in lines if line.startswith(("Vm", "Rss")))
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
+
+
+_data_limit: int | None = None  # what `limit_memory` has set
+
+
+def limit_memory(limit: int | None) -> None:
+    """Let the allocations of this process fail where it would use more than `limit` resident bytes; None: no longer.
+
+    The kernel limits what is private and may be written (RLIMIT_DATA), touched or not, without mapped files and shared
+    memory. What is reserved but unused now, as most of the threads' stacks, is added to the limit.
+    """
+    global _data_limit
+    sizes, (soft, hard) = process_sizes(), resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = hard if is_own_limit(soft) else soft  # a limit of the user's own stays
+    if limit is not None and "VmData" in sizes:
+        _data_limit = sizes["VmData"] + max(0, limit - sizes["VmRSS"])
+        wanted = _data_limit if wanted == resource.RLIM_INFINITY else min(wanted, _data_limit)
+    if wanted != soft:
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+def is_own_limit(soft: int) -> bool:
+    """Whether a soft RLIMIT_DATA is that of `limit_memory`, which says nothing of how much room a process had."""
+    return soft == _data_limit
+
+
+def reset_peak(*, root: Path = ROOT) -> bool:
+    """Resets the peak to the current value; False if the kernel does not allow it."""
+    try:
+        (root / "proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- processes
+# The processes of a run, or all of Ray's, on this machine: their memory and CPU time, read from /proc.
+
 
 #: The variable in which Ray tells a worker process the job that it belongs to.
 JOB_VARIABLE = b"RAY_JOB_ID="
@@ -132,3 +214,78 @@ class RayWorkers(RunProcesses):
         for pid in found - self._of_run.keys():
             self._of_run[pid] = self._job_of(pid) is not None
         return [pid for pid, of_ray in self._of_run.items() if of_ray]
+
+
+# ---------------------------------------------------------------- work
+# What a process has finished inside a long activity, such as batches of an evaluation: by it the driver distinguishes a
+# long one from a stuck one.
+
+
+#: What rank 0 does besides steps, as its progress names it.
+EVALUATING, SAVING = "evaluating", "saving a checkpoint"
+
+
+class WorkCount:
+    """Counts finished pieces of work; from several threads.
+
+    Attributes:
+        done: only whether it changes has a meaning: two threads may count one piece at once.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def add(self) -> None:
+        """A micro-batch or a batch of an evaluation was computed, a piece of a file was written or read, or a wait that
+        has a limit of its own goes on."""
+        self.done += 1
+
+
+#: Of this process; a worker's signs of life carry it to the driver.
+WORK = WorkCount()
+
+
+# ---------------------------------------------------------------- stacks
+# Where the threads of a process are: of this one from inside, of another one on this machine through py-spy.
+
+
+OUTSIDE_S = 10.0
+"""Most seconds that py-spy may take."""
+
+
+def own_stacks() -> str:
+    """The stack of every Python thread of this process, the main thread first."""
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for ident in sorted(frames, key=lambda one: one != main):
+        lines = "".join(traceback.format_stack(frames[ident]))
+        texts.append(f"Thread {names.get(ident, '?')} ({ident})\n{lines}")
+    return "\n".join(texts)
+
+
+def thread_named(prefix: str) -> int | None:
+    """A thread of this process whose name begins with this."""
+    found = (thread.ident for thread in threading.enumerate() if thread.name.startswith(prefix))
+    return next(found, None)
+
+
+def stack_of(thread: int) -> list[traceback.FrameSummary]:
+    """The stack of one thread of this process, the innermost frame last; [] if it has ended."""
+    frame = sys._current_frames().get(thread)
+    return [] if frame is None else list(traceback.extract_stack(frame))
+
+
+def outside_stacks(pid: int) -> str:
+    """The stacks of another process of this machine, which may be stopped; otherwise a sentence saying why not."""
+    program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
+    if program is None:
+        return "no stack: py-spy is not installed"
+    try:
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True, text=True, timeout=OUTSIDE_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"no stack: py-spy did not answer within {OUTSIDE_S:.0f} s"
+    return done.stdout if done.returncode == 0 else f"no stack: {done.stderr.strip()}"

@@ -10,13 +10,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from experts.exchange.rebalancer import Rebalancer
-from experts.member.speed import kind_of, measure_speed, recorded_speeds, speeds_by_kind
-from experts.placement.starting import PlacementRules, starting_placement
+from experts.config import LayerShape
+from experts.exchange.rebalancer import Rebalancer, kind_of, measure_speed, recorded_speeds, speeds_by_kind
+from experts.placement.policy import PlacementRules, starting_placement
 from experts.placement.values import HostSpec, Placement
-from experts.shapes import LayerShape
-from experts.transport.process_group import JointGroup
-from experts.transport.protocol import Transport
+from experts.transport import JointGroup, Transport
 from raytrain.runs.faults import Death
 from raytrain.train.parallel.collectives import WorkersGroup
 

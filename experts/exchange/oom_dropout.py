@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from experts.member.layer import rows_by_rank
-from experts.member.shard import ExpertShard
-from experts.transport.protocol import HEADER_SIZE, Channel, Header, Op, PendingExchange, Transport, read_headers
+from experts.member.shard import ExpertShard, rows_by_rank
+from experts.transport import HEADER_SIZE, Channel, Header, Op, PendingExchange, Transport, read_headers
 
 
 class ActiveWorkers:
@@ -82,7 +81,7 @@ class ActiveWorkers:
 
 
 class UnfinishedExchange(Protocol):
-    """An exchange of rows that other members wait for; `experts.exchange.call.ExpertCall`."""
+    """An exchange of rows that other members wait for; `experts.exchange.dispatch.ExpertCall`."""
 
     def complete_sends(self) -> None:
         """Send everything that the others wait for."""

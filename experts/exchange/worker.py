@@ -1,8 +1,6 @@
-"""The worker's end of the expert exchange: calls every operation of a generation, in the same order on all workers.
+"""The worker's end of the expert exchange: every operation of a generation, in the same order on all workers.
 
-An `ExpertClient` belongs to one worker and one generation. It sets the experts up before their first use, sends rows,
-takes part in the vote, and has the experts saved. Where experts are colocated, it also holds this worker's shard, which
-computes between the two exchanges of a pass.
+`dispatch.py` calls it in each pass, `experts.distribute` at each step's end; it counts what is sent and received.
 """
 
 from __future__ import annotations
@@ -15,25 +13,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.exchange.host import ExpertSetup, header_size
+from experts.config import Key, LayerShape
+from experts.exchange.host_server import ExpertSetup, header_size
 from experts.exchange.membership import Membership
 from experts.exchange.oom_dropout import OomDropout
 from experts.exchange.rebalancer import Rebalancer
-from experts.exchange.traffic import Traffic
 from experts.member.checkpoint import ExpertFiles, ExpertSnapshot, await_files
-from experts.member.commit import StepCommit
-from experts.member.gather import gather_layer, scatter_layer, to_holders
+from experts.member.commit import StepCommit, VoteLayout, name_holder, name_shortages, sum_shortages
+from experts.member.moves import gather_layer, scatter_layer, to_holders
 from experts.member.shard import ExpertShard
-from experts.member.vote import VoteLayout, name_holder, name_shortages, sum_shortages
 from experts.placement.values import Placement
-from experts.routing.routes import LayerRoutes, Route
-from experts.shapes import Key, LayerShape
-from experts.transport.protocol import HEADER_SIZE, Header, Op, Transport, bytes_tensor
+from experts.router import LayerRoutes, Route
+from experts.transport import HEADER_SIZE, Header, Op, Transport, bytes_tensor
 from raytrain.config.sections import OptimConfig
-from raytrain.train.compute.process_settings import ProcessSettings
-from raytrain.train.memory.oom import Shortage, StepDropped
-from raytrain.train.parallel.interleave import Interleaver
+from raytrain.train.device import ProcessSettings
+from raytrain.train.memory.device import Shortage, StepDropped
+from raytrain.train.parallel.collectives import Interleaver
 from raytrain.trainable import GlobalStep, LocalStep, Notice
+
+# ---------------------------------------------------------------- traffic
+# Counts what one worker sends to the hosts and receives from them.
+
+
+class Traffic:
+    """What one worker has sent and received since the last logged row.
+
+    Args:
+        own: index of the host in this process, None without one.
+
+    Attributes:
+        rows: for each layer the rows of training forwards to each host; recomputed ones do not count.
+        bytes: payload to and from each host, of every pass; zero for a host in this process.
+    """
+
+    def __init__(self, *, layers: int, hosts: int, own: int | None) -> None:
+        self._own = own
+        self.rows = [[0] * hosts for _ in range(layers)]
+        self.bytes = [0] * hosts
+
+    def add(self, layer: int, host_counts: Sequence[int], *, row_bytes: int, counted: bool) -> None:
+        """Add rows of `row_bytes` that go to the hosts and come back; `counted` for a first training forward."""
+        for host, rows in enumerate(host_counts):
+            if counted:
+                self.rows[layer][host] += rows
+            if host != self._own:
+                self.bytes[host] += 2 * rows * row_bytes
+
+    def take(self) -> list[float]:
+        """Return the bytes of each host, then the rows layer by layer; resets both."""
+        taken = [*self.bytes, *(count for row in self.rows for count in row)]
+        self.rows, self.bytes = [[0] * len(row) for row in self.rows], [0] * len(self.bytes)
+        return [float(value) for value in taken]
+
+
+# ---------------------------------------------------------------- worker
+# The worker's end of the expert exchange: calls every operation of a generation, in the same order on all workers.
+
 
 Weights = list[list[dict[str, Tensor]]]
 """[layer][expert]: weights by name."""

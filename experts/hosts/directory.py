@@ -15,12 +15,12 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from experts.config import LayerShape
+from experts.exchange.rebalancer import speeds_by_kind
 from experts.hosts.generation import GenerationSpec, open_store
 from experts.hosts.host import ExpertHost, HostPlace, ProcessLimits
-from experts.member.speed import speeds_by_kind
-from experts.placement.starting import PlacementRules, starting_placement, surviving_placement
+from experts.placement.policy import PlacementRules, starting_placement, surviving_placement
 from experts.placement.values import Placement
-from experts.shapes import LayerShape
 from raytrain.errors import RaytrainError, RunError, StateLost, first_line
 from raytrain.execution.telemetry import HostTelemetry
 from raytrain.runs.faults import Death

@@ -1,13 +1,13 @@
-"""A generation on one member: rendezvous with the others, and notification of the end. No Ray here.
+"""A generation on one member: rendezvous with the others, notice of its end, the way to the directory.
 
-The members rendezvous at a store (the directory's). Each writes its node's name there, so that an error can name a
-missing member; then they connect with each other. `GenerationWatch` reports a death long before a call would time out.
+Hosts and workers join through it; a member that dies ends the generation for all, and the next one begins without it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -20,14 +20,21 @@ from typing import Any, Protocol
 import ray
 import torch
 import torch.distributed as dist
+from ray.exceptions import RayError, RayTaskError
 
 from cluster.network import join_network
+from experts.config import LayerShape
+from experts.exchange.membership import Membership
+from experts.placement.policy import PlacementRules
 from experts.placement.values import HostSpec, Placement
-from experts.transport.nccl import nccl, with_index
-from experts.transport.process_group import RENDEZVOUS_S, JointGroup, abort_groups, gloo, uses_nccl
-from raytrain.errors import RunError, StateLost, first_line
+from experts.transport import RENDEZVOUS_S, JointGroup, abort_groups, gloo, nccl, uses_nccl, with_index
+from raytrain.errors import RaytrainError, RunError, StateLost, first_line
 from raytrain.runs.faults import Death
 from raytrain.train.parallel.collectives import WorkersGroup
+
+# ---------------------------------------------------------------- generation
+# A generation on one member: rendezvous with the others, and notification of the end.
+
 
 HOSTS_WAIT_LONGER_S = 10.0
 """Hosts wait this much longer than the workers, so that a failed rendezvous ends with the workers' reason."""
@@ -308,3 +315,77 @@ def _abort(groups: Sequence[Abortable], reason: str) -> None:
     for group in groups:
         group.mark(reason)
     abort_groups([own for group in groups for own in group.groups])
+
+
+# ---------------------------------------------------------------- connection
+# How a worker reaches the expert directory, joins a generation, and learns of its end.
+
+
+@dataclass(frozen=True)
+class HostConnection:
+    """A worker's connection to the directory; implements `experts.exchange.membership.Connection`."""
+
+    directory: Any
+    run_path: str
+
+    def close(self) -> None:
+        """End the directory and the hosts that it owns. Explicit, as a handle inside a job would keep it alive."""
+        ray.kill(self.directory)
+
+    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Any, Membership]:
+        """See `Connection`."""
+        import ray.train
+
+        context = ray.train.get_context()
+        rank, workers = context.get_world_rank(), context.get_world_size()
+        return join_directory(self.directory, shapes, rules, rank=rank, workers=workers, run_path=self.run_path)
+
+
+def join_directory(
+    directory: Any, shapes: list[LayerShape], rules: PlacementRules, *, rank: int, workers: int, run_path: str
+) -> tuple[Any, Membership]:
+    """Join the next generation of a directory as one of its workers; see `Connection.join`."""
+    try:
+        request = directory.join.remote(gang=gang_number(), rank=rank, workers=workers, shapes=shapes, rules=rules)
+        spec: GenerationSpec = ray.get(request)  # pyright: ignore[reportAssignmentType]
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, RaytrainError) else error) from None
+
+    def await_end() -> str:
+        try:
+            return str(ray.get(directory.watch.remote(spec.number)))
+        except RayError as error:
+            return f"the expert directory has died: {type(error).__name__}"
+
+    group, workers_group, lost = join_as_worker(spec, rank=rank, wait=await_end)
+    if rank == 0:
+        directory.keep_spare.remote()
+    return group, Membership(
+        generation=spec.number,
+        rank=rank,
+        workers=workers,
+        placement=spec.placement,
+        run_path=run_path,
+        workers_group=workers_group,
+        lost=lost,
+        deaths=spec.deaths,
+        acknowledge_deaths=lambda: directory.acknowledge_deaths.remote(spec.num_deaths),
+        note=spec.note,
+        hosts=spec.specs,
+        switched=lambda placement: directory.switched.remote(spec.number, placement),
+        trains=rules.trains,
+    )
+
+
+_GANG: list[int] = []
+
+
+def gang_number() -> int:
+    """A random number that all workers started together share for the life of their processes; rank 0 draws it."""
+    if not _GANG:
+        drawn = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
+        if dist.is_initialized():
+            drawn = drawn.to("cuda") if dist.get_backend() == "nccl" else drawn
+            dist.broadcast(drawn, src=0)
+        _GANG.append(int(drawn.item()))
+    return _GANG[0]

@@ -1,7 +1,7 @@
 """The Ray actor that owns experts: control methods that Ray calls, and one data thread per generation.
 
 It runs in its own process, with its own GPU if there is one. The data thread serves the joint group
-(`experts.exchange.host`); the control methods only start it, stop it, and describe the host.
+(`experts.exchange.host_server`); the control methods only start it, stop it, and describe the host.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from typing import Any
 
 import torch
 
-from experts.exchange.host import HostServer
+from experts.config import LayerShape
+from experts.exchange.host_server import HostServer
+from experts.exchange.rebalancer import kind_of, measure_speed
+from experts.grouped import take_fallbacks
 from experts.hosts.generation import GenerationSpec, open_group
-from experts.member.speed import kind_of, measure_speed
-from experts.placement.starting import MEMORY_SHARE
+from experts.placement.policy import MEMORY_SHARE
 from experts.placement.values import HostSpec
-from experts.routing.grouped_check import take_fallbacks
-from experts.shapes import LayerShape
-from experts.transport.process_group import JointGroup
+from experts.transport import JointGroup
 from raytrain.errors import StateLost
 from raytrain.execution.driver_channel import FELL_BACK
 from raytrain.execution.telemetry import HostTelemetry
 from raytrain.train.device import set_determinism
-from raytrain.train.memory.allocator import keep_freed_memory
-from raytrain.train.memory.device import limit_device_memory
+from raytrain.train.memory.device import keep_freed_memory, limit_device_memory
 
 LEAVE_S = 60.0
 """A host on a GPU whose data thread has not ended this long after an abort ends its process."""
@@ -64,7 +63,7 @@ class HostPlace:
 
     @property
     def kind(self) -> str:
-        """See `experts.member.speed.kind_of`."""
+        """See `experts.exchange.rebalancer.kind_of`."""
         return str((self.about or {}).get("kind", ""))
 
     def spec(self, rank: int, speed: float) -> HostSpec:
@@ -118,7 +117,7 @@ class ExpertHost:
         return [f"{FELL_BACK}{line}" for line in take_fallbacks()]
 
     def measure(self, shapes: list[LayerShape], dtype: str) -> float:
-        """See `experts.member.speed.measure_speed`; called before the first generation."""
+        """See `experts.exchange.rebalancer.measure_speed`; called before the first generation."""
         return measure_speed(torch.device(self._device), shapes, dtype, threads=self._threads)
 
     def stay(self) -> None:

@@ -1,22 +1,177 @@
-"""Starts the expert hosts of a run on the driver: reserves their places before the workers', and records them."""
+"""Starts expert hosts: on the driver, with their places reserved before the workers'; or for one inference worker.
+
+Called by `jobs.driver.watch` before the workers start, and by an inference worker that needs hosts of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from experts.exchange.membership import ColocatedConnection, Connection
+import ray
+import ray.exceptions
+
+from cluster.ray_runtime import on_this_node
+from experts.config import LayerShape
+from experts.exchange.membership import ColocatedConnection, Connection, Membership
+from experts.hosts.directory import ExpertDirectory
+from experts.hosts.generation import join_directory
 from experts.hosts.host import ProcessLimits
-from experts.hosts.reservation import Begin, Bundle, Request, Reservation
+from experts.placement.policy import PlacementRules
 from raytrain.config.sections import RetryConfig
+from raytrain.execution.ray_private import free_by_node
 from raytrain.execution.telemetry import HostTelemetry
 from raytrain.plan.choice import Resolved
+from raytrain.plan.expert_hosts import kinds_of_hosts, separate_hosts
 from raytrain.plan.plan import Plan
-from raytrain.plan.room import TYPE_SHARE
-from raytrain.plan.rules.hosts import kinds_of_hosts, separate_hosts
+from raytrain.plan.room import TYPE_SHARE, Need, missing
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
+
+# ---------------------------------------------------------------- reservation
+# Reserves a cluster for a run with expert hosts: hosts and workers together, one run at a time.
+
+
+#: Name of the actor that stands for the turn; Ray lets one process create it, and ends it with that process's driver.
+TURN, NAMESPACE = "reservation-turn", "raytrain"
+#: Seconds between two attempts to take the turn, or to reserve.
+RETRY_S = 1.0
+#: With its hosts' places but no room for its workers, a run waits this long; then it gives the places back.
+GIVE_BACK_S = 60.0
+ANSWER_S = 5.0
+Begin = Callable[..., None]
+"""`Activity.begin(what, missing=...)`: what the driver waits for."""
+Bundle = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a run reserves.
+
+    Attributes:
+        hosts, workers: the resources of each host and of each worker.
+        strategy: Ray's placement strategy of the workers; hosts are spread over the nodes.
+        name: of the run, for the messages of other runs.
+    """
+
+    hosts: list[Bundle]
+    workers: list[Bundle]
+    strategy: str
+    name: str
+
+    @property
+    def needs(self) -> list[Need]:
+        """The same, for `raytrain.plan.room`."""
+        of = (("experts.hosts", "expert host", self.hosts), ("scale.workers", "worker", self.workers))
+        alike = ((key, who, Counter(tuple(one.items()) for one in bundles)) for key, who, bundles in of)
+        return [Need(key, who, many, dict(one)) for key, who, found in alike for one, many in found.items()]
+
+
+class ReservationTurn:
+    """Held by the one run that reserves now; an actor on its driver's node, which dies with the driver."""
+
+    def __init__(self, holder: str) -> None:
+        self._holder = holder
+
+    def holder(self) -> str:
+        """The run that reserves."""
+        return self._holder
+
+
+def take_turn(holder: str, *, begin: Begin) -> Any:
+    """Wait until no other run of this cluster reserves; returns the actor that stands for the turn."""
+    waiting = False
+    while True:
+        options = {"name": TURN, "namespace": NAMESPACE, "num_cpus": 0, "scheduling_strategy": on_this_node()}
+        try:
+            actor: Any = ray.remote(ReservationTurn)
+            turn = actor.options(**options).remote(holder)
+            ray.get(turn.holder.remote())
+            return turn
+        except ValueError:  # another run has created it
+            if not waiting:
+                begin(f"waiting while {_holder()} reserves")
+                waiting = True
+        except ray.exceptions.RayActorError:  # ended before it started
+            pass
+        time.sleep(RETRY_S)
+
+
+def _holder() -> str:
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        turn = ray.get_actor(TURN, namespace=NAMESPACE)
+        return str(ray.get(turn.holder.remote(), timeout=ANSWER_S))
+    return "another run"
+
+
+class Reservation:
+    """The places of a run's hosts, and its turn until the workers have theirs.
+
+    Attributes:
+        group: placement group with one bundle for each host.
+    """
+
+    def __init__(self, request: Request, *, begin: Begin) -> None:
+        self._turn = take_turn(request.name, begin=begin)
+        try:
+            self.group = _reserve(request, begin=begin)
+        except BaseException:
+            self.end_turn()
+            raise
+
+    def end_turn(self) -> None:
+        """The workers have their places: another run may reserve."""
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            ray.kill(turn)
+
+    def close(self) -> None:
+        """Give the places back."""
+        from ray.util.placement_group import remove_placement_group
+
+        self.end_turn()
+        remove_placement_group(self.group)
+
+
+def _reserve(request: Request, *, begin: Begin) -> Any:
+    """The hosts' placement group, once there is room for the workers too; Ray Train reserves that room itself."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    begin("waiting for room in the cluster", missing=lambda: missing(request.needs, free_by_node()))
+    while True:
+        hosts = placement_group(request.hosts, strategy="SPREAD")
+        workers = placement_group(request.workers, strategy=request.strategy)
+        ready = False
+        try:
+            ready = _both(hosts, workers)
+        finally:  # also after a signal
+            remove_placement_group(workers)
+            if not ready:
+                remove_placement_group(hosts)
+        if ready:
+            return hosts
+        time.sleep(RETRY_S)
+
+
+def _both(hosts: Any, workers: Any) -> bool:
+    """Whether both groups are ready; False if the workers' is not `GIVE_BACK_S` after the hosts'."""
+    while not hosts.wait(RETRY_S):
+        continue
+    ends = time.monotonic() + GIVE_BACK_S
+    while not workers.wait(RETRY_S):
+        if time.monotonic() > ends:
+            return False
+    return True
+
+
+# ---------------------------------------------------------------- reserve
+# Starts the expert hosts of a run on the driver: reserves their places before the workers', and records them.
+
 
 #: Seconds between two questions to the directory.
 ASK_EVERY_S = 2.0
@@ -125,10 +280,10 @@ def _start(
     import ray
     import ray.exceptions
 
-    from cluster.placement import on_this_node
-    from experts.hosts.connection import HostConnection
+    from cluster.ray_runtime import on_this_node
+    from experts.exchange.rebalancer import recorded_speeds
     from experts.hosts.directory import ExpertDirectory
-    from experts.member.speed import recorded_speeds
+    from experts.hosts.generation import HostConnection
 
     number, on_gpu = len(kinds_of_hosts(_value(plan.hosts))), _value(plan.device) == "cuda"
     threads = int(_value(plan.threads) or 1)
@@ -182,3 +337,76 @@ def _bundle(kind: str | None, *, gpu: float, threads: int) -> Bundle:
     if not gpu:
         return {"CPU": threads}
     return {"GPU": gpu} if kind is None else {"GPU": gpu, f"accelerator_type:{kind}": TYPE_SHARE}
+
+
+# ---------------------------------------------------------------- replica
+# Experts of one inference worker: hosts of its own, which its process starts, and which end with it.
+
+
+@dataclass(frozen=True)
+class HostsOfReplica:
+    """What the hosts of every inference worker are started with.
+
+    Attributes:
+        hosts: of each worker.
+        threads: of each host.
+        gpus: of each host, 0 or 1.
+        loopback, interface, dtype, limits: as for `ExpertDirectory`.
+        retry: the limits of waiting for hosts.
+        folder: of the job.
+    """
+
+    hosts: int
+    threads: int
+    gpus: int
+    loopback: bool
+    interface: str | None
+    dtype: str
+    limits: ProcessLimits
+    retry: RetryConfig
+    folder: str
+
+
+class ReplicaConnection:
+    """An inference worker's connection; implements `experts.exchange.membership.Connection`.
+
+    In training the workers of a run share hosts, and call every operation together. Workers that answer take rows at
+    their own pace, so each has hosts of its own, like the stages of a divided model. The directory is started by the
+    first `join` and kept by later ones: after the death of a host only that one is started again. It ends with this
+    process, which owns it, and its hosts with it.
+
+    Its process must be the actor of bundle 0 of a placement group, which has a bundle for each host after it.
+    """
+
+    trains = False
+
+    def __init__(self, about: HostsOfReplica) -> None:
+        self._about = about
+        self._directory: Any = None
+
+    def close(self) -> None:
+        """End the directory and the hosts that it owns."""
+        if self._directory is not None:
+            ray.kill(self._directory)
+            self._directory = None
+
+    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Any, Membership]:
+        """See `Connection`; nothing is trained, and experts stay where they are."""
+        self._directory = self._directory or self._start()
+        rules = replace(rules, every=None, trains=False)
+        return join_directory(self._directory, shapes, rules, rank=0, workers=1, run_path=self._about.folder)
+
+    def _start(self) -> Any:
+        from ray.util.placement_group import get_current_placement_group
+
+        about = self._about
+        options = {"num_cpus": 0, "max_concurrency": 4 * about.hosts + 10, "scheduling_strategy": on_this_node()}
+        actor: Any = ray.remote(ExpertDirectory)
+        directory = actor.options(**options).remote(
+            hosts=about.hosts, threads=about.threads, gpus=about.gpus, loopback=about.loopback,
+            interface=about.interface, group=get_current_placement_group(), first_bundle=1,
+            host_wait_s=about.retry.host_wait_s, host_silence_s=about.retry.host_silence_s, dtype=about.dtype,
+            limits=about.limits,
+        )  # fmt: skip
+        directory.start.remote()
+        return directory

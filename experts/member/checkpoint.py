@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from cluster.telemetry.work import WORK
+from cluster.telemetry.processes import WORK
+from experts.config import Key
 from experts.member.shard import ExpertShard
-from experts.shapes import Key
 from raytrain.checkpoint.reader import read_manifest
 from raytrain.checkpoint.safetensors import WrittenFile, read_tensors, write_tensors
 from raytrain.errors import CheckpointError, RunError, StateLost

@@ -1,22 +1,194 @@
-"""The end of a step, the same on every member: gradients go to the homes, vote, commit, new weights go to the replicas.
+"""The end of a step, the same on every member: gradients to the homes, one vote, one commit, new weights out.
 
-Where experts are moving, this is also where all members switch to the next placement.
+Worker and host both call it; what the vote finds (loss scale, shortage, non-finite) is decided alike on all members.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from experts.member.migration import Migration
-from experts.member.replicas import exchange_along, gradient_transfers, gradients_of, send_fresh_weights
-from experts.member.shard import ExpertShard
-from experts.member.vote import VoteLayout, VoteResult, read_vote, shortages_of
+from experts.config import Key, LayerShape
+from experts.member.moves import Migration, exchange_along, gradient_transfers, gradients_of, send_fresh_weights
+from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import Placement
-from experts.shapes import LayerShape
-from experts.transport.protocol import Transport
+from experts.transport import HeaderMismatch, Transport
+from raytrain.train.memory.device import Shortage
+
+# ---------------------------------------------------------------- vote
+# The vote: one sum over all members that carries all that a step must agree on, and what each member derives from it.
+
+
+HEAD = ("step", "trunk", "nonfinite", "inverse_scale", "lr", "notice")
+SPENT = ("busy_s", "moving_s", "sent_bytes")
+
+
+@dataclass(frozen=True)
+class VoteLayout:
+    """Positions in the vote's vector.
+
+    In order: the scalars of HEAD; the routed rows and the drops of each layer; the squared gradient norm of each
+    expert; for each holder of experts the numbers of SPENT since the last vote; for each holder whether it ran out of
+    memory. `notice` is the length in bytes of the message that rank 0 sends to everybody after the commit.
+    """
+
+    experts: tuple[int, ...]
+    holders: int
+
+    @classmethod
+    def of(cls, shapes: Sequence[LayerShape], *, holders: int) -> VoteLayout:
+        """The layout for the layers of a model."""
+        return cls(tuple(shape.num_experts for shape in shapes), holders)
+
+    @property
+    def counts(self) -> slice:
+        """For each layer its E counts and its drops."""
+        return slice(len(HEAD), len(HEAD) + sum(self.experts) + len(self.experts))
+
+    @property
+    def squares(self) -> slice:
+        """One slot for each expert of each layer."""
+        return slice(self.counts.stop, self.counts.stop + sum(self.experts))
+
+    @property
+    def spent(self) -> slice:
+        """(seconds computed, seconds moving experts, bytes of experts sent) of each holder."""
+        return slice(self.squares.stop, self.squares.stop + len(SPENT) * self.holders)
+
+    @property
+    def shortages(self) -> slice:
+        """One number for each holder, see `shortages_of`."""
+        return slice(self.spent.stop, self.spent.stop + self.holders)
+
+    def empty(self, step: int) -> Tensor:
+        """This member's part, with only the step filled in."""
+        vector = torch.zeros(self.shortages.stop, dtype=torch.float64)
+        self.put(vector, step=step)
+        return vector
+
+    def put(self, vector: Tensor, **head: float) -> None:
+        """Fill in scalars of HEAD by name."""
+        for name, value in head.items():
+            vector[HEAD.index(name)] = value
+
+    def put_squares(self, vector: Tensor, squares: dict[Key, float]) -> None:
+        """Fill in the experts at home here."""
+        for (layer, expert), value in squares.items():
+            vector[self.squares.start + sum(self.experts[:layer]) + expert] = value
+
+    def nonfinite(self, vector: Tensor) -> list[Key]:
+        """The experts whose squared norm is not finite."""
+        keys = [(layer, expert) for layer, number in enumerate(self.experts) for expert in range(number)]
+        finite = torch.isfinite(vector[self.squares]).tolist()
+        return [key for key, good in zip(keys, finite, strict=True) if not good]
+
+    def put_spent(self, vector: Tensor, holder: int, *, busy_s: float, moving_s: float, sent_bytes: int) -> None:
+        """Fill in the numbers of this holder."""
+        begin = self.spent.start + len(SPENT) * holder
+        vector[begin : begin + len(SPENT)] = torch.tensor([busy_s, moving_s, sent_bytes], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class VoteResult:
+    """The summed vote.
+
+    Attributes:
+        norm: global gradient norm before clipping. skip: whether everybody skips the step.
+        counts: see `VoteLayout.counts`.
+        notice: length in bytes of rank 0's message.
+        busy_s, moving_s, sent_bytes: of each holder, see `VoteLayout.spent`.
+        shortages: one number for each holder if any ran out of memory, else empty: everybody drops the step.
+        nonfinite: the experts whose gradients are not finite.
+    """
+
+    norm: Tensor
+    skip: Tensor
+    counts: Tensor
+    inverse_scale: float
+    lr: float
+    notice: int
+    busy_s: list[float]
+    moving_s: list[float]
+    sent_bytes: list[float]
+    shortages: list[float]
+    nonfinite: list[Key]
+
+    def commit(self, max_grad_norm: float | None) -> CommitDecision:
+        """The numbers for an optimizer on a host, equal to those of the workers' own step."""
+        coefficient = 1.0
+        if max_grad_norm:
+            coefficient = float((max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0))
+        return CommitDecision(bool(self.skip), coefficient, inverse_scale=self.inverse_scale, lr=self.lr)
+
+
+def read_vote(layout: VoteLayout, vector: Tensor, *, step: int, members: int) -> VoteResult:
+    """Read the summed vector.
+
+    Raises:
+        HeaderMismatch: the members did not vote on the same step.
+    """
+    head = dict(zip(HEAD, vector[: len(HEAD)].unbind(), strict=True))
+    if float(head["step"]) != float(step) * members and torch.isfinite(head["step"]):
+        raise HeaderMismatch(f"{members} members voted on step {step}, and their steps sum to {float(head['step']):g}")
+    scale = float(head["inverse_scale"])
+    norm = (head["trunk"] + vector[layout.squares].sum() * scale * scale).sqrt()
+    skip = ~torch.isfinite(norm) | (head["nonfinite"] > 0)
+    busy_s, moving_s, sent_bytes = vector[layout.spent].view(-1, len(SPENT)).T.tolist()
+    shortages = vector[layout.shortages]
+    nonfinite = [] if torch.isfinite(norm) else layout.nonfinite(vector)
+    return VoteResult(
+        norm,
+        skip,
+        vector[layout.counts],
+        inverse_scale=scale,
+        lr=float(head["lr"]),
+        notice=int(head["notice"]),
+        busy_s=busy_s,
+        moving_s=moving_s,
+        sent_bytes=sent_bytes,
+        shortages=shortages.tolist() if shortages.any() else [],
+        nonfinite=nonfinite,
+    )
+
+
+def shortages_of(shard: ExpertShard | None, holders: int) -> Tensor:
+    """This member's part of one number for each holder of experts.
+
+    0 where it had enough memory; else one more than the bytes that its tensors held, or 1 where they are not counted.
+    """
+    own = torch.zeros(holders, dtype=torch.float64)
+    if shard is not None and shard.short is not None:
+        own[shard.host] = 1 + (shard.short.allocated_bytes or 0)
+    return own
+
+
+def sum_shortages(group: Transport, shard: ExpertShard | None) -> list[float]:
+    """Sum `shortages_of` over all members. Collective."""
+    vector = shortages_of(shard, len(group.holders))
+    group.all_reduce(vector)
+    return vector.tolist()
+
+
+def name_holder(holder: int, *, colocated: bool) -> str:
+    """A holder of experts, in messages."""
+    return f"{'the experts of rank' if colocated else 'expert host'} {holder}"
+
+
+def name_shortages(numbers: list[float], *, colocated: bool) -> list[Shortage]:
+    """Name the holders that ran out of memory; `numbers` as `sum_shortages`."""
+    return [
+        Shortage(name_holder(holder, colocated=colocated), "OutOfMemoryError", allocated_bytes=int(value) - 1 or None)
+        for holder, value in enumerate(numbers)
+        if value
+    ]
+
+
+# ---------------------------------------------------------------- commit
+# The end of a step, the same on every member: gradients go to the homes, vote, commit, new weights go to the replicas.
 
 
 class StepCommit:

@@ -1,20 +1,100 @@
-"""Policies: compute a `Placement` from load, measured host speed, memory and expert cost. Pure and deterministic.
+"""Policies: a `Placement` from load, measured speed, memory and cost of experts; and the one a run starts with.
 
-`lpt` is ours (`auto` selects it); `eplb` and `round_robin` serve as comparisons. They ignore speed and memory, so a
-placement of theirs that the hosts cannot hold is refused.
+Called at the start on the driver, and by rank 0's rebalancer between steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from experts.placement.eplb import eplb_physical
-from experts.placement.lpt import HostLimits, plan
-from experts.placement.packing import OutOfRoom
+from experts.config import ExpertsConfig, LayerShape, row_work
+from experts.placement.lpt import HostLimits, OutOfRoom, plan
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError
+
+# ---------------------------------------------------------------- eplb
+# The published EPLB policy, reimplemented from its description for comparison.
+
+
+Weights = Sequence[Sequence[float]]
+
+
+def eplb_physical(
+    weight: Weights, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
+) -> list[list[int]]:
+    """Return the logical expert of every slot: (L, num_replicas); GPU g has the slots g x S to (g + 1) x S - 1.
+
+    Args:
+        weight: load of each expert, (L, E).
+        num_replicas: slots of all GPUs together.
+        num_groups: groups of experts; nodes matter only if it is a multiple of `num_nodes`.
+
+    Raises:
+        ValueError: the slots do not divide equally by the GPUs, or are fewer than the experts.
+    """
+    if num_replicas % num_gpus or num_gpus % num_nodes:
+        raise ValueError(f"{num_replicas} slots, {num_gpus} GPUs and {num_nodes} nodes do not divide")
+    if any(len(row) > num_replicas for row in weight):
+        raise ValueError(f"{max(map(len, weight))} experts do not fit {num_replicas} slots")
+    if num_groups % num_nodes:
+        num_groups = num_nodes = 1
+    return [_layer([float(load) for load in row], num_replicas, num_groups, num_nodes, num_gpus) for row in weight]
+
+
+def _layer(load: list[float], slots: int, groups: int, nodes: int, gpus: int) -> list[int]:
+    size = len(load) // groups
+    if size * groups != len(load):
+        raise ValueError(f"{len(load)} experts do not divide into {groups} groups")
+    per_group = [sum(load[g * size : (g + 1) * size]) for g in range(groups)]
+    placed: list[int] = []
+    for packed in pack(per_group, nodes):
+        mine = [expert for group in packed for expert in range(group * size, (group + 1) * size)]
+        copies = replicate([load[expert] for expert in mine], slots // nodes)
+        count = [copies.count(index) for index in range(len(mine))]
+        each = [load[mine[index]] / count[index] for index in copies]
+        placed += [mine[copies[slot]] for gpu in pack(each, gpus // nodes) for slot in gpu]
+    return placed
+
+
+def pack(weights: Sequence[float], packs: int) -> list[list[int]]:
+    """Put items, largest first, into the lightest pack with a free place; all packs get equally many items.
+
+    Returns:
+        the items of each pack, in the order in which they were added.
+    """
+    each = len(weights) // packs
+    if each == 1:
+        return [[item] for item in range(packs)]
+    loads, found = [0.0] * packs, [[] for _ in range(packs)]
+    free = list(range(packs))
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        lightest = min(free, key=loads.__getitem__)
+        found[lightest].append(item)
+        loads[lightest] += weights[item]
+        if len(found[lightest]) == each:
+            free.remove(lightest)
+    return found
+
+
+def replicate(weights: Sequence[float], slots: int) -> list[int]:
+    """Return the expert of each slot: every expert once, then repeatedly the one with the largest load per copy."""
+    found, count = list(range(len(weights))), [1] * len(weights)
+    each = list(weights)
+    for _ in range(slots - len(weights)):
+        expert = max(range(len(weights)), key=each.__getitem__)
+        found.append(expert)
+        count[expert] += 1
+        each[expert] = weights[expert] / count[expert]
+    return found
+
+
+# ---------------------------------------------------------------- policy
+# Policies: compute a `Placement` from load, measured host speed, memory and expert cost.
+
 
 Policy = Literal["auto", "lpt", "eplb", "round_robin"]
 Load = Sequence[Sequence[float]]
@@ -163,3 +243,161 @@ def _overfull(hosts: Sequence[HostSpec], costs: Costs) -> InputError:
         expected=f"room for the {need} bytes of all experts at home",
         remedy="more hosts, or fewer experts (experts.num_experts)",
     )
+
+
+# ---------------------------------------------------------------- starting
+# The placement that a run starts with, before any load was measured.
+
+
+HOME_BYTES = 16
+"""Bytes of one parameter at home: weight, gradient and two moments in fp32."""
+REPLICA_BYTES = 8
+"""Bytes of one parameter of a replica: weight and gradient in fp32."""
+WEIGHT_BYTES = 4
+"""Bytes of one parameter of experts that only answer, at home and in a replica."""
+MEMORY_SHARE = 0.9
+"""Share of a device's memory that experts at home may take; the rest is for the runtime."""
+
+
+@dataclass(frozen=True)
+class PlacementRules:
+    """The keys of the `experts` section about placement.
+
+    Attributes:
+        every: steps between decisions; None keeps the first placement.
+        trains: False if the experts only answer, so that a host needs room for their weights alone.
+    """
+
+    policy: Policy = "auto"
+    replicas: int = 0
+    every: int | None = None
+    trains: bool = True
+
+    @classmethod
+    def of(cls, config: ExpertsConfig) -> PlacementRules:
+        """Read them from the section."""
+        return cls(config.placement, config.replicas, config.rebalance_every)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> PlacementRules:
+        """The inverse of `to_json`."""
+        return cls(**row)
+
+
+def first_placement(num_experts: Sequence[int], *, hosts: int) -> Placement:
+    """Place consecutive experts on each host, in equal numbers up to one.
+
+    Rows sorted by expert are then sorted by host too, and need no reordering. If the numbers do not divide, other hosts
+    get one more in the next layer.
+    """
+    layers = []
+    for layer, number in enumerate(num_experts):
+        copies = tuple(((expert * hosts + layer * number % hosts) // number,) for expert in range(number))
+        layers.append(LayerPlacement(copies, tuple((1.0,) for _ in range(number))))
+    return Placement(version=1, num_hosts=hosts, layers=tuple(layers))
+
+
+def starting_placement(rules: PlacementRules, shapes: Sequence[LayerShape], hosts: Sequence[HostSpec]) -> Placement:
+    """`place_first` for layers of these shapes."""
+    return place_first(rules, costs_of(shapes, trains=rules.trains), hosts)
+
+
+def place_first(rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) -> Placement:
+    """Place experts whose load is unknown.
+
+    Equal hosts and experts without replicas get `first_placement`; otherwise the policy decides, as if every expert got
+    equally many rows.
+
+    Raises:
+        InputError: the hosts cannot hold the experts.
+    """
+    alike = len({spec.speed for spec in hosts}) == 1 and all(len(set(layer)) == 1 for layer in costs)
+    if alike and not rules.replicas and rules.policy in ("auto", "lpt"):
+        first = first_placement([len(layer) for layer in costs], hosts=len(hosts))
+        if first.fits(hosts, costs):
+            return first
+    even = [[1.0] * len(layer) for layer in costs]
+    return place(rules.policy, even, hosts, costs, rules.replicas, version=1)
+
+
+def surviving_placement(
+    rules: PlacementRules, shapes: Sequence[LayerShape], hosts: Sequence[HostSpec], *, before: Placement,
+    survivors: Sequence[int],
+) -> Placement:  # fmt: skip
+    """Place the experts after hosts were lost; those of the survivors stay, so a placement by measured load is kept.
+
+    An expert that lost its home gets a replica as its home, or else goes to the least loaded host, the largest first.
+    Policies other than ours place all experts again, and so does ours where there is no room for that.
+
+    Args:
+        hosts: the survivors.
+        before: the placement on all hosts. survivors: the index in it of each of `hosts`.
+
+    Raises:
+        InputError: the hosts cannot hold the experts.
+    """
+    costs = costs_of(shapes, trains=rules.trains)
+    if rules.policy in ("auto", "lpt"):
+        now = {old: new for new, old in enumerate(survivors)}
+        kept = [[[now[host] for host in held if host in now] for held in layer.copies] for layer in before.layers]
+        found = _adopt_orphans(kept, before, costs, hosts, now=now)
+        if found is not None:
+            return found
+    return place_first(rules, costs, hosts)
+
+
+def _adopt_orphans(
+    kept: list[list[list[int]]], before: Placement, costs: Costs, hosts: Sequence[HostSpec], *, now: Mapping[int, int]
+) -> Placement | None:
+    """`kept` ([layer][expert]: hosts that are left) with a host for each expert that has none; None without room."""
+    free = [math.inf if spec.memory_bytes is None else spec.memory_bytes for spec in hosts]
+    for layer, row in zip(kept, costs, strict=True):
+        for held, cost in zip(layer, row, strict=True):
+            for position, host in enumerate(held):
+                free[host] -= cost.replica_bytes if position else cost.home_bytes
+    if min(free) < 0:  # a replica that became a home needs more room
+        return None
+    layers = []
+    for layer, row, old in zip(kept, costs, before.layers, strict=True):
+        present = [expert for expert, held in enumerate(layer) if held]
+        shares = [_left_shares(*pair, now=now) for pair in zip(old.copies, old.shares, strict=True)]
+        partial = Placement(
+            0, len(hosts),
+            (LayerPlacement(tuple(tuple(layer[e]) for e in present), tuple(shares[e] for e in present)),),
+        )  # fmt: skip
+        load = [row[expert].work for expert in present]
+        orphans = [expert for expert, held in enumerate(layer) if not held]
+        for expert in sorted(orphans, key=lambda expert: (-row[expert].work, expert)):
+            able = [host for host in range(len(hosts)) if free[host] >= row[expert].home_bytes]
+            if not able:
+                return None
+            host = new_expert_host(partial, 0, load, hosts, work=row[expert].work, able=able)
+            partial, load = partial.with_expert(0, host), [*load, row[expert].work]
+            free[host] -= row[expert].home_bytes
+            layer[expert], shares[expert] = [host], (1.0,)
+        layers.append(LayerPlacement(tuple(map(tuple, layer)), tuple(shares)))
+    return Placement(before.version + 1, len(hosts), tuple(layers))
+
+
+def _left_shares(copies: Sequence[int], shares: Sequence[float], *, now: Mapping[int, int]) -> tuple[float, ...]:
+    """Shares of the copies that are left, which sum to one again."""
+    left = [share for host, share in zip(copies, shares, strict=True) if host in now]
+    total = sum(left)
+    return tuple(share / total if total > 0 else 1 / len(left) for share in left)
+
+
+def costs_of(shapes: Sequence[LayerShape], *, trains: bool = True) -> Costs:
+    """Bytes and work of each expert of these layers: under an optimizer with two moments, or of its weights alone."""
+    sizes = [[shape.numel(expert) for expert in range(shape.num_experts)] for shape in shapes]
+    if trains:
+        return costs_of_sizes(sizes)
+    return [[ExpertCost(WEIGHT_BYTES * n, WEIGHT_BYTES * n, row_work(n)) for n in row] for row in sizes]
+
+
+def costs_of_sizes(parameters_LE: Sequence[Sequence[int]]) -> Costs:
+    """`costs_of`, by the number of parameters of each expert."""
+    return [[ExpertCost(HOME_BYTES * n, REPLICA_BYTES * n, row_work(n)) for n in row] for row in parameters_LE]

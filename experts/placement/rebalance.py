@@ -8,12 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experts.placement.lpt import HostLimits, plan
-from experts.placement.packing import OutOfRoom
+from experts.placement.lpt import HostLimits, OutOfRoom, plan
 from experts.placement.policy import Load, Policy, place
-from experts.placement.shares import reshare
-from experts.placement.values import Costs, HostSpec, LayerPlacement, Move, Placement
-from raytrain.plan.text import seconds_text
+from experts.placement.values import Costs, HostSpec, LayerPlacement, Move, Placement, reshare
+from raytrain.plan.choice import seconds_text
 
 #: Weight of the newest interval in the forecast. With synthetic drifts and sampling noise 1, 0.85 and 0.7 gave equal
 #: max over mean in the next interval (1.1130, 1.1123, 1.1127), slower averages more (0.5: 1.120, 0.3: 1.139).

@@ -17,8 +17,7 @@ from pydantic import Field
 
 from cluster.config import Text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
-from jobs.bench.harness.options import BenchOptions, find_benches
-from jobs.bench.harness.summary import count_line, markdown, table
+from jobs.bench.harness.options import BenchOptions, count_line, find_benches, markdown, table
 from raytrain.errors import InputError
 from raytrain.runs.records import plain
 

@@ -25,10 +25,10 @@ from jobs.bench.harness.measuring import (
     median_interval,
 )
 from jobs.bench.harness.sessions import DEVICE, SessionArm, synchronize
-from raytrain.data.loading.prepare import DataPlan, prepare_source
+from raytrain.data.prepare import DataPlan, prepare_source
 from raytrain.data.rows.batches import Cursor, StepBatches
+from raytrain.data.rows.residency import pin, to_device
 from raytrain.data.sources.in_memory import memory_source
-from raytrain.data.transfer import pin, to_device
 from raytrain.train.loader import BatchLoader
 
 CLASSES = 4

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.devices.inventory import missing_for_compile
 from jobs.bench.harness.inputs import draw_bytes, draw_rows, gpt_model, job_of, perceptron_model
 from jobs.bench.harness.measuring import (
     BenchMeasurement,
@@ -22,11 +23,9 @@ from jobs.bench.harness.measuring import (
     matrix_units,
     median_interval,
 )
-from jobs.bench.harness.plain import PlainLoop
 from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
-from jobs.bench.harness.sessions import DEVICE, SavedForBackward, SessionArm, alternate_steps
+from jobs.bench.harness.sessions import DEVICE, PlainLoop, SavedForBackward, SessionArm, alternate_steps
 from raytrain.models.mlp import row_loss
-from raytrain.train.compute.toolchain import missing_for_compile
 
 MAX_STEPS = 100_000
 CLASSES = 10

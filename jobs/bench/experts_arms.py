@@ -16,22 +16,20 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from experts.config import ExpertsConfig
-from experts.distribute import hand_over
+from experts.config import ExpertsConfig, LayerShape
+from experts.distribute import LoadLog, hand_over
 from experts.exchange.dispatch import RemoteExperts
-from experts.exchange.host import HostServer
-from experts.exchange.interval_log import LoadLog
+from experts.exchange.host_server import HostServer
 from experts.exchange.membership import Membership
 from experts.layer import MoELayer
 from experts.models import moe_layer
-from experts.placement.starting import PlacementRules, first_placement
+from experts.placement.policy import PlacementRules, first_placement
 from experts.placement.values import Placement
-from experts.routing.load import LoadTracker
-from experts.shapes import LayerShape
-from experts.transport.process_group import JointGroup
+from experts.router import LoadTracker
+from experts.transport import JointGroup
 from jobs.bench.harness.processes import serve_blocks
 from raytrain.config.sections import OptimConfig
-from raytrain.train.memory.allocator import keep_freed_memory
+from raytrain.train.memory.device import keep_freed_memory
 from raytrain.train.parallel.flat_gradients import GradientBuffers
 from raytrain.trainable import LocalStep, Trainable
 

@@ -169,9 +169,9 @@ def measure_stages(options: Any, found: BenchMeasurement, say: Say) -> None:
     from jobs.bench.harness.sessions import restored_threads
     from jobs.driver.runtime import connected
     from raytrain.infer.stages.actors import remote_pipeline
-    from raytrain.infer.stages.plan import plan_stages
+    from raytrain.infer.stages.partition import plan_stages
     from raytrain.infer.stages.split import SplitModule, StageSplit, skeleton_of
-    from raytrain.infer.stages.weights import parts_of
+    from raytrain.infer.stages.stage import parts_of
 
     draw = torch.Generator().manual_seed(options.seed)
     shape = (options.stage_rows, options.stage_tokens)

@@ -64,7 +64,7 @@ def _measure(
     label, peer = f"{world_size} worker(s)", "plain loop" if world_size == 1 else "plain DDP"
     say(f"{label}, {threads_of(options, world_size)} thread(s) each: starting both arms")
     plain = start_script(
-        server, "plain", "jobs.bench.harness.plain:main", options, world_size=world_size, text=text
+        server, "plain", "jobs.bench.harness.sessions:main", options, world_size=world_size, text=text
     )  # fmt: skip
     ours = OurRun(server, loop_job(options, world_size=world_size, text=text, save_dir=server.folder / "runs"))
     asks = {

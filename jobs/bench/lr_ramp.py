@@ -12,12 +12,12 @@ import torch
 
 from jobs.bench.harness.measuring import Say
 from jobs.bench.harness.sessions import restored_threads
-from jobs.driver.session import session_of
+from jobs.driver.local_session import session_of
 from jobs.job.spec import LoadedSpec
 from raytrain.config.sections import OptimConfig
 from raytrain.execution.reporter import SilentReporter
 from raytrain.train.device import rng_state, set_rng_state
-from raytrain.train.optim.build import Schedule
+from raytrain.train.optim import Schedule
 from raytrain.train.session import Session
 
 

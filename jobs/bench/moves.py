@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from cluster.config import Count
-from experts.config import ExpertsConfig
-from experts.placement.starting import PlacementRules
-from experts.plan.sizes import hidden_widths
-from experts.shapes import LayerShape
+from experts.config import ExpertsConfig, LayerShape
+from experts.placement.policy import PlacementRules
+from experts.sizes import hidden_widths
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, equal_series
 from jobs.bench.harness.options import BenchOptions

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experts.config import LayerShape
 from experts.member.shard import ExpertShard
-from experts.placement.starting import PlacementRules, starting_placement
+from experts.placement.policy import PlacementRules, starting_placement
 from experts.placement.values import Placement, equal_hosts
-from experts.routing.router import TopKRouter
-from experts.shapes import LayerShape
+from experts.router import TopKRouter
 from jobs.bench.experts_arms import FileConnection, serve_host
 from jobs.bench.harness.processes import serve_blocks
 from jobs.bench.harness.sessions import LossLog, SessionArm
-from raytrain.train.memory.allocator import keep_freed_memory
+from raytrain.train.memory.device import keep_freed_memory
 from raytrain.trainable import Notice
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from jobs.bench.harness.plain import PlainLoop, gpt_loop, language_loss
 from jobs.bench.harness.processes import JsonConnection, connect
+from jobs.bench.harness.sessions import PlainLoop, gpt_loop, language_loss
 from jobs.bench.loop_arms import LOG_EVERY
 
 

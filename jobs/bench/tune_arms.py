@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jobs.driver.session import session_of
+from jobs.driver.local_session import session_of
 from raytrain.autotune.batch_search import PASSES, BatchDecision, BatchSpace, Contest, Proposal, decide, next_proposals
 from raytrain.autotune.comparisons import run_proposal
 from raytrain.autotune.measurement import Candidate, Measurement

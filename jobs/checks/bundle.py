@@ -152,7 +152,7 @@ def _printed(command: list[str]) -> str:
 
 def _of_run(run: RunFolder) -> dict[str, str]:
     """What the records show to be wrong, and the last lines of each text of the run."""
-    from raytrain.report.findings.rules import diagnose, finding_lines
+    from raytrain.report.findings import diagnose, finding_lines
     from raytrain.report.records import read_records
 
     found = {"run/findings.txt": "\n".join([f"run {run.path}", *finding_lines(diagnose(read_records(run)))]) + "\n"}

@@ -14,13 +14,11 @@ from rich.console import Console
 
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
 from cluster.wording import counted
-from jobs.driver.plan import plan_job, show_only_picked
+from jobs.driver.planning import plan_job, show_only_picked
+from jobs.driver.progress import Activity, Phases
 from jobs.driver.result import Result, close_run
-from jobs.driver.resume import Resumed
-from jobs.driver.run_folder import OpenRun, open_run, record_inference, replan
+from jobs.driver.run_folder import OpenRun, Resumed, open_run, record_inference, replan
 from jobs.driver.runtime import cluster_size, connected, dashboard_url
-from jobs.driver.screen.phases import Phases
-from jobs.driver.screen.progress import Activity
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import JobSpec, LoadedSpec
 from raytrain.config.sections import RetryConfig
@@ -28,11 +26,11 @@ from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import this_process
 from raytrain.runs.records import event
 
 if TYPE_CHECKING:  # imports torch
-    from jobs.driver.checks.job import Checked
+    from jobs.driver.check_job import Checked
 
 #: What the driver does first, by `cluster_address`.
 CONNECTING = {"local": "starting Ray", "connected": "looking at the Ray that this process is connected to"}
@@ -71,7 +69,7 @@ class RunPlanner:
         plan = self._plan(inventory, hosts_of_run=hosts)
         if shared:
             from experts.hosts.reserve import request_of
-            from jobs.driver.watch.cluster import check_room  # imports Ray
+            from jobs.driver.watch import check_room  # imports Ray
 
             asked = self.spec.scale.workers
             needs = request_of(plan, workers=asked[0] if isinstance(asked, tuple) else None).needs
@@ -189,7 +187,7 @@ class RunAttempts:
                 if not cluster.local:
                     self._show_dashboard(self.opened)
                 activity.begin("preparing the workers' job")
-                from jobs.driver.watch.fit import fit_watched  # imports Ray, which reads the environment of `connected`
+                from jobs.driver.watch import fit_watched  # imports Ray, which reads the environment of `connected`
 
                 self.result = fit_watched(
                     self._spec,
@@ -227,7 +225,7 @@ def next_attempt(opened: OpenRun, error: ClusterLost, *, retry: RetryConfig, fal
         RunError: the rules end the run, or another command has taken it over.
     """
     from raytrain.checkpoint.reader import list_checkpoints
-    from raytrain.execution.recovery.failure_policy import decide, origins
+    from raytrain.execution.recovery import decide, origins
     from raytrain.runs.faults import lost_cluster, read_faults, write_fault
 
     run = opened.run

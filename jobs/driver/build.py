@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from jobs.job.paths import resolved
+from jobs.job.facts import resolved
 from jobs.job.spec import JobSpec
 from raytrain.config.user_code import resolve, users_errors
 from raytrain.data.rows.contract import Batch, Source
+from raytrain.data.rows.residency import tensors_of
 from raytrain.data.sources.open import open_source
-from raytrain.data.transfer import tensors_of
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.registry import call_builder, check_keys, takes, to_trainable

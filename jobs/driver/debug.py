@@ -6,14 +6,13 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.checks.ray_job import is_submitted
 from cluster.devices.inventory import local_inventory
-from cluster.telemetry.process import limit_memory
+from cluster.preflight import is_submitted
+from cluster.telemetry.processes import limit_memory
 from jobs.driver.attempts import RunPlanner
-from jobs.driver.plan import show_only_picked
+from jobs.driver.planning import show_only_picked
+from jobs.driver.progress import TRAINING, figures
 from jobs.driver.run_folder import OpenRun
-from jobs.driver.screen.phases import TRAINING
-from jobs.driver.screen.progress import figures
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import JobSpec
 from jobs.torchrun import leader
@@ -44,7 +43,7 @@ def debugged(
     inventory = local_inventory()
     opened = planner.open(inventory)
     show_only_picked(str(opened.plan.choices()["accelerator"].value_or("cpu")), inventory)
-    from jobs.driver.checks.job import train_job  # imports torch
+    from jobs.driver.check_job import train_job  # imports torch
     from raytrain.execution.worker import Worker
     from raytrain.train.parallel.collectives import Workers
 

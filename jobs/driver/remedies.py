@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.devices.inventory import inventory_from_json
-from jobs.driver.plan import plan_job
+from jobs.driver.planning import plan_job
 from jobs.job.facts import formula_facts, shapes_of_data
 from jobs.job.spec import JobSpec, load_spec, may_change_on_resume
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
+from raytrain.plan.memory import widest
 from raytrain.plan.plan import Plan
-from raytrain.plan.rules.memory import widest
 from raytrain.runs.faults import Fault, read_faults
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event

@@ -15,23 +15,19 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.checks.ray_job import is_submitted
+from cluster.preflight import is_submitted
 from cluster.wording import counted
+from jobs.driver.plan_table import print_command, print_row
+from jobs.driver.progress import Activity, Phases
 from jobs.driver.remedies import record_remedies
-from jobs.driver.screen.commands import print_command, print_row
-from jobs.driver.screen.phases import Phases
-from jobs.driver.screen.progress import Activity
-from jobs.job.paths import path_from_here, text_from_here
+from jobs.job.facts import path_from_here, text_from_here
 from raytrain.errors import RaytrainError, RunError, first_line
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
-from raytrain.runs.commands import has_objects, on_cluster, resume_command, shell_command
 from raytrain.runs.faults import read_faults
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
-from raytrain.runs.records import event
+from raytrain.runs.folder import RunFolder, has_objects, on_cluster, resume_command, shell_command, this_process
+from raytrain.runs.records import account, account_of_last, event
 from raytrain.runs.storage import join, open_store, split
-from raytrain.runs.time_account import account, account_of_last
 
 _COMMANDS = itertools.count()
 #: How much of a language model's sample is printed.
@@ -88,7 +84,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """For notebooks: how it ended, the loss curves, and where its files are."""
-        from raytrain.report.page.snippet import result_snippet
+        from raytrain.report.page import result_snippet
 
         return result_snippet(
             {"status": self.status, "steps": self.steps, "final loss": self.final_loss,
@@ -156,8 +152,8 @@ def _report(run: RunFolder, result: AttemptResult) -> tuple[str, list[str]]:
     Raises:
         RunError: the folder of a run that is done cannot be written.
     """
-    from raytrain.report.build import build_report
-    from raytrain.report.findings.rules import diagnose, finding_lines
+    from raytrain.report.findings import diagnose, finding_lines
+    from raytrain.report.page import build_report
     from raytrain.report.records import read_records
 
     findings: list[str] = []

@@ -1,28 +1,271 @@
-"""Opens the folder of a run: checks the machine, creates or resumes the folder, writes the records of the start."""
+"""Creates or resumes the folder of a run: `--resume` finds it and checks which keys changed; first records.
+
+`jobs.driver.attempts` opens it once for a command.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from cluster.checks.preflight import CheckResult, check_seen_by_all, run_preflight
-from cluster.checks.ray_job import check_ray_job, submission_id
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
+from cluster.preflight import CheckResult, check_ray_job, check_seen_by_all, run_preflight, submission_id
+from jobs.driver.plan_table import ResumedFrom, print_plan, print_start
 from jobs.driver.result import answers_rows, last_sign_of_life
-from jobs.driver.resume import Resumed, changed_values
-from jobs.driver.screen.plan_table import print_plan, print_start
-from jobs.job.paths import absolute_path, local_paths
-from jobs.job.spec import JobSpec, LoadedSpec
-from raytrain.config.decode import load_yaml
-from raytrain.errors import InputError
+from jobs.job.facts import absolute_path, local_paths, path_from_here
+from jobs.job.spec import (
+    JobSpec,
+    LoadedSpec,
+    changed_keys,
+    check_objects,
+    load_spec,
+    may_change_on_resume,
+    read_job,
+    values_of,
+)
+from raytrain.config.decode import apply_overrides, encode, load_yaml
+from raytrain.config.messages import describe
+from raytrain.errors import CheckpointError, InputError
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
+from raytrain.runs.faults import fallen_precision
+from raytrain.runs.folder import RunFolder, find_unfinished, run_to_name, shell_command, start_anew, this_process
 from raytrain.runs.records import event
+from raytrain.runs.storage import typed_path
+
+# ---------------------------------------------------------------- resume
+# `--resume`: finds the run, loads its job and checks which keys changed.
+
+
+#: The driver also reads the content of checkpoints up to this size. That of larger ones, and of those in an object
+#: store, is checked by the workers only, who read it anyway: reading it twice would delay the start by minutes.
+HASHED_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run to resume.
+
+    Attributes:
+        changed: the dotted keys that differ from the run's own job.
+        step: of the newest checkpoint found to be valid (`check_checkpoints`); None: there is none, or nobody looked.
+    """
+
+    run: RunFolder
+    loaded: LoadedSpec
+    changed: list[str]
+    finished: bool = False
+    step: int | None = None
+
+    def has_checkpoint(self) -> bool:
+        """Whether the run has a complete checkpoint."""
+        from raytrain.checkpoint.reader import list_checkpoints  # imports torch, as the command has by now
+
+        return any(info.complete for info in list_checkpoints(self.run))
+
+    def hosts(self) -> Any:
+        """The expert hosts in the plan of the run; None if the run has no plan yet."""
+        if not self.run.exists(self.run.plan):
+            return None
+        return Plan.from_json(self.run.read_json(self.run.plan)).hosts.value_or(None)
+
+    def taken_over(self, plan: Plan, *, attempt: int) -> ResumedFrom:
+        """Where the run continues, and what earlier attempts have measured of the choices that the plan leaves open.
+
+        Args:
+            attempt: number of the attempt that starts.
+        """
+        from raytrain.checkpoint.reader import list_checkpoints  # imports torch, as the command has by now
+
+        run, measured = self.run, dict[str, Any]()
+        newest = max((info.step for info in list_checkpoints(run) if info.complete), default=None)
+        step = newest if self.step is None else self.step
+        known = run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
+        rows = [row for row in run.read_rows(run.events) if row["kind"] == "attempt" and row.get("precision")]
+        if isinstance(plan.precision, Deferred):
+            saved = rows[-1]["precision"] if rows and step is not None else None  # that of the checkpoint
+            value = fallen_precision(run) or saved or known.get("precision", {}).get("value")
+            measured |= {} if value is None else {"precision": value}
+        micro = known.get("micro_batch", {})
+        settings, now = (
+            micro.get("settings", {}),
+            {"global_batch_size": plan.global_batch_size, "workers": plan.workers},
+        )
+        same = all(settings.get(name) == choice.value_or(None) for name, choice in now.items())
+        if isinstance(plan.micro_batch_size, Deferred) and micro and same:
+            measured["micro_batch"] = micro["value"]
+        return ResumedFrom(step, attempt, measured)
+
+    def checked_against(self, plan: Plan) -> RunFolder:
+        """Check that this plan can load the newest checkpoint, and return the run.
+
+        Raises:
+            InputError: the checkpoint stores experts separately and the plan puts them in the model, or vice versa.
+        """
+        from raytrain.checkpoint.reader import (  # imports torch, as the command has by now
+            list_checkpoints,
+            read_manifest,
+        )
+
+        saved = [info for info in list_checkpoints(self.run) if info.complete]
+        if not saved or not isinstance(plan.hosts, Resolved):
+            return self.run
+        inside = read_manifest(saved[-1].path).get("experts") is None
+        if (plan.hosts.value in ("none", 0)) is not inside:
+            where = "inside the model" if inside else "separately, by name"
+            raise InputError(
+                "experts.hosts", got=f"{plan.hosts.value} ({plan.hosts.reason})",
+                expected="0" if inside else "any number of hosts above 0, or colocated",
+                remedy=f"the checkpoint of step {saved[-1].step} stores the experts {where}",
+            )  # fmt: skip
+        return self.run
+
+
+def open_resumed(
+    resume: str, path: Path | None, overrides: Sequence[str], *, loaded: LoadedSpec | None = None,
+    mapping: Mapping[str, Any] | None = None,
+) -> Resumed | None:  # fmt: skip
+    """Find the run to resume; None for "auto" if there is none.
+
+    Args:
+        resume: a run folder, or "auto": the newest unfinished run of the job `loaded`.
+        path: a JOB.yaml, which may change only some keys.
+        overrides: changes on the command line, under the same rule.
+        mapping: the job as given from Python, instead of `path`: with the objects that no run folder can hold.
+
+    Raises:
+        InputError: there is no such run, it is still running (with its host and pid), or a key may not change.
+    """
+    if resume == "auto":
+        assert loaded is not None
+        found = find_unfinished(loaded.spec.save.dir, loaded.spec.name, load_yaml(loaded.merged_text, origin="job"))
+        return None if found is None else Resumed(found, loaded, [])
+    try:
+        run = RunFolder.open(resume)
+    except InputError as error:
+        raise InputError("--resume", got=error.got, expected=error.expected, remedy=error.remedy) from error
+    if not run.exists(run.job_mapping):
+        seen, remedy = f"{resume}, which has no job.json", run_to_name(resume)
+        raise InputError("--resume", got=seen, expected="the folder of a run", remedy=remedy)
+    alive = run.alive()
+    if alive:
+        raise InputError(
+            "--resume",
+            got=f"{path_from_here(run.path)}, which is still running with pid {alive['pid']} on {alive['host']}",
+            expected="a run that has ended",
+            remedy="stop it first, or wait",
+        )
+    original = _with_earlier_changes(run, run.recorded_job())
+    path = path and Path(typed_path(str(path), key=str(path)))
+    given = load_yaml(read_job(path), origin=str(path)) if path else original if mapping is None else mapping
+    merged, _ = apply_overrides(given, overrides)
+    changed = changed_keys(original, merged)
+    refused = [key for key in changed if not may_change_on_resume(key)]
+    if refused:
+        before, after = values_of(original).get(refused[0]), values_of(merged).get(refused[0])
+        raise InputError(
+            refused[0],
+            got=f"the changed value {describe(after)}",
+            expected=f"{describe(before)}, with which the run started",
+            remedy="this key cannot change on resume; start a new run without --resume to change it",
+        )
+    loaded = _from_run(load_spec(mapping=merged), changed)
+    check_objects(loaded.spec)
+    _refuse_fewer_steps(run, loaded, changed)
+    return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))
+
+
+def check_checkpoints(resumed: Resumed) -> Resumed:
+    """Check that one of the checkpoints of a run can be loaded, and return the run with the step of that one.
+
+    A run that was interrupted before its first checkpoint was complete begins at step 0, and is no error. Without this
+    check, a run with damaged checkpoints would begin there too, and its metrics and weights would be replaced.
+
+    Raises:
+        InputError: it has complete checkpoints, and all are damaged.
+    """
+    from raytrain.checkpoint.reader import check, list_checkpoints  # imports torch
+
+    problems = []
+    for info in reversed([info for info in list_checkpoints(resumed.run) if info.complete]):
+        try:
+            check(info.path, hash_up_to=HASHED_BYTES)
+            return replace(resumed, step=info.step)
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputError(
+            "--resume",
+            got=f"{path_from_here(resumed.run.path)}, whose checkpoints are all damaged ({'; '.join(problems)})",
+            expected="a run with a valid checkpoint", remedy=start_anew(resumed.run),
+        )  # fmt: skip
+    return resumed
+
+
+def changed_values(resumed: Resumed | None) -> dict[str, Any]:
+    """{dotted key: value} of what a resume changes, for the record of its command: the next resume starts from it."""
+    if resumed is None:
+        return {}
+    config, found = encode(resumed.loaded.spec), dict[str, Any]()
+    for key in resumed.changed:
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if not (isinstance(value, str) and value.startswith("<object ")):  # only its program has an object
+            found[key] = value
+    return found
+
+
+def _with_earlier_changes(run: RunFolder, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's own job with what earlier resumes changed: an extension outlives an interruption."""
+    events = run.read_rows(run.events) if run.exists(run.events) else []
+    rows = [row["changes"] for row in events if row["kind"] == "driver_start" and row.get("changes")]
+    given = [f"{key}={json.dumps(value)}" for changes in rows for key, value in changes.items()]
+    return apply_overrides(mapping, given)[0]
+
+
+def _refuse_fewer_steps(run: RunFolder, loaded: LoadedSpec, changed: list[str]) -> None:
+    """Refuse a new number of steps that the run has reached already.
+
+    Raises:
+        InputError: nothing would be trained.
+    """
+    most = loaded.spec.loop.max_steps
+    if "loop.max_steps" not in changed or most is None:
+        return
+    from raytrain.checkpoint.reader import list_checkpoints  # imports torch
+
+    reached = max((info.step for info in list_checkpoints(run) if info.complete), default=0)
+    if most <= reached:
+        raise InputError(
+            "loop.max_steps", got=str(most), expected=f"more than {reached}, the step of the newest checkpoint",
+            remedy=f"`{shell_command('export', path_from_here(run.path))}` writes its weights without training",
+        )  # fmt: skip
+
+
+def _extended(changed: list[str]) -> bool:
+    """Whether the length of the run changed, so that a finished run continues."""
+    return bool({"loop.max_steps", "loop.epochs"} & set(changed))
+
+
+def _from_run(loaded: LoadedSpec, changed: list[str]) -> LoadedSpec:
+    """The same job, with the keys that --resume did not change marked as coming from the run."""
+    sources = {
+        key: "resume" if ".".join(key.split(".")[:2]) in changed else "run" if source == "python" else source
+        for key, source in loaded.sources.items()
+    }
+    return replace(loaded, sources=sources)
+
+
+# ---------------------------------------------------------------- run folder
+# Opens the folder of a run: checks the machine, creates or resumes the folder, writes the records of the start.
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.checks.head import head_problem
-from cluster.checks.ray_job import is_submitted
 from cluster.environment import LOOPBACK, ray_environment, restored_environment, variables_kept_from_ray
-from cluster.network import answers, loopback_only
-from cluster.private_ray import LONGEST_BASE, PATIENT, SHORT_BASE, end_daemons, last_words, private_folder, private_ray
+from cluster.network import answers, head_problem, loopback_only
+from cluster.preflight import is_submitted
+from cluster.ray_runtime import LONGEST_BASE, PATIENT, SHORT_BASE, end_daemons, last_words, private_folder, private_ray
 from jobs.driver.signals import restored_handlers
 from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError, first_line
 from raytrain.plan.choice import Resolved
+from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.plan import Plan
-from raytrain.plan.rules.hosts import separate_hosts
 from raytrain.runs.faults import RAY_FAILED, RAY_NOT_STARTED
 
 #: Actors of a run that reserve no CPU: the driver's channel, Ray Train's controller and its meeting point of workers.
@@ -112,7 +111,7 @@ def cluster_size(plan: Plan | None) -> tuple[int, int, int]:
 def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, workers: int = 0) -> Iterator[Cluster]:
     """Connect to `address`, or start a private cluster if it is "local"; shut down at the end.
 
-    A local cluster is private (`cluster.private_ray`). Call it in the main thread, since Ray ties the cluster's
+    A local cluster is private (`cluster.ray_runtime`). Call it in the main thread, since Ray ties the cluster's
     lifetime to the thread that started it.
 
     Args:

@@ -17,7 +17,7 @@ from raytrain.infer.model import InferenceModel
 from raytrain.infer.quantize import KEY as QUANTIZE
 from raytrain.infer.quantize import saved_bytes
 from raytrain.infer.stages.measure import LEAST_BATCHES, PartTimes
-from raytrain.infer.stages.plan import (
+from raytrain.infer.stages.partition import (
     KEY,
     MAP,
     POLICY,
@@ -32,10 +32,10 @@ from raytrain.infer.stages.plan import (
     sizes_of_keys,
 )
 from raytrain.infer.stages.split import StageSplit, skeleton_of, stored_weights
-from raytrain.infer.stages.weights import check_weights
-from raytrain.models.huggingface.folder import read_config
-from raytrain.plan.rules.hosts import number_of_hosts
-from raytrain.plan.text import seconds_text, size_text
+from raytrain.infer.stages.stage import check_weights
+from raytrain.models.huggingface import read_config
+from raytrain.plan.choice import seconds_text, size_text
+from raytrain.plan.expert_hosts import number_of_hosts
 
 # ---------------------------------------------------------------- stages
 
@@ -186,7 +186,7 @@ def memory_of(target: Target, *, rows: int) -> InferenceMemory | None:
 
 
 def _parts(target: Target) -> list[ModelPart]:
-    from raytrain.infer.stages.weights import parts_of
+    from raytrain.infer.stages.stage import parts_of
 
     trainable = skeleton_of(target.model)
     check_weights(trainable.module, stored_weights(target.model))
@@ -325,7 +325,7 @@ def with_hosts(model: InferenceModel, target: Target, choice: HostChoice, *, thr
         folder: of the job.
     """
     from experts.hosts.host import ProcessLimits
-    from experts.hosts.replica import HostsOfReplica, ReplicaConnection
+    from experts.hosts.reserve import HostsOfReplica, ReplicaConnection
 
     spec = target.spec
     about = HostsOfReplica(

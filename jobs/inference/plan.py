@@ -15,7 +15,7 @@ from jobs.inference.layout import HOSTS_KEY as HOSTS
 from jobs.inference.layout import MEASURED as MEASURED_STAGES
 from jobs.inference.layout import HostChoice, StageChoice, choose_hosts, choose_stages, told_balance
 from jobs.inference.target import Target
-from jobs.job.paths import absolute_path
+from jobs.job.facts import absolute_path
 from raytrain.config.decode import encode
 from raytrain.data.sources.ray_dataset import is_ray_dataset
 from raytrain.errors import InputError, RunError
@@ -33,7 +33,7 @@ from raytrain.infer.input import (
     usual_rows,
 )
 from raytrain.infer.output import CONVERTED, RESULT_COLUMNS, TIMING_COLUMNS, OutputFolder, digest_of
-from raytrain.infer.stages.plan import KEY as STAGES
+from raytrain.infer.stages.partition import KEY as STAGES
 from raytrain.infer.worker import Work, kept_columns
 from raytrain.runs.storage import join, open_store, typed_path
 

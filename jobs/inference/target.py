@@ -11,8 +11,7 @@ from typing import Any
 
 from cluster.devices.inventory import Inventory
 from jobs.driver.runtime import cluster_address
-from jobs.job.facts import formula_facts
-from jobs.job.paths import resolve_model_paths, resolved
+from jobs.job.facts import formula_facts, resolve_model_paths, resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from jobs.report import NEWEST
 from raytrain.config.sections import ScaleConfig
@@ -21,14 +20,12 @@ from raytrain.data.rows.contract import Source
 from raytrain.errors import InputError
 from raytrain.execution.export import checkpoint_of
 from raytrain.infer.model import InferenceModel
-from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, KEYS, read_config
-from raytrain.models.huggingface.tokenizer import has_tokenizer
+from raytrain.models.huggingface import CAUSAL_LM, CLASSIFIER, KEYS, has_tokenizer, read_config
 from raytrain.models.weights.headers import find_weights
-from raytrain.plan.rules.accelerators import of_ray
-from raytrain.plan.rules.devices import BF16_CAPABILITY, DevicePool, choose_devices
+from raytrain.plan.machines import BF16_CAPABILITY, DevicePool, choose_devices, of_ray
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import Store, join, open_store, typed_path
-from raytrain.train.build import source_facts
+from raytrain.train.job import source_facts
 
 EXPECTED = "a run folder, a JOB.yaml, a folder of transformers, or module:function"
 #: The source of a job that was made for a model alone: it is never opened.

@@ -1,14 +1,25 @@
-"""The keys of a job with their meanings: for `raytrain keys`, `raytrain VERB --help`, and editors as a JSON schema."""
+"""The keys of a job with their meanings, as text and JSON schema; other launchers' options as our keys.
+
+For `raytrain keys`, `raytrain schema`, `--help`, and options such as `--num_processes 4`.
+"""
 
 from __future__ import annotations
 
+import difflib
+import shlex
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs.job.extended import EXTENDS
-from jobs.job.spec import JobSpec
-from raytrain.config.messages import KeyRow, key_rows, near_names, suggestion
+from jobs.job.spec import EXTENDS, JobSpec
+from raytrain.config.decode import accepts
+from raytrain.config.messages import SPELLINGS, KeyRow, key_rows, meant, near_names, suggestion
 from raytrain.errors import InputError
+from raytrain.runs.folder import shell_command
+
+# ---------------------------------------------------------------- keys
+# The keys of a job with their meanings: for `raytrain keys`, `raytrain VERB --help`, and editors as a JSON schema.
+
 
 #: The keys that a first job needs, by verb, in the order of its help.
 IMPORTANT = {
@@ -86,3 +97,121 @@ def job_schema() -> dict[str, Any]:
 
 def _entry(row: KeyRow) -> tuple[str, str]:
     return f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})".lstrip()
+
+
+# ---------------------------------------------------------------- launchers
+# Options of other launchers, such as `--num_processes 4` of Accelerate, as the keys that mean the same here.
+
+
+#: For every verb that takes a job.
+LAUNCHER = {"num_processes": "scale.workers", "mixed_precision": "precision.dtype"}
+#: For the other verbs that take a job.
+TRAINING = {"experts": "experts.num_experts", "parallel_strategy": "experts.hosts", "compile": "loop.compile"}
+#: For `infer`.
+INFERENCE = {"data_source": "infer.input", "max_samples": "infer.max_samples", "strategy": "infer.template"}
+FILES = ("c", "config", "config_file", "job", "file")
+"""What other programs call the job file."""
+MACHINES = "num_machines"
+TORCHRUN = ("nnodes", "node_rank", "master_addr", "master_port")
+"""Options of torchrun itself, which takes them before the verb."""
+_VALUES = {
+    ("precision.dtype", "no"): "fp32", ("infer.max_samples", "None"): "null", ("loop.compile", "true"): "default",
+    ("loop.compile", "false"): "off", ("experts.hosts", "data_parallel"): "0",
+    ("experts.hosts", "expert_parallel"): "colocated",
+}  # fmt: skip
+
+
+def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """The arguments with `section.key=value` in the place of each known option; all others stay as they are.
+
+    Args:
+        names: option, without its dashes and with underscores -> key.
+    Raises:
+        InputError: an option without a value, or several machines without a cluster.
+    """
+    found, waiting = [], list(arguments)
+    while waiting:
+        given = waiting.pop(0)
+        name, mark, value = given[2:].partition("=")
+        name = name.replace("-", "_")
+        if not given.startswith("--") or name not in (*names, MACHINES):
+            found.append(given)
+            continue
+        if not mark and name == "compile":  # a switch, or a word behind it
+            value = waiting.pop(0) if waiting and waiting[0].lower() in ("true", "false") else "true"
+        elif not mark:
+            if not waiting:
+                raise InputError(given, got="no value", expected=f"{given} VALUE")
+            value = waiting.pop(0)
+        if name == MACHINES:
+            _check_machines(value, arguments)
+            continue
+        key, plain = names[name], value.lower() if value in ("True", "False") else value
+        found.append(f"{key}={_VALUES.get((key, plain), plain)}")
+    return found
+
+
+def unknown_among(option: str, given: Sequence[str], *, verb: str, known: Sequence[str]) -> InputError:
+    """`unknown_option` for an option among all arguments, with the value that follows it.
+
+    Args:
+        option: what click found; short ones hold a letter each.
+        given: the arguments of the verb.
+    """
+    place = next((n for n, text in enumerate(given) if text.partition("=")[0] == option), None)
+    place = place if place is not None else next((n for n, text in enumerate(given) if text.startswith(option)), None)
+    value: str | None = None
+    if place is not None:
+        _, mark, value = given[place].partition("=")
+        after = given[place + 1] if place + 1 < len(given) else ""
+        value = value if mark else after if after and not after.startswith("-") and "=" not in after else None
+    return unknown_option(option, value, verb=verb, known=known)
+
+
+def unknown_option(option: str, value: str | None, *, verb: str, known: Sequence[str]) -> InputError:
+    """The error for an option that a verb does not have, with what to type instead.
+
+    Args:
+        option: as it was given, with its dashes.
+        value: what followed it, if that may belong to it.
+        known: the options of the verb.
+    """
+    name = option.lstrip("-").replace("-", "_")
+    if name in FILES:
+        typed = shell_command(verb, value or "job.yaml")
+        return InputError(option, got="an option", expected="the job file alone", remedy=f"did you mean `{typed}`?")
+    if name in TORCHRUN:
+        words = f"plan job.yaml --print torchrun --nproc_per_node N --nnodes N --{name}".split()
+        typed = shell_command(*words, value or "VALUE")
+        expected = "an option of torchrun, which starts this command on each node"
+        return InputError(option, got="an option of the verb", expected=expected, remedy=f"`{typed}` prints how")
+    examples = {row.key: row.example for row in key_rows(JobSpec)}
+    last = [key for key in examples if key.rpartition(".")[2] == name]
+    close = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in examples], n=1, cutoff=0.75)
+    near = [key for key in examples if close and key.rpartition(".")[2] == close[0]]
+    of_verb = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+    key = next(iter([*([meant(name)] if meant(name) else []), *last, *([] if of_verb else near)]), None)
+    expected = "section.key=value" + (f", or one of {', '.join(known)}" if known else "")
+    typed = key if key is None or "=" in key else _typed(key, name, value, example=examples[key])
+    guess = typed or next(iter(of_verb), None)
+    remedy = f"did you mean {guess}?" if guess else "`raytrain keys` lists the keys"
+    return InputError(option, got="an unknown option", expected=expected, remedy=remedy)
+
+
+def _typed(key: str, name: str, value: str | None, *, example: str) -> str:
+    """`key=value` with the value that was given with an option `name`; with one that the key takes if it does not take
+    that."""
+    for one in (name if name in ("fp16", "bf16") else value, SPELLINGS.get((value or "").lower())):
+        if one and accepts(JobSpec, f"{key}={one}"):
+            return shlex.quote(f"{key}={one}")
+    return example or f"{key}=VALUE"
+
+
+def _check_machines(value: str, arguments: Sequence[str]) -> None:
+    """Ray knows the machines of its cluster: more than one need nothing but its address."""
+    if value != "1" and not any(given.startswith("cluster.address=") for given in arguments):
+        raise InputError(
+            f"--{MACHINES}", got=value, expected="1, or the address of a Ray cluster of these machines",
+            remedy="add cluster.address=HOST:PORT; workers are spread over its nodes. Without a cluster: "
+            "`raytrain plan job.yaml --print torchrun`",
+        )  # fmt: skip

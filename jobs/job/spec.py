@@ -1,13 +1,13 @@
-"""The job: all sections, the source of each value, and the checks that involve two sections.
+"""The job: a JOB.yaml or a recipe, `extends`, all sections, the source of each value, and checks across sections.
 
-Only `jobs` handles a complete job. Each section checks its own values; this module refuses valid values that are not
-implemented yet.
+`load_spec` is the first call of every verb that takes a job; every later module receives the `JobSpec`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,9 @@ from pydantic import Field
 
 from cluster.config import ClusterConfig, Section, TelemetryConfig
 from experts.config import ExpertsConfig
-from experts.plan.sizes import check_section, check_used
-from jobs.job.extended import extended
-from jobs.job.job_file import RECIPES, read_job, recipe_named
+from experts.sizes import check_section, check_used
 from raytrain.config.decode import apply_overrides, decode, dump_yaml, encode, load_yaml, parse_override
-from raytrain.config.messages import describe
+from raytrain.config.messages import describe, suggestion
 from raytrain.config.sections import (
     PLACEHOLDER,
     DataConfig,
@@ -37,9 +35,170 @@ from raytrain.config.sections import (
 )
 from raytrain.data.sources.keys import is_path_key
 from raytrain.errors import InputError
-from raytrain.models.huggingface.folder import KEYS as FOLDER_KEYS
-from raytrain.plan.rules.batch import one_worker_for_whole
+from raytrain.models.huggingface import KEYS as FOLDER_KEYS
+from raytrain.plan.batch import one_worker_for_whole
 from raytrain.runs.storage import typed_path
+
+# ---------------------------------------------------------------- job file
+# Reads the text of a JOB.yaml file or of a packaged recipe.
+
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Names of the packaged recipes, as the command line accepts them."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def recipe_named(job: Path) -> Path | None:
+    """The file of the packaged recipe that `job` names; None if it names none, or if a file of that name exists."""
+    bare = len(job.parts) == 1 and job.name in recipe_names()
+    return RECIPES / f"{job.name}.yaml" if bare and not job.is_file() else None
+
+
+def recipe_lines() -> list[str]:
+    """One line for each recipe: its name and its first comment."""
+    width = max(map(len, recipe_names()))
+    firsts = {name: read_recipe(name).splitlines()[0] for name in recipe_names()}
+    return [f"{name.ljust(width)}  {first.removeprefix('# ').rstrip(':')}" for name, first in firsts.items()]
+
+
+def read_recipe(name: str) -> str:
+    """Return the text of a packaged recipe.
+
+    Raises:
+        InputError: there is no such recipe; the error lists all names.
+    """
+    if name not in recipe_names():
+        known = recipe_names()
+        raise InputError("recipe", got=name, expected=f"one of {', '.join(known)}", remedy=suggestion(name, known))
+    return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def read_job(path: Path) -> str:
+    """Return the text of a JOB.yaml or of a packaged recipe.
+
+    Raises:
+        InputError: the file cannot be read; the error names it.
+    """
+    key = str(path)
+    path = recipe_named(path) or path
+    if path.is_dir():
+        resume = f"to resume a run, use {shlex.join(['--resume', key])}" if (path / "job.yaml").exists() else ""
+        raise InputError(key, got="a folder", expected="a YAML file or a recipe", remedy=resume)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        expected = f"a YAML file or a recipe: {', '.join(recipe_names())}"
+        raise InputError(
+            key, got="no such file", expected=expected, remedy=suggestion(path.stem, recipe_names())
+        ) from error
+    except UnicodeDecodeError as error:
+        seen = f"a byte that is not valid UTF-8, at position {error.start}"
+        raise InputError(key, got=seen, expected="a text file in UTF-8") from error
+    except (OSError, ValueError) as error:
+        raise InputError(key, got=str(error), expected="a YAML file that can be read") from error
+
+
+# ---------------------------------------------------------------- extended
+# Jobs that change another one: `extends: base.yaml`, or the name of a recipe.
+
+
+EXTENDS = "extends"
+"""The key of a job that names another one, whose values it changes."""
+#: A key of a job -> the sections that a base must not add to: their other keys are arguments of the one they replace.
+REPLACES = {("model", "builder"): ("model", "experts"), ("model", "module"): ("model", "experts"), ("data", "source"):
+            ("data",), ("data", "train"): ("data",)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExtendedJob:
+    """A job with what it inherits.
+
+    Attributes:
+        mapping: all values, without `extends`.
+        bases: what it extends, nearest first: (its mapping, "file" or "recipe").
+        names: the files of `bases`, or the names of recipes.
+    """
+
+    mapping: dict[Any, Any]
+    bases: tuple[tuple[dict[Any, Any], str], ...] = ()
+    names: tuple[str, ...] = ()
+
+
+def extended(mapping: Mapping[Any, Any], *, file: Path | None) -> ExtendedJob:
+    """A job merged into those that it extends: its values replace theirs key by key, and null takes one back.
+
+    Args:
+        file: of the job, which a base is relative to; None: relative to the current folder.
+
+    Raises:
+        InputError: a base cannot be read, or the jobs extend each other in a circle.
+    """
+    own = dict(mapping)
+    bases: list[tuple[dict[Any, Any], str]] = []
+    names: list[str] = []
+    seen = [] if file is None else [str(file.resolve())]
+    merged, current = _without(own), own
+    while current.get(EXTENDS) is not None:
+        base, is_recipe = _located(current[EXTENDS], folder=Path() if file is None else file.parent)
+        where = str(base.resolve())
+        if where in seen:
+            circle = " -> ".join([*seen, where])
+            raise InputError(EXTENDS, got=f"a circle: {circle}", expected="jobs of which one extends none")
+        seen.append(where)
+        current = dict(load_yaml(read_job(base), origin=str(base)))
+        bases.append((_without(current), "recipe" if is_recipe else "file"))
+        names.append(base.stem if is_recipe else str(base))
+        merged, file = _merged(_without(current), merged), base
+    return ExtendedJob(merged, tuple(bases), tuple(names))
+
+
+def _without(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in mapping.items() if key != EXTENDS}
+
+
+def _located(given: Any, *, folder: Path) -> tuple[Path, bool]:
+    """The file of a base, and whether it is a recipe."""
+    if not isinstance(given, str) or not given:
+        raise InputError(EXTENDS, got=describe(given), expected="a job file, relative to this one, or a recipe")
+    given = typed_path(given, key=EXTENDS)
+    beside = folder / given
+    recipe = None if beside.is_file() else recipe_named(Path(given))
+    if recipe is None and not beside.exists():
+        names = recipe_names()
+        raise InputError(
+            EXTENDS, got=f"{given}: there is no {beside.absolute()}", remedy=suggestion(given, names),
+            expected=f"a job file, relative to this one, or a recipe: {', '.join(names)}",
+        )  # fmt: skip
+    return (recipe, True) if recipe is not None else (beside, False)
+
+
+def _merged(base: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`base` with the values of `over`: sections are merged key by key, everything else is replaced."""
+    replaced = {
+        section
+        for (owner, key), sections in REPLACES.items()
+        if _given_keys(over, owner, key) not in (None, _given_keys(base, owner, key))
+        for section in sections
+    }
+    found = {key: value for key, value in base.items() if key not in replaced}
+    for key, value in over.items():
+        before = found.get(key)
+        both = isinstance(value, Mapping) and isinstance(before, Mapping)
+        found[key] = {**before, **value} if both else value  # type: ignore[dict-item]
+    return found
+
+
+def _given_keys(mapping: Mapping[Any, Any], section: str, key: str) -> Any:
+    held = mapping.get(section)
+    return held.get(key) if isinstance(held, Mapping) else None
+
+
+# ---------------------------------------------------------------- spec
+# The job: all sections, the source of each value, and the checks that involve two sections.
+
 
 DEFAULT_RECIPE = RECIPES / "default.yaml"
 

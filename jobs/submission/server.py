@@ -1,4 +1,7 @@
-"""The job server of a Ray cluster: Ray's `JobSubmissionClient` with errors that say what to change."""
+"""The job server of a Ray cluster: Ray's `JobSubmissionClient` with limits, and errors that say what to change.
+
+All of `submit` talks to the cluster through it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from typing import Any
 from jobs.driver.signals import Interrupted
 from jobs.submission import on_cluster
 from raytrain.errors import InputError, RunError
-from raytrain.runs.commands import shell_command
+from raytrain.runs.folder import shell_command
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")

@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from cluster.devices.inventory import Inventory, inventory_from_ray
-from jobs.driver.checks.job import Checked, train_job
-from jobs.driver.plan import show_only_picked
+from jobs.driver.check_job import Checked, train_job
+from jobs.driver.planning import show_only_picked
 from jobs.driver.runtime import Cluster, connected
-from jobs.job.paths import path_from_here
+from jobs.job.facts import path_from_here
 from jobs.tuning.batch_search import BatchSearch, find_search
 from jobs.tuning.batch_trials import (
     CACHE,
@@ -27,7 +27,7 @@ from jobs.tuning.batch_trials import (
     cache_key,
     of_kind,
 )
-from jobs.tuning.command import TuneCommand
+from jobs.tuning.driver import TuneCommand
 from raytrain.autotune.batch_search import BatchDecision, KindsDecision, choose_for_all
 from raytrain.autotune.loaders import choose_count
 from raytrain.autotune.measurement import STEADY, Candidate, line_of
@@ -35,12 +35,11 @@ from raytrain.autotune.precision import gate_refusal
 from raytrain.config.decode import encode
 from raytrain.config.sections import TuneFound
 from raytrain.errors import RunError
-from raytrain.plan.choice import Choice, Deferred, Resolved
-from raytrain.plan.rules.devices import choose_devices
-from raytrain.plan.text import figure_text, size_text
-from raytrain.report.tune_figures import batch_spec
+from raytrain.plan.choice import Choice, Deferred, Resolved, figure_text, size_text
+from raytrain.plan.machines import choose_devices
+from raytrain.report.sweep import batch_spec
+from raytrain.runs.folder import SweepFolder
 from raytrain.runs.storage import join
-from raytrain.runs.sweep import SweepFolder
 
 LEAVE_S = 10.0
 """Seconds that trials get to exit after a signal."""

@@ -9,18 +9,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.devices.inventory import Inventory, Node
-from jobs.driver.checks.job import Checked
-from jobs.driver.plan import plan_job
-from jobs.job.paths import resolved
+from jobs.driver.check_job import Checked
+from jobs.driver.planning import plan_job
+from jobs.job.facts import resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from raytrain.autotune.batch_search import BatchSpace, sizes_dividing, sizes_free
 from raytrain.config.messages import render
 from raytrain.errors import InputError
 from raytrain.plan.facts import DataFacts
+from raytrain.plan.machines import allowed_bytes, choose_devices, spread
+from raytrain.plan.memory import check_limit
 from raytrain.plan.plan import Plan
-from raytrain.plan.rules.devices import choose_devices
-from raytrain.plan.rules.memory import check_limit
-from raytrain.plan.rules.workers import allowed_bytes, spread
 
 PLANNED_BATCH = 4096
 """Global batch to plan with at most if the search chooses the batch; large enough to keep every worker busy."""

@@ -28,16 +28,15 @@ from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.autotune.precision import GateReport, gate_refusal
 from raytrain.config.decode import encode
 from raytrain.errors import RunError
-from raytrain.plan.text import figure_text, size_text
-from raytrain.runs.folder import RunFolder
+from raytrain.plan.choice import figure_text, size_text
+from raytrain.runs.folder import RunFolder, SweepFolder
 from raytrain.runs.records import to_line
 from raytrain.runs.storage import join
-from raytrain.runs.sweep import SweepFolder
 
 if TYPE_CHECKING:
     import torch
 
-    from jobs.driver.checks.job import Checked
+    from jobs.driver.check_job import Checked
     from jobs.tuning.trials import TrialLines  # imports Ray
 
 CACHE = "tune_cache"
@@ -413,7 +412,7 @@ def batch_trial(config: dict[str, Any], *, settings: BatchTrialSettings) -> None
     from raytrain.config.user_code import import_from
     from raytrain.data.sources.open import source_from_driver
     from raytrain.execution.driver_channel import on_stop_request
-    from raytrain.train.memory.allocator import keep_freed_memory
+    from raytrain.train.memory.device import keep_freed_memory
     from raytrain.train.parallel.collectives import Workers
     from raytrain.train.session import Session
 

@@ -9,15 +9,15 @@ from rich.table import Column, Table
 
 from cluster.devices.inventory import Inventory, inventory_from_ray
 from cluster.wording import counted
-from jobs.driver.checks.job import Checked
-from jobs.driver.plan import show_only_picked
+from jobs.driver.check_job import Checked
+from jobs.driver.planning import show_only_picked
 from jobs.driver.runtime import connected
-from jobs.tuning.command import TuneCommand
+from jobs.tuning.driver import TuneCommand
 from jobs.tuning.space_points import Points, find_points, values_text
 from raytrain.errors import RunError
-from raytrain.plan.rules.devices import choose_devices
-from raytrain.report.tune_figures import whole_spec
-from raytrain.runs.sweep import SweepFolder
+from raytrain.plan.machines import choose_devices
+from raytrain.report.sweep import whole_spec
+from raytrain.runs.folder import SweepFolder
 
 if TYPE_CHECKING:
     from jobs.tuning.space_trials import SpaceTrials  # imports Ray
@@ -43,7 +43,7 @@ def run_space(command: TuneCommand, checked: Checked, *, address: str, inventory
     command.activity.begin("starting Ray" if address == "local" else "connecting to Ray")
     with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=command.verbose) as cluster:
         command.signals.install()
-        from jobs.driver.watch.cluster import check_room  # imports Ray, as does the next
+        from jobs.driver.watch import check_room  # imports Ray, as does the next
         from jobs.tuning.space_trials import run_points
 
         if points is None:

@@ -22,18 +22,17 @@ from typing import Any
 from cluster.devices.inventory import Inventory
 from cluster.wording import counted
 from jobs.driver.build import build, opened
-from jobs.driver.plan import plan_job
+from jobs.driver.planning import plan_job
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from raytrain.config.decode import apply_overrides, decode, encode
+from raytrain.config.decode import apply_overrides, decode, encode, plain_scalar
 from raytrain.config.messages import describe, render
 from raytrain.config.user_code import resolve
-from raytrain.config.yaml12 import plain_scalar
 from raytrain.data.sources.keys import is_own
 from raytrain.errors import InputError
 from raytrain.models.registry import check_keys, takes
+from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.room import Need
-from raytrain.plan.rules.hosts import separate_hosts
-from raytrain.train.build import source_facts
+from raytrain.train.job import source_facts
 
 DRAWS = 16
 """Default of `tune.max_trials` for a space that contains a distribution."""
@@ -329,7 +328,7 @@ class Builds:
 
     Args:
         base: the job without the space's values.
-        shapes: facts about its data for the builder (`raytrain.train.build.source_facts`); None: the data is opened on
+        shapes: facts about its data for the builder (`raytrain.train.job.source_facts`); None: the data is opened on
             the first check.
     """
 

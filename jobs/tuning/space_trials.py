@@ -20,24 +20,23 @@ from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, TrialSchedule
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from rich.console import Console
 
-from cluster.devices.amd import VISIBLE
+from cluster.devices.gpus import VISIBLE
 from cluster.wording import counted
 from jobs.driver.result import Result, result_of
-from jobs.driver.resume import Resumed, check_checkpoints, open_resumed
+from jobs.driver.run_folder import Resumed, check_checkpoints, open_resumed
 from jobs.driver.runtime import Cluster
 from jobs.driver.signals import StopSignals
-from jobs.job.paths import path_from_here
+from jobs.job.facts import path_from_here
 from jobs.job.spec import load_spec
 from jobs.train import train_loaded
-from jobs.tuning.command import TuneCommand
+from jobs.tuning.driver import TuneCommand
 from jobs.tuning.space_points import LOOKS, Point, Points, values_text
 from jobs.tuning.trials import DONE, TrialLines, close_channel, has_died, keep_row, run_trials, why
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RunError
 from raytrain.execution.driver_channel import on_stop_request, open_channel
-from raytrain.plan.text import figure_text
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.sweep import SweepFolder
+from raytrain.plan.choice import figure_text
+from raytrain.runs.folder import RunFolder, SweepFolder
 
 TRIAL_RESOURCES = {"CPU": 0.001}
 """The resources of the trial itself; its run reserves its own."""

@@ -21,10 +21,10 @@ from ray import cloudpickle, tune
 from ray.tune import Callback
 from ray.tune.search import Searcher
 
-from jobs.driver.screen.progress import Activity
+from jobs.driver.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
 from raytrain.errors import RunError
-from raytrain.runs.sweep import SweepFolder
+from raytrain.runs.folder import SweepFolder
 
 DONE = "done"
 LOOK_EVERY_S = 0.1

@@ -23,8 +23,7 @@ from typing import Any
 from raytrain.autotune.measurement import Candidate, Measurement, MemoryLine, line_of, step_seconds
 from raytrain.autotune.precision import WORTHWHILE_GAIN, GateReport, gate_refusal, told_apart
 from raytrain.errors import InputError, RunError
-from raytrain.plan.choice import Resolved
-from raytrain.plan.text import figure_text, size_text
+from raytrain.plan.choice import Resolved, figure_text, size_text
 
 #: A smaller size is chosen if it loses no more than this fraction of the best throughput.
 NEAR = 0.03

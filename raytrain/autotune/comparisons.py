@@ -25,11 +25,10 @@ from raytrain.autotune.state_guard import preserve_model, preserve_optimizers
 from raytrain.autotune.step_probe import StepProbe, computing_as, run_agreed
 from raytrain.errors import OutOfMemory, RunError, first_line
 from raytrain.train.device import rng_state, seconds_of, set_rng_state
-from raytrain.train.memory.device import is_out_of_memory
-from raytrain.train.memory.oom import let_go
+from raytrain.train.memory.device import is_out_of_memory, let_go
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
-from raytrain.train.precision.policy import PrecisionPolicy, policy_for
+from raytrain.train.precision import PrecisionPolicy, policy_for
 from raytrain.train.session import Session
 from raytrain.train.step import StepOutput
 from raytrain.trainable import MicroBatch, Trainable

@@ -19,8 +19,8 @@ from raytrain.autotune.micro_batch import measure_micro_batch, memory_budget, mi
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.config.decode import encode
 from raytrain.config.sections import LoopConfig, ModelConfig, OptimConfig, TuneFound
-from raytrain.data.rows.longest import longest_row
-from raytrain.plan.text import digits_text, size_text
+from raytrain.data.rows.map_style import longest_row
+from raytrain.plan.choice import digits_text, size_text
 from raytrain.train.device import device_bytes, device_name
 from raytrain.train.session import Session
 
@@ -69,7 +69,7 @@ def make_signature(
 
     Args:
         experts: the section, None for a model without.
-        longest_row: its size (`raytrain.data.rows.longest`), or that of every row.
+        longest_row: its size (`raytrain.data.rows.map_style`), or that of every row.
         device, device_bytes: name and memory of one worker's device.
         threads: of one worker; 0 on a GPU.
     """

@@ -21,8 +21,7 @@ from raytrain.config.messages import abbreviated
 from raytrain.errors import OutOfMemory, RunError
 from raytrain.plan.choice import Resolved
 from raytrain.train.device import rng_state, set_rng_state
-from raytrain.train.precision.layers import LayerPrecision, layers_of
-from raytrain.train.precision.policy import PrecisionPolicy, policy_for
+from raytrain.train.precision import LayerPrecision, PrecisionPolicy, layers_of, policy_for
 from raytrain.train.session import Session
 from raytrain.train.step import TrainingStep
 from raytrain.trainable import MicroBatch

@@ -18,12 +18,10 @@ from raytrain.autotune.batch_search import sizes_dividing
 from raytrain.autotune.measurement import Candidate, Measurement, line_of
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.errors import RunError
-from raytrain.plan.choice import Deferred, Resolved
-from raytrain.plan.rules.memory import DOUBTFUL
+from raytrain.plan.choice import Deferred, Resolved, size_text
+from raytrain.plan.memory import DOUBTFUL
 from raytrain.plan.shares import SPLITS
-from raytrain.plan.text import size_text
-from raytrain.train.memory.allocator import give_back_freed_memory
-from raytrain.train.memory.device import process_budget
+from raytrain.train.memory.device import give_back_freed_memory, process_budget
 from raytrain.train.session import Session
 
 #: The first size measured is at most this fraction of the largest one.

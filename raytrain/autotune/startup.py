@@ -23,17 +23,16 @@ from raytrain.autotune.shares import measure_shares
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import LoadedCheckpoint
 from raytrain.errors import InputError, StateLost, first_line
-from raytrain.plan.choice import Deferred, Resolved
-from raytrain.plan.rules.memory import TINY_PARAMETERS
-from raytrain.plan.rules.speed import FEW_STEPS, too_few
+from raytrain.plan.choice import Deferred, Resolved, seconds_text
+from raytrain.plan.memory import TINY_PARAMETERS
 from raytrain.plan.shares import shares_of
-from raytrain.plan.text import seconds_text
+from raytrain.plan.speed import FEW_STEPS, too_few
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder
 from raytrain.train.device import device_name
-from raytrain.train.memory.oom import StepDropped
-from raytrain.train.parallel.buckets import could_overlap
-from raytrain.train.precision.policy import policy_for
+from raytrain.train.memory.device import StepDropped
+from raytrain.train.parallel.reduction import could_overlap
+from raytrain.train.precision import policy_for
 from raytrain.train.session import Session
 from raytrain.train.state import Reporter
 from raytrain.trainable import parameters_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.train.memory.retry import SavedState
-from raytrain.train.optim.build import takes_skip_on_device
+from raytrain.train.optim import takes_skip_on_device
 from raytrain.trainable import Trainable
 
 

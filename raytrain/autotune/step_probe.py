@@ -24,17 +24,16 @@ from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearl
 from raytrain.autotune.state_guard import preserve_model, preserve_optimizers, preserve_skipped
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.rows.contract import Split
-from raytrain.data.rows.longest import longest_row
+from raytrain.data.rows.map_style import longest_row
 from raytrain.errors import OutOfMemory, first_line
-from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
-from raytrain.plan.text import size_text
-from raytrain.train.compute.compile import forget_graphs
+from raytrain.plan.batch import EVAL_MICRO_BATCHES
+from raytrain.plan.choice import size_text
+from raytrain.train.compile import forget_graphs
 from raytrain.train.device import device_name, seconds_of
 from raytrain.train.loader import BatchLoader
-from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memory
-from raytrain.train.memory.oom import let_go
+from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memory, let_go
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
+from raytrain.train.precision import LossScale, apply_matmul, policy_for
 from raytrain.train.session import Session
 from raytrain.trainable import GlobalStep, MicroBatch, RemoteState
 

@@ -1,23 +1,26 @@
-"""Tensors in safetensors files: our own streaming writer, and a reader through the safetensors library.
+"""Tensors in safetensors files: a streaming writer, a reader, and tensors whose rows several workers saved.
 
-The writer hashes while it writes and never holds a second copy of the data. Both the hash and the write
-release the GIL, so that a background thread does not hold up the training.
+No file of a run holds a pickle.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cluster.telemetry.work import WORK
+from cluster.telemetry.processes import WORK
 from raytrain.errors import CheckpointError
+
+# ---------------------------------------------------------------- safetensors
+# Tensors in safetensors files: our own streaming writer, and a reader through the safetensors library.
+
 
 CHUNK_BYTES = 16 * 2**20
 SHARD_BYTES = 2 * 2**30
@@ -150,3 +153,59 @@ def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 def _raw(tensor: Tensor) -> memoryview:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()  # a conjugated view has the bytes of its base
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+# ---------------------------------------------------------------- sharded
+# Tensors saved as rows by several workers: the rows of each worker, and reading all or some of them.
+
+
+class ShardPosition(NamedTuple):
+    """A worker's rank and the number of workers."""
+
+    rank: int
+    world_size: int
+
+
+def rows_of(total: int, place: ShardPosition) -> tuple[int, int]:
+    """(first row, end) of a worker's part of `total` rows, as FSDP2 cuts them: equal parts, the last ones shorter or
+    empty."""
+    size = -(-total // place.world_size)
+    return min(place.rank * size, total), min((place.rank + 1) * size, total)
+
+
+def read_split(paths: Sequence[str], names: Iterable[str], place: ShardPosition | None) -> dict[str, Tensor]:
+    """Copies of tensors whose rows are stored one after another in local safetensors files; with `place`, only the rows
+    of that worker.
+
+    Errors: CheckpointError for a file of another format or a missing tensor; OSError if a file cannot be read.
+    """
+    wanted = set(names)
+    held: dict[str, list[tuple[str, int]]] = {name: [] for name in wanted}  # (file, rows there)
+    try:
+        for path in paths:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in wanted.intersection(file.keys()):
+                    held[name].append((path, int(file.get_slice(name).get_shape()[0])))
+        missing = sorted(name for name, found in held.items() if not found)
+        if missing:
+            raise CheckpointError(f"the tensor {missing[0]} is missing")
+        spans = {name: rows_of(_total(found), place) if place else (0, _total(found)) for name, found in held.items()}
+        pieces: dict[str, list[Tensor]] = {name: [] for name in wanted}
+        seen = dict.fromkeys(wanted, 0)
+        for path in paths:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in wanted.intersection(file.keys()):
+                    WORK.add()
+                    rows, (first, end) = file.get_slice(name), spans[name]
+                    count, begin = int(rows.get_shape()[0]), seen[name]
+                    seen[name] = begin + count
+                    low, high = min(max(first - begin, 0), count), min(end - begin, count)
+                    if low < high or not pieces[name]:  # some piece, so that an empty share has its shape
+                        pieces[name].append(rows[low : max(low, high)].clone())
+        return {name: torch.cat(found) for name, found in pieces.items()}
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"no readable safetensors file among {', '.join(paths)} ({error})") from error
+
+
+def _total(held: Sequence[tuple[str, int]]) -> int:
+    return sum(rows for _, rows in held)

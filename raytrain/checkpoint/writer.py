@@ -1,32 +1,144 @@
-"""Writes checkpoints in the background. A checkpoint is either complete or ignored, and is verified before loading.
+"""Writes checkpoints in the background, and deletes those that are no longer kept.
 
-    checkpoints/step_00001000/{<part>.safetensors, state.json, manifest.json, COMPLETE}
-
-Files are written in this order: the parts, the manifest with every file's size and hash, and last COMPLETE with the
-hash of the manifest. Each is on the disk (fsync) before the next one is written.
+A checkpoint exists once its manifest does, which is written last; a process that dies before leaves nothing valid.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from raytrain.checkpoint.files import write_checkpoint
-from raytrain.checkpoint.reader import FORMAT
-from raytrain.checkpoint.retention import discard, retain
-from raytrain.checkpoint.safetensors import SHARD_BYTES
+from torch import Tensor
+
+from raytrain.checkpoint.reader import COMPLETE, FORMAT, MANIFEST, STATE, best_checkpoint, list_checkpoints
+from raytrain.checkpoint.safetensors import SHARD_BYTES, HashingStream, WrittenFile, shards, write_tensors
 from raytrain.checkpoint.snapshot import Snapshot, Staging, take_snapshot
 from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import plain
-from raytrain.runs.storage import open_store
+from raytrain.runs.storage import Store, open_store
 from raytrain.trainable import RemoteCheckpoint
+
+# ---------------------------------------------------------------- files
+# Writes a snapshot as the files of a checkpoint, in the order that `raytrain.checkpoint.writer` describes.
+
+
+def write_checkpoint(
+    store: Store,
+    snapshot: Snapshot,
+    about: Mapping[str, Any],
+    *,
+    fence: Callable[[], None] = lambda: None,
+    shard_bytes: int = SHARD_BYTES,
+    others: Callable[[], dict[str, Any]] | None = None,
+) -> int:
+    """Writes a snapshot into the empty directory `store`; returns the bytes written.
+
+    Args:
+        about: the manifest's fields that describe the run.
+        fence: called before every file; raises to stop, and then there is no COMPLETE.
+        others: waits for the files of other processes; returns {"files": ..., "parts": their files of our parts, and
+            more fields for the manifest}.
+    """
+    files, parts = write_parts(store, snapshot.tensors, fence=fence, shard_bytes=shard_bytes)
+    files[STATE] = _write_json(store, STATE, {"state": snapshot.state, "parts": snapshot.skeletons}, fence)
+    more = others() if others is not None else {}
+    files |= more.pop("files", {})
+    for part, names in more.pop("parts", {}).items():
+        parts[part] += names
+    if snapshot.split:
+        more["split"] = snapshot.split
+    described = {name: asdict(written) for name, written in files.items()}
+    manifest = {**about, "parts": parts, "tied": snapshot.tied, **more, "files": described}
+    sealed = _write_json(store, MANIFEST, manifest, fence)
+    store.sync_dir("")
+    fence()
+    store.write_bytes(COMPLETE, f"{sealed.sha256}\n".encode())
+    store.sync_dir("")
+    return sum(written.bytes for written in files.values()) + sealed.bytes
+
+
+def write_parts(
+    store: Store, tensors: Mapping[str, Mapping[str, Tensor]], *, fence: Callable[[], None], shard_bytes: int,
+    suffix: str = "",
+) -> tuple[dict[str, WrittenFile], dict[str, list[str]]]:  # fmt: skip
+    """Writes part -> name -> tensor; the files, and their names by part. `suffix` follows the part in the names."""
+    files: dict[str, WrittenFile] = {}
+    parts: dict[str, list[str]] = {}
+    for part, named in tensors.items():
+        pieces = list(shards(named, shard_bytes=shard_bytes))
+        parts[part] = []
+        for index, piece in enumerate(pieces, start=1):
+            number = f"-{index:05d}-of-{len(pieces):05d}" if len(pieces) > 1 else ""
+            name = f"{part}{suffix}{number}.safetensors"
+            fence()
+            with store.open_write(name) as file:
+                files[name] = write_tensors(file, piece)
+            parts[part].append(name)
+    return files, parts
+
+
+def _write_json(store: Store, name: str, value: Any, fence: Callable[[], None]) -> WrittenFile:
+    fence()
+    with store.open_write(name) as file:
+        stream = HashingStream(file)
+        stream.write(json.dumps(value, allow_nan=False).encode())
+    return stream.written()
+
+
+# ---------------------------------------------------------------- retention
+# Deletes checkpoints: which ones are kept, and which are discarded before an attempt.
+
+
+def discard(path: str) -> None:
+    """Deletes a checkpoint directory, COMPLETE first, so that a partly deleted one never looks complete."""
+    store = open_store(path)
+    store.delete(COMPLETE)
+    store.delete_tree("")
+
+
+def retain(run: RunFolder, *, keep: int | Literal["all"], newest: int) -> list[int]:
+    """Keeps the newest `keep` checkpoints up to step `newest`, and the best of them by eval loss; returns the steps
+    that it deleted.
+
+    Later checkpoints are not considered: they belong to an earlier course of the run that `discard_after` kept.
+    Directories without COMPLETE are deleted too, since their writer has exited. Call it only while nothing is being
+    written.
+    """
+    infos = [info for info in list_checkpoints(run) if info.step <= newest]
+    whole = [info for info in infos if info.complete]
+    kept = {info.step for info in (whole if keep == "all" else whole[-max(1, keep) :])}
+    best = best_checkpoint(whole) if keep != "all" else None
+    if best is not None:
+        kept.add(best.step)
+    gone = [info for info in infos if info.step not in kept]
+    for info in gone:
+        discard(info.path)
+    return [info.step for info in gone]
+
+
+def discard_after(run: RunFolder, step: int) -> list[int]:
+    """Deletes the checkpoints after the one that an attempt starts from; returns their steps.
+
+    They belong to steps that were rolled back, or are damaged; a later resume must not find them. If an attempt starts
+    from step 0, complete ones are kept: they could not be loaded, but they are all that is left.
+    """
+    gone = [info for info in list_checkpoints(run) if info.step > step and (step or not info.complete)]
+    for info in gone:
+        discard(info.path)
+    return [info.step for info in gone]
+
+
+# ---------------------------------------------------------------- writer
+# Writes checkpoints in the background.
 
 
 class _Delay:

@@ -1,6 +1,7 @@
-"""The messages of configuration errors: what a key expects, and what it got.
+"""The messages of configuration errors: which key, what it expects, what it got, and what was perhaps meant.
 
-The texts are derived from the annotations of the sections, so a range is written once.
+Every section, source and builder reports through these functions. A key that other programs call by another name is
+recognised.
 """
 
 from __future__ import annotations

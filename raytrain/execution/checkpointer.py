@@ -14,13 +14,11 @@ from raytrain.checkpoint.snapshot import flatten, unflatten
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.models.weights.headers import VERSIONS
 from raytrain.models.weights.stored import versions_of
-from raytrain.plan.choice import Resolved
-from raytrain.plan.text import seconds_text
+from raytrain.plan.choice import Resolved, seconds_text
 from raytrain.runs.folder import RunFolder
-from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.state import LoopState, Reporter
+from raytrain.train.state import Clock, LoopState, Reporter
 
 #: `save.every: auto`: checkpoint stalls may take this share of the run time ...
 STALL_BUDGET = 0.03

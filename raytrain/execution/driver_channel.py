@@ -1,7 +1,6 @@
-"""Communication between the driver and rank 0: a stop request, progress, printed lines, and the result of an attempt.
+"""Between driver and rank 0: a stop request, progress, printed lines, an attempt's result, where a worker is.
 
-`DriverChannel` is an asyncio object that `open_channel` makes a Ray actor. Importing this module loads neither Ray nor
-torch.
+A small Ray actor: workers write to it, and the driver's loop (`jobs.driver.watch`) reads it.
 """
 
 from __future__ import annotations
@@ -11,13 +10,19 @@ import contextlib
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from cluster.placement import on_this_node
-from cluster.telemetry.work import WORK
+from cluster.ray_runtime import on_this_node
+from cluster.telemetry.processes import WORK, own_stacks, stack_of, thread_named
+from raytrain.runs.folder import RunFolder
+
+# ---------------------------------------------------------------- driver channel
+# Communication between the driver and rank 0: a stop request, progress, printed lines, and the result of an attempt.
+
 
 #: Phases of a run in which no worker can report: before the workers are connected, and after one failed.
 STARTING, SETTING_UP, RESTARTING = "starting workers", "setting up the workers", "restarting the workers"
@@ -316,3 +321,37 @@ def on_stop_request(channel: Any, then: Callable[[], None]) -> None:
             return  # the driver has exited, and the cluster with it
 
     threading.Thread(target=wait, daemon=True, name="stop-request").start()
+
+
+# ---------------------------------------------------------------- stacks
+# Where a worker is, for the driver that asks because no step ends.
+
+
+#: The end of the path of the modules in which a worker waits for others.
+COLLECTIVES = ("train/parallel/collectives.py", "train/parallel/buckets.py", "experts/transport.py")
+#: The modules in which it waits for its own thread that writes a checkpoint, and how that thread is named.
+WRITERS = (("checkpoint/writer.py", "checkpoint"), ("train/parallel/fsdp/checkpoint.py", "shards"))
+
+
+def write_stacks(run: RunFolder, rank: int, thread: int) -> dict[str, Any]:
+    """Write the stacks of this process to logs/rank_00000.stacks; returns what `DriverChannel.report_stacks` takes.
+
+    Args:
+        thread: the training thread.
+    """
+    stack = stack_of(thread)
+    stack = _of_writer(stack) or stack
+    run.write_text(stacks_file(rank), own_stacks())
+    collective = [frame for frame in stack if frame.filename.endswith(COLLECTIVES)]
+    place = (collective or stack or [None])[-1]
+    where = "" if place is None else f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
+    return {"waits": bool(collective), "place": where}
+
+
+def _of_writer(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The stack of the thread that a save waits for: the one that writes the save before it, or the last one."""
+    for module, name in WRITERS:
+        writes = thread_named(name)
+        if writes is not None and any(frame.filename.endswith(module) for frame in stack):
+            return stack_of(writes)
+    return []

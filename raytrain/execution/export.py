@@ -11,15 +11,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raytrain.checkpoint.reader import CheckpointInfo, best_checkpoint, list_checkpoints
-from raytrain.checkpoint.weights import CheckpointWeights, read_weights
+from raytrain.checkpoint.reader import (
+    CheckpointInfo,
+    CheckpointWeights,
+    best_checkpoint,
+    list_checkpoints,
+    read_weights,
+)
 from raytrain.errors import CheckpointError, InputError
 from raytrain.infer.generate import language_sample
-from raytrain.models.huggingface.tokenizer import open_tokenizer
+from raytrain.models.huggingface import open_tokenizer
 from raytrain.models.weights.stored import as_tensors, export_weights
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store, split
-from raytrain.train.build import load_module
+from raytrain.train.job import load_module
 from raytrain.train.session import Session
 from raytrain.train.state import LoopState
 

@@ -1,4 +1,4 @@
-"""Imported by each process of a private cluster when Ray starts it, before it has work (`cluster.private_ray`).
+"""Imported by each process of a private cluster when Ray starts it, before it has work (`cluster.ray_runtime`).
 
 Ray starts the processes of a private cluster together with its daemons. While the driver prepares the job, each of them
 imports Ray Train in a thread; those that have no work afterwards import torch, which only the workers need. Which
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.private_ray import PRELOAD
+from cluster.ray_runtime import PRELOAD
 from raytrain.execution.ray_private import class_loader
 
 #: What every process of a run needs but the driver's channel, which starts before the others: Ray Train, and the

@@ -37,7 +37,7 @@ start about 1 s.
 Without `Config.initialize`, a private cluster cannot start in a process that imported Ray before the command: Ray then
 does not know the cluster's token. The command itself imports Ray after it has set the environment.
 
-`ray.init(_temp_dir=, _node_ip_address=)` (`cluster/private_ray.py`) deliberately has no fallback: without these
+`ray.init(_temp_dir=, _node_ip_address=)` (`cluster/ray_runtime.py`) deliberately has no fallback: without these
 arguments, a private cluster would listen on every interface.
 """
 
@@ -54,7 +54,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.private_ray import PRELOAD
+from cluster.ray_runtime import PRELOAD
 
 #: Default callbacks of Ray Train that no run needs, and then those that no run in a private cluster needs: this one
 #: distributes Ray Datasets, which are not used there.

@@ -1,17 +1,151 @@
-"""Reports the rows of a run: rank 0 writes them to the run folder and passes them to the observers and the driver."""
+"""What a worker reports: rows to the run folder, observers and the driver (rank 0), and each rank's own log file.
+
+`raytrain.train.loop` reports each row; a user's observer (`telemetry.observers`) receives every row and cannot change
+the run.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import logging
 import math
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TextIO
 
-from raytrain.errors import RunError
-from raytrain.execution.observers import Observers
-from raytrain.runs.folder import RunFolder
+from raytrain.errors import InputError, RunError
+from raytrain.runs.folder import MirroredFolder, RunFolder
 from raytrain.runs.records import event, rate_of
+
+# ---------------------------------------------------------------- observers
+# Observers receive every logged row on rank 0 and cannot change the run.
+
+
+class Observers:
+    """Passes rows to the observers of rank 0.
+
+    Args:
+        observers: instances or callables.
+        on_failure: called with (name, traceback) when an observer is disabled.
+    """
+
+    def __init__(self, observers: list[Any], *, on_failure: Callable[[str, str], None]) -> None:
+        self._active = list(observers)
+        self._on_failure = on_failure
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """Pass on a row that was written to metrics.jsonl."""
+        self._notify("metrics", row)
+
+    def event(self, row: dict[str, Any]) -> None:
+        """Pass on a row that was written to events.jsonl."""
+        self._notify("event", row)
+
+    def close(self) -> None:
+        """Close the observers that have a `close` method."""
+        for observer in list(self._active):
+            self._call(observer, getattr(observer, "close", None))
+
+    def _notify(self, name: str, row: dict[str, Any]) -> None:
+        for observer in list(self._active):
+            method = getattr(observer, name, None)
+            if (
+                method is None
+                and callable(observer)
+                and not (hasattr(observer, "metrics") or hasattr(observer, "event"))
+            ):
+                method = observer
+            self._call(observer, method, copy.deepcopy(row))
+
+    def _call(self, observer: Any, method: Callable[..., Any] | None, *arguments: Any) -> None:
+        if method is None:
+            return
+        try:
+            method(*arguments)
+        except Exception:  # a failing observer must not end the run: it is disabled, and an event records why
+            self._active.remove(observer)
+            self._on_failure(type(observer).__name__, traceback.format_exc())
+
+
+def load_observers(names: list[str], resolve: Callable[..., Any]) -> list[Any]:
+    """Import the observers that the user names; a class is instantiated without arguments.
+
+    Raises:
+        InputError: a name cannot be imported, or its class needs arguments.
+    """
+    built = []
+    for name in names:
+        observer = resolve(name, key="telemetry.observers")
+        try:
+            built.append(observer() if isinstance(observer, type) else observer)
+        except TypeError as error:
+            raise InputError(
+                "telemetry.observers",
+                got=f"{name} ({error})",
+                expected="a class that takes no arguments, or a callable that takes a row",
+            ) from error
+    return built
+
+
+class TensorBoard:
+    """Writes the numbers of every row as TensorBoard scalars (tensorboardX)."""
+
+    def __init__(self, folder: MirroredFolder) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._folder = folder
+        self._writer = SummaryWriter(folder.path, flush_secs=5)
+        self._error: OSError | None = None
+        self._keep_thread()
+
+    def _keep_thread(self) -> None:
+        """An error of the disk ends the thread of tensorboardX (2.6) that writes, and `add_scalar` would then wait for
+        room in its queue forever: here the thread goes on, and `metrics` raises the error. The names are private; a
+        version without them is left as it is."""
+        file: Any = self._writer.file_writer
+        events = getattr(getattr(file, "event_writer", None), "_ev_writer", None)
+        if events is None:
+            return
+        events.write_event, events.flush = self._kept(events.write_event), self._kept(events.flush)
+
+    def _kept(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def writing(*given: Any) -> Any:
+            try:
+                return None if self._error is not None else write(*given)
+            except OSError as error:
+                self._error = error
+                return None
+
+        return writing
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """Write each finite number of the row as a scalar; tensorboardX warns of non-finite ones.
+
+        Raises:
+            OSError: its file could not be written, by now or earlier.
+        """
+        if self._error is not None:
+            raise self._error
+        for name, value in row.items():
+            if name not in ("kind", "step") and isinstance(value, int | float) and math.isfinite(value):
+                self._writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+
+    def close(self) -> None:
+        """Flush the file, and upload it where the run folder is on an object store."""
+        self._writer.close()
+        self._folder.close()
+
+
+# ---------------------------------------------------------------- reporter
+# Reports the rows of a run: rank 0 writes them to the run folder and passes them to the observers and the driver.
+
 
 REPORT_EVERY_S = 5.0
 PRINTED = ("death",)
@@ -184,3 +318,149 @@ class StepReports:
 
 
 RankReporter = RankZeroReporter | SilentReporter
+
+
+# ---------------------------------------------------------------- rank log
+# Each rank's own log file, bounded in size; the lines that rank 0 prints also reach the driver's terminal, once.
+
+
+#: A log file is rotated at this size; one older file is kept.
+LOG_BYTES = 8 * 2**20
+#: At the end `rank_log` waits for this many of the latest calls of `print_lines`, for at most this many seconds.
+UNCONFIRMED_CALLS, CONFIRM_TIMEOUT_S = 64, 5.0
+
+PrintLines = Callable[[str, int, str], Any]
+"""(attempt_id, number, text): sends lines to the driver, as `DriverChannel.print_lines` takes them."""
+
+
+def last_state(line: str) -> str:
+    """The text that a terminal shows after carriage returns overwrote a line, as progress bars do."""
+    return next((part for part in reversed(line.split("\r")) if part), "").rstrip(" ") if "\r" in line else line
+
+
+def split_lines(pending: str, text: str) -> tuple[str, str]:
+    """Split text into (complete lines with their line ends, incomplete last line).
+
+    Only the last state of an overwritten line is kept. An incomplete line that is being overwritten keeps a carriage
+    return at its start.
+    """
+    *complete, pending = (pending + text).replace("\r\n", "\n").split("\n")
+    if "\r" in pending:
+        pending = f"\r{last_state(pending)}" + ("\r" if pending.endswith("\r") else "")
+    return "".join(f"{last_state(line)}\n" for line in complete), pending
+
+
+class _DriverLines:
+    """Sends complete lines to the driver, numbered from 0 in the order in which they were printed.
+
+    The numbers restore the order of actor calls, which may run out of order. Only complete lines are sent, since a line
+    is often written in two pieces, and several threads write at once.
+    """
+
+    def __init__(self, print_lines: PrintLines, wait: Callable[..., Any] | None) -> None:
+        self._print_lines, self._wait, self._attempt_id = print_lines, wait, uuid.uuid4().hex
+        self._calls: deque[Any] = deque(maxlen=UNCONFIRMED_CALLS)
+        self._lock = threading.RLock()  # `print_lines` itself may print; a signal handler may print mid-line
+        self._pending: dict[tuple[int, int], str] = {}
+        self._number = 0
+
+    def write(self, stream: int, text: str) -> None:
+        with self._lock:
+            line = (stream, threading.get_ident())
+            complete, pending = split_lines(self._pending.pop(line, ""), text)
+            if pending:
+                self._pending[line] = pending
+            if complete:
+                self._send(complete)
+
+    def close(self) -> None:
+        """Send the incomplete lines as well, and wait until the driver has received everything."""
+        with self._lock:
+            for pending in self._pending.values():
+                self._send(last_state(pending) + "\n")
+            self._pending = {}
+            if self._wait is not None and self._calls:  # with a timeout: the driver may have exited
+                self._wait(list(self._calls), num_returns=len(self._calls), timeout=CONFIRM_TIMEOUT_S)
+
+    def _send(self, text: str) -> None:
+        number = self._number
+        self._number += 1
+        self._calls.append(self._print_lines(self._attempt_id, number, text))
+
+
+class _Tee:
+    """A text stream that also writes to the rank's log file; lines of rank 0 go to the driver instead of the stream."""
+
+    def __init__(self, stream: TextIO, path: str, driver_lines: _DriverLines | None) -> None:
+        self._stream = stream
+        self._path = path
+        self._driver_lines = driver_lines
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the rank runs
+        self._size = self._file.tell()
+        self._pending, self._mid_line = "", False
+
+    def write(self, text: str) -> int:
+        if self._file.closed:
+            return self._stream.write(text)
+        if self._size > LOG_BYTES:
+            self._file.close()
+            os.replace(self._path, f"{self._path}.1")
+            self._file = open(self._path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self._size = 0
+        self._size += self._file.write(self._for_file(text))
+        if self._driver_lines is None:
+            return self._stream.write(text)
+        self._driver_lines.write(id(self), text)  # not to the stream too: Ray may send that to the driver as well
+        return len(text)
+
+    def _for_file(self, text: str) -> str:
+        """The part of `text` to write to the file now; a line that is being overwritten is written when it ends."""
+        overwrites = "\r" in text.replace("\r\n", "\n").partition("\n")[0]
+        before = "\n" if self._mid_line and overwrites else ""
+        complete, pending = split_lines(self._pending, text)
+        held_back = "\r" in pending
+        self._pending = pending if held_back else ""
+        wanted = before + complete + ("" if held_back else pending)
+        self._mid_line = not wanted.endswith("\n") if wanted else self._mid_line
+        return wanted
+
+    def end(self) -> None:
+        """Close the log file; later writes go only to the original stream."""
+        if self._pending and not self._file.closed:
+            self._file.write(last_state(self._pending) + "\n")
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def rank_log(
+    run: RunFolder, rank: int, *, print_lines: PrintLines | None, wait: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Context manager that copies this process's prints and log records to `logs/rank_00000.log` of the run folder.
+
+    Args:
+        print_lines: also receives the complete lines; set on rank 0.
+        wait: `ray.wait`, called at the end with the results of the latest calls of `print_lines`.
+    """
+    name = f"rank_{rank:05d}.log"
+    folder = MirroredFolder(run, "logs", resumed=(name,))
+    path = os.path.join(folder.path, name)
+    streams = sys.stdout, sys.stderr
+    driver_lines = None if print_lines is None else _DriverLines(print_lines, wait)
+    tees = _Tee(streams[0], path, driver_lines), _Tee(streams[1], path, driver_lines)
+    sys.stdout, sys.stderr = tees  # type: ignore[assignment]
+    logs = logging.StreamHandler(sys.stderr)
+    logs.setLevel(logging.WARNING)
+    logging.getLogger().addHandler(logs)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(logs)
+        sys.stdout, sys.stderr = streams
+        for tee in tees:
+            tee.end()
+        if driver_lines is not None:
+            driver_lines.close()
+        folder.close()

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.telemetry.gauges import RayGauges
-from cluster.telemetry.sampler import NodeSampler, node_name
+from cluster.telemetry.sampler import NodeSampler, RayGauges, node_name
 from cluster.telemetry.warnings import MemoryWarning, MemoryWatch
 from raytrain.errors import RunError
 from raytrain.execution.driver_channel import ANSWER_S

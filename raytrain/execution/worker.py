@@ -26,39 +26,47 @@ from ray import cloudpickle
 from ray.train.torch import get_device
 from torch import nn
 
-from cluster.forks import keep_parents_objects
+from cluster.ray_runtime import keep_parents_objects
 from cluster.telemetry.warnings import HIGH
 from raytrain.autotune.startup import Calibration, resolve_choices
-from raytrain.checkpoint.retention import discard_after
+from raytrain.checkpoint.writer import discard_after
 from raytrain.config.user_code import import_from, pass_over_breakpoints, raised_at, resolve, users_place
 from raytrain.data.rows.contract import Source
+from raytrain.data.rows.residency import TRANSFERS, TransferCounts
 from raytrain.data.sources.open import source_from_driver
-from raytrain.data.transfer import TRANSFERS, TransferCounts
 from raytrain.errors import CollectiveFailed, InputError, OutOfMemory, RaytrainError, RunError, StateLost, first_line
-from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.driver_channel import AttemptResult, OwnProcess, kept, on_stop_request, signs_of_life
+from raytrain.execution.driver_channel import (
+    AttemptResult,
+    OwnProcess,
+    kept,
+    on_stop_request,
+    signs_of_life,
+    write_stacks,
+)
 from raytrain.execution.export import export
-from raytrain.execution.observers import TensorBoard, load_observers
-from raytrain.execution.rank_log import rank_log
-from raytrain.execution.recovery.rollback import RewindPolicy, RollbackPolicy
-from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, StepReports, Superseded
-from raytrain.execution.stacks import write_stacks
+from raytrain.execution.recovery import AttemptStart, RewindPolicy, RollbackPolicy, agree_on_start, take_attempt_number
+from raytrain.execution.reporter import (
+    RankReporter,
+    RankZeroReporter,
+    SilentReporter,
+    StepReports,
+    Superseded,
+    TensorBoard,
+    load_observers,
+    rank_log,
+)
 from raytrain.execution.telemetry import node_telemetry
-from raytrain.runs.commands import shell_command
 from raytrain.runs.faults import NOT_EXPORTED, Fault, read_faults, record_of, write_fault
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.mirror import MirroredFolder
-from raytrain.train.clock import Clock
+from raytrain.runs.folder import MirroredFolder, RunFolder, shell_command
 from raytrain.train.device import platform
 from raytrain.train.job import StepSettings, TrainJob
-from raytrain.train.memory.allocator import keep_freed_memory
-from raytrain.train.memory.device import is_out_of_memory, memory_in_use, process_budget
+from raytrain.train.memory.device import is_out_of_memory, keep_freed_memory, memory_in_use, process_budget
 from raytrain.train.memory.retry import NOT_SPLIT
 from raytrain.train.memory.soft_limit import SoftLimit, SoftLimitWarning, largest_tensors, table, watched_memory
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.state import LoopOutcome
+from raytrain.train.state import Clock, LoopOutcome
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:

@@ -19,8 +19,7 @@ from raytrain.data.sources.idx import IMAGES, read_idx
 from raytrain.data.sources.tables import CSV_KINDS, TEXT, csv_as_text, csv_kinds, typed
 from raytrain.errors import InputError, first_line
 from raytrain.infer.input import KEY, InputFiles, fingerprint, fitted, joined
-from raytrain.runs.atomic import whole_file
-from raytrain.runs.storage import ANSWERS, join, locate, open_store, unreadable
+from raytrain.runs.storage import ANSWERS, join, locate, open_store, unreadable, whole_file
 
 TEXT_COLUMN = "text"
 BLOCK_BYTES = 8 << 20

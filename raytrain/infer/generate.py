@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.errors import first_line
-from raytrain.models.cache import KeyValueCache
+from raytrain.models.attention import KeyValueCache
 from raytrain.train.memory.device import is_out_of_memory
 from raytrain.trainable import IGNORED_LABEL, MASK, in_eval
 

@@ -22,7 +22,6 @@ from raytrain.data.sources.tables import ColumnChoice, column_kind, is_text
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
 from raytrain.infer.generate import Sampling
-from raytrain.infer.half import halve
 from raytrain.infer.input import KEY
 from raytrain.infer.predictor import (
     MODEL_KEY,
@@ -37,11 +36,19 @@ from raytrain.infer.predictor import (
     takes_any,
     takes_mask,
 )
-from raytrain.infer.quantize import quantize
-from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, POSITION_KEYS, longest_input
-from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, open_tokenizer, pad_id
+from raytrain.infer.quantize import halve, quantize
+from raytrain.models.huggingface import (
+    CAUSAL_LM,
+    CLASSIFIER,
+    POSITION_KEYS,
+    TextCodec,
+    encode_rows,
+    longest_input,
+    open_tokenizer,
+    pad_id,
+)
 from raytrain.models.sizes import ROW_BUILDERS
-from raytrain.train.build import build_trainable
+from raytrain.train.job import build_trainable
 from raytrain.train.memory.device import room_on
 from raytrain.trainable import RemoteState, Trainable
 
@@ -245,7 +252,7 @@ class InferenceModel:
         return module.to(self.device).eval().requires_grad_(False)
 
     def halve(self, module: nn.Module, *, untie: bool = True) -> None:
-        """Hold the weights of products in the format of its passes; see `raytrain.infer.half`."""
+        """Hold the weights of products in the format of its passes; see `raytrain.infer.quantize`."""
         if self.dtype in HALF:
             halve(module, HALF[self.dtype], untie=untie)
 

@@ -21,9 +21,8 @@ from raytrain.data.sources.tables import is_text
 from raytrain.errors import InputError, RunError
 from raytrain.infer.input import Unit, UnitReport, fitted
 from raytrain.infer.runner import RowResult
-from raytrain.runs.atomic import whole_file
-from raytrain.runs.lease import Attempts, this_process
-from raytrain.runs.storage import ANSWERS, LocalStore, ObjectStore, join, locate, open_store, unreadable
+from raytrain.runs.folder import Attempts, this_process
+from raytrain.runs.storage import ANSWERS, LocalStore, ObjectStore, join, locate, open_store, unreadable, whole_file
 
 # ---------------------------------------------------------------- folder
 

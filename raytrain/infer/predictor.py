@@ -1,8 +1,6 @@
 """Predictors: a loaded model that answers rows of a table, a batch at a time, and how rows become its inputs.
 
-`runner.py` calls `predict` for each batch; `quantize.py`, stages and generation only change what is behind it. Rows of
-lists are padded only for a model that takes an `attention_mask`: for any other one, zeros at the end of a row would be
-values like all others, so that the answer would be that of another row.
+`runner.py` calls `predict` for each batch; `quantize.py`, stages and generation only change what is behind it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""Linear layers with int8 weights: a quarter of the bytes of float32, and how far the answers stay the same.
+"""Weights of inference in fewer bits: matrices in the compute dtype, or int8 with a scale for each row.
 
-Each output has a scale of its own (symmetric, from its largest weight). In bf16, where int8 values are exact, a product
-is made of the values as they are, and scaled: by torch's own kernel on a CPU for a few rows (a quarter of the time of a
-product of bf16 weights with one row, the same with 16), else of a converted copy (1.1 times with 256 rows). On a GPU
-that is 5 bytes of traffic for a weight instead of 2: int8 saves memory there and costs time, as torch's kernel (2.11)
-does not use the matrix units. In other formats weights are converted before the product.
+`raytrain.infer.model` calls it once, when a model has been loaded.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +17,50 @@ from torch import Tensor, nn
 
 from raytrain.errors import InputError
 from raytrain.infer.predictor import Predictor
+from raytrain.models.gpt import GPT
+
+# ---------------------------------------------------------------- half
+# Weights of products in the format of the products: converted once, not by autocast in every pass.
+
+
+OWN = ("raytrain.", "experts.")
+#: Layers that do nothing with their weights but a product, which autocast computes in its own format.
+PRODUCTS = (
+    "torch.nn.modules.linear.Linear", "torch.nn.modules.conv.Conv2d", "transformers.pytorch_utils.Conv1D",
+    "raytrain.models.gpt.Head",
+)  # fmt: skip
+
+
+def halve(module: nn.Module, dtype: torch.dtype, *, untie: bool = True) -> None:
+    """Convert the float32 weights and biases of products to the format of autocast, in place.
+
+    Only in built-in language models and those of transformers, whose code uses them in products alone; a user's forward
+    may read a weight itself. Layers that others have changed, or that share a weight, stay as they are too.
+
+    Args:
+        module: for inference under autocast only; may be on the meta device.
+        untie: give a head that is tied to an embedding a copy, since rows are looked up in float32; else it stays tied.
+    """
+    source = type(module).__module__
+    if not source.startswith("transformers.") and not (isinstance(module, GPT) and source.startswith(OWN)):
+        return
+    uses = Counter(id(one) for part in module.modules() for one in part._parameters.values())
+    tables = Counter(id(part.weight) for part in module.modules() if type(part) is nn.Embedding)
+    for part in module.modules():
+        if "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks:
+            continue
+        kind = type(part)
+        is_product = f"{kind.__module__}.{kind.__qualname__}" in PRODUCTS
+        for name in ("weight", "bias") if is_product else getattr(kind, "stacked_matrices", ()):  # of experts
+            held = part._parameters[name]
+            alone = uses[id(held)] == 1 + untie * tables[id(held)]
+            if held is not None and held.dtype == torch.float32 and alone:
+                part._parameters[name] = nn.Parameter(held.detach().to(dtype), requires_grad=False)
+
+
+# ---------------------------------------------------------------- quantize
+# Linear layers with int8 weights: a quarter of the bytes of float32, and how far the answers stay the same.
+
 
 KEY = "infer.quantize"
 #: Rows of the input whose answers are compared, and tokens of each.

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from cluster.placement import on_this_node
+from cluster.ray_runtime import on_this_node
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RaytrainError, RunError, StateLost, first_line
 from raytrain.infer.input import Unit, UnitReport

@@ -1,6 +1,6 @@
-"""Computes a unit: its batches, smaller ones where memory runs out, and single rows where one of them fails.
+"""Computes a unit: batches of the measured size, smaller ones where memory runs out, single rows where one fails.
 
-Where the first batch fails, a few rows of the whole input tell an error of the model's code from one of a row.
+`worker.py` runs each unit with it; the size of a batch is measured on a few rows before the first unit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from raytrain.config.user_code import users_error
 from raytrain.errors import InputError, OutOfMemory, RaytrainError, RunError, StateLost, first_line
 from raytrain.infer.input import InputRows, Unit, batches_of
 from raytrain.infer.predictor import ANSWERS, MODEL_KEY, Answers, ModelOutputError, Predictor
-from raytrain.train.memory.device import is_out_of_memory
-from raytrain.train.memory.oom import let_go
+from raytrain.train.memory.device import is_out_of_memory, let_go
 from raytrain.trainable import LocalState, RemoteState
 
 OK, FAILED = "ok", "failed"

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain.models.attention import Attention
-from raytrain.models.cache import KeyValueCache
+from raytrain.models.attention import Attention, KeyValueCache
 from raytrain.models.sizes import check_gpt, language_flops
 from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, accuracy, need_keys
 

@@ -21,29 +21,23 @@ from raytrain.config.sections import (
     SaveConfig,
     ScaleConfig,
 )
-from raytrain.plan.choice import Choice, Deferred, Resolved, choice_from_json
-from raytrain.plan.facts import DataFacts, ModelFacts
-from raytrain.plan.rules.batch import (
+from raytrain.plan.batch import (
+    DataRoom,
     choose_batches,
     choose_global_batch,
     choose_length,
+    choose_loaders,
     choose_lr,
     choose_saving,
+    choose_storage,
     choose_warmup,
     defer_micro_batch,
     one_worker_for_whole,
+    resident_bytes,
     rows_read,
 )
-from raytrain.plan.rules.devices import (
-    DevicePool,
-    choose_devices,
-    choose_fp32_layers,
-    choose_precision,
-    share_gpus,
-    warn_of_lesser_devices,
-    warn_of_mixed_gpus,
-)
-from raytrain.plan.rules.hosts import (
+from raytrain.plan.choice import Choice, Deferred, Resolved, choice_from_json, reason_of, value_text
+from raytrain.plan.expert_hosts import (
     choose_auto_hosts,
     choose_hosts,
     choose_inflight,
@@ -56,7 +50,23 @@ from raytrain.plan.rules.hosts import (
     leave_gpus_to_hosts,
     number_of_hosts,
 )
-from raytrain.plan.rules.memory import (
+from raytrain.plan.facts import DataFacts, ModelFacts
+from raytrain.plan.machines import (
+    DevicePool,
+    allowed_bytes,
+    choose_devices,
+    choose_fp32_layers,
+    choose_placement,
+    choose_precision,
+    choose_threads,
+    cores_of,
+    count_workers,
+    share_gpus,
+    spread,
+    warn_of_lesser_devices,
+    warn_of_mixed_gpus,
+)
+from raytrain.plan.memory import (
     ShareOut,
     advise_activation_checkpointing,
     check_limit,
@@ -67,11 +77,8 @@ from raytrain.plan.rules.memory import (
     refuse_unmeasured,
     warn_over_budget,
 )
-from raytrain.plan.rules.speed import choose_speed
-from raytrain.plan.rules.storage import DataRoom, choose_loaders, choose_storage, resident_bytes
-from raytrain.plan.rules.workers import allowed_bytes, choose_placement, choose_threads, cores_of, count_workers, spread
 from raytrain.plan.shares import choose_shares, splits
-from raytrain.plan.text import reason_of, value_text
+from raytrain.plan.speed import choose_speed
 from raytrain.runs.storage import join
 
 

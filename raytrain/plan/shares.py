@@ -1,7 +1,7 @@
-"""Workers that differ or change: shares of a batch by measured speed, and the number of workers of an elastic run.
+"""Workers that differ or change: shares of a batch by speed, and the number of workers of an elastic run.
 
-`Shares` assigns rows in full micro-batches; a worker whose device has memory for several of them computes several in
-one pass. The assignment follows from the measured seconds and the number of rows alone. Without torch.
+`Shares` travels in the plan to `raytrain.data.rows.batches`, which divides each batch by it; the driver asks
+`ElasticWorkers` when nodes come or go.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from cluster.wording import counted
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.errors import WorkersChange
 from raytrain.plan.choice import Choice, Deferred, Resolved
-from raytrain.plan.rules.devices import DevicePool
-from raytrain.plan.rules.workers import spread
+from raytrain.plan.machines import DevicePool, spread
 
 SPLITS = 8
 """Micro-batches per equal share with `loop.micro_batch_size: auto`, so that shares can differ by an eighth."""

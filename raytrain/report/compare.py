@@ -9,12 +9,12 @@ from typing import Any
 from urllib.parse import quote
 
 from cluster.wording import loss_text, measured, rate_text, seconds, size
+from raytrain.report.charts import Curve, chart, smoothed
 from raytrain.report.figures import summarise
-from raytrain.report.page.charts import Curve, chart, smoothed
-from raytrain.report.page.page import TONES
-from raytrain.report.page.style import esc, page
-from raytrain.report.page.tables import label, shown, table
+from raytrain.report.page import TONES
 from raytrain.report.records import RunRecords, read_records, series
+from raytrain.report.style import esc, page
+from raytrain.report.tables import label, shown, table
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.wording import counted, measured, rate_text, seconds, size
-from raytrain.report.page.charts import Curve, Point, chart
-from raytrain.report.page.style import esc, page
-from raytrain.report.page.tables import table
+from raytrain.report.charts import Curve, Point, chart
+from raytrain.report.style import esc, page
+from raytrain.report.tables import table
 from raytrain.runs.storage import join, open_store
 
 MANIFEST, SUMMARY = "manifest.json", "summary.json"

@@ -1,7 +1,8 @@
-"""The run folder: the paths of its files, reading and writing them, and its owner. Torch-free.
+"""The run folder: the paths of its files, reading and writing them, its numbered attempts and their owner.
 
-Layout (DESIGN section 3): job.yaml, plan.json, ..., metrics.jsonl, events.jsonl, checkpoints/, result.json,
-report/, logs/, job.json (the job as a mapping) and attempts/ (the owners of the run, and the heartbeat).
+Everything that outlives a process is here, and nothing else passes between a run, its resume and its report. A search
+folder (`tune`) is a run folder with one row per trial. Files that grow during a run are written locally and mirrored to
+an object store.
 """
 
 from __future__ import annotations
@@ -13,13 +14,130 @@ import os
 import re
 import secrets
 import shlex
+import shutil
+import socket
+import tempfile
+import threading
+import time
 from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
+from cluster.preflight import is_submitted
+from raytrain.config.sections import PLACEHOLDER
 from raytrain.errors import InputError, RunError
-from raytrain.runs.lease import Attempts, this_process
 from raytrain.runs.records import JsonlWriter, ObjectJsonlWriter, plain, revived, rows_of, to_line
 from raytrain.runs.storage import LocalStore, ObjectStore, join, open_store, part_below, split, typed_path
+
+# ---------------------------------------------------------------- lease
+# The lease on a run folder: numbered attempts, their owners, and whether one is still alive.
+
+
+HEARTBEAT_S = 30.0
+_BEAT_EVERY_S = 5.0
+_HEARTBEAT = "attempts/heartbeat.json"
+
+
+def process_start(pid: int) -> int | None:
+    """Start time of a live process of this machine in clock ticks since boot; None if it is dead or a zombie.
+
+    Together with the pid it identifies a process uniquely: pids are reused, start times are not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def this_process() -> dict[str, Any]:
+    """The owner record of the calling process: {host, pid, start}."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "start": process_start(pid)}
+
+
+class Attempts:
+    """The `attempts/` directory of one run folder."""
+
+    def __init__(self, store: LocalStore | ObjectStore) -> None:
+        self._store = store
+        self._last_beat = -_BEAT_EVERY_S
+
+    def found(self, owner: dict[str, Any]) -> None:
+        """Records the creator of the run folder."""
+        self._store.create_exclusive("attempts/0000.json", _record(owner))
+
+    def take_next(self, owner: dict[str, Any]) -> int:
+        """Claims the next number (from 1) for `owner`; concurrent callers get different numbers."""
+        number = self.current() + 1
+        while not self._store.create_exclusive(f"attempts/{number:04d}.json", _record(owner)):
+            number += 1
+        return number
+
+    def current(self) -> int:
+        """The newest number; 0 before the first attempt."""
+        names = (entry.name for entry in self._store.entries("attempts"))
+        return max((int(name[:-5]) for name in names if name[:-5].isdigit()), default=0)
+
+    def owner(self) -> dict[str, Any] | None:
+        """The owner {host, pid, start} of the newest attempt, or the creator of the folder before the first."""
+        return self._read(f"attempts/{self.current():04d}.json")
+
+    def owner_of(self, number: int) -> dict[str, Any] | None:
+        """The owner of attempt `number`, {host, pid, start}; None if the attempt does not exist."""
+        record = self._read(f"attempts/{number:04d}.json")
+        return None if record is None else {name: record[name] for name in ("host", "pid", "start")}
+
+    def beat(self) -> None:
+        """Writes the heartbeat, unless it was written less than 5 s ago."""
+        now = time.monotonic()
+        if now - self._last_beat >= _BEAT_EVERY_S:
+            self._last_beat = now
+            row = {"attempt": self.current(), "time": time.time()}
+            self._store.write_bytes(_HEARTBEAT, json.dumps(row).encode())
+
+    def alive(self, *, ended: float | None) -> dict[str, Any] | None:
+        """The owner if its process still works on this run, else None.
+
+        On the owner's host the process itself is checked; on other hosts a heartbeat younger than 30 s counts.
+
+        Args:
+            ended: when the result was written (unix seconds). A result written after the newest attempt started
+                ends that attempt, even if its process (such as a notebook) is still alive.
+        """
+        owner = self.owner()
+        if owner is None:
+            return None
+        began = self._store.changed(f"attempts/{self.current():04d}.json")
+        if began is not None and ended is not None and ended > began:
+            return None
+        return owner if self.lives(owner) else None
+
+    def lives(self, owner: dict[str, Any]) -> bool:
+        """Whether an owner's process is alive, on its own host by the process itself, on others by the heartbeat."""
+        if owner["host"] == socket.gethostname():
+            start = process_start(owner["pid"])
+            return start is not None and start == owner["start"]
+        beat = self._read(_HEARTBEAT)
+        return beat is not None and time.time() - beat["time"] < HEARTBEAT_S
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            return json.loads(self._store.read_bytes(name))
+        except FileNotFoundError:
+            return None
+
+
+def _record(owner: dict[str, Any]) -> bytes:
+    # The nonce makes two records of one owner differ, so that a race on an object store has one winner.
+    return json.dumps(plain({**owner, "time": time.time(), "nonce": secrets.token_hex(8)})).encode()
+
+
+# ---------------------------------------------------------------- folder
+# The run folder: the paths of its files, reading and writing them, and its owner.
+
 
 RESERVE_BYTES = 1 << 18
 """Enough for result.json and the last events."""
@@ -241,7 +359,7 @@ class RunFolder:
         self.store.write_bytes(name, b"".join(to_line(row) for row in kept))
         return len(rows) - len(kept)
 
-    # -- attempts and their owners (raytrain.runs.lease) ----------------------------------------------
+    # -- attempts and their owners (raytrain.runs.folder) ----------------------------------------------
 
     def next_attempt(self, owner: dict[str, Any]) -> int:
         """Claims the next attempt number (from 1); every older attempt then ends before it writes."""
@@ -344,3 +462,172 @@ def _point_latest(parent: LocalStore | ObjectStore, folder: str) -> None:
 
 def _is_plain_dir(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
+
+
+# ---------------------------------------------------------------- mirror
+# Files that are written locally and belong to a run folder, which may be on an object store.
+
+
+UPLOAD_S = 10.0
+"""Seconds between uploads."""
+
+
+class MirroredFolder:
+    """A local directory for files of a run that are appended to, such as logs.
+
+    In a local run folder it is the directory itself. On an object store, which cannot append, it is a temporary
+    directory, whose changed files are uploaded every `every_s` seconds and by `close`. An upload that fails is tried
+    again by the next one; only `close` raises.
+
+    Args:
+        run: the run folder.
+        name: the directory's name in it.
+        resumed: names of files whose earlier content is kept, if they exist: a resumed process appends to them.
+    """
+
+    def __init__(self, run: RunFolder, name: str, *, resumed: tuple[str, ...] = (), every_s: float = UPLOAD_S) -> None:
+        self._run, self._name, self._every_s = run, name, every_s
+        self._uploaded: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.path: str = join(run.path, name)
+        if run.is_local:
+            os.makedirs(self.path, exist_ok=True)
+            return
+        self.path = tempfile.mkdtemp(prefix="raytrain-")
+        for file in resumed:
+            with contextlib.suppress(FileNotFoundError):
+                Path(self.path, file).write_bytes(run.store.read_bytes(f"{name}/{file}"))
+        threading.Thread(target=self._beat, daemon=True, name="upload").start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Upload what has changed and remove the temporary directory; may be called twice.
+
+        Raises:
+            RunError: a file could not be uploaded.
+        """
+        if self._run.is_local or self._stop.is_set():
+            return
+        self._stop.set()
+        try:
+            self._upload()
+        finally:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._every_s):
+            with contextlib.suppress(RunError):  # tried again by the next upload
+                self._upload()
+
+    def _upload(self) -> None:
+        with self._lock:
+            for entry in sorted(os.scandir(self.path), key=lambda entry: entry.name):
+                found = entry.stat()
+                state = found.st_size, found.st_mtime_ns
+                if self._uploaded.get(entry.name) != state:
+                    self._run.store.write_bytes(f"{self._name}/{entry.name}", Path(entry.path).read_bytes())
+                    self._uploaded[entry.name] = state
+
+
+# ---------------------------------------------------------------- sweep
+# The search folder: a run folder with one row per trial and the result of the search.
+
+
+class SweepFolder(RunFolder):
+    """The folder of one search (one Ray Tune run) on disk or in an object store."""
+
+    @property
+    def trials(self) -> str:
+        """One row for each trial that has ended."""
+        return join(self.path, "trials.jsonl")
+
+    @property
+    def best(self) -> str:
+        """The job with the values found; `train` can run it unchanged."""
+        return join(self.path, "best.yaml")
+
+    @property
+    def outcome(self) -> str:
+        """The decisions with their reasons, as JSON; written when the search is done."""
+        return join(self.path, "tune.json")
+
+    @property
+    def picture(self) -> str:
+        """The picture of the trials."""
+        return join(self.path, "tune.png")
+
+    @property
+    def runs(self) -> str:
+        """The directory with the run folders of trials that are complete runs."""
+        return join(self.path, "runs")
+
+    def alive(self) -> dict[str, Any] | None:
+        """The owner if its command still works on this search, else None: a notebook outlives its command."""
+        rows = self.read_rows(self.events) if self.exists(self.events) else []
+        ended = max((row["time"] for row in rows if row["kind"] == "driver_end"), default=None)
+        return self._attempts.alive(ended=ended)
+
+    def ended(self) -> list[dict[str, Any]]:
+        """The rows of trials.jsonl."""
+        return self.read_rows(self.trials)
+
+    def standing(self) -> list[dict[str, Any]]:
+        """The rows that a resumed search keeps: all except first deaths."""
+        return [row for row in self.ended() if row.get("deaths") != 1]
+
+    def again(self) -> list[dict[str, Any]]:
+        """First deaths without a later row for the same trial: the trials to run again."""
+        rows = self.ended()
+        last = {row["trial"]: place for place, row in enumerate(rows)}
+        return [row for place, row in enumerate(rows) if row.get("deaths") == 1 and last[row["trial"]] == place]
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Appends the row of a trial that has ended."""
+        writer = self.writer(self.trials)
+        writer.write(row)
+        writer.flush()
+
+    def run_of(self, name: str) -> str | None:
+        """The newest run folder of the run `name`; None if there is none."""
+        names = [entry.name for entry in self.store.entries("runs") if entry.is_dir]
+        found = [one for one in names if one.startswith(f"{name}-")]
+        return f"{self.runs}/{max(found)}" if found else None
+
+
+# ---------------------------------------------------------------- commands
+# What to type next for a run: the commands that messages and reports name.
+
+
+def shell_command(*words: str) -> str:
+    """A command `raytrain VERB ...` to copy into a shell: every command that is printed or written is made here."""
+    return shlex.join(["raytrain", *words])
+
+
+def on_cluster(*words: str) -> str:
+    """The same command through `submit`, if this process is the driver of a submitted job."""
+    return shell_command(*["submit"] * is_submitted(), *words)
+
+
+def resume_command(verb: str, folder: str, *keys: str) -> str:
+    """How to resume a run or a search: on the cluster if it was submitted, from Python if its job has objects."""
+    if verb == "train" and has_objects(RunFolder(folder)):
+        return f"train(..., resume={json.dumps(folder, ensure_ascii=False)})"
+    return on_cluster(verb, "--resume", folder, *keys)
+
+
+def start_anew(run: RunFolder) -> str:
+    """How to start a new run of the same job."""
+    if has_objects(run):
+        return "train(...) without resume starts a new run"
+    return f"`{on_cluster('train', run.job)}` starts a new run of the same job"
+
+
+def has_objects(run: RunFolder) -> bool:
+    """Whether the job of a run has Python objects, which its folder cannot hold: only its program can resume it."""
+    return run.exists(run.job) and PLACEHOLDER in run.read_text(run.job)

@@ -1,6 +1,6 @@
-"""File storage: a local directory or an object store with the same interface.
+"""File storage: one interface for a local directory and an object store, and large files that appear whole.
 
-Torch-free. pyarrow is imported only when a URI is opened, so that `plan` on a local path stays fast.
+Everything that raytrain writes to a run, a checkpoint or an output folder goes through `Storage`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cluster.checks.ray_job import is_submitted
+from cluster.preflight import is_submitted
 from raytrain.errors import InputError, RunError, first_line
+
+# ---------------------------------------------------------------- storage
+# File storage: a local directory or an object store with the same interface.
+
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})", re.ASCII)
@@ -435,3 +439,44 @@ def unreadable(path: str, error: BaseException, *, key: str) -> InputError:
     """The error for a file that exists but cannot be read."""
     kind = "no permission to read" if isinstance(error, PermissionError) else "cannot read"
     return InputError(key, got=f"{kind} {path}: {first_line(error)}", expected="a readable file")
+
+
+# ---------------------------------------------------------------- atomic
+# Large files that appear complete or not at all.
+
+
+@contextlib.contextmanager
+def whole_file(path: str, advice: WriteAdvice = SAVES) -> Iterator[BinaryIO]:
+    """Open a new file, local or at a URI, that is written piece by piece: it has its name once the block ends, and is
+    deleted if the block raises.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    folder, name = split(path)
+    store = open_store(folder, advice)
+    if isinstance(store, LocalStore):
+        yield from _local(store.at(name), advice)
+        return
+    try:
+        with store.open_write(name) as file:
+            yield file
+    except BaseException:
+        store.delete(name)
+        raise
+
+
+def _local(path: str, advice: WriteAdvice) -> Iterator[BinaryIO]:
+    folder, name = os.path.split(path)
+    partial = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with explained_writes(path, advice):
+            os.makedirs(folder, exist_ok=True)
+            with open(partial, "wb", buffering=0) as file:
+                yield file
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise

@@ -1,4 +1,7 @@
-"""A worker's device as the plan selects it, determinism, and random generators."""
+"""A worker's device as the plan selects it, determinism, random generators, and torch's settings in its process.
+
+Applied once, when a session is built; expert hosts apply the same settings.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from torch import nn
 from cluster.devices.limits import memory_bytes
 from raytrain.config.messages import abbreviated
 from raytrain.errors import DevicePlacementError
+
+# ---------------------------------------------------------------- device
+# A worker's device as the plan selects it, determinism, and random generators.
 
 
 def worker_device(kind: str, *, local_rank: int) -> torch.device:
@@ -165,3 +171,100 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"].to(torch.uint8), device)
+
+
+# ---------------------------------------------------------------- process settings
+# The settings of torch that a worker applies to its process, for processes that compute a part of its passes.
+
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""cuBLAS reads it when it is first used; deterministic products need it."""
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """What changes the results or the speed of a process and is global to it; threads and memory limits are not here,
+    since each process has its own.
+
+    Attributes:
+        deterministic, cublas_workspace: of `loop.deterministic`.
+        matmul: "highest", "high" or "medium"; with cudnn_tf32 of `precision.dtype`.
+        cudnn_deterministic, cudnn_benchmark: of `loop.deterministic` and `loop.cudnn_benchmark`.
+        seed: the one that this process was seeded with last.
+    """
+
+    deterministic: bool
+    cublas_workspace: str | None
+    matmul: str
+    cudnn_tf32: bool
+    cudnn_deterministic: bool
+    cudnn_benchmark: bool
+    seed: int
+
+    @classmethod
+    def current(cls) -> ProcessSettings:
+        """Those of this process."""
+        return cls(
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            cublas_workspace=os.environ.get(CUBLAS_WORKSPACE),
+            matmul=torch.get_float32_matmul_precision(),
+            cudnn_tf32=bool(torch.backends.cudnn.allow_tf32),
+            cudnn_deterministic=bool(torch.backends.cudnn.deterministic),
+            cudnn_benchmark=bool(torch.backends.cudnn.benchmark),
+            seed=torch.initial_seed(),
+        )
+
+    def apply(self) -> None:
+        """Set them in this process."""
+        if torch.are_deterministic_algorithms_enabled() != self.deterministic:  # the call imports torch's compiler
+            torch.use_deterministic_algorithms(self.deterministic)
+        if self.cublas_workspace is not None:
+            os.environ[CUBLAS_WORKSPACE] = self.cublas_workspace
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        seed_everything(self.seed)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
+
+
+# ---------------------------------------------------------------- cudnn
+# cuDNN's (on ROCm MIOpen's) search for the fastest kernel of each shape; turned off if shapes vary a lot.
+
+
+#: Each new shape costs a search of a few hundred milliseconds; with more shapes than this they are not constant.
+SHAPES_AT_MOST = 8
+
+
+class CudnnBenchmark:
+    """Controls `torch.backends.cudnn.benchmark` and counts the shapes of the batches.
+
+    Args:
+        asked: `loop.cudnn_benchmark`: true, false, or auto (on for a GPU, until there are too many shapes).
+        device: device of this worker.
+        deterministic: `loop.deterministic`, which requires the same kernels every time.
+    """
+
+    def __init__(self, asked: bool | str, *, device: torch.device, deterministic: bool) -> None:
+        on = device.type == "cuda" and not deterministic if asked == "auto" else bool(asked)
+        torch.backends.cudnn.benchmark = on
+        self._counting = on and asked == "auto"
+        self._shapes: set[tuple[Any, ...]] = set()
+
+    @property
+    def on(self) -> bool:
+        """Whether the search is on in torch."""
+        return bool(torch.backends.cudnn.benchmark)
+
+    def observe(self, batch: dict[str, Any]) -> dict[str, Any] | None:
+        """Count the shapes of a batch; return the fields of an event if this batch turns the search off."""
+        if not self._counting:
+            return None
+        self._shapes.add(tuple((name, tuple(v.shape)) for name, v in batch.items() if isinstance(v, torch.Tensor)))
+        if len(self._shapes) <= SHAPES_AT_MOST:
+            return None
+        torch.backends.cudnn.benchmark = self._counting = False
+        return {"value": False, "shapes": len(self._shapes), "reason": f"more than {SHAPES_AT_MOST} shapes of batches"}

@@ -12,20 +12,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain.data.loading.checks import InputWriteGuard, verify_placement
-from raytrain.data.loading.pinned_upload import UPLOAD_DEPTH, BatchUploader
-from raytrain.data.loading.prefetch import BatchRequest, PendingBatch, Prefetcher, prefetch, prefetched_results
-from raytrain.data.loading.prepare import DataPlan, open_pool, reads_items
-from raytrain.data.loading.processes import LoaderPool
-from raytrain.data.rows.batches import Cursor, GlobalBatch, StepBatches, part_of_rank, rank_micro_batches
+from raytrain.data.prefetch import (
+    UPLOAD_DEPTH,
+    BatchRequest,
+    BatchUploader,
+    LoaderPool,
+    PendingBatch,
+    Prefetcher,
+    prefetch,
+    prefetched_results,
+)
+from raytrain.data.prepare import DataPlan, InputWriteGuard, open_pool, reads_items, verify_placement
+from raytrain.data.rows.batches import Cursor, GlobalBatch, StepBatches, padding_waste, part_of_rank, rank_micro_batches
 from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.float64 import Float64Columns
 from raytrain.data.rows.map_style import gathered
-from raytrain.data.rows.residency import StreamSplit
-from raytrain.data.rows.token_budget import padding_waste
-from raytrain.data.transfer import rebuild
+from raytrain.data.rows.residency import StreamSplit, rebuild
+from raytrain.plan.batch import EVAL_MICRO_BATCHES
 from raytrain.plan.choice import Resolved
-from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
 from raytrain.train.job import StepSettings, TrainJob
 from raytrain.train.parallel.collectives import Workers
 from raytrain.trainable import MicroBatch, labels_weight, shifted_labels_weight
@@ -80,7 +84,7 @@ class BatchLoader:
         cls, job: TrainJob, settings: StepSettings, source: Source, *, workers: Workers, device: torch.device,
         weight: Callable[[Batch], int] | None, dtype: torch.dtype, whole: bool = False,
     ) -> BatchLoader:  # fmt: skip
-        """Open the loader of a plan over a prepared source (`raytrain.data.loading.prepare`). The caller closes it.
+        """Open the loader of a plan over a prepared source (`raytrain.data.prepare`). The caller closes it.
 
         Args:
             whole: as above; also where the job forbids to split global batches.

@@ -1,7 +1,7 @@
 """What the author of a module said about it, checked once before the first step: it is kept, or refused by name.
 
 The driver checks the module that it builds, before Ray starts, and each session the one that it trains. Modules may be
-on the meta device. What only a pass can show is checked by `jobs.driver.checks.first_batch`.
+on the meta device. What only a pass can show is checked by `jobs.driver.first_batch`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from raytrain.checkpoint.snapshot import shape_of
 from raytrain.config.messages import abbreviated
 from raytrain.errors import CheckpointError, InputError
 from raytrain.models.blocks import blocks_of
-from raytrain.models.weights.initial import is_extra
-from raytrain.train.build import copy_of
+from raytrain.models.weights.stored import is_extra
 from raytrain.train.changeable import limited_weights
+from raytrain.train.job import copy_of
 from raytrain.train.placing import is_trained
 from raytrain.trainable import Trainable
 
@@ -155,7 +155,7 @@ def _refuse_unloadable(module: nn.Module, state: dict[str, Any], key: str, strat
 
 def _check_shards(trainable: Trainable) -> None:
     """What cannot be split by rows, block by block. What only a pass can show is named by
-    `raytrain.train.parallel.fsdp.passes`."""
+    `raytrain.train.parallel.fsdp_passes`."""
     for what, names, expected, remedy in _unshardable(trainable):
         if names:
             raise InputError(

@@ -13,14 +13,11 @@ import torch
 from torch import nn
 
 from raytrain.checkpoint.reader import LoadedCheckpoint
-from raytrain.data.loading.checks import verify_placement
-from raytrain.data.loading.prepare import ReportEvent, prepare_source
+from raytrain.data.prepare import ReportEvent, prepare_source, verify_placement
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import open_source
-from raytrain.plan.rules.accelerators import peak_of
-from raytrain.train.build import build_of, restore_remote, source_facts
-from raytrain.train.clock import Clock
-from raytrain.train.compute.switches import Switches
+from raytrain.plan.machines import peak_of
+from raytrain.train.compile import Switches
 from raytrain.train.device import (
     device_name,
     need_data,
@@ -30,23 +27,20 @@ from raytrain.train.device import (
     set_rng_state,
     worker_device,
 )
-from raytrain.train.evaluation import evaluate
-from raytrain.train.job import StepSettings, TrainJob, limits_of
+from raytrain.train.job import StepSettings, TrainJob, build_of, limits_of, restore_remote, source_facts
 from raytrain.train.loader import BatchLoader, data_plan
 from raytrain.train.loop import TrainingLoop
 from raytrain.train.memory.device import limit_device_memory, memory_in_use, processes_sharing
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.module_checks import check_module
-from raytrain.train.optim.build import Schedule, build_optimizers, muons_blocks
+from raytrain.train.optim import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.filler import Filler
-from raytrain.train.parallel.strategy import ForStep, ParallelStrategy, Replicated
+from raytrain.train.parallel.strategy import Filler, ForStep, ParallelStrategy, Replicated
 from raytrain.train.parallel.sync_batchnorm import CollectiveReduction, Members, refuse_torchs_own, synchronize
 from raytrain.train.placing import kept_in_eval
-from raytrain.train.precision.layers import LayerPrecision
-from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
-from raytrain.train.state import LoopLimits, LoopState, NeverSaves, Reporter, Saver
-from raytrain.train.step import TrainingStep
+from raytrain.train.precision import LayerPrecision, LossScale, apply_matmul, policy_for
+from raytrain.train.state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
+from raytrain.train.step import TrainingStep, evaluate
 
 
 class Session:
@@ -142,7 +136,7 @@ class Session:
     def _open_strategy(self) -> ParallelStrategy:
         if self.job.planned("strategy") != "fsdp":
             return Replicated(self.trainable, workers=self.workers, device=self.device)
-        from raytrain.train.parallel.fsdp.strategy import Sharded  # takes a second to import
+        from raytrain.train.parallel.fsdp import Sharded  # takes a second to import
 
         return Sharded(self.trainable, workers=self.workers, device=self.device)
 
@@ -307,7 +301,7 @@ class Session:
             peak = int(torch.cuda.max_memory_allocated(self.device))
             torch.cuda.reset_peak_memory_stats(self.device)
             return peak
-        from cluster.telemetry.process import process_memory, reset_peak
+        from cluster.telemetry.processes import process_memory, reset_peak
 
         peak = process_memory().peak
         reset_peak()

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from raytrain.data.rows.contract import Batch
-from raytrain.data.transfer import rebuild, tensors_of
+from raytrain.data.rows.residency import rebuild, tensors_of
 from raytrain.train.mean_weight import CountedLabels, silence, told_weight
 from raytrain.train.memory.retry import SavedState
 from raytrain.trainable import LossOutput, Trainable

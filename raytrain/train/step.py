@@ -1,18 +1,6 @@
-"""One optimizer step: micro-batches, one reduction, one agreement, one commit.
+"""One optimizer step (micro-batches, one reduction, one agreement, one commit), and one evaluation.
 
-    zero -> for each micro-batch: forward, scaled backward (no communication between the workers)
-         -> all-reduce the gradients buffer by buffer (if a worker ran out of memory, all drop the step)
-         -> unscale, float64 sum of squares, agree (norm and skip are the same on every worker)
-         -> clip by that norm, optimizer step (or skip, on the device), loss scale, commit
-
-The loss is normalised by the *global* weight of the step (samples or tokens), so that one worker with four
-micro-batches, two with two and four with one compute the same step. Where a loss says that it is a mean over something
-else than the loader has counted, the gradients are scaled once the weights of all workers are known. Nothing here reads
-a device value, except for an optimizer that cannot skip on the device, and for such a loss.
-
-Where the passes of a model wait for other processes, two micro-batches can be in flight: the backward of one and the
-forward of the next are interleaved at each such wait. Forward and backward passes each still run in the order of the
-micro-batches, so that gradients and random draws are the same to the last bit.
+`raytrain.train.loop` calls `TrainingStep.run` for each step and `evaluate` at each evaluation; both are collective.
 """
 
 from __future__ import annotations
@@ -22,22 +10,29 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cluster.telemetry.processes import WORK
 from raytrain.checkpoint.snapshot import before_update
-from raytrain.data.loading.checks import DeviceGuard
+from raytrain.data.prepare import DeviceGuard
 from raytrain.errors import InputError, RunError
-from raytrain.train.mean_weight import CountedLabels, silence, told_weight
-from raytrain.train.optim.build import Schedule, takes_skip_on_device
+from raytrain.train.mean_weight import CountedLabels, graph_alone, silence, told_weight
+from raytrain.train.memory.device import Shortage, StepDropped, release_cached
+from raytrain.train.optim import Schedule, takes_skip_on_device
+from raytrain.train.parallel.buffers import ForwardChanges
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.forward_changes import ForwardChanges
 from raytrain.train.parallel.reduction import FlatReduction, Passed, Reduction
-from raytrain.train.precision.policy import LossScale, PrecisionPolicy
+from raytrain.train.precision import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable, in_eval
+
+# ---------------------------------------------------------------- step
+# One optimizer step: micro-batches, one reduction, one agreement, one commit.
+
 
 MetricSums = dict[str, tuple[Tensor, float]]
 
@@ -156,7 +151,7 @@ class TrainingStep:
         self.untold = False
         """Whether a loss was a mean over something that could not be told, so that it counts by rows or labels."""
         self.metric_names: tuple[str, ...] = ()
-        """The metrics of losses that every worker knows of (`raytrain.train.row`)."""
+        """The metrics of losses that every worker knows of (`raytrain.train.loop`)."""
         self._agreeing = self._looked = False
         self._passed, self._metrics = Passed(torch.zeros(()), torch.zeros(())), MetricSums()
 
@@ -413,3 +408,75 @@ class TrainingStep:
         for optimizer in self.optimizers:
             optimizer.step()
         return lr
+
+
+# ---------------------------------------------------------------- evaluation
+# Evaluates the eval split on all workers; the training state stays as it was.
+
+
+def evaluate(
+    step: TrainingStep, batches: Iterable[MicroBatch], *, workers: Workers, passes: int = 0,
+    clear_every: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Mean loss and metrics over all workers' batches, each weighted by its samples or tokens.
+
+    Dropout is off, no gradient is kept, and no random number is drawn by the loop; a router's counters do not advance
+    (modules count in training mode only). A failing batch raises; none is skipped.
+
+    Args:
+        passes: as in `TrainingStep.backward`.
+        clear_every: after this many batches cached memory is released, which other processes on the device may need.
+
+    Raises:
+        StepDropped: a worker ran out of memory.
+
+    Returns:
+        {"loss": ..., "accuracy": ... where the model reports one, ...} as host floats; one device read.
+    """
+    result = step.reduction.run_or_shortage(lambda: _scored(step, batches, passes=passes, clear_every=clear_every))
+    names = _agreed_names(step, result, workers)
+    assert not isinstance(result, Shortage)
+    shortages = step.trainable.remote.shortages()
+    if shortages:
+        step.trainable.remote.discard()
+        raise StepDropped(shortages)
+    zero = torch.zeros((), dtype=torch.float64, device=step.device)
+    pairs = [result.get(name, (zero, 0.0)) for name in names]
+    weights = torch.tensor([of for _, of in pairs], dtype=torch.float64, device=step.device)
+    sums = torch.cat([torch.stack([total.to(zero) for total, _ in pairs]), weights])
+    workers.all_reduce([sums])
+    values = iter(sums.tolist())
+    totals = dict(zip(names, values, strict=False))
+    return {name: total / of if of else math.nan for (name, total), of in zip(totals.items(), values, strict=True)}
+
+
+def _scored(step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int, clear_every: int | None) -> MetricSums:
+    """This worker's sums of loss and metrics, on the device, and their weights."""
+    module = step.trainable.module
+    total = MetricSums()
+    with in_eval(module), torch.no_grad():
+        for number, micro in enumerate(batches, 1):
+            if clear_every and number % clear_every == 0:
+                release_cached(step.device)
+            if micro.weight == 0:
+                continue
+            passes -= 1
+            labels = CountedLabels.of(micro.batch)
+            graph = step.tells_weight and not step.collective_passes
+            with graph_alone() if graph else contextlib.nullcontext():
+                output = step.forward(micro.batch, global_weight=micro.weight)
+            share = step.weigh(output, micro.weight, labels)
+            add_metrics(total, replace(output, metrics={**output.metrics, "loss": output.loss}), share)
+            WORK.add()
+        for _ in range(passes if step.collective_passes else 0):
+            step.idle()
+    return total
+
+
+def _agreed_names(step: TrainingStep, result: MetricSums | Shortage, workers: Workers) -> list[str]:
+    """Names of the values that any worker has: one without eval rows still takes part in the sum.
+    Where one had a shortage (None), all raise here."""
+    rows = workers.all_gather_object(None if isinstance(result, Shortage) else list(result))
+    if None in rows:
+        raise step.reduction.dropped(result)
+    return list(dict.fromkeys(name for row in rows for name in row)) or ["loss"]

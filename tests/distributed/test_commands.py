@@ -18,8 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import RunFolder, this_process
 
 Job = Callable[..., dict[str, Any]]
 MANY = Path(__file__).parent / "guest" / "many_commands.py"

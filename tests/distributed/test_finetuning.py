@@ -13,7 +13,7 @@ import torch
 from folders import make_folder, texts, write_lines
 from lab import make_session, train
 
-from jobs.job.paths import resolved
+from jobs.job.facts import resolved
 from jobs.job.spec import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from raytrain.checkpoint.reader import newest_valid
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import RunFolder, this_process
 
 Fit = Callable[..., Any]
 

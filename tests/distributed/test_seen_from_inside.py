@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.driver.screen.progress import PLAIN_EVERY_S, TrainingDisplay
+from jobs.driver.progress import PLAIN_EVERY_S, TrainingDisplay
 from tests.unit.raytrain.report.test_build import summary_from_text
 
 GUEST = Path(__file__).parent / "guest" / "watching.py"
 INSTRUMENTS = Path(__file__).resolve().parents[1] / "numerics"
-READS_A_ROW = ["tolist in raytrain/train/row.py:read_row"]
+READS_A_ROW = ["tolist in raytrain/train/loop.py:read_row"]
 LIMIT_S = 240
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.driver.checks.job import check_on_driver, train_job
-from jobs.driver.plan import plan_job
+from jobs.driver.check_job import check_on_driver, train_job
+from jobs.driver.planning import plan_job
 from jobs.job.spec import load_spec
 from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder

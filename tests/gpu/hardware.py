@@ -57,7 +57,7 @@ def mig_uuid(index: int, place: int) -> str:
 
 
 class Nvml:
-    """What `cluster.devices.nvidia` calls of pynvml, for a machine with these GPUs.
+    """What `cluster.devices.gpus` calls of pynvml, for a machine with these GPUs.
 
     Args:
         gpus: keys of `GPUS`, in NVML's order.

@@ -25,7 +25,7 @@ import torch
 
 from jobs.bench.harness.sessions import SessionArm
 from raytrain.models.gpt import gpt
-from raytrain.train.optim.build import parameter_groups
+from raytrain.train.optim import parameter_groups
 
 TINY = "--tiny" in sys.argv
 GPU = torch.cuda.is_available()
@@ -451,8 +451,7 @@ def answered(name: str) -> Iterator[None]:
 def infer() -> None:
     """Generated tokens per second, with transformers' GPT-2 of the same size beside it; greedy, 128 new tokens."""
     from raytrain.infer.generate import Sampling, generate
-    from raytrain.infer.half import halve
-    from raytrain.infer.quantize import quantize
+    from raytrain.infer.quantize import halve, quantize
 
     new, length = (8, 16) if TINY else (128, 64)
     rates: dict[tuple[str, int], float] = {}
@@ -501,7 +500,7 @@ def generation() -> None:
     from experts.config import ExpertsConfig
     from experts.models import moe_gpt
     from raytrain.infer import generate as text
-    from raytrain.infer.half import halve
+    from raytrain.infer.quantize import halve
 
     new = 24 if TINY else 300
     g = torch.Generator().manual_seed(0)
@@ -550,8 +549,8 @@ def nccl() -> None:
     """What of NCCL one GPU can show: a communicator of one member is made, used and ended within its limits."""
     import torch.distributed as dist
 
-    from experts.transport.nccl import abort_nccl
-    from experts.transport.nccl import nccl as connect
+    from experts.transport import abort_nccl
+    from experts.transport import nccl as connect
 
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     began = time.perf_counter()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raytrain.data.transfer import TRANSFERS
+from raytrain.data.rows.residency import TRANSFERS
 from raytrain.plan.choice import Resolved
 from raytrain.train.device import worker_device
 from raytrain.train.session import Session

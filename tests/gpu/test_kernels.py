@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from cluster.devices.inventory import local_inventory
+from experts.config import LayerShape
+from experts.grouped import GroupedExperts, Shape, why_not
 from experts.member.shard import ExpertShard
-from experts.placement.starting import first_placement
-from experts.routing.grouped import GroupedExperts
-from experts.routing.grouped_check import Shape, why_not
-from experts.shapes import LayerShape
+from experts.placement.policy import first_placement
 from raytrain.config.sections import OptimConfig
-from raytrain.train.memory.device import device_memory, is_out_of_memory
-from raytrain.train.memory.oom import Shortage, run_or_shortage
+from raytrain.train.memory.device import Shortage, device_memory, is_out_of_memory, run_or_shortage
 from raytrain.train.session import Session
 
 GPU = torch.cuda.is_available()
@@ -169,9 +167,9 @@ def gathered(rank: int, port: int, answers: Any) -> None:
     import torch.distributed as dist
 
     from raytrain.models.gpt import gpt
+    from raytrain.train.parallel import fsdp as wrap
     from raytrain.train.parallel.collectives import Workers
-    from raytrain.train.parallel.fsdp import wrap
-    from raytrain.train.precision.policy import policy_for
+    from raytrain.train.precision import policy_for
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)

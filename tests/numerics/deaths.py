@@ -25,23 +25,23 @@ from lab import Rows, make_job
 from torch import Tensor
 
 import experts.hosts.host
-from experts.exchange.host import HostServer
+from experts.config import LayerShape
+from experts.exchange.host_server import HostServer
 from experts.exchange.membership import Membership
 from experts.exchange.worker import ExpertClient
 from experts.hosts.generation import GenerationSpec, connect, join_as_worker, open_store
 from experts.hosts.host import ExpertHost
-from experts.placement.starting import PlacementRules, first_placement
+from experts.placement.policy import PlacementRules, first_placement
 from experts.placement.values import Placement
-from experts.shapes import LayerShape
-from experts.transport.protocol import Header, Op
+from experts.transport import Header, Op
 from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.recovery.rollback import RewindPolicy
+from raytrain.execution.recovery import RewindPolicy
 from raytrain.runs.faults import Death
 from raytrain.runs.folder import RunFolder
-from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
+from raytrain.train.state import Clock
 
 BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE, MOVE = (
     "before dispatch", "between dispatch and combine", "in backward", "between vote and commit", "during save",

@@ -16,23 +16,21 @@ import torch
 import torch.distributed as dist
 from lab import MOE, Rows, make_job, token_rows, train
 
-from experts.config import ExpertsConfig
-from experts.exchange.host import HostServer
+from experts.config import ExpertsConfig, LayerShape
+from experts.exchange.host_server import HostServer
 from experts.exchange.membership import Membership
-from experts.member.vote import VoteResult
+from experts.member.commit import VoteResult
 from experts.models import moe_gpt
-from experts.placement.starting import PlacementRules, first_placement
+from experts.placement.policy import PlacementRules, first_placement
 from experts.placement.values import LayerPlacement, Placement
-from experts.shapes import LayerShape
-from experts.transport.process_group import JointGroup, gloo
-from experts.transport.protocol import Header, Op
+from experts.transport import Header, JointGroup, Op, gloo
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
-from raytrain.train.clock import Clock
-from raytrain.train.compute.process_settings import ProcessSettings
+from raytrain.train.device import ProcessSettings
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
 from raytrain.train.session import Session
+from raytrain.train.state import Clock
 from raytrain.trainable import Trainable
 
 

@@ -11,7 +11,7 @@ from exchange import Scene, joint_group, placement_of, record, scene_experts, se
 from lab import Rows, train
 from torch import Tensor
 
-from experts.exchange.host import HostServer
+from experts.exchange.host_server import HostServer
 from experts.layer import MoELayer
 from experts.member.shard import ExpertShard
 from raytrain.autotune.comparisons import compare_precisions

@@ -15,9 +15,9 @@ from lab import train
 from test_probe_is_neutral import state_of
 from torch import Tensor
 
-from experts.exchange.host import HostServer
+from experts.exchange.host_server import HostServer
 from experts.layer import MoELayer
-from experts.transport.protocol import Aborted, Header, Op
+from experts.transport import Aborted, Header, Op
 from raytrain.autotune.startup import measure_inflight
 
 Sections = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]

@@ -24,8 +24,8 @@ PRELOAD = [
     "raytrain.train.session",
     "raytrain.execution.checkpointer",
     "experts.models",
-    "jobs.driver.checks.job",
-    "jobs.driver.plan",
+    "jobs.driver.check_job",
+    "jobs.driver.planning",
 ]
 """It includes torch's compiler, which every optimizer imports and which takes longer than all the rest."""
 

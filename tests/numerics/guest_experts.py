@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from experts.config import ExpertsConfig
 from experts.distribute import distribute
 from experts.models import moe_layer
-from experts.transport.process_group import gloo
+from experts.transport import gloo
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
 from raytrain.train.session import Session
 from raytrain.trainable import LossOutput, Trainable

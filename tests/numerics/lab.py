@@ -1,6 +1,6 @@
 """Small real jobs in a plain process: data, a session as the worker builds it, and instruments to look at one.
 
-Everything goes the product's own way (`jobs.driver.session`); only the machine is
+Everything goes the product's own way (`jobs.driver.local_session`); only the machine is
 invented, so that the plan is the same on every box.
 """
 
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import raytrain.train.session
 from cluster.devices.inventory import Inventory, Node
-from jobs.driver.session import worker_job
+from jobs.driver.local_session import worker_job
 from raytrain.data.rows.contract import Source
 from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder

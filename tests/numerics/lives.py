@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from raytrain.checkpoint.reader import load, newest_valid
 from raytrain.data.rows.batches import Cursor
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
+from raytrain.plan.batch import EVAL_MICRO_BATCHES
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session

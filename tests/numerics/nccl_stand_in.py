@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import experts.hosts.generation
-import experts.transport.process_group
-from experts.transport.process_group import gloo
+import experts.transport
+from experts.transport import gloo
 
 CALL_S = 20.0
 """Longest duration of one call; a hang becomes an error then."""
@@ -45,7 +45,7 @@ def install(*, call_s: float = CALL_S) -> None:
     """From now on, groups of this process exchange rows over the stand-in."""
     NcclStandIn.call_s = call_s
     dist.ProcessGroupNCCL = NcclStandIn  # type: ignore[attr-defined]
-    experts.transport.process_group.uses_nccl = experts.hosts.generation.uses_nccl = lambda _device: True
+    experts.transport.uses_nccl = experts.hosts.generation.uses_nccl = lambda _device: True
 
 
 OPEN = threading.local()

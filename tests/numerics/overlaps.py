@@ -20,7 +20,7 @@ from raytrain.errors import CollectiveFailed
 from raytrain.plan.choice import Deferred
 from raytrain.plan.shares import Shares
 from raytrain.runs.folder import RunFolder
-from raytrain.train.parallel.buckets import BucketSums
+from raytrain.train.parallel.reduction import BucketSums
 from raytrain.train.session import Session
 
 ROWS, STEPS = 54, 9

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
 
-from cluster.telemetry.process import process_memory, reset_peak
+from cluster.telemetry.processes import process_memory, reset_peak
 from raytrain.autotune import startup
 from raytrain.autotune.found import signature_of
 from raytrain.autotune.measurement import Candidate

@@ -8,7 +8,7 @@ import numpy as np
 from exchange import Scene, serve, session_of
 from lab import train
 
-from experts.routing.router import TopKRouter
+from experts.router import TopKRouter
 from raytrain.train.session import Session
 
 

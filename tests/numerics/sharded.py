@@ -12,16 +12,15 @@ import torch
 from lab import GPT, Rows, digest, make_session, token_rows, train
 from torch import Tensor, nn
 
-import raytrain.train.parallel.fsdp.checkpoint
-import raytrain.train.parallel.fsdp.timed_collectives
+import raytrain.train.parallel.fsdp
 from raytrain.checkpoint.reader import newest_valid
 from raytrain.errors import RunError
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.models.gpt import Block, FeedForward, language_loss
 from raytrain.runs.folder import RunFolder
-from raytrain.train.clock import Clock
 from raytrain.train.job import place_of
 from raytrain.train.session import Session
+from raytrain.train.state import Clock
 from raytrain.trainable import Trainable
 
 ROWS, STEPS = 53, 7
@@ -171,7 +170,7 @@ def unwritable(rank: int, _world: int, path: str) -> str:
         raise OSError(28, "No space left on device")
 
     if rank == 1:
-        raytrain.train.parallel.fsdp.checkpoint.write_parts = full
+        raytrain.train.parallel.fsdp.write_parts = full
     loop = session.loop(reporter=Rows(), should_stop=lambda: False, clock=Clock())
     loop.saver = saver = CheckpointSaver(
         session, RunFolder(path), every=1, keep="all", asynchronous=True, reporter=Rows(), clock=loop.clock, fence=None
@@ -222,7 +221,7 @@ def local_state(session: Session) -> str:
 def waited(_rank: int, _world: int) -> dict[str, float]:
     """Seconds that a step waits for others, on a clock by which each meeting inside a pass takes a thousand."""
     ticks = itertools.count(0.0, 1000.0)
-    raytrain.train.parallel.fsdp.timed_collectives.time = SimpleNamespace(perf_counter=lambda: next(ticks))  # pyright: ignore
+    raytrain.train.parallel.fsdp.time = SimpleNamespace(perf_counter=lambda: next(ticks))  # pyright: ignore
     session = session_of("fsdp", loop={"max_steps": 1, "eval_every": 1000}, model={**GPT, "layers": 4})
     seen: list[float] = []
     taken = session.step.run

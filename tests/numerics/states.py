@@ -14,8 +14,8 @@ from raytrain.checkpoint.reader import newest_valid
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.export import export
 from raytrain.runs.folder import RunFolder
-from raytrain.train.clock import Clock
 from raytrain.train.job import place_of
+from raytrain.train.state import Clock
 
 STEPS, BREAK = 7, 4
 

@@ -11,7 +11,7 @@ from exchange import padded
 from lab import MOE, Rows, class_rows, make_session, token_rows, train
 from torch import nn
 
-from experts.routing.router import Routing, TopKRouter
+from experts.router import Routing, TopKRouter
 
 DET = {"train": class_rows(512), "eval": class_rows(64, seed=1)}
 LATE = 50

@@ -22,9 +22,9 @@ from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import load
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.plan.choice import Deferred, Resolved
-from raytrain.plan.rules.speed import FEW_STEPS
+from raytrain.plan.speed import FEW_STEPS
 from raytrain.runs.folder import RunFolder
-from raytrain.train.compute.compile import CompiledParts
+from raytrain.train.compile import CompiledParts
 from raytrain.train.session import Session
 
 DATA = {"train": class_rows(128), "eval_fraction": 0.0}
@@ -128,8 +128,8 @@ def test_what_the_compiler_cannot_do_is_named_and_the_run_stays_eager(
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named, lower=broken)
 
-    monkeypatch.setattr("raytrain.train.compute.switches.CompiledParts", Broken)
-    monkeypatch.setattr("raytrain.plan.rules.speed.FEW_STEPS", 0)
+    monkeypatch.setattr("raytrain.train.compile.CompiledParts", Broken)
+    monkeypatch.setattr("raytrain.plan.speed.FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "USUAL_COMPILATION_S", 0.0)
     monkeypatch.setattr("raytrain.autotune.precision.WORTHWHILE_GAIN", 1e9)
@@ -153,7 +153,7 @@ def test_a_run_that_auto_compiled_resumes_bit_for_bit(
 ) -> None:
     """Compiled for real, and as if in a new process; the first record decides, also where eager is faster now."""
     planted(monkeypatch, eager=1.0, compiled=0.5)
-    monkeypatch.setattr("raytrain.plan.rules.speed.FEW_STEPS", 0)
+    monkeypatch.setattr("raytrain.plan.speed.FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "USUAL_COMPILATION_S", 0.0)
     loop = {"max_steps": 12, "global_batch_size": 24, "activation_checkpointing": again}

@@ -15,7 +15,7 @@ from lab import GPT, MLP, MOE, DeviceReads, Rows, class_rows, make_session, toke
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from experts.routing import grouped
+from experts import grouped
 from raytrain.train.session import Session
 from raytrain.train.step import StepOutput
 
@@ -71,8 +71,8 @@ def test_the_device_is_read_once_for_a_logged_row_and_never_between(name: str, p
         layers = 2 * CASES[name][3]
         logged = step in (1, STEPS) or step % LOG_EVERY == 0
         counted = Counter(spots)
-        assert counted.pop("tolist in experts/routing/grouped.py:forward", 0) == layers, (step, spots)
-        assert counted == ({"tolist in raytrain/train/row.py:read_row": 1} if logged else {}), (step, spots)
+        assert counted.pop("tolist in experts/grouped.py:forward", 0) == layers, (step, spots)
+        assert counted == ({"tolist in raytrain/train/loop.py:read_row": 1} if logged else {}), (step, spots)
 
 
 @pytest.mark.covers("LOOP-17")
@@ -80,10 +80,10 @@ def test_the_device_is_read_once_for_a_logged_row_and_never_between(name: str, p
 @pytest.mark.parametrize(("name", "precision"), [("mlp", "fp32"), ("mlp", "fp16"), ("moe_gpt", "fp32")])
 def test_the_device_is_not_read_in_long_stretches_without_rows(name: str, precision: str, log_every: int) -> None:
     steps = reads_by_step(session_of(name, precision, "resident", log_every=log_every, steps=SPARSE_STEPS))
-    read_at = [step for step, spots in steps.items() if any("experts/routing" not in spot for spot in spots)]
+    read_at = [step for step, spots in steps.items() if any("experts/grouped" not in spot for spot in spots)]
     assert read_at == [1, *([50] if log_every else []), SPARSE_STEPS]
-    reads = [spot for spots in steps.values() for spot in spots if "experts/routing" not in spot]
-    assert reads == ["tolist in raytrain/train/row.py:read_row"] * len(read_at)
+    reads = [spot for spots in steps.values() for spot in spots if "experts/grouped" not in spot]
+    assert reads == ["tolist in raytrain/train/loop.py:read_row"] * len(read_at)
 
 
 @pytest.mark.covers("LOOP-17")
@@ -99,7 +99,7 @@ def test_grouped_experts_read_nothing_in_forward_and_backward(
     steps = reads_by_step(session_of("moe", "bf16", "resident"))
     for step, spots in steps.items():
         logged = step in (1, STEPS) or step % LOG_EVERY == 0
-        assert Counter(spots) == ({"tolist in raytrain/train/row.py:read_row": 1} if logged else {}), (step, spots)
+        assert Counter(spots) == ({"tolist in raytrain/train/loop.py:read_row": 1} if logged else {}), (step, spots)
 
 
 def test_the_counter_sees_every_way_to_read() -> None:

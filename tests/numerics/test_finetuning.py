@@ -14,7 +14,7 @@ from lab import make_session, train
 from torch import Tensor
 from tuned import fine_tune
 
-from raytrain.models.huggingface.tokenizer import open_tokenizer
+from raytrain.models.huggingface import open_tokenizer
 from raytrain.runs.folder import RunFolder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")

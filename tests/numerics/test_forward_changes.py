@@ -15,7 +15,7 @@ from torch import nn
 from raytrain.errors import InputError
 from raytrain.train.changeable import may_change
 from raytrain.train.module_checks import check_module
-from raytrain.train.parallel.forward_changes import ForwardChanges
+from raytrain.train.parallel.buffers import ForwardChanges
 from raytrain.train.parallel.sync_batchnorm import synchronize
 from raytrain.trainable import Trainable
 

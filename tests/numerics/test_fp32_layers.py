@@ -14,7 +14,7 @@ from lab import GPT, MOE, make_session, token_rows, train
 
 from raytrain.autotune.fp32_layers import measure_layers
 from raytrain.autotune.precision import LOSS_TOLERANCE
-from raytrain.train.precision.layers import layers_of
+from raytrain.train.precision import layers_of
 
 
 @pytest.mark.covers("FUT-10")

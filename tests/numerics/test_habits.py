@@ -12,14 +12,14 @@ import torch
 from lab import BOX, MLP, Rows, class_rows, make_session, train
 from torch import Tensor, nn
 
-from jobs.driver.plan import plan_job
+from jobs.driver.planning import plan_job
 from jobs.job.spec import load_spec
-from raytrain.data.loading.prepare import DataPlan, prepare_source
+from raytrain.data.prepare import DataPlan, prepare_source
 from raytrain.data.rows.batches import Cursor, StepBatches
+from raytrain.data.rows.residency import TRANSFERS, TransferCounts, to_device
 from raytrain.data.sources.in_memory import memory_source
-from raytrain.data.transfer import TRANSFERS, TransferCounts, to_device
 from raytrain.train.loader import BatchLoader
-from raytrain.train.memory.allocator import give_back_free_pages
+from raytrain.train.memory.device import give_back_free_pages
 
 DATA = {"train": class_rows(64), "eval_fraction": 0.25}
 

@@ -15,8 +15,8 @@ from gang import run_gang
 from lab import DeviceReads, Rows, train
 
 import raytrain.autotune.startup
-from experts.exchange.call import ExpertCall
-from experts.transport.protocol import Op
+from experts.exchange.dispatch import ExpertCall
+from experts.transport import Op
 from raytrain.autotune.startup import Calibration, settle_inflight
 from raytrain.errors import StateLost
 from raytrain.plan.choice import Deferred

@@ -12,10 +12,9 @@ from gang import run_gang
 from lab import MOE, make_session, train
 from recount import Recount, recounted
 
-from experts.routing.router import TopKRouter
+from experts.router import TopKRouter
 from raytrain.execution.reporter import RankZeroReporter
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import RunFolder, this_process
 
 STEPS, EVERY = 12, 5
 SECTIONS = (("loop", (("log_every", EVERY),)),)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from lab import MLP, class_rows, make_session
 
-from cluster.telemetry.process import process_memory
-from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
-from raytrain.train.evaluation import evaluate
-from raytrain.train.memory.allocator import keep_freed_memory
+from cluster.telemetry.processes import process_memory
+from raytrain.plan.batch import EVAL_MICRO_BATCHES
+from raytrain.train.memory.device import keep_freed_memory
+from raytrain.train.step import evaluate
 
 
 @pytest.mark.covers("MEM-06")

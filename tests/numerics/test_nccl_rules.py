@@ -22,7 +22,7 @@ from test_exchange import check_equal
 from test_expert_shortages import COLOCATED, HOSTS, LOOP, THREE, TWICE, WORKERS
 
 from experts.hosts.generation import GenerationSpec, join_as_worker, open_store
-from experts.placement.starting import first_placement
+from experts.placement.policy import first_placement
 from raytrain.train.parallel.collectives import Workers
 
 COLUMNS = ("loss", "aux_loss", "grad_norm", "eval", "counts", "load_imbalance", "loss_scale")

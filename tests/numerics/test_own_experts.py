@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from raytrain.data.rows.batches import Cursor, rank_micro_batches
 from raytrain.errors import InputError
-from raytrain.train.compute.compile import CompiledParts
+from raytrain.train.compile import CompiledParts
 
 BUILDER = {"builder": "guest_experts:build"}
 ROW_BY_ROW = {"loop": {"micro_batch_size": 1}}

@@ -9,7 +9,7 @@ import torch
 from lab import MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 from torch import Tensor, nn
 
-from experts.routing.router import TopKRouter
+from experts.router import TopKRouter
 from raytrain.autotune.measurement import Candidate
 from raytrain.autotune.startup import measure_precision
 from raytrain.autotune.step_probe import StepProbe

@@ -27,7 +27,7 @@ from raytrain.autotune.precision import GateReport
 from raytrain.autotune.startup import measure_precision
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.report.plots import figure
-from raytrain.report.tune_figures import batch_spec
+from raytrain.report.sweep import batch_spec
 from raytrain.train import device
 from raytrain.train.session import Session
 

@@ -23,7 +23,7 @@ from raytrain.autotune.startup import Calibration, measure_eager_step
 from raytrain.checkpoint.reader import load
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.runs.folder import RunFolder
-from raytrain.train.compute.activation_checkpointing import recompute
+from raytrain.train.activation_checkpointing import recompute
 from raytrain.train.session import Session
 from raytrain.trainable import LossOutput, Trainable
 
@@ -211,9 +211,9 @@ def two_workers(rank: int, world_size: int, again: bool) -> tuple[list[float], s
 PEAK = """
 import sys; sys.path[:0] = {paths!r}
 import torch
-from cluster.telemetry.process import process_memory, reset_peak
+from cluster.telemetry.processes import process_memory, reset_peak
 from test_speed import Deep, deep_loss
-from raytrain.train.compute.activation_checkpointing import recompute
+from raytrain.train.activation_checkpointing import recompute
 from raytrain.trainable import Trainable
 torch.set_num_threads(1)
 trainable, x = Trainable(Deep(width=128), deep_loss), torch.randn(2048, 128)

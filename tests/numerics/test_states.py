@@ -10,11 +10,10 @@ import states
 from gang import run_gang
 from lab import digest
 
-from raytrain.checkpoint.weights import read_weights
-from raytrain.models.weights.initial import StartingWeights
-from raytrain.models.weights.stored import StoredTensors
+from raytrain.checkpoint.reader import read_weights
+from raytrain.models.weights.stored import StartingWeights, StoredTensors
 from raytrain.runs.folder import RunFolder
-from raytrain.train.build import load_module
+from raytrain.train.job import load_module
 
 
 @pytest.mark.parametrize("kind", ["counting", "normed"])

@@ -15,11 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrain.config.sections import OptimConfig
 from raytrain.models.gpt import gpt
-from raytrain.train.optim.build import Schedule, build_optimizers
+from raytrain.train.optim import Schedule, build_optimizers
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.flat_gradients import GradientBuffers, HeldGradients
-from raytrain.train.parallel.squares import sum_on_device
-from raytrain.train.precision.policy import LossScale, policy_for
+from raytrain.train.parallel.flat_gradients import GradientBuffers, HeldGradients, sum_on_device
+from raytrain.train.precision import LossScale, policy_for
 from raytrain.train.step import TrainingStep
 from raytrain.trainable import MicroBatch
 

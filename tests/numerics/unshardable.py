@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
-from jobs.driver.checks.job import check_on_driver
+from jobs.driver.check_job import check_on_driver
 from jobs.job.spec import load_spec
 from raytrain.errors import InputError, RaytrainError
 from raytrain.train.parallel.order import BlockOrder

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.__main__ import main
-from jobs.bench.harness.command import bench_verb
+from jobs.bench.harness.options import bench_verb
 
 
 def test_benches_run_now_and_an_existing_document_share_one_table(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jobs.bench.claims_data import PARTS
-from jobs.bench.harness.command import bench_verb
+from jobs.bench.harness.options import bench_verb
 
 pytestmark = pytest.mark.timeout(300)
 

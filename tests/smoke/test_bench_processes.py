@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jobs.bench.harness.command import bench_verb
+from jobs.bench.harness.options import bench_verb
 from jobs.bench.moves import _after_switches
 
 ALONE = {"in process, 2 thread(s)", "in process, 1 thread(s)"}

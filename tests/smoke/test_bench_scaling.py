@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.bench.harness.command import bench_verb
+from jobs.bench.harness.options import bench_verb
 
 
 @pytest.mark.timeout(240)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.bench.harness.command import bench_verb
+from jobs.bench.harness.options import bench_verb
 
 
 def run_small(folder: Path, name: str, *keys: str) -> dict[str, Any]:

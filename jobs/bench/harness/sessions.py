@@ -1,18 +1,169 @@
-"""A session of raytrain in this process, without Ray, trained block by block as an arm of a bench."""
+"""Arms of benches: a session of raytrain without Ray, block by block, and the plain PyTorch loop beside it.
+
+Benches import it where they measure, not where they are listed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from jobs.bench.harness.measuring import alternate
-from jobs.driver.session import session_of
+from jobs.bench.harness.processes import serve_blocks
+from jobs.driver.local_session import session_of
 from raytrain.execution.reporter import SilentReporter
+
+# ---------------------------------------------------------------- plain
+# The plain PyTorch loop that raytrain is compared with: a hand-written script that uses nothing of raytrain.
+
+
+class PlainLoop:
+    """Forward, backward, clip, AdamW and a learning-rate schedule, as in a script of forty lines.
+
+    Args:
+        module: the model, on its device.
+        loss: `loss(model, batch)` -> scalar; `model` is the module, or DDP around it.
+        batches: an endless iterator.
+        max_steps, lr, weight_decay, betas, clip: as in a job's sections.
+        autocast: dtype of the forward pass, None for fp32.
+        ddp: wrap the module in DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batches: Iterator[Any],
+        *,
+        max_steps: int,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        clip: str = "rows",
+        autocast: torch.dtype | None = None,
+        ddp: bool = False,
+    ) -> None:
+        self.parameters = list(module.parameters())
+        groups = [
+            {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+        self.model = DistributedDataParallel(module) if ddp else module
+        self.loss, self.batches, self.clip, self.autocast = loss, batches, clip, autocast
+        self.lr, self.max_steps, self.warmup, self.done = lr, max_steps, min(100, max_steps // 20), 0
+        self.last = torch.zeros(())
+
+    def step(self) -> Tensor:
+        """One optimizer step; returns its loss."""
+        self.done += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * self.factor(self.done)
+        self.optimizer.zero_grad(set_to_none=True)
+        autocast = (
+            torch.autocast(self.parameters[0].device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+        )
+        with autocast:
+            loss = self.loss(self.model, next(self.batches))
+        loss.backward()
+        if self.clip == "rows":
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            rows = [torch.linalg.vector_norm(one.view(-1, one.shape[-1]), dim=1) for one in gradients]
+            norm = torch.cat(rows).double().square().sum().sqrt()
+            factor = (1.0 / (norm + 1e-6)).clamp(max=1.0).float()
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def factor(self, step: int) -> float:
+        """Linear warm-up, then a cosine to a tenth."""
+        if step <= self.warmup:
+            return step / (self.warmup + 1)
+        done = min(1.0, (step - self.warmup - 1) / max(1, self.max_steps - self.warmup - 1))
+        return 0.1 + 0.5 * 0.9 * (1.0 + math.cos(math.pi * done))
+
+    def run(self, steps: int, *, log_every: int = 10) -> list[float]:
+        """Train `steps` steps; returns the global loss of the first and of every `log_every`-th."""
+        losses = []
+        for _ in range(steps):
+            loss = self.last = self.step()
+            if self.done == 1 or self.done % log_every == 0:
+                if dist.is_initialized():
+                    dist.all_reduce(loss)
+                    loss = loss / dist.get_world_size()
+                losses.append(loss.item())
+        return losses
+
+
+def text_batches(settings: dict[str, Any], *, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows of the text in the order of a job's epochs; this rank's rows of each step."""
+    from raytrain.data.sources.text import text_source
+
+    text, context, batch = Path(settings["text"]).read_bytes(), settings["context"], settings["batch"]
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    windows = tokens.unfold(0, context, 1)
+    orders = text_source(text, context=context, eval_fraction=0.0).train  # only for its order of rows
+    each, epoch = batch // world_size, 0
+    while True:
+        order = torch.from_numpy(orders.order(settings["seed"], epoch))
+        for begin in range(0, len(order) - batch + 1, batch):
+            starts = order[begin + rank * each : begin + (rank + 1) * each]
+            yield windows[starts].long(), windows[starts + 1].long()
+        epoch += 1
+
+
+def language_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross entropy of the next token."""
+    return model(input_ids=batch[0], labels=batch[1])["loss"]
+
+
+def gpt_loop(settings: dict[str, Any], *, clip: str, rank: int, world_size: int) -> PlainLoop:
+    """The plain loop on the bench's GPT, with the initial weights that a job with the same seed has."""
+    from raytrain.models.gpt import gpt
+
+    torch.manual_seed(settings["seed"])
+    sizes = {name: settings[name] for name in ("layers", "heads", "width", "context")}
+    module = gpt(**sizes, vocab_size=256).module
+    batches = text_batches(settings, rank=rank, world_size=world_size)
+    return PlainLoop(module, language_loss, batches, max_steps=settings["max_steps"], clip=clip, ddp=world_size > 1)
+
+
+def main(settings: dict[str, Any], rank: int) -> None:
+    """Run blocks for the bench: `{"steps": n, "clip": ...}` trains n steps of the loop with that clip."""
+    torch.set_num_threads(settings["threads"])
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    loops = {clip: gpt_loop(settings, clip=clip, rank=rank, world_size=world_size) for clip in ("rows", "torch")}
+
+    def run_block(request: dict[str, Any]) -> dict[str, Any]:
+        if world_size > 1:
+            dist.barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        losses = loops[request["clip"]].run(request["steps"])
+        return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "losses": losses}
+
+    serve_blocks("plain", rank, run_block)
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- sessions
+# A session of raytrain in this process, without Ray, trained block by block as an arm of a bench.
+
 
 #: Where the arms of this process compute.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

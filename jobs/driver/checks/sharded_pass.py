@@ -1,6 +1,6 @@
 """Compares the first pass of a model in shards (`scale.strategy: fsdp`) with the same pass without, before the start.
 
-Two more forked processes run it on the CPU, as in `jobs.driver.checks.first_batch`; one shards the model over itself
+Two more forked processes run it on the CPU, as in `jobs.driver.first_batch`; one shards the model over itself
 alone, which takes it apart as several workers do.
 """
 
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs.driver.checks.first_batch import CPU, NO_ANSWER, FirstBatch, Skipped, check_first_batch
+from jobs.driver.first_batch import CPU, NO_ANSWER, FirstBatch, Skipped, check_first_batch
 from raytrain.config.messages import abbreviated
 from raytrain.errors import InputError
 from raytrain.train.device import seed_everything
 from raytrain.train.loader import cast_floating
 from raytrain.train.module_checks import SHARDS
+from raytrain.train.parallel.buffers import ForwardChanges
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.forward_changes import ForwardChanges
 from raytrain.trainable import labels_weight
 
 TOLERANCES = {"fp64": 1e-9, "bf16": 0.1}
@@ -42,9 +42,8 @@ class ShardedPass(FirstBatch):
 
     def run(self) -> None:
         """Run it. Raises InputError where it fails, and Skipped."""
-        from raytrain.train.parallel.fsdp.passes import explained
-        from raytrain.train.parallel.fsdp.reduction import local
-        from raytrain.train.parallel.fsdp.strategy import Sharded
+        from raytrain.train.parallel.fsdp import Sharded, local
+        from raytrain.train.parallel.fsdp_passes import explained
 
         seed_everything(self.spec.seed)
         rows, _ = self.rows()
@@ -83,7 +82,7 @@ def check_sharded_pass(first: FirstBatch) -> None:
     Raises:
         InputError: the model fails in shards, or computes something else.
     """
-    from raytrain.train.parallel.fsdp.passes import unfit
+    from raytrain.train.parallel.fsdp_passes import unfit
 
     plain = _tried(first, sharded=False)
     if not isinstance(plain, dict):

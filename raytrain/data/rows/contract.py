@@ -139,7 +139,7 @@ class Source:
         classes: number of classes where the labels are class numbers.
         class_names: names of the classes where the labels were strings, in the order of their numbers.
         worker_data: what the driver sends to the workers instead of the source, else None.
-        placed: whether the splits are where training reads them (`raytrain.data.loading.prepare`).
+        placed: whether the splits are where training reads them (`raytrain.data.prepare`).
         tokenizer: folder of the tokenizer that made the tokens.
         reads: how rows of other files become the same batches, for inference: {"characters"} of a text's vocabulary, or
             {"stacked", "named"} columns of a table; empty where nothing has to be known.

@@ -16,8 +16,7 @@ from torch import Tensor
 from raytrain.config.messages import abbreviated
 from raytrain.data.rows.contract import Batch, Split
 from raytrain.data.rows.map_style import SAMPLED_ROWS, gathered, spread_rows, users_rows
-from raytrain.data.rows.residency import StreamSplit
-from raytrain.data.transfer import rebuild, tensors_of
+from raytrain.data.rows.residency import StreamSplit, rebuild, tensors_of
 from raytrain.errors import first_line, message_of
 
 MEMORY_ROWS = 4096

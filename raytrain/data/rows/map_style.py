@@ -1,11 +1,7 @@
-"""Map-style datasets: items of any nesting, read on demand, or read once and kept.
+"""Map-style datasets: items of any nesting, read on demand or kept; their longest row, and whether they vary.
 
-What a dataset draws at random depends on (seed, epoch, row) only. Python's, numpy's and torch's global generators, and
-numpy's that the dataset holds itself, are seeded for each item, in the training process as in a loader process, so that
-the draws are the same for any number of processes, workers and micro-batches, and after a resume. (torch's DataLoader
-leaves a dataset's own numpy generator as it is, so that each of its processes draws the same.) A dataset that reads
-many items at once (`__getitems__`) finds the generators seeded by the first row of its batch. The global generators of
-the training process are restored afterwards: what the model draws does not depend on who reads the data.
+For `data.train` as a Python object. The driver samples a few items before the start to see whether reading twice gives
+the same.
 """
 
 from __future__ import annotations
@@ -13,23 +9,36 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raytrain.config.messages import abbreviated
-from raytrain.data.rows.collate import as_row, collate_rows, leaves, tensor_bytes, tensor_split
+from raytrain.data.rows.collate import (
+    CollatedSplit,
+    UsersCollate,
+    as_row,
+    collate_rows,
+    leaves,
+    tensor_bytes,
+    tensor_split,
+)
 from raytrain.data.rows.contract import Batch, RowSplit, Split, SplitView
-from raytrain.data.rows.ragged import RaggedSplit
-from raytrain.data.rows.residency import StreamSplit
-from raytrain.data.rows.splits import TensorSplit
-from raytrain.data.rows.users_collate import CollatedSplit, UsersCollate
-from raytrain.data.transfer import to_device
+from raytrain.data.rows.residency import StreamSplit, tensors_of, to_device
+from raytrain.data.rows.splits import RaggedSplit, TensorSplit
 from raytrain.errors import InputError
+from raytrain.plan.facts import DataFacts
+
+# ---------------------------------------------------------------- map style
+# Map-style datasets: items of any nesting, read on demand, or read once and kept.
+
 
 SAMPLED_ROWS = 64
 """Items of a dataset that are read to find out whether its rows differ in length."""
@@ -136,7 +145,7 @@ class DatasetSplit(RowSplit):
         """Read and convert every item once and keep it, as tensors on `device` if the shapes allow it; or the first
         `rows` items, while the others are read in every epoch.
 
-        A random transform inside the dataset is drawn only once. (`raytrain.data.loading.prepare.read_dataset` does
+        A random transform inside the dataset is drawn only once. (`raytrain.data.prepare.read_dataset` does
         the same with progress events and seeded draws.)
         """
         if rows is not None:
@@ -330,3 +339,96 @@ def gathered(split: Split, rows: np.ndarray, *, seed: int, epoch: int) -> Batch:
         return split.gather(rows)
     with generators_kept():
         return seeded_batch(users, rows, seed=seed, epoch=epoch)
+
+
+# ---------------------------------------------------------------- longest
+# The longest row of a split: the length that a micro-batch is padded to at most.
+
+
+#: Items of a user's dataset that are read to find the longest, spread evenly.
+LENGTH_SAMPLE = 256
+
+
+class LongestRow(NamedTuple):
+    """Index and size of a row: elements of its ragged columns, or bytes of an item of a dataset."""
+
+    row: int
+    size: int
+
+
+def longest_row(split: Split) -> LongestRow | None:
+    """The longest row; None if all have the same length. The random generators are restored after reading items."""
+    while isinstance(split, SplitView):
+        split = split.split
+    if isinstance(split, RaggedSplit):
+        lengths = np.stack([np.diff(column.offsets) for column in split.ragged.values()]).sum(0)
+        index = int(lengths.argmax())
+        return LongestRow(index, int(lengths[index]))
+    if isinstance(split, DatasetSplit):
+        indices = spread_rows(len(split), LENGTH_SAMPLE)
+        with generators_kept():
+            sizes = [_size(leaves(row)) for row in split.read(indices)]
+        at = int(np.argmax(sizes))
+        return LongestRow(int(indices[at]), sizes[at]) if min(sizes) < max(sizes) else None
+    return None
+
+
+def _size(row: Any) -> int:
+    """Bytes of a row's tensors, and characters of its strings, of which a `collate` function may make tokens."""
+    if isinstance(row, (str, bytes)):
+        return len(row)
+    if isinstance(row, (Mapping, list, tuple)):
+        return sum(map(_size, row.values() if isinstance(row, Mapping) else row))
+    return tensor_bytes(row)
+
+
+# ---------------------------------------------------------------- variation
+# What reading some items of a map-style dataset shows: how long it takes, and whether a second reading differs, as with
+# random transforms.
+
+
+#: So many items are read, each so many times. A transform that changes one reading of ten goes unnoticed in one dataset
+#: of 800.
+VARIATION_SAMPLE, VARIATION_READINGS = 8, 8
+#: After this long no further item is read, once one was read twice.
+VARIATION_LIMIT_S = 0.5
+
+
+def observed_facts(facts: DataFacts, train: Split) -> DataFacts:
+    """The facts with `varies` and `item_s` of a map-style dataset; those of other data are unchanged.
+
+    The random generators of this process are restored. An error of the dataset is left to those who read all items.
+    """
+    if facts.kind != "items" or not isinstance(train, DatasetSplit) or not len(train):
+        return facts
+    began, reads, varies = time.perf_counter(), 0, False
+    with generators_kept():
+        try:
+            for first, again in _pairs(train):
+                reads += 1
+                varies = not _same(first, again)
+                if varies or (reads > 1 and time.perf_counter() - began > VARIATION_LIMIT_S):
+                    break
+        except Exception:  # whatever the code of the user raises
+            return facts
+    return replace(facts, varies=varies, item_s=(time.perf_counter() - began) / reads)
+
+
+def _pairs(split: DatasetSplit) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """For every reading of an item: its first reading, and this one."""
+    for index in spread_rows(len(split), VARIATION_SAMPLE):
+        first = _tensors(split, index)
+        yield first, first
+        for _ in range(VARIATION_READINGS - 1):
+            yield first, _tensors(split, index)
+
+
+def _tensors(split: DatasetSplit, index: np.int64) -> list[Tensor]:
+    return [tensor.clone() for _, tensor in tensors_of(leaves(split.read(np.array([index]))[0]), "")]
+
+
+def _same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(
+        one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
+        for one, other in zip(left, right, strict=True)
+    )

@@ -9,12 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from raytrain.data.rows.collate import UsersCollate
 from raytrain.data.rows.contract import RowSplit, Source, facts_of, split_off
 from raytrain.data.rows.map_style import DatasetSplit, MaskedColumns, generators_kept
-from raytrain.data.rows.ragged import Ragged, RaggedSplit, columns_split
 from raytrain.data.rows.residency import full_tensor
-from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
-from raytrain.data.rows.users_collate import UsersCollate
+from raytrain.data.rows.splits import (
+    Ragged,
+    RaggedSplit,
+    TensorSplit,
+    check_finite,
+    columns_split,
+    host_tensor,
+    is_integer,
+)
 from raytrain.data.sources.keys import is_table, refuse_class
 from raytrain.data.sources.tables import TableColumns, check_classes, choose_columns, class_names, convert
 from raytrain.errors import InputError

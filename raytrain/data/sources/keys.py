@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config.messages import describe, meant, suggestion
-from raytrain.data.sources.stdlib import STDLIB_MAX_BYTES
+from raytrain.data.sources.text import STDLIB_MAX_BYTES
 from raytrain.errors import InputError
 from raytrain.runs.storage import matching
 

@@ -1,4 +1,7 @@
-"""Open the rows that the `data` section names (`open_source`)."""
+"""The door to the sources: `describe` their sizes for the plan without torch, and open the rows that `data` names.
+
+Called by the plan (facts), by the driver's checks, and by each worker, which opens its own rows.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,238 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from raytrain.config.messages import abbreviated
 from raytrain.data.rows.contract import Source
-from raytrain.data.sources.idx import open_idx
-from raytrain.data.sources.keys import as_paths, idx_files, is_own, source_keys
-from raytrain.data.sources.stdlib import STDLIB, read_stdlib
-from raytrain.data.sources.tables import read_pair
-from raytrain.data.sources.text import open_text, text_source
+from raytrain.data.sources.idx import IMAGES, count_idx_classes, describe_idx, open_idx, read_shape
+from raytrain.data.sources.keys import TABLES, as_paths, idx_files, is_own, is_table, refuse_class, source_keys
+from raytrain.data.sources.parquet import ParquetSizes, parquet_files, read_column, sizes_of
+from raytrain.data.sources.tables import (
+    NAMED_AT_MOST,
+    choose_columns,
+    class_names,
+    convert,
+    count_classes,
+    is_fraction,
+    parquet_sizes,
+    read_pair,
+    read_tables,
+)
+from raytrain.data.sources.text import (
+    STDLIB,
+    describe_bytes,
+    describe_text,
+    open_text,
+    read_stdlib,
+    stdlib_files,
+    text_source,
+)
 from raytrain.data.sources.tokenised import Tokenised, is_tokenised, tokenise, tokenised_source
 from raytrain.errors import InputError
+from raytrain.models.huggingface import check_tokenizer
+from raytrain.models.sizes import CLASSES_UNREAD, ROW_BUILDERS
+from raytrain.plan.facts import DataFacts
+from raytrain.runs.storage import file_size
 
 if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig
+    from raytrain.data.rows.collate import UsersCollate
     from raytrain.data.rows.contract import Split
-    from raytrain.data.rows.users_collate import UsersCollate
+
+
+# ---------------------------------------------------------------- describe
+# Compute the sizes and shapes of the data for the plan from file sizes, headers and metadata, without torch.
+
+
+FLOAT_BYTES = 4
+
+
+def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | None:
+    """Return the sizes of the data from file sizes, headers and metadata; torch is not imported.
+
+    Args:
+        data: the `data` section.
+        context: `model.context`, for text.
+    Returns:
+        None for the user's own source and for text that is tokenized: their sizes are known only in a run.
+    Raises:
+        InputError: the section or its files are invalid.
+    """
+    keys = source_keys(data)
+    fraction = data.eval_fraction
+    if data.train is not None:
+        return _describe_memory(data, keys, context)
+    if is_own(data.source or ""):
+        return None
+    if is_tokenised(data):
+        check_tokenizer(keys["tokenizer"])
+        for name in ("path", "eval_path"):
+            for path in as_paths(keys[name]):
+                file_size(path, key=f"data.{name}")
+        return None
+    if data.source == "text":
+        return describe_text(
+            as_paths(keys["path"]),
+            as_paths(keys["eval_path"]),
+            context=context,
+            fraction=fraction,
+            vocabulary=keys["vocabulary"],
+        )
+    if data.source == "stdlib":
+        size = min(keys["max_bytes"], stdlib_files(keys["max_bytes"])[1])
+        return describe_bytes(size, context=context, fraction=fraction, origin=STDLIB, key="data.max_bytes")
+    if data.source == "idx":
+        return describe_idx(*idx_files(keys), fraction=fraction)
+    return _describe_table(data.source or "", keys, fraction=fraction)
+
+
+def _describe_table(kind: str, keys: Mapping[str, Any], *, fraction: float) -> DataFacts:
+    (rows, row_bytes, by_groups), *held = _table_sizes(kind, keys)
+    evaluation = held[0][0] if held else None
+    return DataFacts.of_rows(
+        rows, evaluation, fraction=fraction, row_bytes=row_bytes, kind="groups" if by_groups else "memory",
+        reason=lambda train, held: f"{kind}: {train:,} rows to train on, {held:,} for evaluation",
+    )  # fmt: skip
+
+
+def _table_sizes(kind: str, keys: Mapping[str, Any]) -> list[tuple[int, int, bool]]:
+    """(rows, stored bytes per row, whether it is read by row groups) of `path`, and of `eval_path` if it is given;
+    Parquet is sized from its metadata alone."""
+    names = [name for name in ("path", "eval_path") if keys[name] is not None]
+    if kind == "parquet":
+        found = [sizes_of(parquet_files(keys[name], key=f"data.{name}"), keys, key=f"data.{name}") for name in names]
+        return [(sizes.rows, sizes.row_bytes, sizes.by_groups) for sizes in found]
+    made = []
+    for name, table in zip(names, read_pair(keys, kind=kind), strict=True):
+        key = f"data.{name}"
+        choice = choose_columns(table.schema, features=keys["features"], label=keys["label"], key=key, table=table)
+        columns = convert(table, choice, classes=class_names([table], keys["label"]), key=key)
+        arrays = [*columns.dense.values(), *(values for values, _ in columns.ragged.values())]
+        made.append((table.num_rows, -(-sum(array.nbytes for array in arrays) // table.num_rows), False))
+    return made
+
+
+def describe_shapes(data: DataConfig) -> dict[str, Any]:
+    """Return the facts that a model builder can take from the source without opening it and without torch.
+
+    Returns:
+        Those of vocab_size, image_shape (C, H, W), num_features and num_classes that are known; `CLASSES_UNREAD`
+        where counting the classes would take reading much of the data.
+    """
+    keys = source_keys(data)
+    if data.train is not None or is_own(data.source or "") or is_tokenised(data):
+        return {}
+    if data.source == "stdlib" or keys.get("vocabulary") == "bytes":
+        return {"vocab_size": 256}
+    if data.source == "idx":
+        shape = read_shape(as_paths(keys["images"])[0], key="data.images", **IMAGES)[1:]
+        image = (1, *shape) if len(shape) == 2 else shape
+        _, labels, _, eval_labels = idx_files(keys)
+        classes = count_idx_classes(labels, eval_labels)
+        return {"image_shape": image, "num_features": image[0] * image[1] * image[2], "num_classes": classes}
+    if data.source == "parquet":
+        sizes = sizes_of(parquet_files(keys["path"], key="data.path"), keys, key="data.path")
+        stacked, classes = sizes.choice.stacked, _classes_of_parquet(sizes, keys)
+    elif data.source in TABLES:
+        tables = read_pair(keys, kind=data.source)
+        found = choose_columns(tables[0].schema, features=keys["features"], label=keys["label"], key="data.path")
+        stacked, classes = found.stacked, {"num_classes": count_classes(tables, keys["label"])}
+    else:
+        return {}
+    known = {"num_features": len(stacked) or None, **classes}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _classes_of_parquet(sizes: ParquetSizes, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of classes, from the label's column alone; not read where the data is so large that the run reads it
+    by row groups."""
+    label = sizes.choice.label
+    if label is None or is_fraction(sizes.schema.field(label).type):
+        return {}
+    if sizes.by_groups:
+        return {CLASSES_UNREAD: True}
+    files = [file for name in ("path", "eval_path") for file in parquet_files(as_paths(keys[name]), key=f"data.{name}")]
+    return {"num_classes": count_classes([read_column(file, label) for file in files], label)}
+
+
+def check_label(data: DataConfig, *, builder: str | None) -> None:
+    """Raise InputError (data.label) where a table without a label is given to a built-in model of rows: without
+    data.features its columns keep their names, and none of them becomes x.
+
+    Args:
+        builder: `model.builder`.
+    """
+    if builder not in ROW_BUILDERS or not (is_table(data.train) if data.train is not None else data.source in TABLES):
+        return
+    keys = source_keys(data)
+    if keys["label"] is not None or (data.train is None and is_tokenised(data)):
+        return
+    names = _column_names(data, keys)
+    if "labels" in (keys["features"] or names):
+        return
+    raise InputError(
+        "data.label",
+        got="null",
+        expected=f"the column to predict, one of {abbreviated(names, NAMED_AT_MOST)}",
+        remedy=f"{builder} learns from the columns x and labels, which data.label makes",
+    )
+
+
+def _column_names(data: DataConfig, keys: Mapping[str, Any]) -> list[str]:
+    if data.train is not None:
+        return [str(name) for name in getattr(data.train, "column_names", data.train.columns)]
+    if data.source == "parquet":
+        return parquet_sizes(parquet_files(keys["path"], key="data.path"), key="data.path")[0].names
+    return read_tables(as_paths(keys["path"]), kind=data.source or "", key="data.path").column_names
+
+
+def _describe_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None) -> DataFacts:
+    if isinstance(data.train, bytes):
+        size = 0 if data.eval is None else len(data.eval)
+        return describe_bytes(
+            len(data.train),
+            size,
+            context=context,
+            fraction=data.eval_fraction,
+            vocabulary=keys["vocabulary"],
+            origin="text in memory",
+            key="data.train",
+        )
+    rows, stored = _object_size(data.train, key="data.train")
+    evaluation = None if data.eval is None else _object_size(data.eval, key="data.eval")[0]
+    kind = type(data.train).__name__
+    return DataFacts.of_rows(
+        rows, evaluation, fraction=data.eval_fraction, row_bytes=stored,
+        reason=lambda train, held: f"{kind} in memory: {train:,} rows, {held:,} more for evaluation",
+    )  # fmt: skip
+
+
+def _object_size(value: Any, *, key: str) -> tuple[int, int]:
+    """(rows, bytes per row) of an object in memory, from its length and `nbytes`."""
+    refuse_class(value, key=key)
+    try:
+        if isinstance(value, Mapping):
+            columns = list(value.values())
+            rows, stored = len(columns[0]), sum(_bytes_of(column) for column in columns)
+        else:
+            rows = len(value)
+            stored = _bytes_of(value) or (rows * _bytes_of(value[0]) if rows else 0)
+    except (TypeError, IndexError, KeyError):
+        rows, stored = 0, 0
+    if not rows:
+        raise InputError(key, got=f"a {type(value).__name__} without rows", expected="at least one row")
+    return rows, -(-stored // rows)
+
+
+def _bytes_of(value: Any) -> int:
+    size = getattr(value, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return sum(_bytes_of(part) if not isinstance(part, (int, float)) else FLOAT_BYTES for part in parts)
+
+
+# ---------------------------------------------------------------- open
+# Open the rows that the `data` section names (`open_source`).
 
 
 def open_source(data: DataConfig, *, context: int | None, on_driver: bool = True) -> Source:
@@ -96,7 +318,7 @@ def users_collate(data: DataConfig) -> UsersCollate | None:
     if data.collate is None:
         return None
     from raytrain.config.user_code import function_name, resolve
-    from raytrain.data.rows.users_collate import UsersCollate
+    from raytrain.data.rows.collate import UsersCollate
 
     function = resolve(data.collate, "data.collate") if isinstance(data.collate, str) else data.collate
     return UsersCollate(function, function_name(function))
@@ -106,8 +328,8 @@ def _collated(source: Source, collate: UsersCollate | None) -> Source:
     """The source with batches made by `collate`; a map-style dataset was opened with it."""
     if collate is None:
         return source
+    from raytrain.data.rows.collate import CollatedSplit
     from raytrain.data.rows.map_style import DatasetSplit
-    from raytrain.data.rows.users_collate import CollatedSplit
 
     def own(split: Split | None) -> Split | None:
         if split is None or isinstance(split, DatasetSplit):

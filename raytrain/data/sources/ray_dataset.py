@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cluster.private_ray import private_ray
+from cluster.ray_runtime import private_ray
 from raytrain.config.user_code import is_users_file
 from raytrain.errors import InputError
 

@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from raytrain.data.rows.contract import HOLDOUT_SEED, Batch, Order, RowSplit, Split, generator, row_order
-from raytrain.data.rows.ragged import MASK, Ragged, RaggedSplit
 from raytrain.data.rows.residency import ReorderedSplit, full_tensor
-from raytrain.data.rows.splits import TensorSplit
+from raytrain.data.rows.splits import MASK, Ragged, RaggedSplit, TensorSplit
 from raytrain.data.sources.in_memory import table_split
 from raytrain.data.sources.tables import ColumnChoice, convert
 from raytrain.errors import RunError

@@ -1,26 +1,217 @@
-"""Tokenize text and JSON lines with a model's tokenizer, once on the driver, which sends the tokens to the workers."""
+"""Text and JSON lines tokenized with a model's tokenizer, once on the driver, which sends the tokens to the workers.
+
+From lines to rows: what a line holds, which tokens are learned, how rows are truncated and documents packed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from raytrain.config.messages import suggestion
 from raytrain.config.sections import DataConfig, ModelConfig
-from raytrain.data.rows.contract import Source, facts_of, holdout
-from raytrain.data.sources.documents import Document, Row, joined, packed, padded, to_row
-from raytrain.data.sources.jsonl import class_numbers, read_fields
+from raytrain.data.rows.contract import IGNORED_LABEL, Source, facts_of, holdout
 from raytrain.data.sources.keys import as_paths, source_keys
-from raytrain.data.sources.tables import TableColumns
+from raytrain.data.sources.tables import TableColumns, check_classes
 from raytrain.data.sources.text import check_context, cut, text_facts
 from raytrain.errors import InputError
-from raytrain.models.huggingface import tokenizer as hf
-from raytrain.models.huggingface.class_names import starting_names
-from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, KEYS, longest_input, read_config
+from raytrain.models import huggingface as hf
+from raytrain.models.huggingface import (
+    CAUSAL_LM,
+    CLASSIFIER,
+    KEYS,
+    check_names,
+    longest_input,
+    read_config,
+    starting_names,
+)
 from raytrain.runs.storage import read_bytes
+
+# ---------------------------------------------------------------- jsonl
+# Read texts from JSON lines: each line is a document, a prompt with its completion, or a text with its class.
+
+
+def read_fields(paths: Sequence[str], *, fields: Mapping[str, str], key: str) -> dict[str, list[Any]]:
+    """Return the columns of the files, by key of the `data` section.
+
+    Args:
+        fields: key of the section ("text_field", ...) -> the field name in each line.
+        key: the config key that errors about files name.
+    Raises:
+        InputError: no lines, or a line that is not a JSON object, lacks a field, or has a value of the wrong type.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in fields}
+    for path in paths:
+        for number, row in _lines(path, key=key):
+            for name, field in fields.items():
+                columns[name].append(_value(row, name, field, where=f"line {number} of {path}"))
+    if not next(iter(columns.values())):
+        raise InputError(key, got=f"0 rows in {', '.join(paths)}", expected="at least one row")
+    return columns
+
+
+def _lines(path: str, *, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(read_bytes(path, key=key, unpack=True).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            seen = f"line {number} of {path}, which is not valid JSON ({error})"
+            raise InputError(key, got=seen, expected="one JSON object per line") from error
+        if not isinstance(row, dict):
+            raise InputError(key, got=f"line {number} of {path} is a {type(row).__name__}", expected="a JSON object")
+        yield number, row
+
+
+def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
+    if field not in row:
+        raise InputError(
+            f"data.{name}",
+            got=f"'{field}', which is missing in {where}",
+            expected=f"one of {', '.join(row) or 'some fields'}",
+            remedy=suggestion(field, row),
+        )
+    value = row[field]
+    if name == "label_field":
+        if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        expected = "a class, as a whole number or a string"
+    elif isinstance(value, str):
+        return value
+    else:
+        expected = "a string"
+    raise InputError(f"data.{name}", got=f"{value!r} as '{field}' in {where}", expected=expected)
+
+
+def class_numbers(
+    columns: Sequence[list[Any]], known: Sequence[str] | str = "auto"
+) -> tuple[list[np.ndarray], int, tuple[str, ...] | None]:
+    """Return the labels of each column as class numbers (int64), the number of classes, and their names.
+
+    String labels are numbered in the order of `known`; with "auto" in sorted order over all columns.
+    """
+    kinds = {type(value) for column in columns for value in column}
+    if len(kinds) > 1:
+        raise InputError("data.label_field", got="both whole numbers and strings", expected="one kind of label")
+    if kinds == {str}:
+        names = sorted({value for column in columns for value in column})
+        if known != "auto":
+            check_names(names, known, key="data.label_field", whole=False)
+            names = list(known)
+        numbers = {name: number for number, name in enumerate(names)}
+        found = [np.array([numbers[value] for value in column], np.int64) for column in columns]
+        return found, len(names), tuple(names)
+    found = [np.array(column, np.int64) for column in columns]
+    for column in found:
+        check_classes(column, name="label_field", key="data.label_field")
+    return found, max(int(column.max()) for column in found) + 1, None
+
+
+# ---------------------------------------------------------------- documents
+# Turn tokenized documents into rows: which tokens are learned, how rows are truncated, how documents are packed.
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens of one document; the first `given` of them (a prompt) are not learned."""
+
+    ids: np.ndarray
+    given: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Input tokens and their labels: int32 arrays of equal length."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+
+def to_row(document: Document, *, max_length: int, same_labels: bool) -> Row | None:
+    """Truncate a document to a row of at most `max_length` tokens; None if no label is left to learn.
+
+    Args:
+        same_labels: labels equal the tokens, with the first set to -100, for a model that shifts them itself;
+            otherwise each label is the next token.
+    """
+    ids = document.ids[: max_length + (not same_labels)]
+    labels = ids.copy()
+    labels[: document.given] = IGNORED_LABEL
+    labels[:1] = IGNORED_LABEL
+    if not same_labels:
+        ids, labels = ids[:-1], labels[1:]
+    return Row(ids, labels) if (labels != IGNORED_LABEL).any() else None
+
+
+def padded(rows: Sequence[Row]) -> TableColumns:
+    """Rows of different lengths; they are padded when a batch is made."""
+    return TableColumns(ragged={"input_ids": joined([row.ids for row in rows]),
+                                "labels": joined([row.labels for row in rows])})  # fmt: skip
+
+
+def joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Concatenate the arrays; returns the values and the offset of each array."""
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts], dtype=np.int64)])
+    return np.concatenate(parts), offsets
+
+
+def packed(rows: Sequence[Row], *, length: int, pad: int) -> TableColumns:
+    """Pack several documents into each row of `length`: input_ids, labels, position_ids that restart per document.
+
+    The rest of a row is padding with label -100 and positions of its own.
+    """
+    places = share_rows(np.array([len(row.ids) for row in rows]), room=length)
+    ids = np.full((len(places), length), pad, np.int32)
+    labels = np.full((len(places), length), IGNORED_LABEL, np.int32)
+    positions = np.zeros((len(places), length), np.int32)
+    for number, held in enumerate(places):
+        at = 0
+        for document in held:
+            row = rows[document]
+            end = at + len(row.ids)
+            ids[number, at:end], labels[number, at:end] = row.ids, row.labels
+            positions[number, at:end] = np.arange(end - at)
+            at = end
+        positions[number, at:] = np.arange(length - at)
+    return TableColumns(dense={"input_ids": ids, "labels": labels, "position_ids": positions})
+
+
+def share_rows(lengths: np.ndarray, *, room: int) -> list[list[int]]:
+    """Assign documents to rows: longest first, each into the fullest row that still has room (best-fit decreasing).
+
+    Args:
+        lengths: none longer than `room`.
+    """
+    held: list[list[int]] = []
+    rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # indexed by the room left
+    left = 0  # bit s is set if some row has room s left, so the smallest sufficient room is found in one step
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        enough = left >> length
+        if enough:
+            space = length + (enough & -enough).bit_length() - 1
+            row = rows_with[space].pop()
+            if not rows_with[space]:
+                left &= ~(1 << space)
+        else:
+            space, row = room, len(held)
+            held.append([])
+        held[row].append(document)
+        rows_with[space - length].append(row)
+        if space > length:
+            left |= 1 << (space - length)
+    return held
+
+
+# ---------------------------------------------------------------- tokenised
+# Tokenize text and JSON lines with a model's tokenizer, once on the driver, which sends the tokens to the workers.
+
 
 FIELDS = ("text_field", "prompt_field", "completion_field", "label_field")
 

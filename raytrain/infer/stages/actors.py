@@ -1,5 +1,7 @@
-"""The stages of a replica as Ray actors, of which the first runs in the process that asks for the replica, and the
-places of replicas in a cluster: each has room for all of its processes, or none."""
+"""The stages of a replica as Ray actors, and the places that Ray reserves for them: all of a replica, or none.
+
+`raytrain.infer.ray_data` makes one replica per group of places.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from raytrain.train.memory.device import limit_device_memory
 
 if TYPE_CHECKING:
     from raytrain.infer.worker import Work
+
 
 #: Variables that must be set before torch is imported, so that products use no more threads than planned.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

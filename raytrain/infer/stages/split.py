@@ -1,5 +1,7 @@
-"""A model over stages as one module: `SplitModule` has the forward of the whole model, and none of its weights; its
-calls go through a `StagePipeline`, several at a time, which measures how busy each stage is."""
+"""A model over stages as one module, with several passes in flight; measures how busy each stage is.
+
+To the rest of inference a `SplitModule` is an ordinary module.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,19 @@ from torch import Tensor, nn
 
 from raytrain.errors import InputError, OutOfMemory, RunError
 from raytrain.infer.generate import Sampling, padded_left
-from raytrain.infer.stages.plan import KEY, StagePlan
-from raytrain.infer.stages.stage import CACHE, CacheUse, ModelStage, StagePass
-from raytrain.infer.stages.weights import check_weights, fill_stage, without_parameters
-from raytrain.models.huggingface.folder import KEYS
+from raytrain.infer.stages.partition import KEY, StagePlan
+from raytrain.infer.stages.stage import (
+    CACHE,
+    CacheUse,
+    ModelStage,
+    StagePass,
+    check_weights,
+    fill_stage,
+    without_parameters,
+)
+from raytrain.models.huggingface import KEYS
 from raytrain.models.weights.headers import StoredWeights, find_weights
-from raytrain.train.build import build_trainable
+from raytrain.train.job import build_trainable
 from raytrain.trainable import MASK, Trainable
 
 if TYPE_CHECKING:
@@ -232,7 +241,7 @@ class StagePipeline:
 class RemoteCache:
     """The caller's side of a key/value cache: which rows go on, and how long they are; the stages hold the tensors.
 
-    It has the verbs of `raytrain.models.cache.KeyValueCache` that a generator calls.
+    It has the verbs of `raytrain.models.attention.KeyValueCache` that a generator calls.
     """
 
     def __init__(self, pipeline: StagePipeline, lengths: Sequence[int], *, capacity: int) -> None:

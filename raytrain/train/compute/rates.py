@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from cluster.devices.limits import cpu_description
-from raytrain.train.precision.policy import policy_for
+from raytrain.train.precision import policy_for
 
 ROWS = 1024
 """Rows of a measured matrix product: tokens of a small micro-batch."""

@@ -1,29 +1,135 @@
-"""Memory of this process on its device: peaks, budget, limit, and detection of out-of-memory errors.
+"""Memory of this process on its device: peaks, budget, limit, glibc's allocator, and passes that run out of it.
 
-On a GPU the numbers are the allocator's reserved bytes, which exclude the CUDA or ROCm context. On a CPU they are the
-resident set of the process.
+`run_or_shortage` is how every pass is run: all workers drop a step together, without a trace, if one of them has no
+memory for it. `raytrain.train.memory.retry` repeats the step in smaller micro-batches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import resource
 import socket
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from cluster.devices.limits import ROOT, memory_bytes
-from cluster.telemetry.process import is_own_limit, limit_memory, process_memory, process_sizes, reset_peak
+from cluster.telemetry.processes import is_own_limit, limit_memory, process_memory, process_sizes, reset_peak
 from raytrain.errors import CollectiveFailed, OutOfMemory, message_of
-from raytrain.train.memory.allocator import freed_at_once, give_back_free_pages
 
 if TYPE_CHECKING:
     from raytrain.train.parallel.collectives import Workers
+
+
+# ---------------------------------------------------------------- allocator
+# Tunes the C allocator (glibc): keep freed memory for the next step, or return it to the kernel at once.
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 2**30
+#: The largest value that glibc accepts for the heaps of threads other than the main one; Ray trains in such a thread.
+MAPPED_BYTES = 2**25
+#: Larger blocks return to the kernel when they are freed, so that the resident set equals the memory in use.
+EXACT_BYTES = 2**16
+#: The threshold set last in this process: glibc cannot be queried.
+_last_set: dict[str, int] = {}
+
+
+def keep_freed_memory() -> bool:
+    """Make glibc keep up to 1 GiB of freed memory instead of returning it to the kernel after every step.
+
+    Otherwise a small GPT on a CPU took 500 page faults per step, 3 % of its time. Settings in the environment
+    (`MALLOC_*`, `GLIBC_TUNABLES`) take precedence; other C libraries are left unchanged.
+
+    Returns:
+        Whether it was set.
+    """
+    return _set_thresholds(trim=KEPT_BYTES, mapped=MAPPED_BYTES)
+
+
+def give_back_freed_memory() -> bool:
+    """Make glibc return freed memory to the kernel at once, for runs whose step needs most of the memory.
+
+    Returns:
+        Whether it was set; the environment takes precedence here too.
+    """
+    exact = _set_thresholds(trim=EXACT_BYTES, mapped=EXACT_BYTES)
+    give_back_free_pages()
+    return exact
+
+
+def give_back_free_pages() -> None:
+    """Return all unused heap pages to the kernel, once.
+
+    Needed whatever the thresholds are: a smaller step reuses chunks left by a larger one, and their pages then stay.
+    """
+    trim = _glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+@contextlib.contextmanager
+def freed_at_once() -> Iterator[bool]:
+    """Context in which freed memory returns to the kernel at once, so that the peak of the resident set measures memory
+    in use.
+
+    On exit, restores the earlier setting, or that of `keep_freed_memory`. It slows the process: do not time inside.
+
+    Yields:
+        Whether it is in effect; the environment takes precedence here too.
+    """
+    already = _last_set.get("trim") == EXACT_BYTES
+    exact = give_back_freed_memory()
+    try:
+        yield exact
+    finally:
+        if exact and not already:
+            keep_freed_memory()
+
+
+def _set_thresholds(*, trim: int, mapped: int) -> bool:
+    if any(name.startswith("MALLOC_") for name in os.environ) or _users_tunables():
+        return False
+    mallopt = _glibc("mallopt")
+    if mallopt is None:
+        return False
+    _last_set["trim"] = trim
+    return bool(mallopt(_M_TRIM_THRESHOLD, trim)) and bool(mallopt(_M_MMAP_THRESHOLD, mapped))
+
+
+def _users_tunables() -> bool:
+    """Whether `GLIBC_TUNABLES` sets anything of the allocator besides the caches of threads, which are off in the
+    processes of raytrain's own clusters (`cluster.environment.UNCACHED`)."""
+    given = [one.partition("=")[0] for one in os.environ.get("GLIBC_TUNABLES", "").split(":")]
+    return any(name.startswith("glibc.malloc.") and name != "glibc.malloc.tcache_count" for name in given)
+
+
+def _glibc(name: str) -> Callable[..., int] | None:
+    """A function of the C library by name; None if it does not exist."""
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
+        return None
+
+
+def release_cached(device: torch.device) -> None:
+    """Release what the device's allocator, or on a CPU the C library, has cached."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        give_back_free_pages()
+
+
+# ---------------------------------------------------------------- device
+# Memory of this process on its device: peaks, budget, limit, and detection of out-of-memory errors.
+
 
 #: On a CPU torch raises a plain RuntimeError when memory runs out. It counts as out of memory if at least this fraction
 #: of the limit was in use: the failed allocation is unknown, but hardly larger than all memory already in use.
@@ -230,3 +336,94 @@ def processes_sharing(device: torch.device, workers: Workers) -> int:
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
     return workers.all_gather_object(own).count(own)
+
+
+# ---------------------------------------------------------------- oom
+# Handles out of memory in the passes of a step: all workers drop the step together, without a trace.
+
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """An out-of-memory error in one process.
+
+    Attributes:
+        who: "rank 1", or "expert host 0".
+        error: type and first line of the exception.
+        allocated_bytes: bytes allocated by the process when the error was caught; None if unknown.
+        free_bytes: bytes free on the device for any process; None if unknown.
+    """
+
+    who: str
+    error: str
+    allocated_bytes: int | None = None
+    free_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        known = {"held": self.allocated_bytes, "free": self.free_bytes}
+        parts = [f"{name} {value:,} bytes" for name, value in known.items() if value is not None]
+        return f"{self.who}: {self.error}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+class StepDropped(OutOfMemory):
+    """All processes have dropped their current passes because some of them ran out of memory.
+
+    All workers raise it together, and nothing of the passes remains. The caller restores generators and buffers
+    (`raytrain.train.memory.retry`).
+    """
+
+    def __init__(self, shortages: list[Shortage]) -> None:
+        self.shortages = shortages
+        super().__init__("; ".join(map(str, shortages)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return StepDropped, (self.shortages,)
+
+
+def run_or_shortage(work: Callable[[], Made], *, device: torch.device, who: str) -> Made | Shortage:
+    """Return the result of `work`, or a `Shortage` if it ran out of memory; its memory is then freed."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error, device=device):
+            raise
+        shortage = shortage_of(error, device=device, who=who)
+        let_go(error, device)
+    return shortage
+
+
+def shortage_of(error: BaseException, *, device: torch.device, who: str) -> Shortage:
+    """Describe an out-of-memory error where it is caught."""
+    lines = message_of(error).splitlines()
+    message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if device.type != "cuda":
+        return Shortage(who, message)
+    free, _ = device_memory(device)
+    return Shortage(who, message, torch.cuda.memory_allocated(device), free)
+
+
+def let_go(error: BaseException | None, device: torch.device) -> None:
+    """Clear the frames in the tracebacks of an error and its causes, and a GPU allocator's cache.
+
+    The frames hold the activations, often in a reference cycle; a garbage collection of the process would take some
+    tenths of a second instead.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def step_dropped(workers: Workers, result: object) -> StepDropped:
+    """The error that all workers raise together if the `result` of any of them is a `Shortage`. Collective."""
+    own = result.to_json() if isinstance(result, Shortage) else None
+    return StepDropped([Shortage(**record) for record in workers.all_gather_object(own) if record is not None])

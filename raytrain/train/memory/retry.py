@@ -16,12 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raytrain.errors import RunError
 from raytrain.train.changeable import may_change
+from raytrain.train.memory.device import StepDropped
 from raytrain.train.memory.micro_batch import MicroBatchSize
-from raytrain.train.memory.oom import StepDropped
 
 if TYPE_CHECKING:
     from raytrain.train.loader import BatchLoader
-    from raytrain.train.parallel.forward_changes import ForwardChanges
+    from raytrain.train.parallel.buffers import ForwardChanges
     from raytrain.train.state import Reporter
     from raytrain.train.step import TrainingStep
 

@@ -1,4 +1,7 @@
-"""How the workers hold a model: `Replicated` on each of them, or sharded (`raytrain.train.parallel.fsdp`)."""
+"""How the workers hold a model: replicated on each, or sharded (`fsdp`); and what a worker without rows computes.
+
+A session asks its strategy for the wrapped module, the reduction and how state is saved and loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,57 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 import torch
 from torch import Tensor, nn
 
+from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
-from raytrain.train.build import load_module
+from raytrain.train.job import load_module
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.reduction import Reduction
 from raytrain.train.placing import place
-from raytrain.train.precision.policy import PrecisionPolicy
+from raytrain.train.precision import PrecisionPolicy
 from raytrain.trainable import Batch, RemoteCheckpoint, Trainable
 
 if TYPE_CHECKING:
     from raytrain.train.loader import BatchLoader
+
+
+# ---------------------------------------------------------------- filler
+# The batch of a pass in which a worker has no rows, where passes are collective.
+
+
+#: Rows among which `Filler` looks for one with a weight.
+FILLER_ROWS = 1000
+
+
+class Filler:
+    """The batch for passes in which a worker has no rows: the first training row with a weight, on the device.
+
+    Its loss is multiplied by zero; that of a row without a weight (every label is -100) would be NaN.
+    """
+
+    def __init__(self, loader: BatchLoader) -> None:
+        self._loader = loader
+        self._batch: Batch | None = None
+
+    def __call__(self) -> Batch:
+        """The batch, found in the first call. Raises RunError where the first rows all have no weight."""
+        if self._batch is None:
+            self._batch = self._found()
+        return self._batch
+
+    def _found(self) -> Batch:
+        order = self._loader.batches.split.eval_order()[:FILLER_ROWS]
+        for at in range(len(order)):
+            micro = self._loader.one(order[at : at + 1])
+            if micro.weight > 0:
+                return micro.batch
+        raise RunError(
+            f"the first {len(order)} rows hold nothing to average over (every label is -100), and a worker"
+            " without rows needs one (scale.strategy fsdp, scale.sync_batchnorm); fix data.source"
+        )
+
+
+# ---------------------------------------------------------------- strategy
+# How the workers hold a model: `Replicated` on each of them, or sharded (`raytrain.train.parallel.fsdp`).
 
 
 class ForStep(TypedDict, total=False):

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from raytrain.config.messages import abbreviated
 from raytrain.errors import InputError, OutOfMemory
-from raytrain.train.memory.oom import Shortage
+from raytrain.train.memory.device import Shortage
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.order import NORMS_RULE, BlockOrder
 from raytrain.train.parallel.reduction import FlatReduction, Result

@@ -22,7 +22,7 @@ from ray.train import ScalingConfig
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.devices.inventory import Inventory, Node, inventory_from_ray
-from jobs.driver.plan import plan_job
+from jobs.driver.planning import plan_job
 from jobs.job.spec import load_spec
 from jobs.train import train
 from raytrain.execution.trainer import worker_resources

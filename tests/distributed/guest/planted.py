@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from experts.models import moe_mlp
-from experts.routing.router import TopKRouter
+from experts.router import TopKRouter
 
 
 class Net(nn.Module):

@@ -28,12 +28,12 @@ import ray.exceptions
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
-from experts.hosts.reservation import NAMESPACE, TURN
+from experts.hosts.reserve import NAMESPACE, TURN
 
 LIMIT_S = 200
 COMMAND = """
 import sys
-import experts.hosts.reservation as reservation, jobs.driver.watch.fit as watch
+import experts.hosts.reserve as reservation, jobs.driver.watch as watch
 reservation.GIVE_BACK_S = watch.GIVE_BACK_S = 3.0
 from jobs.__main__ import main
 sys.argv[0] = "raytrain"

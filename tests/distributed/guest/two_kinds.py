@@ -26,13 +26,13 @@ from ray.train import ScalingConfig
 from rich.console import Console
 
 from cluster.devices.inventory import Inventory, Node, inventory_from_ray, local_inventory
-from jobs.driver.plan import plan_job
+from jobs.driver.planning import plan_job
 from jobs.inference.plan import plan_inference
 from jobs.inference.target import open_target
 from jobs.job.spec import load_spec
 from jobs.train import train
 from jobs.tune import run_tune
-from raytrain.config.yaml12 import load_yaml
+from raytrain.config.decode import load_yaml
 from raytrain.errors import InputError
 from raytrain.execution.trainer import accelerator_type, worker_resources
 from raytrain.infer.ray_data import run_units

@@ -17,7 +17,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from cluster.checks.preflight import check_seen_by_all
+from cluster.preflight import check_seen_by_all
 from jobs.train import train
 
 

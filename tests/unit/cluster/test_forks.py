@@ -8,7 +8,7 @@ import sys
 
 CODE = """
 import gc, json, os
-from cluster.forks import keep_parents_objects
+from cluster.ray_runtime import keep_parents_objects
 
 {first}
 deleted, answer = os.pipe()

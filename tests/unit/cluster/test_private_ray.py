@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import private_ray as module
+from cluster import ray_runtime as module
 from cluster.environment import restored_environment
-from cluster.private_ray import (
+from cluster.ray_runtime import (
     OWNER_FILE,
     PRELOAD,
     PRELOAD_MODULE,
@@ -57,8 +57,8 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_one_and_that_of_a
     monkeypatch.setattr(module, "SHORT_BASE", str(tmp_path))
     code = """
 import os, sys
-from cluster import private_ray as module
-from cluster.private_ray import private_ray
+from cluster import ray_runtime as module
+from cluster.ray_runtime import private_ray
 module.SHORT_BASE = os.environ["TMPDIR"]
 with private_ray() as private:
     os.makedirs(private.options["_temp_dir"] + "/session")

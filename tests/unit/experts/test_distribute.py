@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import experts.distribute as distribute
-from experts.config import ExpertsConfig
+from experts.config import ExpertsConfig, LayerShape
 from experts.layer import MoELayer
 from experts.models import moe_gpt
-from experts.shapes import LayerShape
 from raytrain.trainable import Trainable
 
 GPU, CPU = torch.device("meta"), torch.device("cpu")

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
-from experts.config import ExpertsConfig
+from experts.config import ExpertsConfig, LayerShape
 from experts.distribute import distribute
+from experts.grouped import GroupedExperts
 from experts.layer import MoELayer
 from experts.models import moe_layer
-from experts.routing.grouped import GroupedExperts
-from experts.shapes import LayerShape
 from raytrain.errors import InputError
 from raytrain.trainable import Trainable
 

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experts.config import ExpertsConfig
+from experts.config import ExpertsConfig, weight_shapes
+from experts.grouped import GroupedExperts, UnevenExperts, build_experts
 from experts.layer import MoELayer, combine, dispatch
 from experts.models import moe_layer
-from experts.routing.grouped import GroupedExperts, UnevenExperts, build_experts
-from experts.routing.router import TopKRouter
-from experts.shapes import weight_shapes
+from experts.router import TopKRouter
 
 D = 6
 

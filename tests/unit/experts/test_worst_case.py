@@ -4,7 +4,7 @@ import torch
 
 from experts.config import ExpertsConfig
 from experts.models import moe_gpt
-from experts.routing.router import TopKRouter
+from experts.router import TopKRouter
 from raytrain.trainable import Trainable
 
 

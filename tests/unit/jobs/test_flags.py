@@ -37,12 +37,12 @@ from rich.console import Console
 from torch import nn
 
 from cluster.devices.inventory import Device, Inventory, Node
-from experts.placement.starting import PlacementRules, starting_placement
+from experts.config import LayerShape
+from experts.placement.policy import PlacementRules, starting_placement
 from experts.placement.values import HostSpec
-from experts.shapes import LayerShape
 from jobs.__main__ import main
-from jobs.driver.checks.job import check_on_driver, train_job
-from jobs.driver.plan import plan_job
+from jobs.driver.check_job import check_on_driver, train_job
+from jobs.driver.planning import plan_job
 from jobs.driver.runtime import Cluster
 from jobs.driver.signals import StopSignals
 from jobs.infer import infer_target
@@ -56,7 +56,7 @@ from raytrain.config.messages import key_rows
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
 from raytrain.execution.driver_channel import AttemptResult
-from raytrain.execution.recovery.failure_policy import decide
+from raytrain.execution.recovery import decide
 from raytrain.execution.worker import Worker
 from raytrain.infer.predictor import TextPredictor
 from raytrain.models.gpt import gpt
@@ -64,9 +64,8 @@ from raytrain.models.weights.stored import export_weights
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
 from raytrain.runs.faults import Fault
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
-from raytrain.train.build import build_trainable, source_facts
+from raytrain.runs.folder import RunFolder, this_process
+from raytrain.train.job import build_trainable, source_facts
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 
@@ -323,7 +322,7 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
 def evaluated(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     """How often evaluations, and how often steps, give memory back."""
     times: dict[str, list[Any]] = {"evaluation": [], "loop": []}
-    for module, calls in times.items():
+    for module, calls in zip(("step", "loop"), times.values(), strict=True):
         place.patch.setattr(f"raytrain.train.{module}.release_cached", calls.append)
     trained(loaded, place)
     return {module: len(calls) for module, calls in times.items()}
@@ -499,9 +498,9 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr(attempts, "connected", connected)
     place.patch.setattr(attempts, "inventory_from_ray", lambda: BOX)
     place.patch.setattr(driver_channel, "open_channel", lambda: channel)
-    place.patch.setattr("jobs.driver.watch.fit.start_hosts", start_hosts)
-    place.patch.setattr("jobs.driver.watch.cluster.controller_pid", lambda: None)
-    place.patch.setattr("jobs.driver.watch.cluster.check_room", lambda _: "")
+    place.patch.setattr("jobs.driver.watch.start_hosts", start_hosts)
+    place.patch.setattr("jobs.driver.watch.controller_pid", lambda: None)
+    place.patch.setattr("jobs.driver.watch.check_room", lambda _: "")
     place.patch.setattr(trainer, "trainer_class", lambda *, local: Trains)
     place.patch.setattr("ray.get", lambda *_, **__: ({}, "", {}, [], {}))
     try:
@@ -1001,7 +1000,7 @@ import jobs.__main__, jobs.train
 print(loaded())
 import raytrain.train.loop, raytrain.train.session
 print(loaded())
-import jobs.driver.checks.job, jobs.driver.watch.fit, raytrain.execution.trainer, raytrain.execution.worker
+import jobs.driver.check_job, jobs.driver.watch, raytrain.execution.trainer, raytrain.execution.worker
 import torch
 print(loaded(), torch.cuda.is_initialized(), torch.cuda.is_available(), asked)
 """

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from cluster.devices.inventory import CAPABILITIES, Device, Inventory, local_inventory
 from jobs.__main__ import main
 from jobs.infer import infer
+from jobs.inference.compute import InferResult
 from jobs.inference.layout import choose_hosts
 from jobs.inference.plan import workers_of
-from jobs.inference.result import InferResult
 from jobs.inference.target import Target, open_target
 from raytrain.errors import InputError, RunError
 from raytrain.infer.worker import InferenceWorker

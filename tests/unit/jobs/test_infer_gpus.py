@@ -30,7 +30,7 @@ from raytrain.infer.input import UnitReport
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.ray_data import UnitActor
 from raytrain.infer.worker import InferenceWorker, Work
-from raytrain.models.huggingface.tokenizer import TextCodec
+from raytrain.models.huggingface import TextCodec
 
 BUILDER = "raytrain.models.mlp:mlp"
 SIZES = ("model.hidden=[8]", "model.num_features=4", "model.num_classes=3", "infer.unit_rows=4")
@@ -79,7 +79,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: str) -> Calla
         monkeypatch.setattr(verb, "connected", connected)
         monkeypatch.setattr(compute, "connected", connected)
         monkeypatch.setattr(ray_data, "run_units", run_units)
-        monkeypatch.setattr("jobs.driver.watch.cluster.check_room", lambda _: "")  # it asks Ray
+        monkeypatch.setattr("jobs.driver.watch.check_room", lambda _: "")  # it asks Ray
         given = [*SIZES, f"infer.input={rows}", f"infer.output={tmp_path / 'out'}", "cluster.address=head:6379"]
         quiet = Console(quiet=True)
         run_infer(BUILDER, [*given, *overrides], resume=None, dry_run=False, verbose=False, console=quiet)

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from jobs.__main__ import main, split_arguments
 from jobs.bench.harness.options import find_benches
 from jobs.driver.signals import Interrupted
-from jobs.job.job_file import RECIPES
+from jobs.job.spec import RECIPES
 from raytrain.errors import InputError, RunError
 
 

@@ -18,13 +18,11 @@ import yaml
 from click.testing import CliRunner
 from rich.console import Console
 
-from cluster.devices.inventory import Device, Inventory, Node
-from cluster.devices.torch_build import TorchBuild
+from cluster.devices.inventory import Device, Inventory, Node, TorchBuild
 from jobs.__main__ import main
-from jobs.driver.plan import plan_job, show_only_picked
-from jobs.driver.screen.plan_table import config_rows, print_plan
-from jobs.job.nodes_file import inventory_from_file
-from jobs.job.paths import resolve_paths
+from jobs.driver.plan_table import config_rows, print_plan
+from jobs.driver.planning import plan_job, show_only_picked
+from jobs.job.facts import inventory_from_file, resolve_paths
 from jobs.job.spec import load_spec
 from jobs.plan import plan_verb
 from raytrain.config.sections import DataConfig
@@ -463,7 +461,7 @@ def test_on_rocm_both_variables_show_the_picked_gpu(
 ) -> None:
     """HIP and Ray read HIP_VISIBLE_DEVICES first."""
     inventory = inventory_from_file(write(tmp_path / "nodes.yaml", NODES.partition("- {host: b")[0]))
-    monkeypatch.setattr("jobs.driver.plan.installed_torch", lambda: TorchBuild("2.13.0+rocm7.0", hip="7.0"))
+    monkeypatch.setattr("jobs.driver.planning.installed_torch", lambda: TorchBuild("2.13.0+rocm7.0", hip="7.0"))
     for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "to be removed after the test")
         monkeypatch.delenv(name)
@@ -487,7 +485,7 @@ def test_unavailable_resources_are_refused(tmp_path: Path, override: str, key: s
 
 
 def test_a_key_below_a_key_is_shown_with_its_value() -> None:
-    from jobs.driver.screen.plan_table import _lookup
+    from jobs.driver.plan_table import _lookup
 
     config = {"name": "x", "experts": {"hosts": {"A100": 2, "T4": 8}}}
     assert [_lookup(config, key) for key in ("name", "experts.hosts.A100", "experts.hosts.T4")] == ["x", 2, 8]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobs.driver.checks.job import check_on_driver
-from jobs.driver.plan import plan_job
+from jobs.driver.check_job import check_on_driver
+from jobs.driver.planning import plan_job
 from jobs.job.spec import LoadedSpec, load_spec
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from hardware import GIB, GPUS, Nvml, amd_driver, uuid
 
-from cluster.devices.facts import device_facts, fast_formats, machine_limits
-from cluster.devices.inventory import local_inventory
-from cluster.devices.torch_build import TorchBuild
+from cluster.devices.inventory import TorchBuild, device_facts, fast_formats, local_inventory, machine_limits
 
 CUDA = TorchBuild("2.13.0+cu130", cuda="13.0")
 ROCM = TorchBuild("2.13.0+rocm7", hip="7.0")

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from cluster.devices.inventory import Device, Inventory, Node, inventory_from_rows, local_inventory
-from cluster.devices.nvidia import driver_version, select_visible, visible_devices
-from cluster.devices.torch_build import TorchBuild
+from cluster.devices.gpus import driver_version, select_visible, visible_devices
+from cluster.devices.inventory import Device, Inventory, Node, TorchBuild, inventory_from_rows, local_inventory
 
 UUIDS = ["GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"]
 
 
 class FakeNvml:
-    """What `cluster.devices.nvidia` calls of pynvml, over a list of devices; `error` is raised by nvmlInit."""
+    """What `cluster.devices.gpus` calls of pynvml, over a list of devices; `error` is raised by nvmlInit."""
 
     class NVMLError(Exception):
         pass

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 from hardware import GIB, GPUS, MIG_SLICE, Nvml, amd_driver, mig_uuid, uuid
 
-from cluster.checks.preflight import check_visible_devices
 from cluster.config import ClusterConfig
-from cluster.devices.inventory import Inventory, local_inventory
-from cluster.devices.nvidia import narrow_visible, visible_devices
-from cluster.devices.torch_build import TorchBuild, installed_torch
+from cluster.devices.gpus import narrow_visible, visible_devices
+from cluster.devices.inventory import Inventory, TorchBuild, installed_torch, local_inventory
+from cluster.preflight import check_visible_devices
 from jobs.checks.node import check_devices
 from raytrain.config.sections import PrecisionConfig, ScaleConfig
-from raytrain.plan.rules.devices import choose_devices, choose_precision
-from raytrain.plan.rules.workers import allowed_bytes
+from raytrain.plan.machines import allowed_bytes, choose_devices, choose_precision
 
 CUDA = TorchBuild("2.13.0+cu130", cuda="13.0")
 ROCM = TorchBuild("2.13.0+rocm7", hip="7.0")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.telemetry.process import MemoryUse, process_memory, reset_peak
+from cluster.telemetry.processes import MemoryUse, process_memory, reset_peak
 
 SLACK = 8 << 20
 """The kernel sums its counters lazily: two of them agree within some pages a core."""

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from hardware import GIB, Nvml, uuid
 
-from cluster.telemetry.cpu import CpuReader
-from cluster.telemetry.gpu import AmdReader, NoGpus, NvmlReader, open_gpus
+from cluster.telemetry.devices import AmdReader, CpuReader, NoGpus, NvmlReader, open_gpus
 from cluster.telemetry.processes import RunProcesses
 from cluster.telemetry.sampler import NodeSampler
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.telemetry.processes import RunProcesses
-from cluster.telemetry.trend import TrendTest, growth
-from cluster.telemetry.warnings import HIGH, LEAST_STEPS, WARM_UP_STEPS, MemoryWatch
+from cluster.telemetry.warnings import HIGH, LEAST_STEPS, WARM_UP_STEPS, MemoryWatch, TrendTest, growth
 
 MIB = 1 << 20
 

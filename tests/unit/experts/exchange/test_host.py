@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from experts.exchange import host as module
-from experts.exchange.host import SENDS, HostServer
+from experts.exchange import host_server as module
+from experts.exchange.host_server import SENDS, HostServer
 from experts.placement.values import LayerPlacement, Placement
-from experts.transport.protocol import Op
-from raytrain.train.memory.oom import Shortage
+from experts.transport import Op
+from raytrain.train.memory.device import Shortage
 
 GPU = torch.device("cuda", 0)
 

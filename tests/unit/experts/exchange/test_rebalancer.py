@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from experts.exchange.rebalancer import LEAST_BYTES, LoadInterval, LoadRebalancer
-from experts.member.vote import VoteResult
-from experts.placement.starting import PlacementRules
+from experts.member.commit import VoteResult
+from experts.placement.policy import PlacementRules
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 
 HOSTS = [HostSpec(host, 1.0, None) for host in range(2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experts.exchange.traffic import Traffic
+from experts.exchange.worker import Traffic
 
 
 @pytest.mark.parametrize(("own", "sent"), [(None, [40, 100, 0]), (1, [40, 0, 0])])

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import ray.exceptions
 
+from experts.config import LayerShape
 from experts.hosts import directory as module
 from experts.hosts.directory import ExpertDirectory
-from experts.placement.starting import PlacementRules
+from experts.placement.policy import PlacementRules
 from experts.placement.values import LayerPlacement, Placement
-from experts.shapes import LayerShape
 from raytrain.errors import RunError, StateLost
 
 SHAPES = [LayerShape(8, (16,) * 12, "gelu")]

@@ -16,7 +16,7 @@ import torch
 
 from experts.hosts import generation
 from experts.hosts.generation import GenerationSpec, GenerationWatch, connect, open_group
-from experts.placement.starting import first_placement
+from experts.placement.policy import first_placement
 from raytrain.errors import RunError, StateLost
 
 

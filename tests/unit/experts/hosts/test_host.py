@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from experts.exchange import host as exchange
-from experts.exchange.host import ExpertSetup, HostServer
+from experts.config import LayerShape
+from experts.exchange import host_server as exchange
+from experts.exchange.host_server import ExpertSetup, HostServer
 from experts.hosts import host as module
 from experts.hosts.host import ExpertHost, HostPlace, ProcessLimits
 from experts.member import checkpoint
-from experts.placement.starting import first_placement
-from experts.shapes import LayerShape
-from experts.transport.protocol import bytes_tensor
+from experts.placement.policy import first_placement
+from experts.transport import bytes_tensor
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import StateLost
-from raytrain.train.compute.process_settings import ProcessSettings
+from raytrain.train.device import ProcessSettings
 
 
 @pytest.fixture

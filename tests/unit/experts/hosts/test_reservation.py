@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from experts.hosts import reservation
-from experts.hosts.reservation import Request, Reservation
-from experts.hosts.reserve import HostsOfRun
-from jobs.driver.watch import cluster as watched
+from experts.hosts import reserve as reservation
+from experts.hosts.reserve import HostsOfRun, Request, Reservation
+from jobs.driver import watch as watched
 from raytrain.errors import InputError
 from raytrain.plan.room import missing
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from experts.config import Key, LayerShape
 from experts.member import checkpoint as module
 from experts.member.checkpoint import ExpertFiles, ExpertSnapshot, await_files
 from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import LayerPlacement, Placement
-from experts.shapes import Key, LayerShape
 from raytrain.config.sections import OptimConfig
 from raytrain.runs.folder import RunFolder
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.devices.inventory import Device
-from experts.config import ExpertsConfig
-from experts.placement.starting import (
+from experts.config import ExpertsConfig, LayerShape
+from experts.placement.policy import (
     HOME_BYTES,
     MEMORY_SHARE,
     PlacementRules,
@@ -18,8 +18,7 @@ from experts.placement.starting import (
     surviving_placement,
 )
 from experts.placement.values import HostSpec, LayerPlacement, Placement
-from experts.plan.bytes import check_room, idle_keys
-from experts.shapes import LayerShape
+from experts.sizes import check_room, idle_keys
 from raytrain.errors import InputError
 from raytrain.plan.facts import ExpertFacts
 

@@ -7,13 +7,12 @@ import hashlib
 import pytest
 import torch
 
-from experts.member.layer import _counts_on
-from experts.member.migration import _digest, _pack, _unpack
-from experts.member.shard import CommitDecision, ExpertShard
+from experts.config import Key, LayerShape
+from experts.member.moves import _digest, _pack, _unpack
+from experts.member.shard import CommitDecision, ExpertShard, _counts_on
 from experts.placement.values import LayerPlacement, Placement
-from experts.shapes import Key, LayerShape
 from raytrain.config.sections import OptimConfig
-from raytrain.train.parallel.squares import sum_of_squares
+from raytrain.train.parallel.flat_gradients import sum_of_squares
 
 SHAPES = [LayerShape(16, (16, 16, 32), "gelu", bias=True), LayerShape(16, (16, 16), "swiglu")]
 """Sizes that fill the CPU's vectors: torch's fused AdamW rounds a remainder differently, so the last bit of an expert

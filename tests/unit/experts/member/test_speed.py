@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cluster.devices.limits import usable_cores
-from experts.member import speed
-from experts.member.speed import ALIKE, kind_of, measure_speed, recorded_speeds, speeds_by_kind
-from experts.placement.starting import PlacementRules, starting_placement
+from experts.config import LayerShape
+from experts.exchange import rebalancer as speed
+from experts.exchange.rebalancer import ALIKE, kind_of, measure_speed, recorded_speeds, speeds_by_kind
+from experts.placement.policy import PlacementRules, starting_placement
 from experts.placement.values import HostSpec
-from experts.shapes import LayerShape
 from raytrain.runs.folder import RunFolder
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from experts.member.vote import VoteLayout, read_vote
-from experts.shapes import Key, LayerShape
+from experts.config import Key, LayerShape
+from experts.member.commit import VoteLayout, read_vote
 
 SIZES = (3, 2, 12)
 LAYOUT = VoteLayout.of([LayerShape(8, (8,) * size, "gelu") for size in SIZES], holders=3)

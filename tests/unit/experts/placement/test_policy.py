@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from experts.placement.eplb import eplb_physical
-from experts.placement.packing import copy_counts
-from experts.placement.policy import new_expert_host, place
+from experts.placement.lpt import copy_counts
+from experts.placement.policy import eplb_physical, new_expert_host, place
 from experts.placement.rebalance import MARGIN, decide, instalments, predict, step_seconds
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError

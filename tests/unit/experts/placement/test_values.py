@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from experts.placement.shares import divide, reshare
-from experts.placement.values import ExpertCost, HostSpec, LayerPlacement, Move, Placement, split_rows
+from experts.placement.values import ExpertCost, HostSpec, LayerPlacement, Move, Placement, divide, reshare, split_rows
 
 COST = ExpertCost(home_bytes=16, replica_bytes=2, work=1.0)
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from jobs.bench.all import AllOptions, chosen, keys_by_bench
-from jobs.bench.harness.command import options_of
-from jobs.bench.harness.options import find_benches
-from jobs.bench.harness.summary import count_line, markdown, table
+from jobs.bench.harness.options import count_line, find_benches, markdown, options_of, table
 from raytrain.errors import InputError
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from experts.routing.grouped import GroupedExperts
+from experts.grouped import GroupedExperts
 from jobs.bench.experts import TOLERANCE, equal_tensors, join
 from jobs.bench.experts_arms import LayerRunner
-from jobs.bench.harness.command import bench_verb
+from jobs.bench.harness.options import bench_verb
 from raytrain.errors import InputError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jobs.bench.harness.command import bench_verb, options_of
 from jobs.bench.harness.measuring import BenchMeasurement
+from jobs.bench.harness.options import bench_verb, options_of
 from raytrain.models.gpt import gpt
 
 

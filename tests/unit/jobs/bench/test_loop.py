@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.bench.harness.plain import gpt_loop
 from jobs.bench.harness.processes import ArmServer, connect
-from jobs.bench.harness.sessions import SessionArm
+from jobs.bench.harness.sessions import SessionArm, gpt_loop
 from jobs.bench.loop_arms import BlockObserver, LoopOptions, loop_job, make_text
 from raytrain.errors import RunError
 

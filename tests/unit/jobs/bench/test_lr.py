@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.bench.harness.command import bench_verb, options_of
+from jobs.bench.harness.options import bench_verb, options_of
 from jobs.bench.lr import LrOptions, advise, smoothed
 from jobs.bench.lr_ramp import Ramp
 from raytrain.config.sections import OptimConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.bench.harness.command import bench_verb
+from jobs.bench.harness.options import bench_verb
 from jobs.bench.peers_arms import BlockTimer
 
 
@@ -58,7 +58,7 @@ def test_each_loop_trains_the_steps_of_the_plain_loop(
 ) -> None:
     pytest.importorskip(name)
     from jobs.bench import peers_arms
-    from jobs.bench.harness.plain import gpt_loop
+    from jobs.bench.harness.sessions import gpt_loop
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_bytes(bytes(range(97, 123)) * 200)

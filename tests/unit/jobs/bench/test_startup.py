@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jobs.bench import startup, startup_arms
-from jobs.bench.harness.command import bench_verb
+from jobs.bench.harness.options import bench_verb
 from raytrain.errors import RunError
 
 SECONDS = {"job.yaml": 4.0, "train_with_ray": 8.0, "train_script": 1.0}

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.checks.compare import (
+from jobs.checks.node import (
+    DeviceRates,
+    NodeReport,
     check_clocks,
     check_monitoring,
     check_platform,
@@ -16,7 +18,6 @@ from jobs.checks.compare import (
     check_repeatable,
     check_versions,
 )
-from jobs.checks.node import DeviceRates, NodeReport
 from jobs.checks.node import watched_bytes as measure_watched
 
 GOOD = {"raytrain": "0.1.0", "torch": "2.13.0+cpu", "ray": "2.60.0"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.checks.job import Arm, check_job
+from jobs.checks.training import Arm, check_job
 from jobs.job.spec import load_spec
 
 MIB = 1 << 20

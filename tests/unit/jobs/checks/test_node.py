@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.checks.preflight import CheckResult
+from cluster.preflight import CheckResult
 from jobs.checks import node
 from jobs.checks.node import (
     check_devices,
@@ -22,8 +22,8 @@ from jobs.checks.node import (
     measure,
     shared_storage,
 )
-from jobs.checks.training import STEPS, check_copies, check_training
-from raytrain.data.transfer import TransferCounts
+from jobs.checks.training import FIT_STEPS, check_copies, check_training
+from raytrain.data.rows.residency import TransferCounts
 
 CPU = torch.device("cpu")
 
@@ -120,7 +120,7 @@ def test_the_rates_of_a_device_are_those_of_its_formats() -> None:
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    good = {"what": "training", "rank": 1, "precision": "bf16", "losses": [5.5, 5.4], "steps": STEPS, "moved": True,
+    good = {"what": "training", "rank": 1, "precision": "bf16", "losses": [5.5, 5.4], "steps": FIT_STEPS, "moved": True,
             "device": "cuda:0", "devices": ["cuda:0"], "seconds": 0.1,
             "copies": vars(TransferCounts(4, 4096, pinned=4, non_blocking=4))}  # fmt: skip
     good |= {"products": {"bfloat16": 9, "float32": 1}, "wanted": "bfloat16"}

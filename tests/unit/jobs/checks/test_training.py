@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from jobs.checks import training
-from jobs.driver.session import worker_job
+from jobs.driver.local_session import worker_job
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.precision.policy import PrecisionPolicy
+from raytrain.train.precision import PrecisionPolicy
 
 
 def results(dtype: str, *, workers: int = 1) -> tuple[dict[str, Any], Any]:

@@ -16,12 +16,11 @@ from jobs.driver.attempts import RunAttempts, next_attempt
 from jobs.driver.run_folder import OpenRun
 from raytrain.config.sections import RetryConfig
 from raytrain.errors import ClusterLost, ResourcesTaken, RunError, WorkersChange
-from raytrain.execution.attempt import take_attempt_number
 from raytrain.execution.driver_channel import AttemptResult
+from raytrain.execution.recovery import take_attempt_number
 from raytrain.plan.choice import Resolved
 from raytrain.runs.faults import Fault, read_faults, write_fault
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import RunFolder, this_process
 
 LOST = ClusterLost("Ray's process raylet died")
 
@@ -128,7 +127,7 @@ def test_an_elastic_run_goes_on_with_the_number_of_the_change_and_keeps_it_when_
     monkeypatch.setattr(module, "cluster_size", lambda _: (1, 0, 1))
     for name in ("inventory_from_ray", "dashboard_url"):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
-    monkeypatch.setattr("jobs.driver.watch.fit.fit_watched", fit_watched)
+    monkeypatch.setattr("jobs.driver.watch.fit_watched", fit_watched)
     spec: Any = SimpleNamespace(retry=RetryConfig(), precision=SimpleNamespace(fallback=True))
     signals: Any = SimpleNamespace(install=lambda: None, training=True)
     attempts = RunAttempts(

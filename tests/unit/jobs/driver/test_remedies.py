@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cluster.devices.gpus import Device
 from cluster.devices.inventory import inventory_from_json, local_inventory
-from cluster.devices.nvidia import Device
-from jobs.driver.plan import plan_job
+from jobs.driver.planning import plan_job
 from jobs.driver.result import close_run
 from jobs.job.spec import load_spec
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.plan.plan import Plan
 from raytrain.runs.faults import Fault, write_fault
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import RunFolder, this_process
 from raytrain.runs.records import event
 
 MODEL = {"builder": "experts.models:moe_gpt", "layers": 2, "heads": 4, "width": 256, "context": 128}

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.checks.ray_job import JOB_ENVIRONMENT
+from cluster.preflight import JOB_ENVIRONMENT
 from jobs.driver import result
+from jobs.driver.progress import Phases
 from jobs.driver.result import (
     Result,
     close_run,
@@ -27,13 +28,11 @@ from jobs.driver.result import (
     write_result,
 )
 from jobs.driver.run_folder import record_inference
-from jobs.driver.screen.phases import Phases
 from raytrain.errors import RunError
 from raytrain.execution.driver_channel import AttemptResult
-from raytrain.runs.folder import RESERVE_BYTES, RunFolder
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import RESERVE_BYTES, RunFolder, this_process
+from raytrain.runs.records import PURPOSES
 from raytrain.runs.storage import LocalStore, explained_writes
-from raytrain.runs.time_account import PURPOSES
 
 
 @pytest.fixture
@@ -293,7 +292,7 @@ def test_a_run_on_a_full_disk_writes_its_result_and_names_what_failed_first(
     full_disk(monkeypatch, run, reserve_counts=True)
     with pytest.raises(RunError, match="No space left"):
         run.write_text(run.plan, "{}")
-    monkeypatch.setattr("raytrain.report.build.build_report", failing_report)
+    monkeypatch.setattr("raytrain.report.page.build_report", failing_report)
     failed = AttemptResult("failed", "metrics.jsonl: cannot be written")
     console = Console(file=io.StringIO(), width=500)
     assert close_run(run, failed, console=console).status == "failed"
@@ -307,7 +306,7 @@ def test_a_mistake_in_the_report_changes_nothing_of_a_run_that_is_done(
 ) -> None:
     run = RunFolder.create(str(tmp_path), "done")
     run.next_attempt(this_process())
-    monkeypatch.setattr("raytrain.report.build.build_report", lambda run: {}["chart"])
+    monkeypatch.setattr("raytrain.report.page.build_report", lambda run: {}["chart"])
     console = Console(file=io.StringIO(), width=500)
     result = close_run(run, AttemptResult("done", "5 steps", steps=5), console=console)
     assert result.status == run.read_json(run.result)["status"] == "done"

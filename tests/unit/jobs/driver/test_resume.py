@@ -15,16 +15,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from jobs.driver.resume import Resumed, changed_values, check_checkpoints, open_resumed
-from jobs.driver.screen.plan_table import ResumedFrom
+from jobs.driver.plan_table import ResumedFrom
+from jobs.driver.run_folder import Resumed, changed_values, check_checkpoints, open_resumed
 from jobs.job.spec import load_spec
 from jobs.train import run_train
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.plan import Plan
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import RunFolder, this_process
 from raytrain.runs.records import event
 
 JOB: dict[str, Any] = {
@@ -322,7 +321,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: int
 ) -> None:
     """It would begin at step 0 again and lose its metrics. One valid checkpoint is enough, and so is none at all."""
-    monkeypatch.setattr("jobs.driver.resume.HASHED_BYTES", hashed)
+    monkeypatch.setattr("jobs.driver.run_folder.HASHED_BYTES", hashed)
     run = saved_run(tmp_path, 4, 8)
     resumed = open_resumed(run.path, None, [])
     assert resumed is not None

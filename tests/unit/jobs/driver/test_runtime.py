@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from cluster.checks.ray_job import JOB_ENVIRONMENT
 from cluster.environment import ray_environment
-from cluster.private_ray import PATIENT
+from cluster.preflight import JOB_ENVIRONMENT
+from cluster.ray_runtime import PATIENT
 from jobs.driver.runtime import cluster_address, connected
 from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError
 

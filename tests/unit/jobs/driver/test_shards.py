@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.driver.checks.job import check_on_driver
+from jobs.driver.check_job import check_on_driver
 from jobs.job.spec import load_spec, refuse_later
 from raytrain.errors import InputError
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.inference.display import InferenceDisplay, never_predicted, print_plan, print_summary
+from jobs.inference.compute import InferenceDisplay, never_predicted, print_plan, print_summary
 from raytrain.infer.input import Unit
 from raytrain.infer.output import WorkerProgress, rows_in_progress
 from raytrain.infer.summary import quality_of

@@ -17,7 +17,7 @@ import pytest
 from pyarrow import parquet
 
 from jobs.infer import infer
-from jobs.inference.result import InferResult
+from jobs.inference.compute import InferResult
 from raytrain.errors import InputError, RunError
 from raytrain.infer.worker import InferenceWorker
 
@@ -126,7 +126,7 @@ def test_an_output_that_a_live_command_writes_is_refused(x: np.ndarray, monkeypa
     assert not Path("out/attempts").exists(), "an interrupted command gives its claim back"
     live = subprocess.Popen([sys.executable, "-c", textwrap.dedent("""
         import sys
-        from raytrain.runs.lease import Attempts, this_process
+        from raytrain.runs.folder import Attempts, this_process
         from raytrain.runs.storage import open_store
         Attempts(open_store("out")).take_next(this_process())
         print("claimed", flush=True)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.job.job_file import recipe_names
-from jobs.job.spec import load_spec
+from jobs.job.spec import load_spec, recipe_names
 from raytrain.errors import InputError
 
 BASE = """

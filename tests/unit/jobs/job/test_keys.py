@@ -16,9 +16,8 @@ from click.testing import CliRunner
 
 from jobs.__main__ import main
 from jobs.completion import words_of
-from jobs.job.job_file import read_recipe, recipe_names
 from jobs.job.keys import IMPORTANT, job_schema
-from jobs.job.spec import JobSpec
+from jobs.job.spec import JobSpec, read_recipe, recipe_names
 from raytrain.config.decode import accepts, apply_overrides, decode, load_yaml
 from raytrain.config.messages import key_rows
 from raytrain.errors import InputError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.__main__ import main
-from jobs.job.launchers import INFERENCE, LAUNCHER, TRAINING, as_keys
+from jobs.job.keys import INFERENCE, LAUNCHER, TRAINING, as_keys
 from raytrain.errors import InputError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cluster.devices.inventory import Inventory, Node
-from jobs.driver.plan import plan_job
-from jobs.job.named_devices import named_devices
+from jobs.driver.planning import plan_job
+from jobs.job.facts import named_devices
 from jobs.job.spec import load_spec
 
 CODE = """raise SystemExit("the plan runs nothing of this")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks.ray_job import JOB_ENVIRONMENT
-from jobs.job.paths import path_from_here, text_from_here
+from cluster.preflight import JOB_ENVIRONMENT
+from jobs.job.facts import path_from_here, text_from_here
 
 
 def test_a_path_below_the_current_folder_is_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

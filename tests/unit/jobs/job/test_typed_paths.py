@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from jobs.job.arguments import split_arguments
-from jobs.job.paths import path_from_here
+from jobs.job.facts import path_from_here
 from jobs.job.spec import load_spec
 from raytrain.errors import InputError, first_line
-from raytrain.runs.commands import resume_command, shell_command
-from raytrain.runs.folder import RunFolder
+from raytrain.runs.folder import RunFolder, resume_command, shell_command
 from raytrain.runs.storage import typed_path
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -98,7 +97,7 @@ import raytrain
 assert "jobs.train" not in sys.modules and "torch" not in sys.modules
 for name in raytrain.VERBS:
     assert callable(getattr(raytrain, name)), name
-import raytrain.train.clock, raytrain.plan.plan, raytrain.infer.input, raytrain.report.records
+import raytrain.train.state, raytrain.plan.plan, raytrain.infer.input, raytrain.report.records
 from ray import cloudpickle
 plan = cloudpickle.loads(cloudpickle.dumps(raytrain)).plan
 job = {"model": {"builder": "raytrain.models.mlp:mlp", "nothing": 1}, "data": {"source": "csv", "path": "rows.csv"}}

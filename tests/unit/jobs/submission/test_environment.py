@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jobs.submission import on_cluster
-from jobs.submission.environment import check_versions, pinned_requirements, runtime_environment
 from jobs.submission.server import SubmittedJob
+from jobs.submission.transfer import check_versions, pinned_requirements, runtime_environment
 from raytrain.errors import InputError
 
 HERE = {"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0"}

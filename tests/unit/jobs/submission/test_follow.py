@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from jobs import submit
-from jobs.driver.screen.output import GuardedFile, OutputLost
+from jobs.driver.broken_output import GuardedFile, OutputLost
 from jobs.driver.signals import Interrupted, SignalQueue
 from jobs.submission import follow as following
 from jobs.submission.follow import LogFollower, follow_job

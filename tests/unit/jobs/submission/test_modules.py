@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.job.spec import load_spec
-from jobs.submission.package import imported_files, pack
-from jobs.submission.request import JobRequest
+from jobs.submission.request import JobRequest, imported_files, pack
 from raytrain.errors import InputError
 
 FILES = {

@@ -12,13 +12,12 @@ import torch
 
 from jobs.__main__ import main
 from jobs.job.spec import load_spec
-from jobs.submission import package as packages
-from jobs.submission.package import pack
-from jobs.submission.request import request_of
+from jobs.submission import request as packages
+from jobs.submission.request import pack, request_of
 from jobs.submission.server import JobServer
-from raytrain.checkpoint.files import write_checkpoint
 from raytrain.checkpoint.reader import FORMAT
 from raytrain.checkpoint.snapshot import Snapshot
+from raytrain.checkpoint.writer import write_checkpoint
 from raytrain.errors import InputError, RunError
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import open_store

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jobs.driver.signals import Interrupted
+from jobs.submission import follow as stop
 from jobs.submission import server as servers
-from jobs.submission import stop
+from jobs.submission.follow import stop_job
 from jobs.submission.server import JobServer, SubmittedJob
-from jobs.submission.stop import stop_job
 from raytrain.errors import InputError, RunError
 
 TRAIN = {"verb": "train", "stop_grace_s": 7.0}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.devices.inventory import Inventory, Node
-from jobs.driver.checks.job import check_on_driver
+from jobs.driver.check_job import check_on_driver
 from jobs.job.spec import load_spec
 from jobs.tuning.batch_search import find_search
 from jobs.tuning.batch_trials import Cache, cache_key, valid_rows

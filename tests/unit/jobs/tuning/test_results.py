@@ -16,13 +16,12 @@ from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
 from jobs.tune import found_job, open_sweep, run_tune, tune
 from jobs.tuning.batch_trials import Cache, KnownMeasurements, valid_rows
-from jobs.tuning.command import TuneCommand
+from jobs.tuning.driver import TuneCommand
 from raytrain.autotune.batch_search import BatchSpace
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.errors import InputError
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import SweepFolder, this_process
 from raytrain.runs.records import event
-from raytrain.runs.sweep import SweepFolder
 
 JOB: dict[str, Any] = {
     "name": "small",

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.driver.screen.progress import Activity
+from jobs.driver.progress import Activity
 from jobs.tuning.batch import decision_table, untold_warning
-from jobs.tuning.command import TuneCommand
+from jobs.tuning.driver import TuneCommand
 from jobs.tuning.trials import TrialLines
 from raytrain.autotune.batch_search import BatchDecision, TableRow
 from raytrain.autotune.measurement import Candidate
@@ -102,7 +102,7 @@ def test_sentences_are_broken_between_words_and_only_on_a_terminal(width: int) -
 
 
 def test_a_command_to_copy_stays_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.tuning.command.build_sweep_report", lambda sweep: f"{sweep.path}/report")
+    monkeypatch.setattr("jobs.tuning.driver.build_sweep_report", lambda sweep: f"{sweep.path}/report")
     folder = "/a folder/" + "long/" * 20
     sweep: Any = SimpleNamespace(path=folder, trials="t", picture="p", best=f"{folder}best.yaml", again=list)
     terminal = console(80)

@@ -12,8 +12,8 @@ import ray.exceptions
 from rich.console import Console
 
 from cluster.devices.inventory import Device, Inventory, Node
-from jobs.driver.plan import plan_job
-from jobs.driver.screen.progress import Activity
+from jobs.driver.planning import plan_job
+from jobs.driver.progress import Activity
 from jobs.job.spec import load_spec
 from jobs.tuning.batch import answer_of, chosen_loaders
 from jobs.tuning.batch_search import Kind, LoaderSearch, find_kinds, find_loaders
@@ -27,7 +27,7 @@ from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred
 from raytrain.plan.facts import DataFacts
-from raytrain.runs.sweep import SweepFolder
+from raytrain.runs.folder import SweepFolder
 
 DEATH = ray.exceptions.ActorDiedError()
 SPACE = BatchSpace(("fp32",), (1, 2, 4), 4, None, gate_steps=0)

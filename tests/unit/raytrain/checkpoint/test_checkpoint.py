@@ -21,19 +21,22 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from cluster.telemetry.work import WORK
-from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints, load, looks_like_pickle, newest_valid
-from raytrain.checkpoint.retention import discard_after, retain
-from raytrain.checkpoint.safetensors import write_tensors
-from raytrain.checkpoint.sharded import read_split
+from cluster.telemetry.processes import WORK
+from raytrain.checkpoint.reader import (
+    best_checkpoint,
+    list_checkpoints,
+    load,
+    looks_like_pickle,
+    newest_valid,
+    read_weights,
+)
+from raytrain.checkpoint.safetensors import read_split, write_tensors
 from raytrain.checkpoint.snapshot import Staging, flatten, take_snapshot, unflatten
-from raytrain.checkpoint.weights import read_weights
-from raytrain.checkpoint.writer import CheckpointWriter
+from raytrain.checkpoint.writer import CheckpointWriter, discard_after, retain
 from raytrain.errors import CheckpointError, InputError, RunError
-from raytrain.infer.stages.weights import RangedTensors
+from raytrain.infer.stages.stage import RangedTensors
 from raytrain.models.weights.headers import find_weights
-from raytrain.models.weights.initial import StartingWeights
-from raytrain.models.weights.stored import StoredTensors, export_weights
+from raytrain.models.weights.stored import StartingWeights, StoredTensors, export_weights
 from raytrain.runs import storage
 from raytrain.runs.folder import RunFolder
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raytrain.checkpoint.sharded import ShardPosition, read_split, rows_of
+from raytrain.checkpoint.safetensors import ShardPosition, read_split, rows_of
 from raytrain.errors import CheckpointError
 
 

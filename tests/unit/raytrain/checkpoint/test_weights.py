@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from raytrain.checkpoint.reader import STACKED, read_weights
 from raytrain.checkpoint.safetensors import write_tensors
-from raytrain.checkpoint.weights import STACKED, read_weights
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import CheckpointError
 from raytrain.runs.folder import RunFolder

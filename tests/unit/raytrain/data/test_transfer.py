@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from raytrain.data.transfer import TRANSFERS, TransferCounts, dense, to_device
+from raytrain.data.rows.residency import TRANSFERS, TransferCounts, dense, to_device
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from lab import MLP, class_rows, make_job
 from raytrain.checkpoint.reader import list_checkpoints
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.data.rows.batches import Cursor
-from raytrain.data.transfer import TransferCounts
+from raytrain.data.rows.residency import TransferCounts
 from raytrain.errors import CollectiveFailed, InputError
-from raytrain.execution.attempt import agree_on_start, take_attempt_number
+from raytrain.execution.recovery import agree_on_start, take_attempt_number
 from raytrain.execution.worker import Worker, fault_of, transfers_row
 from raytrain.runs import storage
 from raytrain.runs.faults import read_faults, record_lost_ranks, write_fault

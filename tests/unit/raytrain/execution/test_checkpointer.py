@@ -25,8 +25,8 @@ from raytrain.execution.checkpointer import (
     solve_interval,
 )
 from raytrain.runs.folder import RunFolder
-from raytrain.train.clock import Clock
 from raytrain.train.session import Session
+from raytrain.train.state import Clock
 
 
 def session_of(precision: str = "fp32", **loop: Any) -> Session:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.telemetry.work import WORK
+from cluster.telemetry.processes import WORK
 from raytrain.execution.driver_channel import RESTARTING, SETTING_UP, DriverChannel, open_channel, signs_of_life
 
 

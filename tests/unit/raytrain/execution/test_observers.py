@@ -11,9 +11,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from raytrain.errors import InputError
-from raytrain.execution.observers import Observers, TensorBoard, load_observers
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.mirror import MirroredFolder
+from raytrain.execution.reporter import Observers, TensorBoard, load_observers
+from raytrain.runs.folder import MirroredFolder, RunFolder
 
 
 class Both:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.private_ray import PRELOAD
+from cluster.ray_runtime import PRELOAD
 from raytrain.execution import preload
 from raytrain.execution.preload import FOR_ALL, FOR_WORKERS, take_number
 

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from raytrain.execution.rank_log import rank_log
+from raytrain.execution.reporter import rank_log
 from raytrain.runs.folder import RunFolder
 
 

@@ -17,7 +17,7 @@ from ray import cloudpickle
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from cluster.private_ray import PRELOAD
+from cluster.ray_runtime import PRELOAD
 from raytrain.execution import ray_private
 
 POLICIES = "ray.train.v2._internal.execution.scaling_policy"

@@ -10,8 +10,7 @@ import pytest
 
 from raytrain.errors import RunError
 from raytrain.execution.reporter import RankZeroReporter, SilentReporter, StepReports, Superseded
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import RunFolder, this_process
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from raytrain.checkpoint.writer import CheckpointWriter
-from raytrain.execution.stacks import write_stacks
+from raytrain.execution.driver_channel import write_stacks
 from raytrain.runs.folder import RunFolder
 
 

@@ -15,8 +15,8 @@ from experts.config import ExpertsConfig
 from experts.models import moe_gpt
 from raytrain.infer import generate as generation
 from raytrain.infer.generate import Sampling, choose, cut_at_stop, generate
-from raytrain.models import cache
-from raytrain.models.cache import KeyValueCache
+from raytrain.models import attention as cache
+from raytrain.models.attention import KeyValueCache
 from raytrain.models.gpt import gpt
 
 PROMPTS = [[1, 2, 3], [4] * 20, [7, 8], [9] * 11, [5]]

@@ -19,12 +19,11 @@ from experts.models import moe_gpt
 from jobs.inference.layout import memory_of
 from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.infer.generate import Sampling, generate
-from raytrain.infer.half import halve
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.quantize import Int8Linear
-from raytrain.infer.stages.plan import plan_stages
+from raytrain.infer.quantize import Int8Linear, halve
+from raytrain.infer.stages.partition import plan_stages
 from raytrain.infer.stages.split import SplitModule, StageSplit, load_stage, local_pipeline, skeleton_of
-from raytrain.infer.stages.weights import parts_of
+from raytrain.infer.stages.stage import parts_of
 from raytrain.infer.worker import InferenceWorker, Work
 from raytrain.models.gpt import GPT, gpt
 from raytrain.models.weights.stored import export_weights

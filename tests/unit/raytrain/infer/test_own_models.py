@@ -20,7 +20,7 @@ from raytrain.infer.input import InputRows, Unit
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.predictor import ModelOutputError, RowPredictor
 from raytrain.infer.runner import UnitRunner, check_model
-from raytrain.train.build import source_facts
+from raytrain.train.job import source_facts
 
 Forward = Callable[[Tensor], Any]
 

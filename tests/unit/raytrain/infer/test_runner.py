@@ -15,7 +15,7 @@ from raytrain.errors import InputError, RunError, StateLost
 from raytrain.infer.input import InputRows, Unit, usual_rows
 from raytrain.infer.predictor import Answers
 from raytrain.infer.runner import TooManyFailures, UnitRunner
-from raytrain.train.memory.oom import Shortage
+from raytrain.train.memory.device import Shortage
 from raytrain.trainable import LocalState
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from folders import make_folder, write_lines
 
-from jobs.driver.checks.job import check_on_driver
-from jobs.job.paths import resolved
+from jobs.driver.check_job import check_on_driver
+from jobs.job.facts import resolved
 from jobs.job.spec import load_spec
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import open_source

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain.models.huggingface.folder import longest_input
+from raytrain.models.huggingface import longest_input
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")
 

@@ -12,21 +12,19 @@ import torch
 from folders import make_folder, texts, write_lines
 from lab import make_session, train
 
-from jobs.driver.checks.job import check_on_driver
-from jobs.driver.plan import plan_job
-from jobs.job.paths import resolved
+from jobs.driver.check_job import check_on_driver
+from jobs.driver.planning import plan_job
+from jobs.job.facts import resolved
 from jobs.job.spec import load_spec
 from raytrain.config.sections import ModelConfig
 from raytrain.errors import InputError
 from raytrain.execution.export import export
 from raytrain.infer.model import InferenceModel
-from raytrain.models.huggingface.folder import folder_facts
-from raytrain.models.huggingface.loading import ReadsWeights
+from raytrain.models.huggingface import folder_facts
 from raytrain.models.sizes import SizeError
-from raytrain.models.transformers import causal_lm, classifier, keeps_documents_apart
+from raytrain.models.transformers import ReadsWeights, causal_lm, classifier, keeps_documents_apart
 from raytrain.models.weights.headers import find_weights
-from raytrain.models.weights.initial import StartingWeights
-from raytrain.models.weights.stored import StoredTensors
+from raytrain.models.weights.stored import StartingWeights, StoredTensors
 from raytrain.runs.folder import RunFolder
 from raytrain.train.module_checks import check_module
 from raytrain.trainable import parameters_of, shifted_labels_weight

@@ -12,7 +12,7 @@ from cluster.config import ClusterConfig
 from cluster.devices.inventory import Device, Inventory, Node
 from cluster.wording import counted
 from experts.config import ExpertsConfig
-from experts.plan.bytes import shared_out
+from experts.sizes import shared_out
 from jobs.driver.runtime import cluster_size
 from raytrain.config.sections import (
     DataConfig,
@@ -24,12 +24,11 @@ from raytrain.config.sections import (
 )
 from raytrain.errors import InputError
 from raytrain.execution.trainer import worker_resources
-from raytrain.plan.choice import Deferred, Resolved
+from raytrain.plan.choice import Deferred, Resolved, size_text
+from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.facts import DataFacts, ExpertFacts, ModelFacts
+from raytrain.plan.memory import HOST_PROCESS_BYTES, LEAST_PROCESS_BYTES, PROCESS_BYTES
 from raytrain.plan.plan import Plan, PlanInputs, make_plan
-from raytrain.plan.rules.hosts import separate_hosts
-from raytrain.plan.rules.memory import HOST_PROCESS_BYTES, LEAST_PROCESS_BYTES, PROCESS_BYTES
-from raytrain.plan.text import size_text
 
 GIB = 1 << 30
 NO_FLAGS = {"amx_bf16": False, "avx512_bf16": False}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.wording import seconds
-from raytrain.plan.text import digits_text, seconds_text
+from raytrain.plan.choice import digits_text, seconds_text
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ import pytest
 
 from jobs.report import report_verb
 from raytrain.errors import InputError
-from raytrain.report.build import build_report
 from raytrain.report.compare import compare_page, not_comparable
 from raytrain.report.figures import outcome, summarise
-from raytrain.report.page.page import report_page
+from raytrain.report.page import build_report, report_page
 from raytrain.report.records import read_records
 from raytrain.runs.folder import RunFolder
 

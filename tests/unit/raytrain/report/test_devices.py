@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from raytrain.report.page.charts import Curve, chart
-from raytrain.report.page.devices import device_curves, telemetry_charts
-from raytrain.report.page.page import report_page
+from raytrain.report.charts import Curve, chart
+from raytrain.report.page import device_curves, report_page, telemetry_charts
 from raytrain.report.records import RunRecords
 
 MEMORY, UTILISATION = "memory_run", "utilisation"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from experts.placement.starting import first_placement
-from raytrain.report.build import build_report
+from experts.placement.policy import first_placement
 from raytrain.report.experts import activation_spec, device_spec, housing_of, loads_of
 from raytrain.report.figures import summarise
-from raytrain.report.findings.rules import diagnose
+from raytrain.report.findings import diagnose
+from raytrain.report.page import build_report
 from raytrain.report.plots import activations, devices
 from raytrain.report.records import RunRecords, read_records
 from raytrain.runs.folder import RunFolder

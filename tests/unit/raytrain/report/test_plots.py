@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from raytrain.report.build import build_report
 from raytrain.report.figures import training_spec
+from raytrain.report.page import build_report
 from raytrain.report.plots import figure, png
 from raytrain.report.records import RunRecords
 from raytrain.runs.folder import RunFolder

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.wording import plain_number, seconds, size
+from raytrain.report.charts import Curve, chart, smoothed, ticks
 from raytrain.report.figures import history, outcome, time_account
-from raytrain.report.page.charts import Curve, chart, smoothed, ticks
 from raytrain.report.records import RunRecords, number, percentile, read_records
 from raytrain.runs.folder import RunFolder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from raytrain.report.page.style import STYLE
+from raytrain.report.style import STYLE
 
 PRINT = STYLE[STYLE.index("@media print{") :]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.wording import loss_text, measured, plain_number, rate_text, size
-from raytrain.report.page.timeline import timeline
+from raytrain.report.tables import timeline
 
 RANKS = [{"node": f"10.0.0.{n}", "device": "cpu", "pid": n, "visible": None} for n in (1, 2)]
 

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from raytrain.report.plots import figure, png
-from raytrain.report.tune_figures import MIB, batch_spec, whole_spec
+from raytrain.report.sweep import MIB, batch_spec, whole_spec
 
 
 def row(precision: str, size: int, speed: float | None, peak: int | None) -> dict[str, Any]:

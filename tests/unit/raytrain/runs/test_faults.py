@@ -13,7 +13,7 @@ from torch import nn
 
 from raytrain.config.sections import RetryConfig
 from raytrain.errors import CollectiveFailed, DevicePlacementError, InputError, OutOfMemory, RunError
-from raytrain.execution.recovery.failure_policy import decide
+from raytrain.execution.recovery import decide
 from raytrain.execution.worker import Worker, fault_of
 from raytrain.runs.faults import Fault, fallen_precision, read_faults, write_fault
 from raytrain.runs.folder import RunFolder

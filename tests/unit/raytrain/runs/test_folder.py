@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from raytrain.errors import InputError, RunError
-from raytrain.runs import lease as attempts
+from raytrain.runs import folder as attempts
 from raytrain.runs import storage
-from raytrain.runs.folder import RunFolder, find_unfinished
-from raytrain.runs.lease import process_start, this_process
+from raytrain.runs.folder import RunFolder, find_unfinished, process_start, this_process
 from raytrain.runs.records import StepRecord, rows_of
 
 JOB = {"model": {"builder": "m:f"}, "optim": {"betas": [0.9, 0.99]}, "loop": {"max_steps": 5}}

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from raytrain.errors import RunError
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.mirror import MirroredFolder
+from raytrain.runs.folder import MirroredFolder, RunFolder
 from raytrain.runs.storage import join, part_below, split
 
 QUERY = "?endpoint_override=127.0.0.1:9000&scheme=http"

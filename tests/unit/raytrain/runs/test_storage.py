@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from raytrain.runs.folder import RunFolder
-from raytrain.runs.lease import this_process
+from raytrain.runs.folder import RunFolder, this_process
 from raytrain.runs.storage import LocalStore, open_store
 
 
@@ -53,7 +52,7 @@ def test_on_an_object_store_a_claim_that_another_has_overwritten_is_none(
     """Both have seen that the number is free: the later write has it, and the earlier takes the next."""
     path = f"file://{tmp_path}/runs/a"
     ours, theirs = RunFolder(path), RunFolder(path)
-    monkeypatch.setattr("raytrain.runs.lease.time.time", lambda: 1000.0)  # records that differ by their nonce alone
+    monkeypatch.setattr("raytrain.runs.folder.time.time", lambda: 1000.0)  # records that differ by their nonce alone
     numbers: list[int] = []
     write, free = ours.store.write_bytes, theirs.store.exists
 

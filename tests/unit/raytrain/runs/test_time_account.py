@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raytrain.runs.time_account import PURPOSES, account
-from raytrain.train.clock import Clock
+from raytrain.runs.records import PURPOSES, account
+from raytrain.train.state import Clock
 
 
 def start(at: float, *, seen: float | None = None) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_nothing_happened() -> None:
 def test_the_cost_of_a_rewind_within_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lost is what came after the checkpoint that is in force again, the wait for whoever was gone included."""
     now = 100.0
-    monkeypatch.setattr("raytrain.train.clock.time.perf_counter", lambda: now)
+    monkeypatch.setattr("raytrain.train.state.time.perf_counter", lambda: now)
     clock = Clock(4)
     for step in (5, 10):
         now += 20

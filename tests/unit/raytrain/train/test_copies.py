@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize, weight_norm
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 from torch.nn.utils.parametrizations import weight_norm as new_weight_norm
 
-from jobs.driver.checks.sendable import _pickler
-from raytrain.train.build import copy_of
+from jobs.driver.check_job import _pickler
+from raytrain.train.job import copy_of
 from raytrain.train.sending import make_sendable
 
 

@@ -13,8 +13,8 @@ from lab import MLP, Rows, class_rows, make_session, optimizer_state, train
 from torch import Tensor, nn
 
 from raytrain.checkpoint.snapshot import flatten, unflatten
-from raytrain.data.loading.checks import DeviceGuard
-from raytrain.data.transfer import tensors_of
+from raytrain.data.prepare import DeviceGuard
+from raytrain.data.rows.residency import tensors_of
 from raytrain.errors import DevicePlacementError
 from raytrain.train.device import rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 

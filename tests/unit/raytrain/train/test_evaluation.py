@@ -11,7 +11,7 @@ import torch
 from lab import GPT, MLP, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 from torch import Tensor, nn
 
-from cluster.telemetry.work import WORK
+from cluster.telemetry.processes import WORK
 from raytrain.data.rows.batches import Cursor
 from raytrain.train.device import rng_state
 from raytrain.train.session import Session

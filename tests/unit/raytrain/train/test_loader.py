@@ -15,7 +15,7 @@ from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.splits import TextSplit
 from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import DevicePlacementError
-from raytrain.plan.rules.batch import EVAL_MICRO_BATCHES
+from raytrain.plan.batch import EVAL_MICRO_BATCHES
 from raytrain.train.loader import BatchLoader, cast_floating
 from raytrain.trainable import labels_weight
 

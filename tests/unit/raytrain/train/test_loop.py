@@ -15,10 +15,9 @@ import torch
 from lab import GPT, MLP, DeviceReads, Rows, class_rows, digest, make_session, token_rows, train
 
 from raytrain.errors import RunError
-from raytrain.train.clock import Fetching
-from raytrain.train.row import RECENT_STEPS, LogInterval
+from raytrain.train.loop import RECENT_STEPS, LogInterval
 from raytrain.train.session import Session
-from raytrain.train.state import LoopState
+from raytrain.train.state import Fetching, LoopState
 
 DATA = {"train": class_rows(64), "eval_fraction": 0.0}
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from lab import GPT, make_session, token_rows, train
 
+from raytrain.plan import machines as accelerators
 from raytrain.plan.choice import Resolved
-from raytrain.plan.rules import accelerators
 from raytrain.report.figures import summarise
 from raytrain.report.records import RunRecords
 from raytrain.train.parallel.collectives import Workers

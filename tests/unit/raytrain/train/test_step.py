@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from jobs.job.keys import key_lines
 from jobs.job.spec import load_spec
 from raytrain.config.sections import OptimConfig
-from raytrain.train.optim.build import Schedule, build_optimizers
+from raytrain.train.optim import Schedule, build_optimizers
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.precision.policy import LossScale, policy_for
+from raytrain.train.precision import LossScale, policy_for
 from raytrain.train.step import TrainingStep
 from raytrain.trainable import GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.bench.harness.command import bench_verb, list_lines, options_of
-from jobs.bench.harness.options import find_benches
+from jobs.bench.harness.options import bench_verb, find_benches, list_lines, options_of
 from raytrain.errors import InputError
 
 # ---------------------------------------------------------------- what benches count

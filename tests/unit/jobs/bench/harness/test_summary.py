@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from jobs.__main__ import main
-from jobs.bench.harness.command import bench_verb
+from jobs.bench.harness.options import bench_verb
 
 
 def report(path: Path) -> Result:

@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from torch import nn
 
 from jobs.__main__ import main
-from jobs.driver.checks import first_batch
-from jobs.driver.checks.job import check_on_driver
+from jobs.driver import first_batch
+from jobs.driver.check_job import check_on_driver
 from jobs.job.spec import load_spec
-from raytrain.data.rows.variation import READINGS, SAMPLED_ITEMS
+from raytrain.data.rows.map_style import VARIATION_READINGS, VARIATION_SAMPLE
 from raytrain.errors import InputError
 
 CODE = """
@@ -253,7 +253,7 @@ def test_what_the_check_cannot_tell_is_said_and_does_not_stop_the_run(
     fault: str, guest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = first_batch.check_first_batch
-    monkeypatch.setattr("jobs.driver.checks.job.check_first_batch", lambda what, **how: check(what, **how, limit_s=1.0))
+    monkeypatch.setattr("jobs.driver.check_job.check_first_batch", lambda what, **how: check(what, **how, limit_s=1.0))
     code, output = run("train", job(guest, model=f"builder: GUEST:build, fault: {fault}"))
     assert code == 0 and f"the first micro-batch is not tried before the start: {UNKNOWN[fault]}" in output, output
     assert f"warning: the first micro-batch is not tried before the start: {UNKNOWN[fault]}" in run(
@@ -357,8 +357,8 @@ def test_nothing_of_this_process_changes(
     assert net.training and all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())
     counts = Counter(module.CALLS)
-    assert "forward" not in counts and len(counts) <= SAMPLED_ITEMS + 2, "some rows are read, not all"
-    assert sum(counts.values()) <= SAMPLED_ITEMS * READINGS + 8
+    assert "forward" not in counts and len(counts) <= VARIATION_SAMPLE + 2, "some rows are read, not all"
+    assert sum(counts.values()) <= VARIATION_SAMPLE * VARIATION_READINGS + 8
     assert states[:2] == (random.getstate(), str(np.random.get_state())) and torch.equal(
         states[2], torch.get_rng_state()
     )

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from jobs.__main__ import main
-from jobs.driver.checks.job import check_fits, check_on_driver
+from jobs.driver.check_job import check_fits, check_on_driver
 from jobs.job.spec import load_spec
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import InputError

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from jobs.driver.checks.job import check_on_driver
+from jobs.driver.check_job import check_on_driver
 from jobs.job.spec import load_spec
 from raytrain.errors import InputError
-from raytrain.train.build import copy_of
+from raytrain.train.job import copy_of
 
 
 class Part(nn.Module):
@@ -137,7 +137,7 @@ def test_what_can_be_pickled_passes_without_copies_of_tensors(monkeypatch: pytes
 def test_ray_is_not_imported_for_it() -> None:
     """It reads its environment when it is imported, before the settings of a private Ray are made."""
     script = (
-        "import sys, torch\nfrom torch import nn\nfrom jobs.driver.checks.sendable import _refusal\n"
+        "import sys, torch\nfrom torch import nn\nfrom jobs.driver.check_job import _refusal\n"
         "class Net(nn.Linear):\n    pass\nassert _refusal(Net(2, 2)) is None and 'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cluster.devices.inventory import Device, Inventory, Node
-from jobs.driver.checks.job import Checked, check_on_driver
-from jobs.driver.plan import plan_job
+from jobs.driver.check_job import Checked, check_on_driver
+from jobs.driver.planning import plan_job
 from jobs.job.spec import LoadedSpec, load_spec
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved

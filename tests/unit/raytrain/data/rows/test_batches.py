@@ -11,12 +11,11 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from raytrain.data.loading.checks import find_misplaced, verify_placement
+from raytrain.data.prepare import find_misplaced, verify_placement
 from raytrain.data.rows.batches import Cursor, StepBatches, rank_micro_batches
 from raytrain.data.rows.map_style import DatasetSplit
-from raytrain.data.rows.residency import place_split
+from raytrain.data.rows.residency import place_split, to_device
 from raytrain.data.rows.splits import TensorSplit, TextSplit
-from raytrain.data.transfer import to_device
 from raytrain.errors import DevicePlacementError
 
 

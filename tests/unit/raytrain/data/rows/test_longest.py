@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raytrain.data.rows.longest import LongestRow, longest_row
+from raytrain.data.rows.map_style import LongestRow, longest_row
 from raytrain.data.rows.residency import place_split
 from raytrain.data.sources.in_memory import object_split
 from raytrain.train.device import rng_state

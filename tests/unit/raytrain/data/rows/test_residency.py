@@ -10,9 +10,8 @@ import torch
 
 from raytrain.data.rows.contract import Split
 from raytrain.data.rows.map_style import DatasetSplit, PartialDataset
-from raytrain.data.rows.ragged import Ragged, RaggedSplit
 from raytrain.data.rows.residency import PartialTensor, StreamSplit, place_split
-from raytrain.data.rows.splits import TensorSplit, TextSplit
+from raytrain.data.rows.splits import Ragged, RaggedSplit, TensorSplit, TextSplit
 from raytrain.data.sources.in_memory import object_split
 
 

@@ -12,11 +12,9 @@ import torch
 
 from raytrain.data.rows.contract import holdout
 from raytrain.data.rows.map_style import DatasetSplit, ItemSplit
-from raytrain.data.rows.ragged import RaggedSplit
-from raytrain.data.rows.residency import place_split
-from raytrain.data.rows.splits import TensorSplit, TextSplit
+from raytrain.data.rows.residency import place_split, to_device
+from raytrain.data.rows.splits import RaggedSplit, TensorSplit, TextSplit
 from raytrain.data.sources.in_memory import object_split
-from raytrain.data.transfer import to_device
 from raytrain.errors import InputError
 from raytrain.trainable import labels_weight
 

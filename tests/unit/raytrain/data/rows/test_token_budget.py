@@ -11,13 +11,12 @@ import torch
 from lab import GPT, Rows, make_session, token_rows
 
 from raytrain.autotune.step_probe import RowChoice
-from raytrain.data.rows.batches import Cursor, StepBatches
-from raytrain.data.rows.token_budget import check_budget, cut_by_tokens, padding_waste
+from raytrain.data.rows.batches import Cursor, StepBatches, check_budget, cut_by_tokens, padding_waste
 from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import InputError
 from raytrain.train.loader import BatchLoader
+from raytrain.train.memory.device import Shortage, StepDropped
 from raytrain.train.memory.micro_batch import MicroBatchSize
-from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.memory.retry import ShortageRetry
 from raytrain.train.parallel.collectives import Workers
 

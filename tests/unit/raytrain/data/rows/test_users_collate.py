@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from raytrain.config.sections import DataConfig
-from raytrain.data.loading.prepare import DataPlan, open_pool, prepare_source
-from raytrain.data.rows.longest import longest_row
-from raytrain.data.rows.map_style import gathered
+from raytrain.data.prepare import DataPlan, open_pool, prepare_source
+from raytrain.data.rows.map_style import gathered, longest_row
 from raytrain.data.rows.residency import StreamSplit
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
@@ -80,7 +79,7 @@ def test_what_the_function_draws_is_given_by_seed_epoch_and_row_and_leaves_the_g
 
 
 def test_loader_processes_call_the_function_too() -> None:
-    from raytrain.data.loading.prefetch import BatchRequest
+    from raytrain.data.prefetch import BatchRequest
 
     data = DataConfig(train=WORDS, collate=tokens)
     plan = DataPlan("stream", loader_workers=2, seed=7)

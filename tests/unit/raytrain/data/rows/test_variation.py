@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain.data.rows import variation
-from raytrain.data.rows.variation import LIMIT_S, READINGS, SAMPLED_ITEMS, observed_facts
+from raytrain.data.rows import map_style as variation
+from raytrain.data.rows.map_style import VARIATION_LIMIT_S, VARIATION_READINGS, VARIATION_SAMPLE, observed_facts
 from raytrain.data.sources.in_memory import memory_source
 
 
@@ -78,7 +78,7 @@ def test_random_items_vary_and_the_generators_are_restored(make: Callable[[int],
 def test_items_that_are_the_same_each_time_do_not_vary(make: Callable[[int], Any]) -> None:
     items = Items(make)
     assert observed(items)[0] is False
-    assert Counter(Counter(items.reads).values()) == {READINGS: SAMPLED_ITEMS}
+    assert Counter(Counter(items.reads).values()) == {VARIATION_READINGS: VARIATION_SAMPLE}
     assert max(items.reads) - min(items.reads) > 90, "spread over all"
 
 
@@ -87,12 +87,12 @@ def test_slow_items_are_read_until_the_limit_and_one_of_them_twice(monkeypatch: 
     monkeypatch.setattr(variation.time, "perf_counter", lambda: now[0])
 
     def slow(index: int) -> dict[str, torch.Tensor]:
-        now[0] += LIMIT_S
+        now[0] += VARIATION_LIMIT_S
         return {"x": torch.zeros(2)}
 
     items = Items(slow)
     varies, item_s = observed(items)
-    assert (varies, item_s) == (False, pytest.approx(LIMIT_S)) and len(items.reads) == 2
+    assert (varies, item_s) == (False, pytest.approx(VARIATION_LIMIT_S)) and len(items.reads) == 2
 
 
 def test_a_dataset_that_fails_or_data_in_memory_has_no_facts_of_reading() -> None:

@@ -12,8 +12,7 @@ from pyarrow import parquet
 
 from raytrain.config.sections import DataConfig
 from raytrain.data.rows.contract import Source
-from raytrain.data.sources.describe import describe_shapes, describe_source
-from raytrain.data.sources.open import open_source
+from raytrain.data.sources.open import describe_shapes, describe_source, open_source
 from raytrain.errors import InputError
 from raytrain.infer.convert import converted
 from raytrain.infer.input import InputRows, duplicate_id, input_files

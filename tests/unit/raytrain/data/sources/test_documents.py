@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raytrain.data.sources.documents import Document, Row, packed, padded, share_rows, to_row
+from raytrain.data.sources.tokenised import Document, Row, packed, padded, share_rows, to_row
 
 
 def ids(*values: int) -> np.ndarray:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from raytrain.data.loading.prefetch import BatchRequest
-from raytrain.data.loading.processes import LoaderPool
+from raytrain.data.prefetch import BatchRequest, LoaderPool
 from raytrain.data.rows.map_style import DatasetSplit
 from raytrain.data.sources.in_memory import memory_source
 from raytrain.errors import InputError

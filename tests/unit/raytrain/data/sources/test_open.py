@@ -17,11 +17,9 @@ import torch
 from raytrain.config.sections import DataConfig, ModelConfig
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.splits import TensorSplit
-from raytrain.data.sources.describe import describe_shapes, describe_source
 from raytrain.data.sources.keys import is_path_key
-from raytrain.data.sources.open import open_source, read_on_driver, source_from_driver
-from raytrain.data.sources.stdlib import read_stdlib
-from raytrain.data.sources.text import text_source
+from raytrain.data.sources.open import describe_shapes, describe_source, open_source, read_on_driver, source_from_driver
+from raytrain.data.sources.text import read_stdlib, text_source
 from raytrain.data.sources.tokenised import _resolve_length
 from raytrain.errors import InputError
 from raytrain.runs.storage import locate, read_bytes
@@ -436,7 +434,7 @@ def test_describing_imports_no_torch(tmp_path: Path) -> None:
     script = f"""
 import sys
 from raytrain.config.sections import DataConfig
-from raytrain.data.sources.describe import describe_shapes, describe_source
+from raytrain.data.sources.open import describe_shapes, describe_source
 from raytrain.data.sources.open import read_on_driver
 for data in (DataConfig(source="text", path={text!r}), DataConfig(source="stdlib", max_bytes=9000),
              DataConfig(source="idx", **{files!r}), DataConfig(source="csv", path={table!r}, label="b"),

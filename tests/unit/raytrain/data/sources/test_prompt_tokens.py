@@ -10,14 +10,14 @@ import pytest
 import torch
 from folders import make_folder, make_tokenizer, write_lines
 
-from jobs.job.paths import resolved
+from jobs.job.facts import resolved
 from jobs.job.spec import load_spec
 from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
 from raytrain.infer.generate import language_sample
 from raytrain.infer.model import InferenceModel, prompt_of
-from raytrain.models.huggingface.tokenizer import encode_prompts, ended
+from raytrain.models.huggingface import encode_prompts, ended
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")
 pa = pytest.importorskip("pyarrow")

@@ -15,14 +15,13 @@ import torch
 from pyarrow import parquet
 
 from raytrain.config.sections import DataConfig
-from raytrain.data.loading.pinned_upload import BatchUploader
+from raytrain.data.prefetch import BatchUploader
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.contract import Source
-from raytrain.data.rows.longest import longest_row
+from raytrain.data.rows.map_style import longest_row
 from raytrain.data.rows.residency import place_split
 from raytrain.data.sources import parquet as parquet_folder
-from raytrain.data.sources.describe import describe_shapes, describe_source
-from raytrain.data.sources.open import open_source
+from raytrain.data.sources.open import describe_shapes, describe_source, open_source
 from raytrain.data.sources.row_groups import GroupOrder, GroupSplit, Piece, held_out
 from raytrain.errors import InputError, RunError
 from raytrain.train.loader import BatchLoader

@@ -15,9 +15,8 @@ from pyarrow import csv, parquet
 
 from raytrain.config.sections import DataConfig
 from raytrain.data.rows.contract import Source
-from raytrain.data.rows.ragged import RaggedSplit
-from raytrain.data.sources.describe import check_label, describe_shapes, describe_source
-from raytrain.data.sources.open import open_source
+from raytrain.data.rows.splits import RaggedSplit
+from raytrain.data.sources.open import check_label, describe_shapes, describe_source, open_source
 from raytrain.errors import InputError
 from raytrain.models.sizes import model_facts
 

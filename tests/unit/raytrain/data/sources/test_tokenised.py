@@ -11,14 +11,13 @@ import pytest
 import torch
 from folders import SENTENCES, make_folder, texts, write_lines
 
-from jobs.driver.plan import plan_job
-from jobs.job.paths import resolved
+from jobs.driver.planning import plan_job
+from jobs.job.facts import resolved
 from jobs.job.spec import load_spec
 from raytrain.data.rows.contract import Source
-from raytrain.data.sources.describe import describe_source
-from raytrain.data.sources.open import open_source, read_on_driver, source_from_driver
+from raytrain.data.sources.open import describe_source, open_source, read_on_driver, source_from_driver
 from raytrain.errors import InputError
-from raytrain.models.huggingface.tokenizer import encode_text, open_tokenizer
+from raytrain.models.huggingface import encode_text, open_tokenizer
 from raytrain.plan.choice import Resolved
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")
@@ -111,7 +110,7 @@ def test_a_long_text_tokenized_in_pieces_has_the_same_tokens(folder: Path, monke
     tokenizer = open_tokenizer(str(folder))
     text = "\n".join(SENTENCES) + "\n\n  " + "\n".join(SENTENCES)
     whole = encode_text(tokenizer, text)
-    monkeypatch.setattr("raytrain.models.huggingface.tokenizer.PIECE", 20)
+    monkeypatch.setattr("raytrain.models.huggingface.PIECE", 20)
     assert encode_text(tokenizer, text).tolist() == whole.tolist() and tokenizer.decode(whole) == text
 
 

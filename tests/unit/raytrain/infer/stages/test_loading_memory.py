@@ -19,11 +19,11 @@ STAGES, SHARDS = 3, 4
 LOAD = """
 import gc, json, sys
 import torch
-from cluster.telemetry.process import process_memory, reset_peak
+from cluster.telemetry.processes import process_memory, reset_peak
 from raytrain.config.sections import ModelConfig
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.stages.plan import plan_stages
-from raytrain.infer.stages.weights import parts_of
+from raytrain.infer.stages.partition import plan_stages
+from raytrain.infer.stages.stage import parts_of
 from raytrain.infer.stages.split import StageSplit, load_stage, skeleton_of
 
 path, stage, stages, sizes, small = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *map(json.loads, sys.argv[4:6])

@@ -20,9 +20,9 @@ from raytrain.infer.input import InputRows, Unit
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.stages import measure
 from raytrain.infer.stages.measure import LEAST_BATCHES, measure_parts
-from raytrain.infer.stages.plan import plan_stages
+from raytrain.infer.stages.partition import plan_stages
 from raytrain.infer.stages.split import StageSplit, skeleton_of
-from raytrain.infer.stages.weights import parts_of
+from raytrain.infer.stages.stage import parts_of
 from raytrain.infer.worker import Work
 from raytrain.models.gpt import gpt
 from raytrain.models.weights.stored import export_weights

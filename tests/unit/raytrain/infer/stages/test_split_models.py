@@ -18,9 +18,9 @@ from raytrain.config.sections import ModelConfig
 from raytrain.errors import InputError, OutOfMemory, RunError
 from raytrain.infer.generate import Sampling, generate, greedy_answers
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.stages.plan import plan_stages
+from raytrain.infer.stages.partition import plan_stages
 from raytrain.infer.stages.split import SplitModule, StagePipeline, StageSplit, load_stage, local_pipeline, skeleton_of
-from raytrain.infer.stages.weights import parts_of
+from raytrain.infer.stages.stage import parts_of
 from raytrain.models.gpt import gpt
 from raytrain.models.weights.stored import export_weights
 from raytrain.trainable import Trainable

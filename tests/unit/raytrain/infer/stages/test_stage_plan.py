@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from raytrain.errors import InputError
-from raytrain.infer.stages.plan import (
+from raytrain.infer.stages.partition import (
     DecoderSizes,
     ModelPart,
     fewest_stages,

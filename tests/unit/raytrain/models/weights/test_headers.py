@@ -15,8 +15,7 @@ from torch import nn
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import InputError
 from raytrain.models.weights.headers import find_weights
-from raytrain.models.weights.initial import StartingWeights
-from raytrain.models.weights.stored import export_weights
+from raytrain.models.weights.stored import StartingWeights, export_weights
 from raytrain.runs.folder import RunFolder
 
 KEY = "model.init_from"
@@ -108,6 +107,6 @@ def test_a_missing_file_is_named() -> None:
 
 
 def test_headers_are_read_without_torch() -> None:
-    imports = "import sys, raytrain.models.huggingface.folder, raytrain.data.sources.tokenised"
+    imports = "import sys, raytrain.models.huggingface, raytrain.data.sources.tokenised"
     code = f"{imports}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

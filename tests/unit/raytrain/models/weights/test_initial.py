@@ -11,14 +11,13 @@ from lab import GPT, MOE, make_session, token_rows, train
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from jobs.driver.checks.job import check_on_driver
-from jobs.job.paths import resolved
+from jobs.driver.check_job import check_on_driver
+from jobs.job.facts import resolved
 from jobs.job.spec import load_spec
 from raytrain.config.sections import ModelConfig
 from raytrain.errors import InputError
-from raytrain.models.weights.initial import StartingWeights
-from raytrain.models.weights.stored import export_weights
-from raytrain.train.build import build_trainable
+from raytrain.models.weights.stored import StartingWeights, export_weights
+from raytrain.train.job import build_trainable
 from raytrain.trainable import Trainable
 
 DATA = {"train": token_rows(32)}
@@ -116,7 +115,7 @@ def test_parts_that_other_processes_take_are_filled_before_they_leave(
         made.hand_over = take
         return made
 
-    monkeypatch.setattr("raytrain.train.build.resolve", lambda *_, **__: build)
+    monkeypatch.setattr("raytrain.train.job.resolve", lambda *_, **__: build)
     model = ModelConfig(builder="my:build", init_from=path)
     left = build_trainable(model, sections={}, facts={}).module
     assert torch.equal(taken[0], whole[1].weight) and torch.equal(left.state_dict()["0.weight"], whole[0].weight)

@@ -19,10 +19,9 @@ from raytrain.config.sections import LoopConfig
 from raytrain.errors import InputError
 from raytrain.models.gpt import gpt
 from raytrain.models.mlp import mlp
-from raytrain.train.compute import compile as compile_module
-from raytrain.train.compute.activation_checkpointing import Recomputed, recompute
-from raytrain.train.compute.compile import STATIC_AT_MOST, CompiledParts, forget_graphs
-from raytrain.train.compute.compile_parts import parts_to_compile
+from raytrain.train import compile as compile_module
+from raytrain.train.activation_checkpointing import Recomputed, recompute
+from raytrain.train.compile import STATIC_AT_MOST, CompiledParts, forget_graphs, parts_to_compile
 from raytrain.trainable import Trainable
 
 AOT: Any = torch._dynamo.lookup_backend("aot_eager")

@@ -11,12 +11,12 @@ import torch
 import torch._dynamo
 from lab import MLP, MOE, class_rows, make_job, make_session, token_rows, train
 
-import raytrain.train.compute.switches
-from experts.routing.router import TopKRouter
+import raytrain.train.compile
+from experts.router import TopKRouter
 from jobs.job.spec import load_spec
 from raytrain.errors import InputError
 from raytrain.plan.plan import Plan
-from raytrain.train.compute.compile import CompiledParts
+from raytrain.train.compile import CompiledParts
 
 ROWS = {"train": class_rows(32), "eval_fraction": 0.0}
 AOT: Any = torch._dynamo.lookup_backend("aot_eager")
@@ -25,7 +25,7 @@ AOT: Any = torch._dynamo.lookup_backend("aot_eager")
 @pytest.fixture(autouse=True)
 def no_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Traced as ever, but nothing is written in C++."""
-    monkeypatch.setattr(raytrain.train.compute.switches, "CompiledParts", partial(CompiledParts, lower=AOT))
+    monkeypatch.setattr(raytrain.train.compile, "CompiledParts", partial(CompiledParts, lower=AOT))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

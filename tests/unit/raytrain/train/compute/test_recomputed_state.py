@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain.train.compute.activation_checkpointing import recompute
+from raytrain.train.activation_checkpointing import recompute
 from raytrain.trainable import Trainable
 
 WIDTH = 8

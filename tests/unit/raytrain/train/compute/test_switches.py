@@ -12,12 +12,10 @@ import pytest
 import torch
 from lab import MOE, make_session, token_rows, train
 
-from cluster.devices.inventory import local_inventory
-from cluster.devices.torch_build import TorchBuild
-from experts.routing import grouped, grouped_check
-from raytrain.train.compute.cudnn import SHAPES_AT_MOST, CudnnBenchmark
-from raytrain.train.compute.toolchain import missing_for_compile
-from raytrain.train.device import platform
+from cluster.devices.inventory import TorchBuild, local_inventory, missing_for_compile
+from experts import grouped
+from experts import grouped as grouped_check
+from raytrain.train.device import SHAPES_AT_MOST, CudnnBenchmark, platform
 
 
 @pytest.fixture(autouse=True)

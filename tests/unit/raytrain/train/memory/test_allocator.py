@@ -12,7 +12,7 @@ from cluster.environment import ray_environment
 FAULTS = """
 import resource, sys, threading
 import torch
-from raytrain.train.memory.allocator import freed_at_once, give_back_freed_memory, keep_freed_memory
+from raytrain.train.memory.device import freed_at_once, give_back_freed_memory, keep_freed_memory
 
 set_ = keep_freed_memory() if sys.argv[1] == "keep" else give_back_freed_memory() if sys.argv[1] == "spare" else False
 if set_:

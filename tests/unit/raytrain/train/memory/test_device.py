@@ -10,18 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cluster.telemetry.process import process_memory
+from cluster.telemetry.processes import process_memory
 from raytrain.errors import CollectiveFailed, OutOfMemory, RunError
 from raytrain.execution.worker import fault_of
 from raytrain.train.memory.device import (
+    Shortage,
     device_memory,
     is_out_of_memory,
     limit_device_memory,
     process_budget,
     processes_sharing,
     room_on,
+    run_or_shortage,
 )
-from raytrain.train.memory.oom import Shortage, run_or_shortage
 from raytrain.train.parallel.collectives import Workers
 
 CPU = torch.device("cpu")

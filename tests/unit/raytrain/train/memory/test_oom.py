@@ -14,7 +14,7 @@ from lab import MLP, Rows, class_rows, make_session
 from torch import Tensor
 
 from raytrain.errors import RunError
-from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
+from raytrain.train.memory.device import Shortage, StepDropped, run_or_shortage, step_dropped
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 

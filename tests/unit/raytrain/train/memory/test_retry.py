@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.train.memory.retry import SavedState
+from raytrain.train.parallel.buffers import ForwardChanges
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.forward_changes import ForwardChanges
 
 CPU = torch.device("cpu")
 

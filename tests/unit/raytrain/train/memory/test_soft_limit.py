@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from cluster.telemetry.process import process_memory
+from cluster.telemetry.processes import process_memory
 from raytrain.train.memory.soft_limit import (
     LISTED,
     SoftLimit,

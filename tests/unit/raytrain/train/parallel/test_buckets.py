@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.errors import RunError
-from raytrain.train.parallel.buckets import BucketSums
 from raytrain.train.parallel.flat_gradients import GradientBuffers
+from raytrain.train.parallel.reduction import BucketSums
 
 
 class TwoWorkers:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from raytrain.train.parallel.interleave import Interleaver
+from raytrain.train.parallel.collectives import Interleaver
 
 
 def walker(interleaver: Interleaver, log: list[str], name: str, waits: int, *, fails_at: int | None = None) -> str:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrain.train.parallel import squares
-from raytrain.train.parallel.squares import PIECE, ROW, SquareSum, squares_of_each, sum_of_squares
+from raytrain.train.parallel import flat_gradients as squares
+from raytrain.train.parallel.flat_gradients import PIECE, ROW, SquareSum, squares_of_each, sum_of_squares
 
 SIZES = (0, 1, ROW - 1, ROW, PIECE, PIECE + 1, 3 * PIECE + 2 * ROW + 7)
 

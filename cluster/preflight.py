@@ -1,0 +1,466 @@
+"""Checks before a run: storage, disk space, memory, device variables, the devices that a job wants, kernel caches.
+
+`Check` is one line of the result. The driver runs `preflight` before each run and `raytrain check` on every node. What
+a command that runs as a submitted Ray job may not do is checked here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from cluster.config import ClusterConfig
+from cluster.devices.gpus import amd_devices, select_visible, visible_devices
+from cluster.devices.inventory import Inventory
+from cluster.devices.limits import ROOT
+from cluster.ray_runtime import on_node
+from cluster.wording import counted, size
+
+# ---------------------------------------------------------------- preflight
+# Checks before a run: storage, disk space, memory and device variables.
+
+
+DISK_SLACK = 64 << 20
+"""Disk space for metrics, logs and the report, in addition to the checkpoints."""
+
+PROCESS_BYTES = 600 << 20
+"""Host memory of a worker that has imported torch and Ray, without tensors. Used if there is no estimate of host
+memory."""
+
+SHARED_MEMORY = 256 << 20
+"""With less shared memory, Ray keeps its object store on disk."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The outcome of one check. `status` is ok, warn, fail or na; `key` names the key to change."""
+
+    name: str
+    status: str
+    seen: str
+    expected: str
+    remedy: str = ""
+    key: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def text(self) -> str:
+        """One sentence: what was found, what was expected, what to do."""
+        return f"{self.name}: {self.seen}, expected {self.expected}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def check_storage(save_dir: str) -> CheckResult:
+    """Creates the folder (a path or a URI that pyarrow supports), then writes, reads back and deletes a token in it."""
+    token = secrets.token_hex(16)
+    name = f".raytrain-{token}"
+    try:
+        round_trip = _remote_round_trip if "://" in save_dir else _round_trip
+        seen = round_trip(save_dir, name, token)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        local = local_folder(save_dir) is not None
+        return CheckResult(
+            "storage", "fail", f"{save_dir}: {reason}",
+            "a folder that can be written to" if local else "storage that can be written to",
+            "set save.dir to a folder with free space that this user may write to" if local
+            else "see the address in save.dir, the network and the credentials of this machine", "save.dir",
+        )  # fmt: skip
+    if seen != token:
+        return CheckResult(
+            "storage", "fail", f"{save_dir} returned {seen!r} for {token!r}", "the content that was written",
+            "set save.dir to another folder", "save.dir",
+        )  # fmt: skip
+    return CheckResult("storage", "ok", f"{save_dir}: written, read back and deleted", "a writable folder")
+
+
+def local_folder(save_dir: str) -> Path | None:
+    """The folder of a path or of a ``file://`` URI; None for other storage."""
+    uri = urlsplit(save_dir) if "://" in save_dir else None
+    if uri is None:
+        return Path(save_dir).expanduser().absolute()
+    return Path(unquote(uri.path)) if uri.scheme == "file" else None
+
+
+def _round_trip(folder: str, name: str, token: str) -> str:
+    path = Path(folder).expanduser() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(path, "x", encoding="ascii") as stream:
+            stream.write(token)
+            stream.flush()
+            os.fsync(stream.fileno())  # a full disk or quota may only raise here
+        return path.read_text(encoding="ascii")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remote_round_trip(uri: str, name: str, token: str) -> str:
+    from pyarrow import fs
+
+    filesystem, inner = fs.FileSystem.from_uri(uri)
+    path = f"{inner.rstrip('/')}/{name}"
+    filesystem.create_dir(inner, recursive=True)
+    try:
+        with filesystem.open_output_stream(path) as stream:
+            stream.write(token.encode())
+        with filesystem.open_input_stream(path) as stream:
+            return stream.read().decode()
+    finally:
+        if filesystem.get_file_info(path).type != fs.FileType.NotFound:
+            filesystem.delete_file(path)
+
+
+def check_place(save_dir: str, need_bytes: int | None, *, saved: int = 0) -> list[CheckResult]:
+    """`check_storage` and `check_disk`; the space of a place that cannot be written does not matter."""
+    storage = check_storage(save_dir)
+    if storage.status == "fail":
+        return [storage, CheckResult("disk", "na", f"{save_dir} cannot be written", "a place that can")]
+    return [storage, check_disk(save_dir, need_bytes, saved=saved)]
+
+
+def check_disk(
+    save_dir: str, need_bytes: int | None, *, saved: int = 0, usage: Callable[[Path], Any] = shutil.disk_usage
+) -> CheckResult:
+    """Checks disk space for three checkpoints and the other files of a run.
+
+    Args:
+        need_bytes: bytes of one checkpoint; None if unknown before the start, and then only the slack is checked.
+        saved: checkpoints that the run has there already.
+        usage: like `shutil.disk_usage`.
+    """
+    folder = local_folder(save_dir)
+    if folder is None:
+        return CheckResult("disk", "na", f"{save_dir} is not a local disk", "a local disk")
+    while not folder.exists():
+        folder = folder.parent
+    copies = max(1, 3 - saved)
+    wanted = copies * (need_bytes or 0) + DISK_SLACK
+    free = usage(folder).free
+    number = {1: "one checkpoint", 2: "two checkpoints", 3: "three checkpoints"}[copies] + (" more" if saved else "")
+    expected = f"{size(wanted)} free: {number} and {size(DISK_SLACK)}"
+    if free < wanted:
+        lacking = f" ({size(max(wanted - free, 2**20))} too little)" if size(free) == size(wanted) else ""
+        return CheckResult(
+            "disk", "fail", f"{size(free)} free in {folder}{lacking}", expected,
+            "set save.dir to a disk with more free space, or free some", "save.dir",
+        )  # fmt: skip
+    return CheckResult("disk", "ok", f"{size(free)} free in {folder}", expected)
+
+
+def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers: int, on_gpu: bool) -> CheckResult:
+    """Checks host memory for the worker processes, on the node with the least of it.
+
+    Args:
+        need_bytes: estimated bytes of one worker, including the process itself; None if unknown. On a GPU these are
+            bytes of device memory.
+        local_workers: workers on one node.
+    """
+    each = PROCESS_BYTES if on_gpu or need_bytes is None else need_bytes
+    free = min(node.memory_bytes if node.free_bytes is None else node.free_bytes for node in inventory.nodes)
+    expected = f"{size(each * local_workers)} for {counted(local_workers, 'worker')} of {size(each)}"
+    if not free:
+        return CheckResult("memory", "na", "the free memory is not known", expected)
+    if free < each * local_workers:
+        return CheckResult(
+            "memory", "warn", f"{size(free)} free", expected,
+            "lower scale.workers or loop.micro_batch_size", "loop.micro_batch_size",
+        )  # fmt: skip
+    return CheckResult("memory", "ok", f"{size(free)} free", expected)
+
+
+def check_shared_memory(*, root: Path = ROOT, usage: Callable[[Path], Any] = shutil.disk_usage) -> CheckResult:
+    """Checks /dev/shm, where Ray keeps its objects; if it is too small, Ray keeps them on disk."""
+    folder = root / "dev/shm"
+    if not folder.is_dir():
+        return CheckResult("shared_memory", "na", "there is no /dev/shm", "Linux")
+    free = usage(folder).free
+    expected = f"{size(SHARED_MEMORY)} free"
+    if free < SHARED_MEMORY:
+        remedy = "give the container more (docker run --shm-size=1g)"
+        return CheckResult("shared_memory", "warn", f"{size(free)} free in /dev/shm", expected, remedy)
+    return CheckResult("shared_memory", "ok", f"{size(free)} free in /dev/shm", expected)
+
+
+def check_visible_devices(
+    *, environ: Mapping[str, str] | None = None, nvml: Any = None, root: Path = ROOT
+) -> CheckResult:
+    """Checks that the variables that hide devices agree with each other and with the existing devices.
+
+    Args:
+        environ: the environment, by default that of this process.
+        nvml: the pynvml module or a substitute; by default it is imported if installed.
+        root: the directory to use as ``/``.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    hip = [name for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if name in environ]
+    named = [name for name in ("CUDA_VISIBLE_DEVICES", *hip) if name in environ]
+    seen = ", ".join(f"{name}={environ[name]!r}" for name in named)
+    expected = "one variable that names devices which exist, or none"
+    problems = []
+    if text is not None and any(environ[name] != text for name in hip):
+        problems.append(f"CUDA_VISIBLE_DEVICES differs from {' and '.join(hip)}")
+    if text is not None:
+        about = f"CUDA_VISIBLE_DEVICES={text!r}: "
+        found = visible_devices(environ, nvml=nvml)
+        problems += [line.removeprefix(about) for line in found.unusable if line.startswith(about)]
+        every = (visible_devices({}, nvml=nvml), amd_devices({}, root=root))
+        if not any(one.devices or one.unusable for one in every) and select_visible(text, [])[1]:
+            problems.append("this machine has no GPU")
+    if problems:
+        return CheckResult(
+            "visible_devices", "warn", f"{seen}: {'; '.join(problems)}", expected,
+            "unset all but one, and set that one to devices that exist", "CUDA_VISIBLE_DEVICES",
+        )  # fmt: skip
+    return CheckResult("visible_devices", "ok", seen or "no variable hides a device", expected)
+
+
+def run_preflight(
+    *,
+    save_dir: str,
+    inventory: Inventory,
+    checkpoint_bytes: int | None,
+    worker_bytes: int | None,
+    local_workers: int,
+    on_gpu: bool,
+    saved: int = 0,
+) -> list[CheckResult]:
+    """Runs all checks, in the order in which they are shown; `to_json` of each goes into preflight.json."""
+    return [
+        *check_place(save_dir, checkpoint_bytes, saved=saved),
+        check_memory(worker_bytes, inventory=inventory, local_workers=local_workers, on_gpu=on_gpu),
+        check_shared_memory(),
+        check_visible_devices(),
+    ]
+
+
+@dataclass(frozen=True)
+class DeviceSize:
+    """What `check_wanted` compares of a GPU or of a node's CPU: `capability` is None where there is none."""
+
+    name: str
+    is_gpu: bool
+    memory_bytes: int | None
+    capability: tuple[int, int] | None
+
+
+def check_wanted(config: ClusterConfig, devices: Iterable[DeviceSize]) -> CheckResult:
+    """A warning if a device has less than the job is meant for (`cluster.wanted_memory`, `cluster.wanted_capability`);
+    the job can still train there. What is not known of a device counts as enough."""
+    memory, capability = config.wanted_memory, config.wanted_capability
+    wanted = [f"{size(memory)} of memory"] if memory else []
+    wanted += [f"compute capability {capability}"] if capability else []
+    least = divmod(round(10 * (capability or 0)), 10)  # 8.6 is (8, 6)
+    lesser = []
+    for one in devices:
+        less = [size(one.memory_bytes)] if memory and one.memory_bytes and one.memory_bytes < memory else []
+        if capability and not one.is_gpu:
+            less.append("no compute capability")
+        elif capability and one.capability is not None and one.capability < least:
+            less.append(f"compute capability {'.'.join(map(str, one.capability))}")
+        lesser += [f"{one.name} has {' and '.join(less)}"] if less else []
+    expected = " and ".join(wanted) or "any device"
+    if not lesser:
+        return CheckResult("wanted_devices", "ok" if wanted else "na", "no device has less", expected)
+    key = "cluster.wanted_memory" if memory else "cluster.wanted_capability"
+    remedy = f"scale.accelerator and cluster.address choose other devices; {key} says what the job is meant for"
+    return CheckResult("wanted_devices", "warn", "; ".join(lesser), expected, remedy, key)
+
+
+def check_caches(runtime: str | None, *, environ: Mapping[str, str] | None = None) -> CheckResult:
+    """The versions that kernels are compiled for, and what compilers keep of earlier compilations.
+
+    Args:
+        runtime: of the devices, such as "CUDA 12.8".
+    """
+    environ = os.environ if environ is None else environ
+    home = Path(environ.get("HOME") or tempfile.gettempdir())
+    folders = {
+        "torch.compile": environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{home.name}",
+        "Triton": environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache",
+        "CUDA": environ.get("CUDA_CACHE_PATH") or home / ".nv" / "ComputeCache",
+    }
+    kept = []
+    for name, folder in folders.items():
+        with contextlib.suppress(OSError):  # another process cleans up, or the folder is not ours
+            sizes = [path.lstat().st_size for path in Path(folder).rglob("*")]
+            kept += [f"{name} {size(sum(sizes))} in {folder}"] if sizes else []
+    seen = f"{runtime or 'no CUDA'}; kept: {', '.join(kept) or 'nothing'}"
+    return CheckResult("kernel_caches", "ok", seen, "any; a folder may be deleted, and kernels are compiled again")
+
+
+def check_seen_by_all(
+    paths: Mapping[str, str], *, ask: Callable[[list[str]], dict[str, list[str]]] | None = None
+) -> list[CheckResult]:
+    """Checks that every node of a cluster can access the local paths that its workers will open.
+
+    Args:
+        paths: key of the job -> path (URIs are not checked: they are the same on all nodes).
+        ask: paths -> {node: the paths that it cannot access}; by default a task checks on each live node of the
+            connected Ray cluster.
+    """
+    local = {key: path for key, path in paths.items() if "://" not in path}
+    missing = (ask or _ask_nodes)(list(local.values())) if local else {}
+    results = []
+    for key, path in local.items():
+        blind = [node for node, unseen in missing.items() if path in unseen]
+        seen = f"{path}, which does not exist on {', '.join(blind)}" if blind else path
+        remedy = "use shared storage or a URI (s3://, gs://, hdfs://)" if blind else ""
+        status = "fail" if blind else "ok"
+        results.append(CheckResult("seen_by_all", status, seen, "a path that exists on every node", remedy, key))
+    return results
+
+
+def _ask_nodes(paths: list[str]) -> dict[str, list[str]]:
+    import ray
+
+    tasks = on_each_node(_unseen, paths)
+    return dict(zip(tasks, ray.get(list(tasks.values()), timeout=60), strict=True))
+
+
+def on_each_node(
+    function: Callable[..., Any], *args: Any, gpus: bool = False, only: Collection[str] | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Starts a task on each live node of the connected cluster: address -> reference to the result.
+
+    Args:
+        gpus: each task takes all GPUs of its node; else it takes nothing.
+        only: the nodes, as an earlier call named them; None for all.
+    """
+    import ray
+
+    remote, found, names = ray.remote(function), dict[str, Any](), set[str]()
+    for node in sorted(ray.nodes(), key=lambda one: (one["NodeManagerAddress"], one["NodeID"])):  # Ray's is any order
+        if not node["Alive"]:
+            continue
+        slots = node["Resources"].get("GPU", 0) if gpus else 0
+        name = node["NodeManagerAddress"]
+        name = name if name not in names else f"{name} ({node['NodeID'][:8]})"
+        names.add(name)
+        if only is not None and name not in only:
+            continue
+        found[name] = remote.options(num_cpus=0, num_gpus=slots, scheduling_strategy=on_node(node["NodeID"])).remote(
+            *args
+        )
+    return found
+
+
+def _unseen(paths: list[str]) -> list[str]:
+    return [path for path in paths if not os.path.exists(path)]
+
+
+# ---------------------------------------------------------------- ray job
+# Checks of a command that runs as a submitted Ray job (`ray job submit`).
+
+
+JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets this variable in the driver of a submitted job."""
+
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Seconds between the SIGTERM and the SIGKILL of `ray job stop`, read by Ray on the head node; its default is 3."""
+
+SAVE_RATE = 200 << 20
+"""Bytes per second at which a checkpoint is assumed to be written; the real rate is known after the first one."""
+
+ENOUGH = "enough for a step and a save"
+
+PACKAGE_CACHE = "runtime_resources"
+"""Directory of a Ray session that holds the working directories of jobs; Ray deletes them."""
+
+
+def is_submitted(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is the driver of a submitted job."""
+    return bool((os.environ if environ is None else environ).get(JOB_ENVIRONMENT))
+
+
+def submission_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """The ID of the job that this process is the driver of; None outside a submitted job."""
+    text = (os.environ if environ is None else environ).get(JOB_ENVIRONMENT)
+    return json.loads(text).get("metadata", {}).get("job_submission_id") if text else None
+
+
+def check_ray_job(
+    save_dir: str,
+    *,
+    checkpoint_bytes: int | None,
+    grace_s: float,
+    environ: Mapping[str, str] | None = None,
+) -> list[CheckResult]:
+    """Check that the results of a submitted job outlive it, and that `ray job stop` leaves it time to save.
+
+    Args:
+        save_dir: `save.dir`, a path or a URI.
+        checkpoint_bytes: bytes of one checkpoint; None if unknown.
+        grace_s: `retry.stop_grace_s`.
+        environ: the environment, by default that of this process.
+
+    Returns:
+        No results for a command that is not a submitted job.
+    """
+    environ = os.environ if environ is None else environ
+    if not is_submitted(environ):
+        return []
+    return [_check_folder(save_dir), _check_stop(checkpoint_bytes, grace_s, environ)]
+
+
+def _check_folder(save_dir: str) -> CheckResult:
+    expected = "a folder that outlives the job, on storage that every node can access"
+    folder = save_dir if "://" in save_dir else str(Path(save_dir).expanduser().resolve())
+    if PACKAGE_CACHE in Path(folder).parts and "://" not in save_dir:
+        return CheckResult(
+            "save_folder", "fail", f"{folder}, which is in Ray's copy of the working directory of this job", expected,
+            "Ray deletes that copy: set save.dir to an absolute path or a URI (s3://, gs://, hdfs://)", "save.dir",
+        )  # fmt: skip
+    return CheckResult("save_folder", "ok", folder, expected)
+
+
+def measured_stop(stop_s: float, *, grace_s: float, environ: Mapping[str, str] | None = None) -> CheckResult | None:
+    """The check of the stop again, once the run has measured what a stop takes; None outside a submitted job.
+
+    Args:
+        stop_s: seconds of a step and of saving a checkpoint, as measured.
+        grace_s: `retry.stop_grace_s`.
+    """
+    environ = os.environ if environ is None else environ
+    return _judge_stop(stop_s, "measured", grace_s, environ) if is_submitted(environ) else None
+
+
+def _check_stop(checkpoint_bytes: int | None, grace_s: float, environ: Mapping[str, str]) -> CheckResult:
+    """By the time to write a checkpoint alone; `measured_stop` judges again when the time of a step is known."""
+    if checkpoint_bytes is None:
+        seen = f"{_killed_after(grace_s, environ)[1]}; the size of a checkpoint is not known yet"
+        return CheckResult("job_stop", "na", seen, ENOUGH)
+    return _judge_stop(checkpoint_bytes / SAVE_RATE, "estimated for writing", grace_s, environ)
+
+
+def _killed_after(grace_s: float, environ: Mapping[str, str]) -> tuple[float, str]:
+    """Seconds that a stop leaves, and the same in words."""
+    try:
+        wait_s = float(environ.get(STOP_WAIT, "3"))
+    except ValueError:
+        wait_s = 3.0
+    return wait_s, f"`ray job stop` kills this job after {wait_s:g} s, whatever retry.stop_grace_s says ({grace_s:g} s)"
+
+
+def _judge_stop(need_s: float, how: str, grace_s: float, environ: Mapping[str, str]) -> CheckResult:
+    wait_s, seen = _killed_after(grace_s, environ)
+    need = f"{need_s:.3g}" if need_s < 999 else f"{need_s:,.0f}"
+    needs = f"{ENOUGH}: about {need} s are {how}"
+    if need_s > wait_s:
+        return CheckResult(
+            "job_stop", "warn", seen, needs,
+            f"start the head node with {STOP_WAIT}={max(grace_s, 2 * need_s):.0f}, or lower save.every: a stop loses "
+            "the steps after the latest checkpoint", STOP_WAIT,
+        )  # fmt: skip
+    return CheckResult("job_stop", "ok", seen, needs)

@@ -1,0 +1,536 @@
+"""Runs one micro-batch of real rows forward and backward before anything starts, to find errors in the user's code.
+
+A forked child process of the driver does it, on the CPU, so that nothing of the run changes: no weight, random
+generator, dataset or other state of this process. What the child prints is dropped; its time and memory are limited.
+Where the check cannot tell, because the model is too large for it or needs a GPU, it is skipped with a reason. The same
+child then counts what a pass needs (`jobs.driver.build.sizes_of_pass`), for the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import re
+import select
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cluster.devices.inventory import local_inventory
+from cluster.devices.limits import memory_bytes
+from cluster.ray_runtime import keep_parents_objects
+from cluster.telemetry.processes import limit_memory, process_memory
+from cluster.wording import counted
+from jobs.driver.build import PassSizes, sizes_of_pass
+from jobs.driver.runtime import cluster_address
+from jobs.job.spec import JobSpec
+from raytrain.config.messages import abbreviated
+from raytrain.config.user_code import OUR_PACKAGES, users_error
+from raytrain.data.rows.collate import UsersCollate
+from raytrain.data.rows.contract import Batch, Source, Split
+from raytrain.data.rows.float64 import Float64Columns
+from raytrain.data.rows.map_style import gathered
+from raytrain.data.rows.residency import tensors_of
+from raytrain.errors import InputError, RaytrainError, first_line
+from raytrain.infer.predictor import outputs_of
+from raytrain.train.device import seed_everything
+from raytrain.train.job import build_trainable
+from raytrain.train.loader import cast_floating
+from raytrain.train.memory.device import is_out_of_memory
+from raytrain.train.placing import place
+from raytrain.train.precision import PrecisionPolicy, policy_for
+from raytrain.train.split_check import split_changes
+from raytrain.trainable import Trainable, in_eval, labels_weight
+from raytrain.trainable import rows as rows_of
+
+TIME_LIMIT_S = 20.0
+SIZES_LIMIT_S = 20.0
+"""Seconds that counting what a pass needs may take after it, with what it imports."""
+INFER_LIMIT_S = 5.0
+"""Seconds that a pass without labels may take, after the one with labels has taken its time."""
+SPLIT_LIMIT_S, SPLIT_PASS_S, SPLIT_ROWS = 10.0, 0.3, 4
+"""Seconds in which a batch is compared with its halves; it takes rows for passes of so many seconds, at least 4."""
+MOST_LAST_ROWS = 4
+"""What needs several rows, such as batch statistics, fails on fewer than these or works."""
+FEW_ROWS = 2
+"""Rows where `loop.micro_batch_size` is auto; normalisation over a batch needs two."""
+CHEAP_FLOPS = 1e9
+"""Some hundredths of a second: such a pass takes the rows of a whole step, any of which may have a wrong label."""
+MOST_FLOPS = 2e11
+"""About five seconds of one core."""
+MEMORY_SHARE = 0.5
+"""Of the free memory of this machine."""
+CPU = torch.device("cpu")
+NEEDS_GPU = "it fails on the CPU"
+GPU_WORDS = ("cuda", "gpu", "nvidia", "hip ", "triton", "'half'")
+
+TOO_LONG = "it took longer than"
+NO_ANSWER = "its process ended without an answer"
+"""Why the check was skipped where the user's code ended its process or did not end, so that it must not run in this."""
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """What the forked process found.
+
+    Attributes:
+        skipped: why no micro-batch was run; None if one was.
+        sizes: what a pass needs; None if that is unknown.
+        unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
+        split: how splitting a global batch changes what is trained; None if it does not, or that is unknown.
+    """
+
+    skipped: str | None = None
+    sizes: PassSizes | None = None
+    unanswered: str | None = None
+    split: str | None = None
+
+
+#: What torch says of a class number that the model has no output for.
+_LABEL_TOO_HIGH = re.compile(r"Target -?\d+ is out of bounds")
+
+
+class Skipped(Exception):
+    """The check cannot tell; the message says why."""
+
+
+@dataclass
+class FirstBatch:
+    """What to run.
+
+    Attributes:
+        trainable: as `jobs.driver.build.build` returns it; built again in the child if it is on the meta device.
+        shapes: facts of the data for a builder.
+        on_cpu: whether the run is certainly on CPUs, so that an error about a GPU is an error of the run too.
+        phase: what runs at the moment, for messages; only the child changes it.
+    """
+
+    spec: JobSpec
+    source: Source
+    shapes: Mapping[str, Any]
+    trainable: Trainable
+    on_cpu: bool
+    phase: tuple[str, str] = ("data", "")
+    _batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
+    model_key: str = field(init=False)
+    _tried: tuple[Trainable, PrecisionPolicy] | None = field(default=None, init=False)
+    _row_s: float = field(default=math.inf, init=False)
+
+    def __post_init__(self) -> None:
+        self.model_key = self.spec.model.origin
+        self.float64 = Float64Columns(self.source.train, seed=self.spec.seed)
+
+    # -- sizes ------------------------------------------------------------------------------------
+
+    def rows(self) -> tuple[int, int]:
+        """(rows of the first attempt, rows of the second if the first fails); equal where there is no second."""
+        total, micro = self.spec.loop.global_batch_size, self.spec.loop.micro_batch_size
+        given = micro if isinstance(micro, int) else total if isinstance(total, int) else FEW_ROWS
+        many = min(given, len(self.source.train))
+        small = (micro == "auto" and self._flops(many) > CHEAP_FLOPS) or self.too_large(many) is not None
+        return (min(FEW_ROWS, many) if small else many), many
+
+    def too_large(self, rows: int) -> str | None:
+        """Why a pass over `rows` rows is too much for this machine; None if it is not, as far as is known."""
+        parameters = sum(p.numel() for p in self.trainable.module.parameters())
+        needed, free = 2 * 4 * parameters, int(MEMORY_SHARE * memory_bytes()[1])
+        if needed > free:
+            return (
+                f"the model and its gradients take {needed >> 20:,} MiB, more than {MEMORY_SHARE:.0%} of what is free"
+            )
+        if self._flops(rows) > MOST_FLOPS:
+            return f"a pass over {rows} rows takes about {self._flops(rows) / 1e9:,.0f} GFLOP on a CPU"
+        return None
+
+    def _flops(self, rows: int) -> float:
+        """Of a pass over so many rows, forward and backward; estimated where the model does not say."""
+        each = self.trainable.flops_per_sample
+        if not each:
+            parameters = sum(p.numel() for p in self.trainable.module.parameters())
+            each = 6.0 * parameters * (self.source.train.tokens_per_row or 1)
+        return rows * each
+
+    # -- in the child -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Check the batches' keys, and run the passes.
+
+        Raises:
+            InputError: the run would fail.
+            Skipped: it is unknown.
+        """
+        seed_everything(self.spec.seed)
+        few, many = self.rows()
+        self._check_keys(few)
+        large = self.too_large(few)
+        if large is not None:
+            raise Skipped(large)
+        if any(parameter.device.type not in ("cpu", "meta") for parameter in self.trainable.module.parameters()):
+            raise Skipped("the module is on a GPU")
+        trainable, policy = self._built()
+        self._tried = trainable, policy
+        try:
+            self._passes(trainable, policy, few)
+            tried = few
+        except InputError:
+            raise
+        except Exception as error:
+            if many == few or is_out_of_memory(error, device=CPU):
+                raise
+            found = self._error(error)
+            if self.too_large(many) is not None:
+                raise Skipped(
+                    f"{found}; a larger micro-batch, which might pass, is too large for this check"
+                ) from error
+            self._passes(trainable, policy, many)  # a model may need a certain number of rows
+            tried = many
+        self._last_rows(trainable, policy, tried)
+
+    def _last_rows(self, trainable: Trainable, policy: PrecisionPolicy, tried: int) -> None:
+        """Try as many rows as the last micro-batch of an epoch and of a global batch has, if they are few. Raises
+        InputError where the model fails on them."""
+        spec, rows = self.spec, len(self.source.train)
+        total, workers, loop = spec.loop.global_batch_size, spec.scale.workers, spec.loop
+        uneven = spec.scale.sync_batchnorm or spec.scale.shares == "auto" or spec.data.tokens_per_batch is not None
+        if not isinstance(total, int) or uneven:
+            return
+        alone = loop.micro_batch_size == "whole" or (workers == "auto" and self.on_cpu)
+        micro = loop.micro_batch_size if isinstance(loop.micro_batch_size, int) else None
+        if alone and micro is None:
+            micro = total
+        elif micro is None and isinstance(workers, int):
+            micro = math.ceil(total / workers)
+        left = 0 if spec.data.drop_last or (loop.max_steps or rows) < math.ceil(rows / total) else rows % total
+        tails = ("data.drop_last", left, "an epoch"), ("loop.micro_batch_size", total, "a global batch")
+        for key, these, of in tails:
+            last = (these - 1) % micro + 1 if micro and these else int(these == left == 1)
+            if not 0 < last < min(tried, MOST_LAST_ROWS + 1):
+                continue
+            try:
+                self._passes(trainable, policy, last, splits=1)
+            except Exception as error:
+                if is_out_of_memory(error, device=CPU) or (not self.on_cpu and _about_gpu(error)):
+                    return
+                found, drop = self._error(error), "data.drop_last=true leaves these rows out, or "
+                raise InputError(
+                    key, got=f"{counted(last, 'row')} in the last micro-batch of {of}; the model fails: {found.got}",
+                    expected="a number of rows that it can be trained on",
+                    remedy=f"{drop if these == left else ''}choose another loop.global_batch_size\n{found.remedy}",
+                ) from error  # fmt: skip
+
+    def _check_keys(self, rows: int) -> None:
+        """Check the keys of the batches against `forward`, which needs no weights."""
+        check: Callable[[Batch], None] | None = getattr(self.trainable.loss, "check_keys", None)
+        for name, split in self._splits():
+            batch = self._batch(name, split, rows)
+            if check is not None:
+                check(batch)
+
+    def _splits(self) -> list[tuple[str, Split]]:
+        held = [] if self.source.eval is None else [("eval", self.source.eval)]
+        return [("train", self.source.train), *held]
+
+    def _batch(self, name: str, split: Split, rows: int) -> Batch:
+        self.phase = ("data", f"while the first {rows} rows ({name}) were read")
+        if (name, rows) not in self._batches:
+            order = split.order(self.spec.seed, 0)[0:rows] if name == "train" else split.eval_order()[:rows]
+            self._batches[name, rows] = self._gathered(split, np.asarray(order))
+        return self._batches[name, rows]
+
+    def _gathered(self, split: Split, rows: np.ndarray) -> Batch:
+        """These rows as training gets them."""
+        batch = gathered(split, rows, seed=self.spec.seed, epoch=0)
+        fp64 = self.spec.precision.dtype == "fp64"
+        return cast_floating(batch, torch.float64) if fp64 else self.float64.narrowed(batch)
+
+    def _built(self) -> tuple[Trainable, PrecisionPolicy]:
+        asked = self.spec.precision.dtype
+        policy = policy_for(asked if asked in ("fp64", "bf16") else "fp32")
+        self.phase = ("model", "while the model was built on the CPU")
+        trainable = self.trainable
+        if any(parameter.is_meta for parameter in trainable.module.parameters()):
+            sections = {"experts": self.spec.experts}
+            trainable = build_trainable(self.spec.model, sections=sections, facts=dict(self.shapes), initial=False)
+        place(trainable.module, device=None, master=policy.master_dtype)
+        return trainable, policy
+
+    def _passes(self, trainable: Trainable, policy: PrecisionPolicy, rows: int, *, splits: int = 2) -> None:
+        for name, split in self._splits()[:splits]:
+            batch = self._batch(name, split, rows)
+            self.phase = ("model", "while the batch was weighed")
+            weight = self._weight(batch, rows, trainable)
+            if not weight:
+                continue  # training leaves out a micro-batch without labels too
+            counts = {"num_items_in_batch": weight} if trainable.takes_global_count else {}
+            self.phase = ("model", f"in the forward pass of {rows} rows ({name})")
+            if name == "eval":
+                with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
+                    trainable.loss(trainable.module, batch, **counts)
+                continue
+            began = time.perf_counter()
+            with policy.autocast(CPU):
+                output = trainable.loss(trainable.module, batch, **counts)
+            self.phase = ("model", f"in the backward pass of {rows} rows")
+            total = output.loss if output.aux is None else output.loss + output.aux
+            self._check_finite(total, batch, rows)
+            self._backward(total)
+            self._row_s = min(self._row_s, (time.perf_counter() - began) / rows)
+
+    @staticmethod
+    def _weight(batch: Batch, rows: int, trainable: Trainable) -> int:
+        return labels_weight(batch, rows) if trainable.weight is None else int(trainable.weight(batch))
+
+    def _check_finite(self, total: torch.Tensor, batch: Batch, rows: int) -> None:
+        """In fp16 a loss may overflow, for which training has a loss scale; elsewhere no step would be made."""
+        if self.spec.precision.dtype == "fp16" or bool(torch.isfinite(total.detach()).all()):
+            return
+        wrong = [
+            name.lstrip(".") for name, value in tensors_of(batch, "")
+            if value.is_floating_point() and not torch.isfinite(value).all()
+        ]  # fmt: skip
+        data = "data.train" if self.spec.data.train is not None else "data.source"
+        seen = f"a loss of {total.detach().float().mean().item():g} for the first {counted(rows, 'row')}"
+        raise InputError(
+            data if wrong else self.model_key,
+            got=seen + (f", with values that are not finite in {abbreviated(wrong, 3)}" if wrong else ""),
+            expected="a finite loss with the first weights",
+            remedy="" if wrong else "does it divide by zero, or take the logarithm or the root of 0 or less?",
+        )  # fmt: skip
+
+    def _backward(self, total: torch.Tensor) -> None:
+        if not total.requires_grad:
+            trainable = any(parameter.requires_grad for parameter in self.trainable.module.parameters())
+            why = "does forward call detach() or argmax(), or run under no_grad()?" if trainable else ""
+            got = "a loss without a gradient" if trainable else "a model without a parameter that requires a gradient"
+            raise InputError(
+                self.model_key,
+                got=got,
+                expected="a loss computed from the parameters with torch's operations",
+                remedy=why,
+            )
+        try:
+            total.backward()
+        except RuntimeError as error:
+            if "fork-based multiprocessing" not in str(error):
+                raise
+            # this process ran a backward pass before the fork, as in a notebook: torch refuses another one here
+
+    def outcome(self) -> dict[str, Any]:
+        """Run, and describe what happened: {"error": ...}, {"skipped": reason} or {}."""
+        try:
+            self.run()
+        except Skipped as reason:
+            return {"skipped": str(reason)}
+        except BaseException as error:  # whatever the user's code raises, SystemExit included
+            if is_out_of_memory(error, device=CPU):
+                return {"skipped": "it needs more memory than this check may use"}
+            if not self.on_cpu and not isinstance(error, RaytrainError) and _about_gpu(error):
+                return {"skipped": f"{NEEDS_GPU}, and the run may be on a GPU ({first_line(error)})"}
+            found = error if isinstance(error, InputError) else self._error(error)
+            return {"error": [found.key, found.got, found.expected, found.remedy]}
+        return {}
+
+    def unanswered(self) -> str | None:
+        """Why the user's own model returns no answers for a batch without labels, as `infer` gives it; "" if it does,
+        None if that is unknown."""
+        own = self.spec.model.module is not None or not is_ours(str(self.spec.model.builder))
+        if self._tried is None or not own:
+            return None
+        trainable, policy = self._tried
+        few, many = self.rows()
+        batch = next((self._batches[key] for rows in (few, many) if (key := ("train", rows)) in self._batches), {})
+        given = {name: value for name, value in batch.items() if name != "labels"}
+        if not given or "input_ids" in given:  # texts are generated from its logits
+            return None
+        try:
+            with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
+                outputs = outputs_of(trainable.module, given)
+            count = rows_of(given)
+        except BaseException as error:  # whatever the user's code raises without labels, SystemExit included
+            return None if is_out_of_memory(error, device=CPU) else f"{type(error).__name__}: {first_line(error)}"
+        if outputs.shape[:1] != (count,):
+            return f"the model returned outputs of shape {tuple(outputs.shape)} for {count} rows"
+        return ""
+
+    def split_changes(self) -> str | None:
+        """How splitting a global batch changes what is trained (`raytrain.train.split_check`); None if it does not,
+        the run never does it, or that is unknown."""
+        spec, split, micro = self.spec, self.source.train, self.spec.loop.micro_batch_size
+        total = spec.loop.global_batch_size
+        rows = max(SPLIT_ROWS, total if isinstance(total, int) else 0)
+        rows = min(rows, len(split), int(SPLIT_PASS_S / self._row_s)) // 2 * 2
+        if self._tried is None or rows < SPLIT_ROWS or micro in ("whole", total):
+            return None
+        weigh = partial(self._weight, trainable=self._tried[0])
+        synchronized = spec.scale.sync_batchnorm
+        with contextlib.suppress(Exception):  # of the user's code, in passes that training does not make
+            batch = self._batch("train", split, rows)
+            return split_changes(self._tried[0], batch, rows=rows, weigh=weigh, synchronized=synchronized)
+        return None
+
+    def sizes(self) -> dict[str, Any] | None:
+        """What a pass of the model needs, as plain values; None where that is unknown."""
+        if self._tried is None:
+            return None
+        few, many = self.rows()
+        with contextlib.suppress(Exception):  # of the user's code, in a pass that training does not make
+            rows = few if ("train", few) in self._batches else many
+            batch = self._batches["train", rows]
+            weight = self._weight(batch, rows, self._tried[0])
+            counts = {"num_items_in_batch": weight} if self._tried[0].takes_global_count else {}
+            return asdict(sizes_of_pass(self._tried[0], batch, rows=rows, counts=counts))
+        return None
+
+    def _error(self, error: BaseException) -> InputError:
+        part, doing = self.phase
+        if part == "model" and (why := self.float64.explained(error)) is not None:
+            return InputError(data_key(self.spec, error), got=why, expected="columns that the model can take")
+        key = self.model_key if part == "model" else data_key(self.spec, error)
+        found = users_error(error, key=key, doing=doing)
+        if not _LABEL_TOO_HIGH.search(str(error)):
+            return found
+        return InputError(key, got=found.got, expected="labels from 0 to the number of outputs less one",
+                          remedy=found.remedy)  # fmt: skip
+
+
+def is_ours(builder: str) -> bool:
+    """Whether a builder is one of the built-in ones, which `infer` can use."""
+    return builder.partition(":")[0].partition(".")[0] in OUR_PACKAGES
+
+
+def data_key(spec: JobSpec, error: BaseException) -> str:
+    """The key whose code raised an error while data was read."""
+    called = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    if UsersCollate.__call__.__code__ in called:
+        return "data.collate"
+    return "data.train" if spec.data.train is not None else "data.source"
+
+
+def _about_gpu(error: BaseException) -> bool:
+    text = f"{type(error).__name__} {error}".lower()
+    return any(word in text for word in GPU_WORDS)
+
+
+def certainly_on_cpu(spec: JobSpec) -> bool:
+    """Whether the workers compute on CPUs for certain, whatever machines a cluster has."""
+    if spec.scale.mode == "cpu" or spec.scale.accelerator == "cpu":
+        return True
+    return cluster_address(spec.cluster.address) == "local" and not local_inventory().devices()
+
+
+def check_first_batch(check: FirstBatch, *, count: bool = False, limit_s: float = TIME_LIMIT_S) -> FirstPass:
+    """Run the check in a forked process.
+
+    Args:
+        count: also count what a pass needs, if the user's code ran to its end.
+
+    Raises:
+        InputError: the run would fail, with the frames of the user's own code.
+    """
+    if not hasattr(os, "fork"):
+        return FirstPass("this system cannot fork a process")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    keep_parents_objects()
+    read, write = os.pipe()
+    with warnings.catch_warnings():  # Python warns of threads; the child uses none of them
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        os.close(read)
+        _in_child(check, write, count=count, limit_s=limit_s)
+    os.close(write)
+    with _ended(child), os.fdopen(read, "rb") as pipe:
+        skipped = _skipped(_line(pipe.fileno(), limit_s), limit_s)
+        if skipped is not None:
+            return FirstPass(skipped)
+        answers: list[Any] = []
+        for seconds in (INFER_LIMIT_S, SIZES_LIMIT_S, SPLIT_LIMIT_S):
+            answer = _line(pipe.fileno(), seconds)
+            if not answer:  # without this one, those after it are not told apart
+                break
+            answers.append(json.loads(answer))
+    unanswered, sizes, split = [*answers, None, None, None][:3]
+    return FirstPass(None, sizes and PassSizes(**sizes), unanswered, split)
+
+
+def _skipped(answer: bytes | None, limit_s: float) -> str | None:
+    """Why no micro-batch was run, by the child's answer. Errors: InputError, what it found."""
+    if answer is None:
+        return f"{TOO_LONG} {limit_s:.0f} s"
+    if not answer:
+        return NO_ANSWER
+    found = json.loads(answer)
+    if "error" in found:
+        key, seen, expected, remedy = found["error"]
+        raise InputError(key, got=seen, expected=expected, remedy=remedy)
+    return found.get("skipped")
+
+
+@contextlib.contextmanager
+def _ended(child: int) -> Iterator[None]:
+    """End the child on exit, whatever happens."""
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)  # a child that has exited stays until it is waited for
+        os.waitpid(child, 0)
+
+
+def _line(pipe: int, limit_s: float) -> bytes | None:
+    """The next line that the child writes, which it does in one piece; b"" at its end, None if it takes too long."""
+    parts, end = [], time.monotonic() + limit_s
+    while not parts or not parts[-1].endswith(b"\n"):
+        ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            return None
+        part = os.read(pipe, 1)
+        if not part:
+            return b""
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _in_child(check: FirstBatch, write: int, *, count: bool, limit_s: float) -> NoReturn:
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):  # the command ends this process
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(limit_s + SIZES_LIMIT_S + SPLIT_LIMIT_S) + 5)  # if the command is killed
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere, descriptor)
+        sys.stdout = sys.stderr = open(nowhere, "w", closefd=False)  # noqa: SIM115  (a notebook's go elsewhere)
+        os.environ["PYTHONBREAKPOINT"] = "0"
+        faulthandler.disable()
+        limit_memory(process_memory().rss + int(MEMORY_SHARE * memory_bytes()[1]))
+        torch.set_num_threads(1)  # the threads of this process were not forked
+        _open_group()
+        outcome = check.outcome()
+        os.write(write, json.dumps(outcome).encode() + b"\n")
+        if not outcome:
+            for answer in (check.unanswered, check.sizes if count else lambda: None, check.split_changes):
+                os.write(write, json.dumps(answer()).encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+def _open_group() -> None:
+    """A process group of one, as a model may ask for its rank: in a worker there is a group."""
+    if dist.is_available() and not dist.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError):  # without gloo or a network; few models ask
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (where torch documents it)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -1,0 +1,55 @@
+"""From a job to the session that a worker of it would hold, without Ray: for benches and tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.devices.inventory import Inventory
+from jobs.driver.build import opened
+from jobs.driver.check_job import check_on_driver, train_job
+from jobs.driver.planning import plan_job
+from jobs.job.spec import LoadedSpec, load_spec
+from raytrain.data.rows.contract import Source
+from raytrain.runs.folder import RunFolder
+from raytrain.train.job import TrainJob
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
+
+
+def worker_job(
+    job: Mapping[str, Any] | LoadedSpec,
+    *,
+    inventory: Inventory | None = None,
+    build: bool = True,
+    run: RunFolder | None = None,
+    connection: Any = None,
+) -> tuple[TrainJob, Source]:
+    """What a worker of this job gets, and the job's opened data.
+
+    Args:
+        inventory: the machines to plan for, by default this one.
+        build: check the job as the driver does and build its model to know its exact sizes; without it the plan uses
+            formulas, where they apply.
+        run: the run's folder; by default one that is only named, and never written.
+        connection: to the processes that hold the experts (`experts.exchange.membership.Connection`); None builds them
+            in this process.
+    """
+    loaded = job if isinstance(job, LoadedSpec) else load_spec(mapping=job)
+    spec = loaded.spec
+    if build:
+        checked = check_on_driver(spec, run_batch=False)
+        source, model_facts = checked.source, checked.model_facts
+    else:
+        source, model_facts = opened(spec), None
+    plan = plan_job(loaded, inventory=inventory, model_facts=model_facts, data_facts=source.facts)
+    run = run or RunFolder(os.path.join(spec.save.dir, spec.name))
+    return train_job(spec, plan, run, attempt=1, connection=connection), source
+
+
+def session_of(job: Mapping[str, Any] | LoadedSpec, *, connection: Any = None) -> Session:
+    """The session of a single worker of this job, in this process and on this machine; nothing is prepared yet. Its
+    plan is `session.job.plan`. See `worker_job`."""
+    made, source = worker_job(job, connection=connection)
+    return Session(made, workers=Workers(), source=source)

@@ -1,0 +1,430 @@
+"""What a command shows while it runs: phases and their time, remaining time, a live line or plain lines.
+
+`jobs.driver.watch` and the other verbs update it; it prints at least one line every `QUIET_S` seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.status import Status
+from rich.text import Text
+
+from raytrain.execution.driver_channel import RESTARTING, STARTING
+from raytrain.runs.records import rate_of
+
+# ---------------------------------------------------------------- phases
+# What a command spent its time on, from its start to its last line, as its user saw it.
+
+
+#: Phases whose seconds are added up under one name; the others have their own.
+TOGETHER = {
+    "preparing the workers' job": "starting workers",
+    "setting up the workers": "starting workers",
+    "waiting for room in the cluster": "waiting for room",
+    "confirming what the search found": "measuring",
+    "writing the report": "report",
+}
+#: Phases of an attempt before its first step. After a failure they belong to the restart, as in `result.json`; so does
+#: everything after the training began but `AFTER_TRAINING`: a cluster that was lost is connected to again.
+READING = "reading the data"
+BEFORE_TRAINING = ("starting workers", "waiting for room", "measuring", READING)
+TRAINING = "training"
+EXPORTING, ENDING = "exporting", "ending the workers"
+AFTER_TRAINING = (TRAINING, "recovering", EXPORTING, "stopping Ray", "disconnecting from Ray", "report", "")
+MEASURING = "measuring "
+#: Parts of the training that rank 0 accounts for: the purpose in result.json, and its name here.
+WITHIN_TRAINING = {"eval": "evaluating", "save": "saving", "compile": "compiling"}
+#: Shorter ones are not printed.
+PHASE_LEAST_S = 0.05
+
+
+class Phases:
+    """Seconds of a command by what it did, in the order in which each was first done.
+
+    Args:
+        clock: unix seconds; replaced in tests.
+        began: when the command began; None: now.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.time, began: float | None = None) -> None:
+        self._clock = clock
+        self._began = self._since = clock() if began is None else began
+        self._name = ""
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def age(self) -> float:
+        """Seconds since the command began."""
+        return self._clock() - self._began
+
+    def begin(self, what: str) -> None:
+        """The command now does this, such as "starting Ray"; what comes after a colon is left out."""
+        name = what.partition(":")[0]
+        name = "measuring" if name.startswith(MEASURING) else TOGETHER.get(name, name)
+        if self._name == RESTARTING and name in BEFORE_TRAINING:
+            return
+        if (TRAINING in self.seconds or self._name == TRAINING) and name not in AFTER_TRAINING:
+            name = RESTARTING
+        if name == self._name:
+            return
+        if self._name:
+            self._add()
+        self._name = name  # the first one began with the command
+
+    def end(self) -> None:
+        """The last phase is over."""
+        self.begin("")
+
+    def _add(self) -> None:
+        now = self._clock()
+        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
+        self._since = now
+
+    def line(self, account: Mapping[str, float]) -> str:
+        """The seconds as one line: `52 s: checking the job 1.6, starting Ray 4.1, ...`.
+
+        Training and restarts are separated by the account: the workers of a lost node may train on until they learn
+        of it, and what restarts within the workers is no phase. So is the export from the end of the workers after it.
+
+        Args:
+            account: seconds of this command by purpose, as in result.json.
+        """
+        within = [
+            f"{name} {account[key]:.1f}"
+            for key, name in WITHIN_TRAINING.items()
+            if account.get(key, 0) >= PHASE_LEAST_S
+        ]
+        parts = []
+        divided = self._divided(account.get("restart", 0.0), account.get("export", 0.0))
+        for name, seconds in divided.items():
+            if seconds >= PHASE_LEAST_S:
+                detail = f" ({', '.join(within)})" if name == TRAINING and within else ""
+                parts.append(f"{name} {seconds:.1f}{detail}")
+        return f"{sum(self.seconds.values()):.0f} s: {', '.join(parts)}"
+
+    def _divided(self, restart_s: float, export_s: float) -> dict[str, float]:
+        """The seconds, with `restart_s` of those since the training began as restarts, and `export_s` as the export."""
+        found = dict[str, float]()
+        both = self.seconds.get(TRAINING, 0.0) + self.seconds.get(RESTARTING, 0.0)
+        for name, seconds in self.seconds.items():
+            if name == TRAINING:
+                found |= {TRAINING: max(0.0, both - restart_s), RESTARTING: min(restart_s, both)}
+            elif name == EXPORTING:
+                found |= {EXPORTING: min(export_s, seconds), ENDING: max(0.0, seconds - export_s)}
+            elif name != RESTARTING or TRAINING not in self.seconds:
+                found[name] = seconds
+        return found
+
+
+# ---------------------------------------------------------------- remaining
+# Elapsed and remaining time in a progress bar: what was measured, in words that cannot be confused.
+
+
+#: The rate is that of the steps of the last so many seconds; before this many there is none.
+WINDOW_S, REMAINING_LEAST_S = 60.0, 2.0
+
+
+class RemainingTime:
+    """Estimates the time for the steps that are left from the newest steps of this attempt.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque()
+        self._left_s: float | None = None
+        self._since = 0.0
+
+    def see(self, step: int, total: int | None, *, left_s: float | None = None) -> None:
+        """The newest step.
+
+        Args:
+            total: steps of the run; None while none are made: what was measured before is forgotten, as after a step
+                back, since the next attempt may be faster or slower.
+            left_s: the remaining seconds, where the caller knows them better.
+        """
+        if total is None:
+            self._seen.clear()
+            self._left_s = None
+            return
+        if self._seen and step == self._seen[-1][1]:
+            return
+        now = self._clock()
+        if self._seen and step < self._seen[-1][1]:
+            self._seen.clear()
+        self._seen.append((now, step))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW_S:
+            self._seen.popleft()
+        self._since, self._left_s = now, left_s
+        (first_at, first), left = self._seen[0], total - step
+        if left_s is None and left > 0 and now - first_at >= REMAINING_LEAST_S:
+            self._left_s = left * (now - first_at) / (step - first)
+
+    def seconds(self) -> float | None:
+        """The remaining seconds; None where they are unknown."""
+        return None if self._left_s is None else max(0.0, self._left_s - (self._clock() - self._since))
+
+
+class _TimesColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """The text of the task's field `times`, a function, so that the time passes between two updates."""
+        return Text(task.fields["times"](), style="progress.elapsed", no_wrap=True)
+
+
+def times_column() -> ProgressColumn:
+    """The column of a bar for `times_text`: its task has a field `times`, which returns the text."""
+    return _TimesColumn()
+
+
+def times_text(elapsed_s: float, left_s: float | None) -> str:
+    """`0:04:46`, the elapsed time, and once the remaining time is known `0:04:46  0:11:52 left`."""
+    return clock_text(elapsed_s) + ("" if left_s is None else f"  {clock_text(left_s)} left")
+
+
+def clock_text(seconds: float) -> str:
+    """Hours, minutes and seconds: `0:04:46`."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+# ---------------------------------------------------------------- progress
+# Shows what a command does: a live line on a terminal, otherwise plain lines, at least one every `QUIET_S` seconds.
+
+
+#: A new step is shown at most this often.
+PLAIN_EVERY_S = 10.0
+#: Something is printed at least this often, in every phase.
+QUIET_S = 30.0
+#: Columns of a terminal from which the bar also shows rate and memory.
+WIDE = 110
+METRICS_SHOWN = 3
+"""Metrics of the user's loss that a line shows."""
+Clock = Callable[[], float]
+Missing = Callable[[], str]
+"""What is awaited, and what is missing for it; "" if there is nothing to say."""
+
+
+def nothing_missing() -> str:
+    """The default of `Missing`."""
+    return ""
+
+
+class Activity:
+    """Says what the driver does before the workers report, and after: on a terminal a live line with its seconds,
+    otherwise a line at its beginning and for each `QUIET_S` seconds in it.
+
+    A context manager: a thread calls `tick` every second.
+
+    Args:
+        phases: what takes the seconds of this command; None: nobody asks.
+        beat: called every second too, so that the run counts as alive while it waits.
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(
+        self, console: Console, *, phases: Phases | None = None, beat: Callable[[], None] = lambda: None,
+        clock: Clock = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._console, self._beat, self._clock = console, beat, clock
+        self.phases = phases or Phases()
+        self._live: Status | None = None
+        self._lock = threading.Lock()
+        self._what, self._missing = "", nothing_missing
+        self._since = self._last = clock()
+        self._over = threading.Event()
+
+    def __enter__(self) -> Activity:
+        threading.Thread(target=self._run, daemon=True, name="activity").start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        with self._lock:
+            self._show("")
+
+    def begin(self, what: str, *, missing: Missing = nothing_missing) -> None:
+        """The driver now does this, such as "starting Ray"; "" if somebody else says what happens."""
+        if what:
+            self.phases.begin(what)
+        with self._lock:
+            self._what, self._missing = what, missing
+            self._since = self._last = self._clock()
+            self._show(what)
+
+    def _show(self, text: str) -> None:
+        """The live line; "" ends it."""
+        if not self._console.is_terminal:
+            if text:
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._live is not None and text:
+            self._live.update(escape(text))
+        elif self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif text:
+            self._live = self._console.status(escape(text))
+            self._live.start()
+
+    def tick(self) -> None:
+        """Print a line if the activity has said nothing for `QUIET_S` seconds."""
+        with self._lock:
+            now = self._clock()
+            if not self._what:
+                return
+            if self._live is not None:
+                self._live.update(escape(f"{self._what}  {now - self._since:.0f} s"))
+            if now - self._last < QUIET_S:
+                return
+            self._last = now
+            line = still(self._what, now - self._since, self._missing())
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _run(self) -> None:
+        while not self._over.wait(1.0):
+            self._beat()
+            self.tick()
+
+
+def still(what: str, seconds: float, missing: str) -> str:
+    """The line about something that takes long: `still starting Ray, for 30 s`, and what is missing."""
+    return f"still {what}, for {seconds:.0f} s" + (f": {missing}" if missing else "")
+
+
+class TrainingDisplay:
+    """Shows the progress that rank 0 reports; a context manager.
+
+    The progress is {"phase", "max_steps", "step", "row", "activity", "detail"}: `activity` is what rank 0 does inside
+    the phase, such as an evaluation, and `detail` how far it is with something that takes long. Without "max_steps", as
+    before the first step of an attempt, the phase is shown alone. With "left_s" the remaining time is this, else it
+    follows from the steps that were seen.
+
+    Args:
+        phases: as for `Activity`.
+        clock: seconds; replaced in tests.
+
+    Attributes:
+        began: when what is shown began, in seconds of `clock`: the command's start, from which the bar counts.
+    """
+
+    def __init__(self, console: Console, *, phases: Phases | None = None, clock: Clock = time.monotonic) -> None:
+        self._console, self._clock, self._phases = console, clock, phases or Phases()
+        self.began = clock() - self._phases.age
+        self._remaining = RemainingTime(clock)
+        self._live = console.is_terminal
+        self._narrow = console.width < WIDE
+        self._phase = ""
+        self._shown_step = -1
+        self._last = self._since = clock()
+        self._seen: tuple[str, int] = ("", -1)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=8 if self._narrow else 24),
+            TextColumn("{task.fields[figures]}"),
+            times_column(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=None, figures="", times=self._times)
+
+    def __enter__(self) -> TrainingDisplay:
+        if self._live:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live:
+            self._bar.stop()
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds since the phase, the activity or the step last changed."""
+        return self._clock() - self._since
+
+    @property
+    def left_s(self) -> float | None:
+        """The remaining seconds; None where they are unknown."""
+        return self._remaining.seconds()
+
+    def print_lines(self, text: str) -> None:
+        """Print the lines of rank 0's code, without any formatting."""
+        for line in text.splitlines():
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, progress: dict[str, Any], *, missing: Missing = nothing_missing) -> None:
+        """Show the newest progress; output is limited however often this is called.
+
+        Args:
+            missing: called for a line about a phase that takes long.
+        """
+        phase = str(progress.get("phase", STARTING))
+        row = progress.get("row") or {}
+        step = int(row.get("step") or progress.get("step") or 0)
+        total = int(progress.get("max_steps") or 1)
+        newest, now = max(step, int(progress.get("step") or 0)), self._clock()
+        doing = str((phase == TRAINING and progress.get("activity")) or phase)
+        detail = "" if phase == TRAINING else str(progress.get("detail") or "")
+        self._phases.begin(READING if detail else phase)
+        if (doing, newest) != self._seen:
+            self._seen, self._since = (doing, newest), now
+        known = progress.get("max_steps") is not None
+        self._remaining.see(newest, total if known and phase == TRAINING else None, left_s=progress.get("left_s"))
+        if self._live:
+            parts = [f"{newest}/{total}", figures(row, brief=self._narrow)] if known else []
+            self._bar.update(
+                self._task, description=detail or doing, total=total if known else None, completed=newest,
+                figures=" ".join(part for part in parts if part),
+            )  # fmt: skip
+            return
+        due = now - self._last >= PLAIN_EVERY_S and step != self._shown_step
+        if phase != self._phase or due:
+            self._last, self._phase, self._shown_step = now, phase, step
+            older = not due and newest > step  # an evaluation since then has its line already
+            of_row = f"step {newest}/{total}" if older else f"step {step}/{total}  {figures(row)}".rstrip()
+            where = of_row if newest and known else ""
+            left_s = None if progress.get("left_s") is None else self.left_s
+            where += "" if left_s is None else f"  {clock_text(left_s)} left"
+            self._console.print(f"{phase}  {where}".rstrip(), markup=False, highlight=False)
+        elif now - self._last >= QUIET_S:
+            self._last = now
+            self.print_lines(_quiet_line(doing, newest, total, now - self._since, missing() or detail))
+
+    def _times(self) -> str:
+        return times_text(self._clock() - self.began, self.left_s)
+
+
+def _quiet_line(doing: str, step: int, total: int, seconds: float, missing: str) -> str:
+    """The line where no new row came: the steps since then, or what takes so long."""
+    if doing != TRAINING:
+        return still(doing, seconds, missing)
+    if seconds < PLAIN_EVERY_S:
+        return f"training  step {step}/{total}"
+    return still(f"in step {step + 1}/{total}", seconds, missing)
+
+
+def figures(row: dict[str, Any], *, brief: bool = False) -> str:
+    """Loss, first metrics, rate and memory of a row in one short line; `brief`: the loss."""
+    parts = []
+    if row.get("kind") == "eval":
+        parts.append(f"eval loss {row['loss']:.4f}")
+    elif row.get("loss") is not None:
+        parts.append(f"loss {row['loss']:.4f}")
+    if brief:
+        return "".join(parts)
+    named = [(name, row.get(name)) for name in row.get("metrics", ())[:METRICS_SHOWN]]
+    parts += [f"{name} {value:.4g}" for name, value in named if isinstance(value, float)]
+    if rate := rate_of(row):
+        parts.append(rate)
+    if row.get("peak_memory_bytes"):
+        parts.append(f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB")
+    return "  ".join(parts)
