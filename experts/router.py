@@ -22,7 +22,7 @@ from raytrain.train.activation_checkpointing import inside_backward
 from raytrain.trainable import GlobalStep
 
 # ---------------------------------------------------------------- router
-# Top-k routing; its losses and counts are additive over any split of the sequences (DESIGN 4).
+# Top-k routing; its losses and counts are additive over any split of the sequences.
 
 
 @dataclass(frozen=True)

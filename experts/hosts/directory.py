@@ -1,7 +1,7 @@
 """The Ray actor that owns the expert hosts.
 
 It starts the hosts, brings workers and hosts together in numbered generations, and ends a generation on every member as
-soon as one of them dies: only members that talk to a dead peer would notice, the others would wait (DESIGN 5). A host
+soon as one of them dies: only members that talk to a dead peer would notice, the others would wait. A host
 that dies is replaced; if no replacement is ready in time, the next generation has one host fewer.
 """
 

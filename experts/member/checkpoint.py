@@ -1,7 +1,7 @@
 """Experts in a checkpoint: one file for each host, its tensors named by (layer, logical expert), never by rank.
 
 A host takes a snapshot in memory after a commit and writes it in a thread: the tensors, then a small JSON file that
-describes them. Rank 0 waits for the JSON files of all hosts before it writes its manifest (DESIGN 7).
+describes them. Rank 0 waits for the JSON files of all hosts before it writes its manifest.
 """
 
 from __future__ import annotations

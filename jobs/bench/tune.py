@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 VOCABULARY = 256
-#: Goals of issue 5.
+#: Goals of the search.
 OF_THE_BEST, OF_THE_GRIDS_TIME, OF_DOUBLINGS_TIME = 0.95, 0.25, 0.4
 
 

@@ -29,7 +29,7 @@ from raytrain.train.session import Session
 from raytrain.train.state import LoopOutcome
 
 # ---------------------------------------------------------------- failure policy
-# The failure rules: pure functions from the recorded faults to a decision (DESIGN section 7).
+# The failure rules: pure functions from the recorded faults to a decision.
 
 
 #: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is a mistake in the code.

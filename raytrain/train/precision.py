@@ -22,7 +22,7 @@ from raytrain.models.blocks import called_modules
 # Mixed-precision policies: the dtypes of computation and of weights, and the loss scale.
 
 
-#: The fallback of each precision when it fails (DESIGN section 7), with more mantissa or range.
+#: The fallback of each precision when it fails, with more mantissa or range.
 HIGHER_PRECISION = {"fp16": "bf16", "bf16": "fp32", "tf32": "fp32"}
 
 

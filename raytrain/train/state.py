@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 
 class Clock:
-    """Seconds by purpose, on this worker, since its attempt began (DESIGN section 3, `time` in result.json).
+    """Seconds by purpose, on this worker, since its attempt began (`time` in result.json).
 
     Args:
         step: the step that the attempt begins at.

@@ -22,7 +22,7 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 from raytrain.trainable import LossOutput, MicroBatch, Trainable
 
-# ---------------------------------------------------------------- DESIGN 4.2: one step, however it is shared out
+# ---------------------------------------------------- ARCHITECTURE.md, 2: one step, however it is shared out
 
 
 def split_models() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -114,7 +114,7 @@ def data_parallel(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- DESIGN 4.3: lives of a run
+# ---------------------------------------------------------------- ARCHITECTURE.md, 3: lives of a run
 
 
 def life_session(precision: str, *, steps: int = 24, optimizer: str = "adamw") -> Session:
@@ -221,7 +221,7 @@ def _overflow(session: Session, *, at: int) -> None:
     session.trainable.loss = loss
 
 
-# ---------------------------------------------------------------- DESIGN 4.6: something is not finite somewhere
+# ---------------------------------------------------------------- ARCHITECTURE.md, 6: something is not finite somewhere
 
 FAULTS = ("gradient is inf", "gradient is nan", "loss is nan", "loss alone is inf", "auxiliary loss is inf")
 

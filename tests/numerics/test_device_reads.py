@@ -1,4 +1,4 @@
-"""DESIGN 4.11: between two logged rows the loop reads nothing from the device, at a logged row once.
+"""ARCHITECTURE.md, 11: between two logged rows the loop reads nothing from the device, at a logged row once.
 
 Counted on the CPU, where nothing would stop a read from going unnoticed but this count.
 """

@@ -1,4 +1,4 @@
-"""DESIGN 4.4 to 4.8: experts in one process, on hosts, and partitioned over the workers train equally.
+"""ARCHITECTURE.md, 4 to 8: experts in one process, on hosts, and partitioned over the workers train equally.
 
 Float64 over gloo, clip active, ragged rows, windows that do not divide, micro-batches without a label, and an
 evaluation in between, all to the last digits. The reference is the same job with its experts in the process.
@@ -104,7 +104,7 @@ def test_the_reference_is_worth_comparing_with(reference: dict[str, Any]) -> Non
 
 
 def test_the_norm_is_the_same_to_the_last_bit_for_any_placement_without_replicas(runs: dict[str, list[Any]]) -> None:
-    """DESIGN 4.5: one slot in the vote for each expert, added up in the order of the experts."""
+    """ARCHITECTURE.md, 5: one slot in the vote for each expert, added up in the order of the experts."""
     one_worker = ("1 worker, 1 host", "1 worker, 2 hosts", "1 worker, 4 hosts", "1 worker, 3 hosts, drawn placement")
     norms = {tuple(runs[name][0]["grad_norm"]) for name in one_worker}
     assert len(norms) == 1
@@ -180,7 +180,7 @@ def test_every_kind_of_router_expert_and_optimizer(variants: dict[str, list[Any]
 
 @pytest.mark.parametrize("where", ["worker", "expert"])
 def test_an_overflow_anywhere_is_skipped_by_everybody_and_halves_the_scale_once(where: str) -> None:
-    """DESIGN 4.6, in fp16: planted in the last worker's trunk gradient, and in an expert's, on its host."""
+    """ARCHITECTURE.md, 6, in fp16: planted in the last worker's trunk gradient, and in an expert's, on its host."""
     alone = act(0, Scene(1, 0, steps=8, precision="fp16", inject=(where, 4)))
     hosts = run_gang(play, [Scene(2, 2, steps=8, precision="fp16", inject=(where, 4))], world_size=4)
     for made in [alone, *(member[0] for member in hosts[:2])]:
@@ -205,7 +205,7 @@ def test_what_was_not_finite_is_named_also_on_a_host(where: str) -> None:
 
 
 def test_a_checkpoint_of_three_hosts_loads_on_any_number(tmp_path: Path) -> None:
-    """DESIGN 4.8: the same weights, moments and series, on 2 and on 5 hosts, and shared out over two workers.
+    """ARCHITECTURE.md, 8: the same weights, moments and series, on 2 and on 5 hosts, and shared out over two workers.
 
     With experts of four sizes and with biases, so that they cannot be treated as one stack of matrices.
     """

@@ -1,4 +1,4 @@
-"""DESIGN 4.10 with remote experts: out of memory in the middle of a pass, on a worker or on a host."""
+"""ARCHITECTURE.md, 10 with remote experts: out of memory in the middle of a pass, on a worker or on a host."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_four_ragged_micro_batches_are_one_batch(folder: Path, tmp_path: Path, f
     assert whole[0] == pytest.approx(parts[0], rel=0, abs=TOLERANCE)
     for name, weight in whole[1].items():
         one, other = weight, parts[1][name]
-        if name.endswith("c_attn.bias"):  # of query, key and value: the key's exact gradient is zero (DESIGN 4.2)
+        if name.endswith("c_attn.bias"):  # of query, key and value: the key's exact gradient is zero (rule 2)
             one, other = (torch.cat([bias[:WIDTH], bias[2 * WIDTH :]]) for bias in (one, other))
         torch.testing.assert_close(other, one, rtol=0, atol=TOLERANCE)
 

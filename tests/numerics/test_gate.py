@@ -1,4 +1,4 @@
-"""The numeric gate trains real steps and changes nothing (DESIGN 4.9)."""
+"""The numeric gate trains real steps and changes nothing (ARCHITECTURE.md, 9)."""
 
 from __future__ import annotations
 

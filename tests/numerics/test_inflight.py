@@ -216,7 +216,7 @@ def test_if_a_host_dies_while_two_in_flight_are_measured_the_next_attempt_uses_o
 
 
 def test_two_in_flight_read_the_device_no_oftener_than_one() -> None:
-    """DESIGN 4.11, in one process that holds the experts too."""
+    """ARCHITECTURE.md, 11, in one process that holds the experts too."""
     counted = []
     for given in (one_at_a_time(scene(1, "colocated", steps=3)), scene(1, "colocated", steps=3)):
         session = session_of(given, 0)

@@ -1,4 +1,4 @@
-"""DESIGN 4.6: what is not finite on one worker skips the step on all of them, once."""
+"""ARCHITECTURE.md, 6: what is not finite on one worker skips the step on all of them, once."""
 
 from __future__ import annotations
 

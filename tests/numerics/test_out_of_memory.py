@@ -1,4 +1,4 @@
-"""DESIGN 4.10: out of memory on one rank is an event; the update is the unbroken one."""
+"""ARCHITECTURE.md, 10: out of memory on one rank is an event; the update is the unbroken one."""
 
 from __future__ import annotations
 

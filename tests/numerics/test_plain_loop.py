@@ -1,4 +1,4 @@
-"""DESIGN 4.1: one worker in float32 is a plain PyTorch loop, to the last bit."""
+"""ARCHITECTURE.md, 1: one worker in float32 is a plain PyTorch loop, to the last bit."""
 
 from __future__ import annotations
 

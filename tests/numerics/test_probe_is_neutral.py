@@ -1,4 +1,4 @@
-"""DESIGN 4.9: measuring precisions, or a candidate with whole steps, changes nothing."""
+"""ARCHITECTURE.md, 9: measuring precisions, or a candidate with whole steps, changes nothing."""
 
 from __future__ import annotations
 

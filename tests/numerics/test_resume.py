@@ -1,4 +1,4 @@
-"""DESIGN 4.3: a killed run resumes as if it had not been interrupted.
+"""ARCHITECTURE.md, 3: a killed run resumes as if it had not been interrupted.
 
 Every attempt runs in new processes. There are three workers, since with two the order of a sum cannot matter.
 """

@@ -1,4 +1,4 @@
-"""A whole search on a real session: it answers within its limits and leaves no trace (DESIGN 4.9)."""
+"""A whole search on a real session: it answers within its limits and leaves no trace (ARCHITECTURE.md, 9)."""
 
 from __future__ import annotations
 

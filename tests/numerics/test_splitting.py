@@ -1,4 +1,4 @@
-"""DESIGN 4.2: the same step, however its micro-batches are shared out over workers."""
+"""ARCHITECTURE.md, 2: the same step, however its micro-batches are shared out over workers."""
 
 from __future__ import annotations
 
