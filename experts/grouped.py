@@ -217,7 +217,8 @@ class GroupedExperts(nn.Module):
             counts_E: int64, rows of each expert; sums to R.
             splits: `counts_E` as a list, if it is already known. Otherwise the loop reads it once per call: the one
                 device read of a layer that is allowed (ARCHITECTURE.md, 11); only for bf16 has torch a kernel that
-                takes them from the device. The grouped product reads nothing; rows behind those of the last expert are undefined.
+                takes them from the device. The grouped product reads nothing; rows behind those of the last expert are
+                undefined.
 
         Returns:
             (R, D), in the dtype of the products (autocast's if it is on).
