@@ -106,7 +106,10 @@ def _entry(row: KeyRow) -> tuple[str, str]:
 #: For every verb that takes a job.
 LAUNCHER = {"num_processes": "scale.workers", "mixed_precision": "precision.dtype"}
 #: For the other verbs that take a job.
-TRAINING = {"experts": "experts.num_experts", "parallel_strategy": "experts.hosts", "compile": "loop.compile"}
+TRAINING = {
+    "experts": "experts.num_experts", "parallel_strategy": "experts.hosts", "compile": "loop.compile",
+    "compile_mode": "loop.compile", "cudnn_benchmark": "loop.cudnn_benchmark",
+}  # fmt: skip
 #: For `infer`.
 INFERENCE = {"data_source": "infer.input", "max_samples": "infer.max_samples", "strategy": "infer.template"}
 FILES = ("c", "config", "config_file", "job", "file")

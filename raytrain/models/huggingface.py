@@ -16,9 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from raytrain.config.messages import abbreviated
 from raytrain.config.sections import ModelConfig
@@ -26,6 +24,9 @@ from raytrain.errors import InputError, first_line
 from raytrain.models.sizes import FLOAT_BYTES, missing_key, unknown_key
 from raytrain.models.weights.headers import find_weights
 from raytrain.plan.facts import ModelFacts
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # ---------------------------------------------------------------- folder
 # Read the config and sizes of a local transformers folder, and check it, without torch.
@@ -273,6 +274,8 @@ def encode_rows(
         special: add the tokenizer's special tokens.
         max_length: truncate to this length; the tokenizer keeps its special tokens at the end.
     """
+    import numpy as np  # here: the keys above are read with every job
+
     cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
     rows: list[np.ndarray] = []
     for start in range(0, len(texts), TEXTS_AT_ONCE):
@@ -300,6 +303,8 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
 
 def _opened(tokenizer: Any, ids: list[int], added: list[int]) -> np.ndarray:
     """The tokens of one text: `added` is 1 for those that are not in the text itself."""
+    import numpy as np
+
     front = next((place for place, own in enumerate(added) if not own), len(ids))
     first = front if ids[front : front + 1] == ids[:1] else 0  # the text has what the tokenizer puts in front of it
     end = len(ids)
@@ -311,6 +316,8 @@ def _opened(tokenizer: Any, ids: list[int], added: list[int]) -> np.ndarray:
 
 def ended(tokenizer: Any, ids: np.ndarray) -> np.ndarray:
     """The tokens with the tokenizer's end token behind them, if it has one and they do not end with it."""
+    import numpy as np
+
     end = tokenizer.eos_token_id
     return ids if end is None or (len(ids) and ids[-1] == end) else np.append(ids, np.int32(end))
 
@@ -321,6 +328,8 @@ def encode_text(tokenizer: Any, text: str) -> np.ndarray:
     The text is encoded in pieces of about a mebibyte. Each starts after a line break with a non-space character, where
     no tokenizer that splits at spaces merges anything.
     """
+    import numpy as np
+
     starts, at = [0], 0
     while at + PIECE < len(text):
         at = _next_line(text, at + PIECE)

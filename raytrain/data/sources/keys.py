@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raytrain.config.messages import describe, meant, suggestion
-from raytrain.data.sources.text import STDLIB_MAX_BYTES
 from raytrain.errors import InputError
 from raytrain.runs.storage import matching
 
 if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig
+
+STDLIB_MAX_BYTES = 4_000_000
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import numpy as np
 from cluster.wording import counted
 from raytrain.config.messages import describe
 from raytrain.data.rows.contract import Source
+from raytrain.data.sources.keys import STDLIB_MAX_BYTES
 from raytrain.errors import InputError
 from raytrain.plan.facts import DataFacts
 from raytrain.runs.storage import file_size, read_bytes
@@ -295,7 +296,6 @@ def _characters(text: bytes, eval_text: bytes | None) -> tuple[CharVocabulary, n
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "lib2to3", "__pycache__"}
 )
-STDLIB_MAX_BYTES = 4_000_000
 STDLIB = "the source text of Python's standard library"
 
 
