@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 from raytrain.runs.folder import RunFolder, this_process
 
+pytestmark = pytest.mark.daily
+
 Job = Callable[..., dict[str, Any]]
 MANY = Path(__file__).parent / "guest" / "many_commands.py"
 LIMIT_S = 280

@@ -21,6 +21,7 @@ def moe_job(guest_job: Job, text: Path, **sections: Any) -> dict[str, Any]:
     return job
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(600)
 @pytest.mark.covers("EXP-01", "EXP-08")
 def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(

@@ -51,6 +51,7 @@ def build(marker=None):
 '''
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(300)
 def test_a_killed_worker_costs_its_unit_and_changes_no_answer(run_cli: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "fragile.py").write_text(GUEST)

@@ -21,6 +21,7 @@ from raytrain.runs.folder import RunFolder, this_process
 Fit = Callable[..., Any]
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(240)
 @pytest.mark.covers("DEV-02")
 def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: Callable[..., Any]) -> None:
@@ -66,6 +67,7 @@ def test_unreadable_checkpoints_end_the_run_and_are_kept(fit: Fit, guest_job: Ca
     assert newest_valid(RunFolder(str(run.path))).checkpoint.step == 4, "and good, once the disk is"
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(420)
 @pytest.mark.covers("TUNE-08")
 def test_out_of_memory_halves_the_micro_batch_and_does_not_change_the_losses(
@@ -120,6 +122,7 @@ def test_out_of_memory_halves_the_micro_batch_and_does_not_change_the_losses(
     )
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(240)
 @pytest.mark.covers("PREC-09", "DEV-02")
 def test_an_operation_that_autocast_breaks_sends_the_run_to_fp32(fit: Fit, guest_job: Callable[..., Any]) -> None:
@@ -140,6 +143,7 @@ def test_an_operation_that_autocast_breaks_sends_the_run_to_fp32(fit: Fit, guest
     assert run.plan["mode"]["value"] == "cpu" and "fell back: single_gpu was asked for" in run.plan["mode"]["reason"]
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(240)
 @pytest.mark.covers("DEV-02")
 def test_three_non_finite_steps_roll_back_past_the_data_and_raise_the_precision(

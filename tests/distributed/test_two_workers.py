@@ -12,6 +12,8 @@ import pytest
 
 from raytrain.runs.folder import RunFolder
 
+pytestmark = pytest.mark.daily
+
 CODE = """
 import os, time
 from pathlib import Path

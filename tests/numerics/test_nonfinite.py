@@ -12,6 +12,8 @@ import torch
 from gang import run_gang
 from lab import GPT, MLP, class_rows, make_session, token_rows, train
 
+pytestmark = pytest.mark.daily
+
 CASES = [(precision, fault) for precision in ("fp32", "fp16") for fault in lives.FAULTS] + [("bf16", lives.FAULTS[0])]
 
 

@@ -9,6 +9,8 @@ import pytest
 import shortages
 from gang import run_gang
 
+pytestmark = pytest.mark.daily
+
 STEPS, ERRORS = 70, 20
 PLANTED = shortages.places(7, errors=ERRORS, steps=STEPS, micro_batches=2, world_size=2)
 MODELS = ["gpt", "moe_gpt", "mlp"]

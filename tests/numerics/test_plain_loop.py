@@ -15,6 +15,8 @@ from raytrain.models.gpt import gpt
 from raytrain.models.mlp import mlp
 from raytrain.train.session import Session
 
+pytestmark = pytest.mark.daily
+
 ROWS, HELD_OUT, BATCH, MICRO, STEPS, EVERY, CLIP = 88, 26, 18, 6, 66, 10, 0.4
 """88 rows in windows of 18: the fifth of an epoch has 16, in micro-batches of 6, 6 and 4. 26 rows: 24 and 2."""
 

@@ -15,6 +15,8 @@ from gang import run_gang
 
 from raytrain.runs.folder import RunFolder
 
+pytestmark = pytest.mark.daily
+
 EVERY, STEPS, ROWS, STEPS_PER_EPOCH = 3, 24, 70, 6
 PRECISIONS = ["fp32", "bf16", "fp16"]
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from gang import run_gang
 
+pytestmark = pytest.mark.daily
+
 STEPS = 20
 MODELS = ["gpt", "moe_gpt", "mlp"]
 

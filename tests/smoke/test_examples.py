@@ -252,6 +252,7 @@ def test_experts_on_two_workers_and_on_four_actors_train_as_in_one_process(
             torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.covers("SRC-05")
 def test_the_python_of_the_readme_runs_as_a_script(shared_driver: Any, tmp_path: Path) -> None:
