@@ -516,7 +516,7 @@ class MirroredFolder:
             return
         self._stop.set()
         try:
-            self._upload()
+            self._upload(last=True)
         finally:
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -525,8 +525,10 @@ class MirroredFolder:
             with contextlib.suppress(RunError):  # tried again by the next upload
                 self._upload()
 
-    def _upload(self) -> None:
+    def _upload(self, *, last: bool = False) -> None:
         with self._lock:
+            if self._stop.is_set() and not last:  # closed while this thread waited: the directory may be gone
+                return
             for entry in sorted(os.scandir(self.path), key=lambda entry: entry.name):
                 found = entry.stat()
                 state = found.st_size, found.st_mtime_ns
