@@ -17,16 +17,7 @@ from jobs.driver.planning import show_only_picked
 from jobs.driver.runtime import Cluster, connected
 from jobs.job.facts import path_from_here
 from jobs.tuning.batch_search import BatchSearch, find_search
-from jobs.tuning.batch_trials import (
-    CACHE,
-    BatchTrials,
-    BatchTrialSettings,
-    Cache,
-    KnownMeasurements,
-    batch_trial,
-    cache_key,
-    of_kind,
-)
+from jobs.tuning.cache import CACHE, Cache, KnownMeasurements, cache_key, of_kind
 from jobs.tuning.driver import TuneCommand
 from raytrain.autotune.batch_search import BatchDecision, KindsDecision, choose_for_all
 from raytrain.autotune.loaders import choose_count
@@ -115,7 +106,8 @@ def _measure(command: TuneCommand, search: BatchSearch, checked: Checked, cluste
     import ray
     from ray import cloudpickle, tune
 
-    from jobs.tuning.trials import TrialLines, close_channel, run_trials
+    from jobs.tuning.batch_trials import BatchSearcher, BatchTrials, BatchTrialSettings, batch_trial
+    from jobs.tuning.trials import fit
     from raytrain.execution.driver_channel import open_channel
 
     command.activity.begin("preparing the trials")
@@ -134,18 +126,16 @@ def _measure(command: TuneCommand, search: BatchSearch, checked: Checked, cluste
         channel=channel,
     )
     reserved = {one.name: one.resources(on_gpu=search.on_gpu, local=cluster.local) for one in search.kinds}
-    lines = TrialLines(command.activity, command.print_line)
-    trials = BatchTrials(search, known=known, sweep=sweep, lines=lines, most=command.spec.tune.max_trials)
-
-    def stop() -> None:
-        trials.stopping = True
-        close_channel(channel)
-
-    run_trials(
+    trials = BatchTrials(
+        search, known=known, sweep=sweep, activity=command.activity, print_line=command.print_line,
+        most=command.spec.tune.max_trials,
+    )  # fmt: skip
+    fit(
         tune.with_parameters(batch_trial, settings=settings), trials,
         storage=command.storage(cluster),
-        resources=lambda config: tune.PlacementGroupFactory([reserved[config["kind"]]]),
-        at_a_time=search.devices, sweep=sweep, signals=command.signals, stop=stop, grace_s=LEAVE_S,
+        resources=lambda config: tune.PlacementGroupFactory([reserved[config["trial"]["kind"]]]),
+        at_a_time=search.devices, signals=command.signals, channel=channel, grace_s=LEAVE_S,
+        searcher=BatchSearcher(trials),
     )  # fmt: skip
     command.activity.begin("stopping Ray")
 

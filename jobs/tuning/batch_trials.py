@@ -1,4 +1,4 @@
-"""The trials of a search over batch size and precision: which one is next, their process, and what is known already.
+"""The trials of a search over batch size and precision: which one is next, and their process.
 
 A trial is one measurement, in its own process and on its own device: one worker without Ray Train, experts in-process;
 `train` confirms the result in the real process group.
@@ -6,41 +6,32 @@ A trial is one measurement, in its own process and on its own device: one worker
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cluster.environment import package_version
+from ray.tune.search import Searcher
+
 from cluster.wording import counted
-from jobs.job.facts import has_experts
-from jobs.job.spec import JobSpec
+from jobs.driver.progress import Activity
 from jobs.tuning.batch_search import BatchSearch, Kind
-from raytrain.autotune.batch_search import BatchDecision, BatchSpace, Contest, Proposal, decide, next_proposals
-from raytrain.autotune.found import VERSIONS, make_signature, signature_of
+from jobs.tuning.cache import KnownMeasurements
+from jobs.tuning.trials import TrialRecorder, ran_out, why
+from raytrain.autotune.batch_search import BatchSpace, Proposal
+from raytrain.autotune.found import signature_of
 from raytrain.autotune.loaders import LoaderRates, choose_count, measure_loaders
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.autotune.precision import GateReport, gate_refusal
-from raytrain.config.decode import encode
-from raytrain.errors import RunError
 from raytrain.plan.choice import figure_text, size_text
-from raytrain.runs.folder import RunFolder, SweepFolder
-from raytrain.runs.records import to_line
-from raytrain.runs.storage import join
+from raytrain.runs.folder import SweepFolder
 
 if TYPE_CHECKING:
     import torch
 
-    from jobs.driver.check_job import Checked
-    from jobs.tuning.trials import TrialLines  # imports Ray
-
-CACHE = "tune_cache"
-"""Folder in `save.dir` with the measurements of earlier searches."""
 FREED_S = 20.0
 """Seconds to wait for the memory of an earlier trial's process to be released."""
 PARTS = ("measurement", "gate", "contest", "loaders")
@@ -106,65 +97,8 @@ def _aim(what: str) -> str:
     return what.partition(" + ")[0]
 
 
-class KnownMeasurements:
-    """All measurements so far of one kind of device, from rows of trials.jsonl."""
-
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        self.measurements: list[Measurement] = []
-        self.gates: list[GateReport] = []
-        self.contests: list[Contest] = []
-        self.loaders: LoaderRates | None = None
-        self.signature: dict[str, Any] | None = None
-        for row in rows:
-            self.add(row)
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Add one row."""
-        if row.get("measurement") is not None:
-            self.measurements.append(Measurement.from_json(row["measurement"]))
-        if row.get("gate") is not None:
-            self.gates.append(GateReport.from_json(row["gate"]))
-        if row.get("contest") is not None:
-            self.contests.append(tuple(map(Measurement.from_json, row["contest"])))
-        if row.get("loaders") is not None:
-            self.loaders = LoaderRates.from_json(row["loaders"])
-        self.signature = row.get("signature") or self.signature
-
-    def proposals(self, space: BatchSpace, running: Sequence[Proposal] = ()) -> list[Proposal]:
-        """What the search measures next."""
-        return next_proposals(space, self.measurements, running, self.gates, self.contests)
-
-    def decision(self, space: BatchSpace) -> BatchDecision:
-        """What the search has found.
-
-        Raises:
-            RunError: nothing that was measured can run.
-        """
-        return decide(space, self.measurements, self.gates, self.contests)
-
-    def without_loaders(self, space: BatchSpace, most: int | None) -> Candidate | None:
-        """The chosen candidate if 0 to `most` loader processes still have to be measured with it, else None."""
-        if most is None:
-            return None
-        try:
-            chosen = self.decision(space).candidate
-        except RunError:  # nothing can run: the decision says so at the end
-            return None
-        found = self.loaders
-        return None if found is not None and (found.candidate, found.most) == (chosen, most) else chosen
-
-    def is_complete(self, space: BatchSpace, most: int | None) -> bool:
-        """Whether a search has nothing left to measure."""
-        return bool(self.measurements) and not self.proposals(space) and self.without_loaders(space, most) is None
-
-
-def of_kind(rows: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The rows of trials.jsonl that were measured on this kind of device."""
-    return [dict(row) for row in rows if row.get("kind", "") == kind]
-
-
-class BatchTrials:
-    """`trials.Trials` of a search; each kind of device has its own line of measurements.
+class BatchTrials(TrialRecorder):
+    """Which trial is next, and how each one ended; each kind of device has its own line of measurements.
 
     Args:
         known: by kind, measurements of earlier searches and of this one, which are not repeated.
@@ -172,42 +106,40 @@ class BatchTrials:
     """
 
     def __init__(
-        self, search: BatchSearch, *, known: Mapping[str, KnownMeasurements], sweep: SweepFolder, lines: TrialLines,
-        most: int | None = None,
+        self, search: BatchSearch, *, known: Mapping[str, KnownMeasurements], sweep: SweepFolder, activity: Activity,
+        print_line: Callable[[str], None], most: int | None = None,
     ) -> None:  # fmt: skip
-        self._search, self._known, self._sweep, self._lines, self._most = search, known, sweep, lines, most
-        self.stopping = False
-        self._running: dict[int, TrialRequest] = {}
-        self._began: dict[int, float] = {}
+        super().__init__(sweep, activity, print_line)
+        self._search, self._known, self._most = search, known, most
+        self._requests: dict[int, TrialRequest] = {}
         self._numbers = itertools.count(1 + max((row["trial"] for row in sweep.ended()), default=0))
         self._dead = {
             (row.get("kind", ""), _aim(row["what"]), row["precision"], row["micro_batch_size"]): row["trial"]
             for row in sweep.again()
         }
-        self._tried_again: set[int] = set()
         self._no_loaders: set[str] = set()
 
     def propose(self) -> dict[str, Any] | str | None:
-        """The next trial, of the kind with the most idle devices; see `trials.Trials`."""
-        running = [one.kind for one in self._running.values()]
+        """The next trial, of the kind with the most idle devices; None: wait for running trials; `Searcher.FINISHED`:
+        there is none."""
+        running = [one.kind for one in self._requests.values()]
         for kind in sorted(self._search.kinds, key=lambda one: running.count(one.name) - one.devices):
             wanted = None if self.stopping else self._next(kind)
             if wanted is None:
                 continue
-            if (number := self._dead.pop(wanted.key, None)) is not None:  # it died in an earlier command
-                self._tried_again.add(number)
-            else:
+            number = self._dead.pop(wanted.key, None)  # it died in an earlier command
+            if number is None:
                 number = next(self._numbers)
                 if self._most is not None and number > self._most:
                     continue
-            wanted = self._running[number] = replace(wanted, number=number)
-            self._lines.propose(number, wanted.text)
+            wanted = self._requests[number] = replace(wanted, number=number)
+            self.proposed(wanted.to_json())
             return wanted.to_json()
-        return None if self._running and not self.stopping else "done"
+        return None if self._requests and not self.stopping else Searcher.FINISHED
 
     def _next(self, kind: Kind) -> TrialRequest | None:
         """The next trial of a kind without its number; None if nothing can be started now."""
-        running = [one.proposal for one in self._running.values() if one.kind == kind.name]
+        running = [one.proposal for one in self._requests.values() if one.kind == kind.name]
         known, space = self._known[kind.name], self._search.space_of(kind)
         if found := known.proposals(space, running):
             return TrialRequest(0, **vars(found[0]), kind=kind.name)
@@ -220,48 +152,43 @@ class BatchTrials:
         passes = math.ceil((space.rows_per_step or chosen.micro_batch_size) / chosen.micro_batch_size)
         return TrialRequest(0, chosen, passes=passes, loaders=most, kind=kind.name)
 
-    def started(self, config: dict[str, Any]) -> None:
-        """Called when the trial's process has started."""
-        self._began[config["number"]] = time.time()
-        self._lines.start(config["number"])
+    def text_of(self, config: dict[str, Any]) -> str:
+        """Its kind of device, candidate, and what is measured."""
+        return TrialRequest.of(config).text
 
-    def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
-        """Record the result of a trial; a crash is recorded as a failed measurement."""
-        from jobs.tuning.trials import has_died, keep_row
-
+    def row_of(
+        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int
+    ) -> tuple[dict[str, Any] | None, str]:
+        """See `TrialRecorder`; a crash is a failed measurement."""
         wanted = TrialRequest.of(config)
-        self._running.pop(wanted.number, None)
-        if self.stopping:
-            return
         found = {name: result[name] for name in PARTS if result.get(name) is not None}
-        deaths = 1 + (wanted.number in self._tried_again) if has_died(error) and not found else 0
-        found = found or self._failed(wanted, error, again=deaths > 1)
+        died = deaths > 0 and not found
+        found = found or self._failed(wanted, error, deaths=deaths)
         space = next(self._search.space_of(kind) for kind in self._search.kinds if kind.name == wanted.kind)
-        outcome = "died" if deaths else "ok" if error is None else "error"
-        now = time.time()
+        outcome = "died" if died else "ok" if error is None else "error"
         row = {
-            "trial": wanted.number,
             **({"kind": wanted.kind} if wanted.kind else {}),
             "what": wanted.what,
             "precision": wanted.candidate.precision,
             "micro_batch_size": wanted.candidate.micro_batch_size,
-            "outcome": outcome if deaths else found.get("measurement", {}).get("outcome", outcome),
-            **({"deaths": deaths} if deaths else {}),
+            "outcome": outcome if died else found.get("measurement", {}).get("outcome", outcome),
             "budget_bytes": space.budget_bytes,
             **found,
             "signature": result.get("signature"),
-            "time": now,
-            "wall_s": now - self._began.get(wanted.number, now),
         }
-        keep_row(self._sweep, row, error)
-        self._known[wanted.kind].add(row)
-        self._lines.end(wanted.number, f"{wanted.text}: {result_text(row, space)}")
+        return row, result_text(row, space)
 
-    def _failed(self, wanted: TrialRequest, error: BaseException | None, *, again: bool) -> dict[str, Any]:
-        from jobs.tuning.trials import ran_out, why
+    def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
+        """See `TrialRecorder`."""
+        self._requests.pop(config["number"], None)
+        super().ended(config, result, error)
 
-        reason = "it ended without a result" if error is None else why(error)
-        reason += ", and once before" if again else ""
+    def recorded(self, row: dict[str, Any]) -> None:
+        """What follows is proposed from it."""
+        self._known[row.get("kind", "")].add(row)
+
+    def _failed(self, wanted: TrialRequest, error: BaseException | None, *, deaths: int) -> dict[str, Any]:
+        reason = "it ended without a result" if error is None else why(error, deaths=deaths)
         if wanted.loaders is not None:
             self._no_loaders.add(wanted.kind)  # only their count is missing; the search continues
             return {"reason": reason}
@@ -270,6 +197,31 @@ class BatchTrials:
             return {"gate": GateReport(wanted.candidate.precision, lead, error=reason).to_json()}
         outcome = "out_of_memory" if ran_out(error) else "error"
         return {"measurement": Measurement(wanted.candidate, outcome, reason=reason).to_json()}
+
+
+class BatchSearcher(Searcher):
+    """Our search as a searcher of Ray Tune. Its state is in trials.jsonl."""
+
+    def __init__(self, trials: BatchTrials) -> None:
+        super().__init__(metric=None, mode=None)
+        self._trials = trials
+
+    def suggest(self, trial_id: str) -> Any:
+        """The next trial's config, None to be asked again, or `Searcher.FINISHED`."""
+        found = self._trials.propose()
+        return {"trial": found} if isinstance(found, dict) else found
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Does nothing: the recorder also has the error."""
+
+    def save(self, checkpoint_path: str) -> None:
+        """Does nothing: see the class."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Does nothing: see the class."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
 
 def result_text(row: Mapping[str, Any], space: BatchSpace) -> str:
@@ -288,89 +240,6 @@ def result_text(row: Mapping[str, Any], space: BatchSpace) -> str:
         parts += [f"peak {size_text(one.peak_bytes)}"] if one.peak_bytes else []
         parts += [f"{one.outcome.replace('_', ' ')}: {one.reason}"] if one.outcome != "ok" else []
     return ", ".join(parts)
-
-
-# -- measurements of earlier searches -------------------------------------------------------------
-
-
-class Cache:
-    """The measurements of one key in `<save.dir>/tune_cache`; empty with `tune.fresh`.
-
-    It keeps measurements, not decisions: another global batch or memory budget measures only what is missing.
-    """
-
-    def __init__(self, folder: str, key: Mapping[str, Any], *, budget: int | None, fresh: bool) -> None:
-        self._store = RunFolder(folder)
-        self.file = f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.jsonl"
-        self.rows = [] if fresh else valid_rows(self._store.read_rows(self.file), budget)
-
-    @property
-    def path(self) -> str:
-        """The file."""
-        return join(self._store.path, self.file)
-
-    def known_with(self, rows: Iterable[Mapping[str, Any]]) -> KnownMeasurements:
-        """The rows of earlier searches and these rows of a sweep, without duplicates."""
-        times = {row.get("time") for row in self.rows}
-        return KnownMeasurements([*self.rows, *(row for row in rows if row.get("time") not in times)])
-
-    def store(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Store new rows, except errors, unsteady times, gates that ran out of memory, and contests that did not all
-        succeed: these may not recur."""
-        old = [to_line(row) for row in self._store.read_rows(self.file)]
-        new = [to_line(dict(row)) for row in rows if row["outcome"] not in ("error", "died") and _is_sound(row)]
-        self._store.write_bytes(self.file, b"".join([*old, *(line for line in new if line not in old)]))
-
-
-def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked, kind: Kind) -> dict[str, Any]:
-    """The facts that measurements and gates depend on, as far as the driver knows them.
-
-    The global batch and the memory budget are not included.
-    """
-    alone, data = encode(search.alone_spec), checked.data_facts
-    signature = make_signature(
-        model=search.alone_spec.model,
-        optim=spec.optim,
-        loop=spec.loop,
-        experts=search.alone_spec.experts if has_experts(spec) else None,
-        parameters=checked.model_facts.parameters,
-        longest_row=data.tokens_per_row or data.row_bytes,
-        device=kind.device,
-        device_bytes=kind.device_bytes,
-        threads=int(search.alone_plan.value("threads", 0)),
-        workers=search.workers,
-        versions={name: package_version(name) or "" for name in VERSIONS},
-    )
-    sections = {name: alone[name] for name in ("seed", "data", "optim", "experts")}
-    steps = {"max_steps": search.alone_plan.value("max_steps", None), "gate_steps": search.space.gate_steps}
-    return {
-        **signature.facts, **sections, **steps, "reference": search.space.lead,
-        "fp32_layers": spec.precision.fp32_layers,
-    }  # fmt: skip
-
-
-def _is_sound(row: Mapping[str, Any]) -> bool:
-    known = KnownMeasurements([row])
-    measured = [*known.measurements, *(one for contest in known.contests for one in contest)]
-    whole = all(one.outcome == "ok" for contest in known.contests for one in contest)
-    return whole and all(one.is_steady for one in measured) and not any(gate.out_of_memory for gate in known.gates)
-
-
-def valid_rows(rows: Iterable[Mapping[str, Any]], budget: int | None) -> list[dict[str, Any]]:
-    """The rows that hold under a budget of `budget` bytes. A higher peak becomes out of memory; an out-of-memory under
-    a smaller budget is dropped."""
-    kept = []
-    for row in rows:
-        measured, before = row.get("measurement") or {}, row.get("budget_bytes")
-        peak = measured.get("peak_bytes") or 0
-        if measured.get("outcome") == "out_of_memory":
-            if before is not None and (budget is None or budget > before):
-                continue
-        elif budget is not None and peak > budget:
-            why = f"a peak of {size_text(peak)}, the budget is {size_text(budget)}"
-            row = {**row, "measurement": {**measured, "outcome": "out_of_memory", "reason": why}}
-        kept.append(dict(row))
-    return kept
 
 
 # -- the process of a trial -----------------------------------------------------------------------
@@ -421,7 +290,7 @@ def batch_trial(config: dict[str, Any], *, settings: BatchTrialSettings) -> None
     if os.path.isdir(settings.folder):
         os.chdir(settings.folder)
     import_from(settings.folder)
-    wanted = TrialRequest.of(config)
+    wanted = TrialRequest.of(config["trial"])
     job: Any = cloudpickle.loads(ray.get(settings.job))
     data: Any = None if settings.data is None else ray.get(settings.data)
     if job.planned("device") == "cuda":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Column, Table
 
@@ -13,14 +13,11 @@ from jobs.driver.check_job import Checked
 from jobs.driver.planning import show_only_picked
 from jobs.driver.runtime import connected
 from jobs.tuning.driver import TuneCommand
-from jobs.tuning.space_points import Points, find_points, values_text
+from jobs.tuning.space_points import Points, curves_of, find_points, run_cells, values_text
 from raytrain.errors import RunError
 from raytrain.plan.machines import choose_devices
 from raytrain.report.sweep import whole_spec
 from raytrain.runs.folder import SweepFolder
-
-if TYPE_CHECKING:
-    from jobs.tuning.space_trials import SpaceTrials  # imports Ray
 
 WIDE = 120
 """On a terminal narrower than this, the dotted keys in the header are broken over several lines, not truncated."""
@@ -53,9 +50,9 @@ def run_space(command: TuneCommand, checked: Checked, *, address: str, inventory
                 command.print_line(waits)
             command.open_sweep(inventory)
         at_a_time = _at_a_time(command, points, inventory)
-        trials = run_points(command, points, at_a_time=at_a_time, cluster=cluster, private=address == "local")
+        run_points(command, points, at_a_time=at_a_time, cluster=cluster, private=address == "local")
         command.activity.begin("writing the result")
-        write_space(command, trials, points)
+        write_space(command, points)
     return command.the_sweep
 
 
@@ -64,16 +61,15 @@ def _at_a_time(command: TuneCommand, points: Points, inventory: Inventory) -> in
     return points.at_a_time(gpus=gpus, cpus=inventory.cpus, alone=command.spec.tune.metric == "samples_per_s")
 
 
-def write_space(command: TuneCommand, trials: SpaceTrials, points: Points) -> None:
+def write_space(command: TuneCommand, points: Points) -> None:
     """Write and print the result.
 
     Raises:
         RunError: no trial completed.
     """
-    from jobs.tuning.space_trials import curves_of, run_cells
-
-    sweep, rows = command.the_sweep, list(trials.rows.values())
-    found = best_of(rows, metric=trials.metric)
+    sweep, metric = command.the_sweep, command.spec.tune.metric
+    rows = list({row["trial"]: row for row in sweep.ended()}.values())  # the last one of each trial
+    found = best_of(rows, metric=metric)
     marked = found[0]["trial"] if found else None
     keys = list(points.trials[0].values)
     narrow = command.console.is_terminal and command.console.width < WIDE
@@ -92,9 +88,9 @@ def write_space(command: TuneCommand, trials: SpaceTrials, points: Points) -> No
     note = f"Trial {best['trial']}: {values_text(best['values'])}; its run is {best['run']}"
     command.write_best(best["values"], {next(iter(best["values"])): reason}, found=None, notes=note)
     command.print_line(f"best: trial {best['trial']}, {values_text(best['values'])}; {reason}")
-    plot = whole_spec(rows, curves_of(rows), best=best["trial"], metric=trials.metric, name=command.spec.name)
+    plot = whole_spec(rows, curves_of(rows), best=best["trial"], metric=metric, name=command.spec.name)
     left_out = [{"values": values, "reason": why} for values, why in points.left_out]
-    record = {"kind": "space", "metric": trials.metric, "best": best, "reason": reason, "left_out": left_out}
+    record = {"kind": "space", "metric": metric, "best": best, "reason": reason, "left_out": left_out}
     command.finish(record, plot)
 
 

@@ -4,7 +4,8 @@ anything starts.
 A key takes a list (`[16, 32]`), or one of `loguniform(low, high)`, `uniform(low, high)`, `randint(low, high)` (both
 ends included) and `choice(a, b, ...)`. If all keys have lists, the trials are the grid of all combinations; otherwise
 each trial draws one value per key. A draw depends only on the job's seed and the trial's number, so that a resumed
-search draws the same values again.
+search draws the same values again. With `tune.searcher` a searcher of Ray Tune chooses the values of each trial by the
+results so far; the draws then only show what trials need, and each point is checked when it is chosen.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import math
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from cluster.devices.inventory import Inventory
@@ -30,12 +33,14 @@ from raytrain.config.user_code import resolve
 from raytrain.data.sources.keys import is_own
 from raytrain.errors import InputError
 from raytrain.models.registry import check_keys, takes
+from raytrain.plan.choice import figure_text
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.room import Need
+from raytrain.runs.folder import RunFolder
 from raytrain.train.job import source_facts
 
 DRAWS = 16
-"""Default of `tune.max_trials` for a space that contains a distribution."""
+"""Default of `tune.max_trials` for a space that contains a distribution, and with a searcher."""
 LOOKS = 10
 """The least number of evaluations of a trial when a scheduler compares trials and the job leaves the interval open."""
 MOST_S = 60.0
@@ -92,9 +97,10 @@ class Space:
     def is_grid(self) -> bool:
         return all(isinstance(one, Choices) for one in self.keys.values())
 
-    def points(self, *, seed: int, most: int | None) -> Iterator[dict[str, Any]]:
-        """Key -> value of each trial: every combination of lists, else `most` (16) draws without repeats."""
-        if self.is_grid:
+    def points(self, *, seed: int, most: int | None, drawn: bool = False) -> Iterator[dict[str, Any]]:
+        """Key -> value of each trial: every combination of lists, else (`drawn`: always) `most` (16) draws without
+        repeats."""
+        if self.is_grid and not drawn:
             lists = [one.examples for one in self.keys.values()]
             for values in itertools.islice(itertools.product(*lists), most):
                 yield dict(zip(self.keys, values, strict=True))
@@ -197,10 +203,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Points:
-    """All trials of a search; `left_out` has the infeasible combinations with their reasons."""
+    """All trials of a search.
+
+    Attributes:
+        trials: in the order of the space; with a searcher, as many examples as it may choose.
+        left_out: the infeasible combinations with their reasons.
+        space: the values of each key.
+        check: the trial of this number with these values; raises InputError if it cannot run.
+    """
 
     trials: tuple[Point, ...]
     left_out: tuple[tuple[dict[str, Any], str], ...]
+    space: Space
+    check: Callable[[int, dict[str, Any]], Point]
 
     def at_a_time(self, *, gpus: int, cpus: int, alone: bool) -> int:
         """Number of concurrent trials; `alone`: on CPUs one at a time, since their speed is measured."""
@@ -225,10 +240,11 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
     _check_metric(loaded.spec)
     trials: list[Point] = []
     left_out: list[tuple[dict[str, Any], str]] = []
-    builds = Builds(loaded.spec, shapes)
-    for values in space.points(seed=loaded.spec.seed, most=tune.max_trials):
+    check = partial(_point, loaded=loaded, inventory=inventory, builds=Builds(loaded.spec, shapes))
+    searched = tune.searcher != "random"
+    for values in space.points(seed=loaded.spec.seed, most=tune.max_trials, drawn=searched):
         try:
-            trials.append(_point(len(trials) + 1, values, loaded, inventory, builds))
+            trials.append(check(len(trials) + 1, values))
         except InputError as error:
             left_out.append((values, str(error)))
     if not trials:
@@ -239,12 +255,12 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
             expected="at least one",
             remedy=f"{values_text(values)}: {why}",
         )
-    if space.is_grid:  # a listed value that no trial can run would shrink the grid silently
+    if space.is_grid and not searched:  # a listed value that no trial can run would shrink the grid silently
         for key, value in ((key, value) for key, tried in space.keys.items() for value in tried.examples):
             why = next((reason for values, reason in left_out if values[key] == value), None)
             if why is not None and not any(one.values[key] == value for one in trials):
                 raise InputError(f"tune.space.{key}", got=render(value), expected="values that can run", remedy=why)
-    return Points(tuple(trials), tuple(left_out))
+    return Points(tuple(trials), () if searched else tuple(left_out), space, check)
 
 
 def _check_values(space: Space, mapping: Mapping[str, Any]) -> None:
@@ -265,7 +281,7 @@ def _check_values(space: Space, mapping: Mapping[str, Any]) -> None:
 
 
 def _check_metric(spec: JobSpec) -> None:
-    """Check that the job has what the metric and the scheduler compare trials by."""
+    """Check that the searcher is installed, and that the job has what metric and scheduler compare trials by."""
     tune, loop = spec.tune, spec.loop
     evaluates = spec.data.eval is not None or spec.data.eval_fraction > 0
     if tune.metric == "eval_loss" and not evaluates:
@@ -275,6 +291,11 @@ def _check_metric(spec: JobSpec) -> None:
             expected="samples_per_s, or an evaluation",
             remedy="set data.eval_fraction above 0 to hold out data for evaluation",
         )
+    if tune.searcher != "random" and find_spec(tune.searcher) is None:
+        raise InputError(
+            "tune.searcher", got=f"{tune.searcher}, which is not installed", expected="random, or its package",
+            remedy=f"pip install {tune.searcher}, on every machine of the cluster that may run the command",
+        )  # fmt: skip
     if tune.scheduler == "none":
         return
     if not evaluates:
@@ -305,7 +326,7 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
     workers, threads = int(plan.value("workers", 1)), int(plan.value("threads", 1) or 1)
     most, hosts = plan.value("max_steps", None), plan.value("hosts", None)
     pinned = {"scale.workers": workers, "scale.threads": threads, "tune.space": None, "tune.scheduler": "none",
-              "tune.found": None}  # fmt: skip
+              "tune.searcher": "random", "tune.found": None}  # fmt: skip
     if spec.experts.hosts == "auto" and hosts not in (None, "none"):
         pinned["experts.hosts"] = hosts
     if loaded.spec.tune.scheduler != "none" and spec.loop.eval_every == "auto" and most is not None:
@@ -373,3 +394,33 @@ def values_text(values: Mapping[str, Any]) -> str:
     """Each `key value` pair, on one line."""
     return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                      for key, value in values.items())  # fmt: skip
+
+
+# -- trials that have ended -----------------------------------------------------------------------
+
+
+def run_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """A trial in the table: values, figures, and a note about how it ended."""
+
+    def number(value: Any) -> str:
+        usable = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        return figure_text(value) if usable else ""
+
+    values = [number(row["values"].get(key)) or str(row["values"].get(key)) for key in keys]
+    figures = [number(row.get(name)) for name in ("steps", "eval_loss", "samples_per_s")]
+    notes = {"ok": "", "stopped": "ended early", "died": row.get("reason", "")}
+    return [*values, *figures, notes.get(row["outcome"], f"{row['outcome']}: {row.get('reason', '')}")]
+
+
+def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, float]]]:
+    """(step, loss) of the evaluations of each trial, up to the step at which a scheduler stopped it."""
+    runs = {row["trial"]: RunFolder(row["run"]).read_rows("metrics.jsonl") for row in rows if row.get("run")}
+    ends = {row["trial"]: row["steps"] for row in rows if row["outcome"] == "stopped"}
+    return {
+        trial: [
+            (row["step"], row["loss"])
+            for row in metrics
+            if row["kind"] == "eval" and row["step"] <= ends.get(trial, row["step"])
+        ]
+        for trial, metrics in runs.items()
+    }

@@ -1,4 +1,4 @@
-"""The search over the keys of `tune.space`: complete runs as trials of Ray Tune, and their result.
+"""The trials of `tune.space`: complete runs in Ray Tune, with its schedulers and searchers.
 
 A trial is a `TorchTrainer` with its own run folder inside a Ray Tune trial. The trial itself reserves almost nothing,
 since the trainer reserves the resources of its workers; a trial that reserved them too would wait forever.
@@ -10,18 +10,20 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from ray import PlacementGroupID, tune
 from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, TrialScheduler
+from ray.tune.search import Searcher, create_searcher
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from rich.console import Console
 
 from cluster.devices.gpus import VISIBLE
 from cluster.wording import counted
+from jobs.driver.progress import Activity
 from jobs.driver.result import Result, result_of
 from jobs.driver.run_folder import Resumed, check_checkpoints, open_resumed
 from jobs.driver.runtime import Cluster
@@ -30,13 +32,13 @@ from jobs.job.facts import path_from_here
 from jobs.job.spec import load_spec
 from jobs.train import train_loaded
 from jobs.tuning.driver import TuneCommand
-from jobs.tuning.space_points import LOOKS, Point, Points, values_text
-from jobs.tuning.trials import DONE, TrialLines, close_channel, has_died, keep_row, run_trials, why
+from jobs.tuning.space_points import LOOKS, Choices, Point, Points, Range, curves_of, run_cells, values_text
+from jobs.tuning.trials import TrialRecorder, fit, has_died, why
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RunError
 from raytrain.execution.driver_channel import on_stop_request, open_channel
-from raytrain.plan.choice import figure_text
 from raytrain.runs.folder import RunFolder, SweepFolder
+from raytrain.runs.records import event
 
 TRIAL_RESOURCES = {"CPU": 0.001}
 """The resources of the trial itself; its run reserves its own."""
@@ -44,142 +46,202 @@ LOOK_EVERY_S = 0.25
 STOP_S = 60.0
 OLD_OWNER_S = 60.0
 """Seconds to wait for a killed command and the workers of its trial to exit."""
+TRIES = 20
+"""Points in succession that cannot run, after which a searcher is not asked again."""
+PROPOSED = "proposed"
+"""Kind of the event of a searcher's point."""
+STOPPING = "stopping: the trials save and exit (a second signal exits at once)"
 
 
-def run_points(command: TuneCommand, points: Points, *, at_a_time: int, cluster: Cluster, private: bool) -> SpaceTrials:
-    """Run a trial for each point; `private`: no other program uses the Ray cluster.
+def run_points(command: TuneCommand, points: Points, *, at_a_time: int, cluster: Cluster, private: bool) -> None:
+    """Run a trial for each point that trials.jsonl lacks; `private`: no other program uses the Ray cluster.
 
     Raises:
         RunError, Interrupted.
     """
     command.activity.begin("preparing the trials")
-    spec, sweep = command.spec, command.the_sweep
+    spec, sweep, wanted = command.spec, command.the_sweep, command.spec.tune
     pace = f"{at_a_time} at a time" if min(at_a_time, len(points.trials)) > 1 else "one at a time"
     early = {"none": "", "asha": "; ASHA stops trials early", "median": "; trials below the median stop early"}
-    text = f"{counted(len(points.trials), 'complete run')}, {pace}{early[spec.tune.scheduler]}"
+    text = f"{counted(len(points.trials), 'complete run')}, {pace}{early[wanted.scheduler]}"
     command.print_line(f"{text}; search folder {path_from_here(sweep.path)}")
     for values, reason in points.left_out:
         command.print_line(f"left out: {values_text(values)}: {reason}")
-    lines = TrialLines(command.activity, command.print_line)
-    trials = SpaceTrials(points.trials, sweep=sweep, lines=lines, metric=spec.tune.metric, private=private)
     channel = open_channel()
     visible = {name: os.environ[name] for name in VISIBLE if name in os.environ}
     settings = SpaceTrialSettings(command.job_mapping(), sweep.path, os.getcwd(), visible, channel)
-
-    def stop() -> None:
-        trials.stopping = True
-        command.print_line("stopping: the trials save and exit (a second signal exits at once)")
-        close_channel(channel)
-
-    run_trials(
-        tune.with_parameters(SpaceTrial, settings=settings), trials,
+    ended = {row["trial"] for row in sweep.standing()}
+    left = [one for one in points.trials if one.number not in ended]
+    if not left:
+        return
+    searcher = None
+    if wanted.searcher != "random":
+        searcher = PointSearcher(points, wanted.searcher, metric=wanted.metric, seed=spec.seed, sweep=sweep)
+    fit(
+        tune.with_parameters(SpaceTrial, settings=settings),
+        SpaceTrials(sweep, command.activity, command.print_line, metric=wanted.metric, private=private),
         storage=command.storage(cluster), resources={name.lower(): one for name, one in TRIAL_RESOURCES.items()},
-        at_a_time=at_a_time, sweep=sweep, signals=command.signals, stop=stop, grace_s=spec.retry.stop_grace_s,
-        scheduler=scheduler_of(spec.tune.scheduler, points, curves=curves_of(sweep.standing())),
+        at_a_time=at_a_time, signals=command.signals, channel=channel, stopping=STOPPING,
+        grace_s=spec.retry.stop_grace_s, searcher=searcher,
+        param_space=None if searcher else {"trial": tune.grid_search([config_of(one) for one in left])},
+        scheduler=scheduler_of(wanted.scheduler, points, curves=curves_of(sweep.standing())),
     )  # fmt: skip
-    return trials
 
 
 # -- which trials ---------------------------------------------------------------------------------
 
 
-class SpaceTrials:
-    """`trials.Trials` of a list of points: proposes the remaining ones, and records results."""
+def config_of(point: Point) -> dict[str, Any]:
+    """What the process of a trial receives."""
+    return {"number": point.number, "values": point.values, "overrides": list(point.overrides)}
+
+
+class PointSearcher(Searcher):
+    """One of Ray Tune's searchers whose points are numbered, and checked on the driver like all others: one that cannot
+    run is told to the searcher as a failure, and it is asked again.
+
+    A resumed search first continues the points that had no result, then tells the searcher all results so far.
+    """
+
+    def __init__(self, points: Points, name: str, *, metric: str, seed: int, sweep: SweepFolder) -> None:
+        mode = "max" if metric == "samples_per_s" else "min"
+        super().__init__(metric=metric, mode=mode)
+        self._points, self._sweep = points, sweep
+        self._inner: Any = create_searcher(name, seed=seed)
+        self._inner.set_search_properties(
+            metric, mode, {key: ray_domain(one) for key, one in points.space.keys.items()}
+        )
+        self._asked: dict[str, Any] = {}
+        events = sweep.read_rows(sweep.events)
+        proposed = {row["trial"]: row["values"] for row in events if row["kind"] == PROPOSED}
+        self._number = max(proposed, default=0)
+        for row in sweep.standing():
+            proposed.pop(row["trial"], None)
+            if math.isfinite(row.get(metric) or math.nan):
+                self._inner.add_evaluated_point(row["values"], row[metric])
+        self._unfinished = sorted(proposed.items())
+
+    def suggest(self, trial_id: str) -> Any:
+        """The next trial's config, None to be asked again, or `Searcher.FINISHED`."""
+        if self._unfinished:
+            number, values = self._unfinished.pop(0)
+            return {"trial": config_of(self._points.check(number, values))}
+        for attempt in range(TRIES if self._number < len(self._points.trials) else 0):
+            asked = f"{trial_id} {attempt}"
+            values = self._inner.suggest(asked)
+            if not isinstance(values, dict):
+                return values
+            try:
+                point = self._points.check(self._number + 1, values)
+            except InputError:
+                self._inner.on_trial_complete(asked, error=True)
+                continue
+            self._number += 1
+            self._asked[trial_id] = asked
+            self._sweep.append_event(event(PROPOSED, trial=self._number, values=values))
+            return {"trial": config_of(point)}
+        return Searcher.FINISHED
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Tell the searcher what its point was worth."""
+        if (asked := self._asked.pop(trial_id, None)) is not None:
+            self._inner.on_trial_complete(asked, result, error)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Does nothing: what it proposed is in the search folder."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Does nothing: see `save`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+def ray_domain(tried: Choices | Range) -> Any:
+    """The values of a key as Ray Tune's searchers take them."""
+    if isinstance(tried, Choices):
+        return tune.choice(list(tried.examples))
+    if tried.kind == "randint":  # Ray leaves the upper end out
+        return tune.randint(int(tried.low), int(tried.high) + 1)
+    return {"uniform": tune.uniform, "loguniform": tune.loguniform}[tried.kind](tried.low, tried.high)
+
+
+class SpaceTrials(TrialRecorder):
+    """Records complete runs.
+
+    Args:
+        private: no other program uses the Ray cluster, so that what trainers of dead trials reserved can be released.
+    """
 
     def __init__(
-        self, points: Sequence[Point], *, sweep: SweepFolder, lines: TrialLines, metric: str, private: bool
+        self, sweep: SweepFolder, activity: Activity, print_line: Callable[[str], None], *, metric: str, private: bool
     ) -> None:
-        """`private`: no other program uses the Ray cluster."""
-        self._sweep, self._lines, self.metric, self._private = sweep, lines, metric, private
-        self._running: set[int] = set()
-        self._has_stale_reservations = False
-        self._points = {one.number: one for one in points}
-        self.rows: dict[int, dict[str, Any]] = {row["trial"]: row for row in sweep.standing()}
-        self._dead = {row["trial"] for row in sweep.again()}
-        self._left = [one for one in points if one.number not in self.rows]
-        self._began: dict[int, float] = {}
-        self.stopping = False
+        super().__init__(sweep, activity, print_line)
+        self._metric, self._private = metric, private
+        self._reserved: set[str] = set()
+        self._beside: set[int] = set()
 
-    def propose(self) -> dict[str, Any] | str | None:
-        """The next point's number and overrides."""
-        if not self._left or self.stopping:
-            return DONE
-        if self._has_stale_reservations and self._running:
-            return None  # reservations of a dead trial are distinguishable only after the running trials end
-        if self._has_stale_reservations:
-            remove_reservations()
-            self._has_stale_reservations = False
-        point = self._left.pop(0)
-        done = f"{len(self.rows)} of {len(self._points)} done"
-        self._lines.propose(point.number, f"{values_text(point.values)}; {done}")
-        return {"number": point.number, "overrides": list(point.overrides)}
+    def text_of(self, config: dict[str, Any]) -> str:
+        """The values of its keys."""
+        return values_text(config["values"])
 
-    def started(self, config: dict[str, Any]) -> None:
-        """Called when the trial's process has started."""
-        self._began[config["number"]] = time.time()
-        self._running.add(config["number"])
-        self._lines.start(config["number"])
-
-    def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
-        """Record the result of a trial, except one that was asked to stop: a resumed search continues it."""
-        point = self._points[config["number"]]
-        self._running.discard(point.number)
-        if self._private and has_died(error):
-            self._has_stale_reservations = True
-        if self.stopping or result.get("status") == "interrupted":
-            return
-        outcome, reason, deaths = "ok", "", 0
-        if has_died(error):
-            deaths = 1 + (point.number in self._dead)
-            outcome, reason = "died", why(error) + (", and once before" if deaths > 1 else "")
-        elif error is not None:
-            outcome, reason = "error", why(error)
+    def row_of(
+        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int
+    ) -> tuple[dict[str, Any] | None, str]:
+        """See `TrialRecorder`; a run that was interrupted has no row."""
+        if result.get("status") == "interrupted":
+            return None, ""
+        outcome, reason = "ok", ""
+        if error is not None:
+            outcome, reason = "died" if deaths else "error", why(error, deaths=deaths)
         elif not result.get("final"):
             outcome, reason = "stopped", f"behind the others at step {result.get('step')}"
-        elif not math.isfinite(result.get(self.metric, math.nan)):
-            outcome, reason = "nonfinite", f"its {self.metric} is not finite"
-        now = time.time()
+        elif not math.isfinite(result.get(self._metric, math.nan)):
+            outcome, reason = "nonfinite", f"its {self._metric} is not finite"
         row = {
-            "trial": point.number,
-            "values": point.values,
+            "values": config["values"],
             "outcome": outcome,
             "reason": reason,
-            **({"deaths": deaths} if deaths else {}),
             "eval_loss": result.get("eval_loss", math.nan),
             "samples_per_s": result.get("samples_per_s"),
             "steps": result.get("steps", result.get("step")),
             "peak_bytes": result.get("peak_bytes"),
-            "run": result.get("run") or self._sweep.run_of(f"trial-{point.number:04d}"),
-            "time": now,
-            "wall_s": now - self._began.get(point.number, now),
+            "run": result.get("run") or self.sweep.run_of(run_name(config["number"])),
         }
-        keep_row(self._sweep, row, error)
-        self.rows[point.number] = row
         *figures, note = run_cells(row, ())
         units = ("steps", "eval loss", "samples/s")
         parts = [f"{value} {unit}" for value, unit in zip(figures, units, strict=True) if value]
-        self._lines.end(point.number, f"{values_text(point.values)}: {', '.join(filter(None, [*parts, note]))}")
+        return row, ", ".join(filter(None, [*parts, note]))
+
+    def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
+        """Record it, and remove what a trial that died had reserved, or the next one would wait for it forever.
+
+        Nothing tells whose a reservation is. What there is when a trial dies belongs to it or to the trials beside it;
+        what is left of that when those have ended was its own.
+        """
+        super().ended(config, result, error)
+        if self._private and has_died(error):
+            self._reserved |= set(reservations())
+            self._beside |= self.running.keys()
+        self._beside.discard(config["number"])
+        if self._reserved and not self._beside:
+            for key in self._reserved.intersection(reservations()):
+                remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(key))))
+            self._reserved.clear()
 
 
-def run_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """A trial in the table: values, figures, and a note about how it ended."""
-
-    def number(value: Any) -> str:
-        usable = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-        return figure_text(value) if usable else ""
-
-    values = [number(row["values"].get(key)) or str(row["values"].get(key)) for key in keys]
-    figures = [number(row.get(name)) for name in ("steps", "eval_loss", "samples_per_s")]
-    notes = {"ok": "", "stopped": "ended early", "died": row.get("reason", "")}
-    return [*values, *figures, notes.get(row["outcome"], f"{row['outcome']}: {row.get('reason', '')}")]
+def reservations() -> list[str]:
+    """Placement groups of trainers, as hexadecimal ids."""
+    return [
+        key
+        for key, group in placement_group_table().items()
+        if group["state"] != "REMOVED" and any(bundle != TRIAL_RESOURCES for bundle in group["bundles"].values())
+    ]
 
 
-def remove_reservations() -> None:
-    """Remove the reservations of trainers that died; nothing but Ray Tune may run on the cluster."""
-    for key, group in placement_group_table().items():
-        own = all(bundle == TRIAL_RESOURCES for bundle in group["bundles"].values())
-        if group["state"] != "REMOVED" and not own:
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(key))))
+def run_name(number: int) -> str:
+    """Name of the run of a trial."""
+    return f"trial-{number:04d}"
 
 
 @dataclass(frozen=True)
@@ -219,20 +281,6 @@ def scheduler_of(name: str, points: Points, *, curves: Mapping[int, Sequence[tup
         for step, loss in losses:
             scheduler.on_trial_result(None, ended, {"step": step, "eval_loss": loss})
     return scheduler
-
-
-def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, float]]]:
-    """(step, loss) of the evaluations of each trial, up to the step at which a scheduler stopped it."""
-    runs = {row["trial"]: RunFolder(row["run"]).read_rows("metrics.jsonl") for row in rows if row.get("run")}
-    ends = {row["trial"]: row["steps"] for row in rows if row["outcome"] == "stopped"}
-    return {
-        trial: [
-            (row["step"], row["loss"])
-            for row in metrics
-            if row["kind"] == "eval" and row["step"] <= ends.get(trial, row["step"])
-        ]
-        for trial, metrics in runs.items()
-    }
 
 
 # -- the process of a trial -----------------------------------------------------------------------
@@ -278,8 +326,9 @@ class SpaceTrial(tune.Trainable):
         """Start training."""
         assert settings is not None, "it comes with tune.with_parameters"
         settings.apply()
-        self._settings, self._overrides = settings, list(config["overrides"])
-        self._sweep, self._name = SweepFolder(settings.sweep), f"trial-{int(config['number']):04d}"
+        trial = config["trial"]
+        self._settings, self._overrides = settings, trial["overrides"]
+        self._sweep, self._name = SweepFolder(settings.sweep), run_name(trial["number"])
         self._signals = StopSignals()
         self._last: dict[str, Any] = {"step": 0, "eval_loss": float("nan")}
         self._outcome: Result | BaseException | None = None
@@ -313,7 +362,7 @@ class SpaceTrial(tune.Trainable):
             self._thread.join(STOP_S)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Does nothing: the run writes its own checkpoints."""
+        """Does nothing: Ray asks for a checkpoint when a trial ends, but the run writes its own ones."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Does nothing: see `save_checkpoint`."""

@@ -1,8 +1,8 @@
-"""One Ray Tune run on the driver: which trial is next, how each one ended, signals, and lines about the trials.
+"""One Ray Tune run on the driver: how each trial ended, signals, and lines about the trials.
 
-A sweep does not resume from Ray's own experiment state, which is written at most once a second, unpickled when it is
-read, and without what a scheduler has seen. `trials.jsonl` is plain text, has the row of each trial before the next one
-is chosen, and holds everything a search needs: `--resume` starts a new Ray Tune run that knows every trial that ended.
+A search does not resume from Ray's own experiment state (`Tuner.restore`), which is written at most once a second,
+unpickled when it is read, and without what a scheduler has seen. `trials.jsonl` is plain text and has the row of each
+trial before the next one starts: `--resume` starts a new Ray Tune run of the trials that it lacks.
 """
 
 from __future__ import annotations
@@ -11,79 +11,108 @@ import os
 import re
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import ray
 import ray.exceptions
 from ray import cloudpickle, tune
 from ray.tune import Callback
-from ray.tune.search import Searcher
 
 from jobs.driver.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
 from raytrain.errors import RunError
 from raytrain.runs.folder import SweepFolder
 
-DONE = "done"
 LOOK_EVERY_S = 0.1
 
 
-class Trials(Protocol):
-    """The source of trials and the receiver of their results; used on the driver, by one thread."""
+class TrialRecorder(Callback):
+    """Writes the row of each trial that ends to trials.jsonl, and says which trials run.
 
-    def propose(self) -> dict[str, Any] | str | None:
-        """The config of the next trial; None: wait for running trials; `DONE`: no trials are left."""
-        ...
+    A subclass knows what a trial is: `text_of` names it, `row_of` makes its row. Ray Tune's config of each trial is
+    {"trial": its own config}, which has its `number`.
+
+    Attributes:
+        running: numbers of the trials whose process was asked for or runs.
+        again: numbers of the trials whose process died once already.
+        stopping: trials were asked to stop, and what they report from now on is not a result.
+    """
+
+    def __init__(self, sweep: SweepFolder, activity: Activity, print_line: Callable[[str], None]) -> None:
+        self.sweep, self.activity, self.print_line = sweep, activity, print_line
+        self.running: dict[int, tuple[str, str]] = {}
+        self.again = {row["trial"] for row in sweep.again()}
+        self.stopping = False
+        self._began: dict[int, float] = {}
+
+    @abstractmethod
+    def text_of(self, config: dict[str, Any]) -> str:
+        """What a trial tries, in a few words."""
+
+    @abstractmethod
+    def row_of(
+        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int
+    ) -> tuple[dict[str, Any] | None, str]:
+        """The row of a trial and what its line says; None if it did not end as a result.
+
+        Args:
+            result: the last report.
+            error: what ended it, if anything did.
+            deaths: how often its process has died, this time included; 0 if it did not.
+        """
+
+    def proposed(self, config: dict[str, Any]) -> None:
+        """The process of a trial is being started."""
+        self.running[config["number"]] = "starting", self.text_of(config)
+        self._say()
 
     def started(self, config: dict[str, Any]) -> None:
-        """Called when the process of a trial has started."""
-        ...
+        """The process of a trial has started."""
+        self._began[config["number"]] = time.time()
+        self.running[config["number"]] = "measuring", self.text_of(config)
+        self._say()
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
-        """Called when a trial has ended, with its last report and the error that ended it, if any."""
-        ...
+        """Record how a trial ended; one that was asked to stop is not recorded, since a resumed search goes on with
+        it."""
+        number, now = config["number"], time.time()
+        self.running.pop(number, None)
+        if self.stopping:
+            return
+        deaths = 1 + (number in self.again) if has_died(error) else 0
+        row, text = self.row_of(config, result, error, deaths=deaths)
+        if row is None:
+            return
+        counted_deaths = {"deaths": deaths} if row["outcome"] == "died" else {}
+        spent = now - self._began.get(number, now)
+        row = {"trial": number, **row, **counted_deaths, "time": now, "wall_s": spent}
+        if error is not None:
+            full = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+            self.sweep.write_text(f"logs/trial-{number:04d}.txt", f"{type(error).__name__}: {full}\n")
+        self.sweep.record(row)
+        self.recorded(row)
+        self.print_line(f"trial {number}  {self.text_of(config)}: {text}")
+        self._say()
 
+    def recorded(self, row: dict[str, Any]) -> None:
+        """Called with each new row of trials.jsonl."""
 
-class ProposingSearcher(Searcher):
-    """Ray Tune's searcher over `Trials`. Its state is in `trials.jsonl`, not in Ray's experiment state."""
+    def _say(self) -> None:
+        parts = [f"{word} trial {number} ({what})" for number, (word, what) in sorted(self.running.items())]
+        self.activity.begin(" and ".join(parts))
 
-    def __init__(self, trials: Trials) -> None:
-        super().__init__(metric=None, mode=None)
-        self._trials: Any = trials
-
-    def suggest(self, trial_id: str) -> Any:
-        """The next trial's config, None to be asked again, or `Searcher.FINISHED`."""
-        found = self._trials.propose()
-        return Searcher.FINISHED if found == DONE else found
-
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Does nothing: `EndedTrials` reports the end, because it also has the error."""
-
-    def save(self, checkpoint_path: str) -> None:
-        """Does nothing: see the class."""
-
-    def restore(self, checkpoint_path: str) -> None:
-        """Does nothing: see the class."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_trials": None}
-
-
-class EndedTrials(Callback):
-    """Forwards the start and the end of each trial from Ray to `Trials`."""
-
-    def __init__(self, trials: Trials) -> None:
-        self._trials: Any = trials
+    # -- called by Ray ----------------------------------------------------------------------------
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Ray calls this once a trial's process has started."""
-        self._trials.started(trial.config)
+        self.started(trial.config["trial"])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """It returned, or a scheduler ended it early."""
-        self._trials.ended(trial.config, dict(trial.last_result or {}), None)
+        self.ended(trial.config["trial"], dict(trial.last_result or {}), None)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """It raised, or its process died."""
@@ -94,10 +123,10 @@ class EndedTrials(Callback):
             error = cloudpickle.loads(Path(pickled).read_bytes())
         elif text is not None and os.path.exists(text):
             error = RuntimeError(Path(text).read_text())
-        self._trials.ended(trial.config, dict(trial.last_result or {}), error)
+        self.ended(trial.config["trial"], dict(trial.last_result or {}), error)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_trials": None}
+        return {}  # Ray pickles callbacks for `Tuner.restore`, which is not used
 
 
 def has_died(error: BaseException | None) -> TypeGuard[ray.exceptions.RayActorError]:
@@ -110,11 +139,12 @@ def ran_out(error: BaseException | None) -> bool:
     return isinstance(error, ray.exceptions.OutOfMemoryError)
 
 
-def why(error: BaseException) -> str:
-    """An error of a trial in one line, including the death of its process."""
+def why(error: BaseException, *, deaths: int = 0) -> str:
+    """An error of a trial in one line, including the death of its process, and whether that was not the first one."""
     if has_died(error):
         began = "in its creation task" not in str(error)
-        return "its process died" if began else f"it could not start: {str(error).strip().splitlines()[-1].strip()}"
+        reason = "its process died" if began else f"it could not start: {str(error).strip().splitlines()[-1].strip()}"
+        return reason + (", and once before" if deaths > 1 else "")
     if ran_out(error):
         return "Ray killed its process because the machine was almost out of memory"
     cause = getattr(error, "cause", None) or error
@@ -124,54 +154,20 @@ def why(error: BaseException) -> str:
     return short if type(cause).__name__ in short or not lines else f"{type(cause).__name__}: {short}"
 
 
-class TrialLines:
-    """Says which trials start and run, and prints a line for each that has ended."""
-
-    def __init__(self, activity: Activity, print_line: Callable[[str], None]) -> None:
-        self._activity, self.print_line = activity, print_line
-        self._now: dict[int, tuple[str, str]] = {}
-
-    def propose(self, number: int, what: str) -> None:
-        """The process of a trial is being started."""
-        self._now[number] = "starting", what
-        self._say()
-
-    def start(self, number: int) -> None:
-        """The process of a trial has started."""
-        self._now[number] = "measuring", self._now[number][1]
-        self._say()
-
-    def end(self, number: int, text: str) -> None:
-        """A trial has ended."""
-        self._now.pop(number, None)
-        self.print_line(f"trial {number}  {text}")
-        self._say()
-
-    def _say(self) -> None:
-        parts = [f"{word} trial {number} ({what})" for number, (word, what) in sorted(self._now.items())]
-        self._activity.begin(" and ".join(parts))
-
-
-def keep_row(sweep: SweepFolder, row: dict[str, Any], error: BaseException | None) -> None:
-    """Append the row of a trial that has ended to trials.jsonl; its full error goes to `logs` of the search folder."""
-    if error is not None:
-        text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-        sweep.write_text(f"logs/trial-{row['trial']:04d}.txt", f"{type(error).__name__}: {text}\n")
-    sweep.record(row)
-
-
-def run_trials(
-    trainable: Any, trials: Trials, *, storage: str, resources: Any, at_a_time: int, sweep: SweepFolder,
-    signals: StopSignals, stop: Callable[[], None], grace_s: float, scheduler: Any = None,
+def fit(
+    trainable: Any, recorder: TrialRecorder, *, storage: str, resources: Any, at_a_time: int, signals: StopSignals,
+    channel: Any, grace_s: float, stopping: str = "", param_space: dict[str, Any] | None = None, searcher: Any = None,
+    scheduler: Any = None,
 ) -> None:  # fmt: skip
-    """Run trials in processes of their own, until none is left.
+    """Run Ray Tune until no trial is left, each in a process of its own.
 
     Args:
-        trainable: Ray Tune's trainable, whose config is what `trials` proposes.
         storage: a directory for Ray's own bookkeeping.
         resources: what each trial reserves, as `tune.with_resources` takes it.
         at_a_time: the number of concurrent trials.
-        stop: asks the running trials to end, for which they get `grace_s` seconds.
+        channel: the `DriverChannel` through which the trials are asked to end after a signal, for which they get
+            `grace_s` seconds; `stopping` is the line that says so.
+        param_space, searcher: where the configs of the trials come from: one of the two.
 
     Raises:
         Interrupted: a signal arrived; trials.jsonl has the trials that ended.
@@ -181,17 +177,18 @@ def run_trials(
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # its TensorBoard prints a line for every NaN
     tuner = tune.Tuner(
         tune.with_resources(trainable, resources),
+        param_space=param_space,
         tune_config=tune.TuneConfig(
-            search_alg=ProposingSearcher(trials),
+            search_alg=searcher,
             scheduler=scheduler,
-            num_samples=-1,  # the searcher ends the search
+            num_samples=1 if searcher is None else -1,  # a searcher ends the search itself
             max_concurrent_trials=at_a_time,
             reuse_actors=False,  # a new process for each: only its exit is certain to release GPU memory
         ),
         run_config=tune.RunConfig(
             name="tune",
             storage_path=os.path.abspath(storage),
-            callbacks=[EndedTrials(trials)],
+            callbacks=[recorder],
             verbose=0,
             failure_config=tune.FailureConfig(max_failures=0),
         ),
@@ -204,16 +201,23 @@ def run_trials(
         except BaseException as error:  # re-raised in the main thread
             errors.append(error)
 
+    # in a thread, since Ray's own handling of a signal kills the trials before they have saved
     thread = threading.Thread(target=work, daemon=True, name="tune")
     thread.start()
     signals.training = True  # from here on a signal only sets `asked`, which is handled below
     ends: float | None = None
     while thread.is_alive():
         thread.join(LOOK_EVERY_S)
-        sweep.heartbeat()
+        recorder.sweep.heartbeat()
         if signals.asked.is_set() and ends is None:
             ends = time.monotonic() + grace_s
-            stop()
+            recorder.stopping = True
+            if stopping:
+                recorder.print_line(stopping)
+            try:
+                channel.request_stop.remote()
+            except ray.exceptions.RayError as error:
+                raise Interrupted("the cluster is gone") from error
         if ends is not None and (signals.times > 1 or time.monotonic() > ends):
             break
     signals.training = False
@@ -221,15 +225,3 @@ def run_trials(
         raise Interrupted("during the search")
     if errors:
         raise RunError(f"Ray Tune gave up: {type(errors[0]).__name__}: {errors[0]}") from errors[0]
-
-
-def close_channel(channel: Any) -> None:
-    """Ask every trial to stop through the `DriverChannel`.
-
-    Raises:
-        Interrupted: the cluster is no longer reachable.
-    """
-    try:
-        channel.request_stop.remote()
-    except ray.exceptions.RayError as error:
-        raise Interrupted("the cluster is gone") from error

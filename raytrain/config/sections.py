@@ -363,6 +363,10 @@ class TuneConfig(Section):
     scheduler: Literal["none", "asha", "median"] = Field(
         default="none", description="stops trials of tune.space early if their evaluations fall behind"
     )
+    searcher: Literal["random", "optuna"] = Field(
+        default="random",
+        description="random: all combinations of tune.space, or random draws; optuna: chosen by the results so far",
+    )
     max_trials: Count | None = Field(default=None, examples=[20], description="most trials of a search")
     fresh: bool = Field(default=False, description="ignore results of earlier searches")
     found: TuneFound | None = Field(default=None, description="the result of a search, which writes it into best.yaml")

@@ -49,7 +49,7 @@ from jobs.infer import infer_target
 from jobs.inference.target import target_of, weights_of
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch_search import find_search
-from jobs.tuning.batch_trials import Cache
+from jobs.tuning.cache import Cache
 from jobs.tuning.space_points import find_points
 from raytrain.config.decode import dump_yaml, encode, parse_override
 from raytrain.config.messages import key_rows
@@ -568,10 +568,14 @@ def searched(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
         except InputError as error:
             seen["refused"] = error.key
     else:
-        points = find_points(loaded, BOX)
-        alone = loaded.spec.tune.metric == "samples_per_s"
-        seen["trials"] = [one.overrides for one in points.trials]
-        seen["at a time"] = points.at_a_time(gpus=0, cpus=BOX.cpus, alone=alone)
+        try:
+            points = find_points(loaded, BOX)
+        except InputError as error:  # the searcher is not installed
+            seen["trials"] = error.key
+        else:
+            alone = loaded.spec.tune.metric == "samples_per_s"
+            seen["trials"] = [one.overrides for one in points.trials]
+            seen["at a time"] = points.at_a_time(gpus=0, cpus=BOX.cpus, alone=alone)
     row = {"trial": 1, "outcome": "ok", "budget_bytes": None}
     Cache(str(place.folder), {}, budget=None, fresh=False).store([row])
     seen["known"] = len(Cache(str(place.folder), {}, budget=None, fresh=loaded.spec.tune.fresh).rows)
@@ -593,6 +597,7 @@ FLAGS = {
     "tune.space": Flag(searched, "trials", "{optim.lr: [0.1]}", "{optim.lr: [0.1, 0.2]}"),
     "tune.metric": Flag(searched, "at a time", "eval_loss", "samples_per_s", RATES),
     "tune.scheduler": Flag(searched, "trials", "none", "asha", RATES),
+    "tune.searcher": Flag(searched, "trials", "random", "optuna", RATES),
     "tune.max_trials": Flag(searched, "trials", "1", "2", RATES),
     "tune.fresh": Flag(searched, "known", "false", "true"),
     "tune.found": Flag(told, "found", "null", FOUND),

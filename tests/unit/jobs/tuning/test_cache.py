@@ -12,7 +12,7 @@ from cluster.devices.inventory import Inventory, Node
 from jobs.driver.check_job import check_on_driver
 from jobs.job.spec import load_spec
 from jobs.tuning.batch_search import find_search
-from jobs.tuning.batch_trials import Cache, cache_key, valid_rows
+from jobs.tuning.cache import Cache, cache_key, valid_rows
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.autotune.precision import GateReport, gate_refusal
 

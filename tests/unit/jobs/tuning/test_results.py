@@ -15,7 +15,7 @@ from cluster.devices.inventory import local_inventory
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
 from jobs.tune import found_job, open_sweep, run_tune, tune
-from jobs.tuning.batch_trials import Cache, KnownMeasurements, valid_rows
+from jobs.tuning.cache import Cache, KnownMeasurements, valid_rows
 from jobs.tuning.driver import TuneCommand
 from raytrain.autotune.batch_search import BatchSpace
 from raytrain.autotune.measurement import Candidate, Measurement

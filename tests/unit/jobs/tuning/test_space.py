@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cluster.devices.inventory import Device, Inventory, Node
+from jobs.driver.progress import Activity
 from jobs.job.spec import load_spec
-from jobs.tuning.space_points import Choices, Range, find_points, parse_space
+from jobs.tuning.space_points import Choices, Point, Range, find_points, parse_space, run_cells
 from raytrain.errors import InputError
+from raytrain.runs.folder import SweepFolder
 
 JOB: dict[str, Any] = {
     "model": {"builder": "raytrain.models.gpt:gpt", "layers": 1, "heads": 1, "width": 8, "context": 8},
@@ -188,6 +192,107 @@ def test_a_key_that_a_users_function_does_not_accept_is_refused_before_a_trial_s
 
 
 def test_a_switch_is_shown_as_one() -> None:
-    from jobs.tuning.space_trials import run_cells
-
     assert run_cells({"values": {"loop.compile": True}, "outcome": "ok"}, ["loop.compile"])[0] == "True"
+
+
+@pytest.mark.skipif(find_spec("optuna") is not None, reason="optuna is installed")
+def test_a_searcher_that_is_not_installed_is_refused_with_the_command_that_installs_it() -> None:
+    with pytest.raises(
+        InputError, match=r"tune\.searcher: got optuna, which is not installed(.|\n)*pip install optuna"
+    ):
+        points({"optim.lr": [1e-3]}, searcher="optuna")
+
+
+@pytest.mark.parametrize("name", ["random", "optuna"])
+def test_a_searcher_of_ray_tune_proposes_points_that_can_run_and_continues_those_without_a_result(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A searcher of our own takes the place of Optuna where that is not installed."""
+    from ray.tune.search import Searcher
+
+    from jobs.tuning import space_trials
+
+    made: list[Any] = []
+
+    class Recorded(Searcher):
+        """Proposes sizes in turn, of which 5 divides no batch of 16, and notes what it is told."""
+
+        def __init__(self, **_: Any) -> None:
+            super().__init__(metric=None, mode=None)
+            self.told: list[tuple[str, Any]] = []
+            self._sizes = iter([5, 8, 4, 16, 2])
+            made.append(self)
+
+        def set_search_properties(self, metric: Any, mode: Any, config: dict[str, Any], **spec: Any) -> bool:
+            self.told.append((mode, sorted(config)))
+            return True
+
+        def suggest(self, trial_id: str) -> Any:
+            return {"loop.micro_batch_size": next(self._sizes)}
+
+        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            self.told.append(("failed" if error else "completed", result and result["eval_loss"]))
+
+        def add_evaluated_point(self, parameters: dict[str, Any], value: float, *_: Any, **__: Any) -> None:
+            self.told.append(("evaluated", (parameters["loop.micro_batch_size"], value)))
+
+    if name == "optuna":
+        pytest.importorskip("optuna")
+    else:
+        monkeypatch.setattr("jobs.tuning.space_points.find_spec", lambda _: object())
+        monkeypatch.setattr(space_trials, "create_searcher", lambda _, **keys: Recorded(**keys))
+    tuned = {"space": {"loop.micro_batch_size": "randint(1, 16)"}, "searcher": "optuna", "max_trials": 3}
+    job = {**JOB, "loop": {"max_steps": 10, "global_batch_size": 16}, "tune": tuned}
+    found = find_points(load_spec(mapping=job), machine())
+    sweep = SweepFolder(str(tmp_path))
+
+    def searcher() -> space_trials.PointSearcher:
+        return space_trials.PointSearcher(found, "optuna", metric="eval_loss", seed=0, sweep=sweep)
+
+    limit = len(found.trials)
+    first = searcher()
+    configs = [first.suggest(f"id {number}")["trial"] for number in range(limit)]
+    assert [one["number"] for one in configs] == list(range(1, limit + 1))
+    assert all(16 % one["values"]["loop.micro_batch_size"] == 0 for one in configs)
+    assert first.suggest("too many") == Searcher.FINISHED
+    first.on_trial_complete("id 0", {"eval_loss": 0.5, "training_iteration": 1})
+    sweep.record({"trial": 1, "values": configs[0]["values"], "outcome": "ok", "eval_loss": 0.5})
+    again = searcher()
+    assert [again.suggest("new")["trial"] for _ in configs[1:]] == configs[1:], "with their numbers and values"
+    assert again.suggest("new") == Searcher.FINISHED
+    if name == "random":
+        assert made[0].told == [("min", ["loop.micro_batch_size"]), ("failed", None), ("completed", 0.5)]
+        assert made[1].told[1:] == [("evaluated", (configs[0]["values"]["loop.micro_batch_size"], 0.5))]
+
+
+def test_reservations_of_a_trial_that_died_go_once_the_trials_beside_it_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray.exceptions
+
+    from jobs.tuning import space_trials
+
+    table = {f"{number:036x}": {"state": "CREATED", "bundles": {0: {"CPU": 1}}} for number in (1, 2)}
+    removed: list[str] = []
+    monkeypatch.setattr(space_trials, "placement_group_table", lambda: table)
+    monkeypatch.setattr(space_trials, "remove_placement_group", lambda group: removed.append(group.id.hex()))
+    for private in (True, False):
+        trials = space_trials.SpaceTrials(
+            SweepFolder(str(tmp_path)), Activity(Console(quiet=True)), lambda _: None, metric="eval_loss",
+            private=private,
+        )  # fmt: skip
+        one, two, three = (
+            space_trials.config_of(Point(number, {"seed": number}, (), 0, 1, 10)) for number in (1, 2, 3)
+        )
+        trials.started(one)
+        trials.started(two)
+        trials.ended(one, {}, ray.exceptions.ActorDiedError())
+        assert removed == [], "what belongs to trial 2 cannot be told from it"
+        trials.started(three)
+        table[f"{3:036x}"] = {"state": "CREATED", "bundles": {0: {"CPU": 1}}}
+        table[f"{2:036x}"]["state"] = "REMOVED"
+        trials.ended(two, {"final": True, "eval_loss": 1.0}, None)
+        assert removed == ([f"{1:036x}"] if private else []), "not the third's, which runs"
+        removed.clear()
+        table[f"{2:036x}"]["state"] = "CREATED"
+        del table[f"{3:036x}"]

@@ -14,10 +14,12 @@ from rich.console import Console
 from jobs.driver.progress import Activity
 from jobs.tuning.batch import decision_table, untold_warning
 from jobs.tuning.driver import TuneCommand
-from jobs.tuning.trials import TrialLines
+from jobs.tuning.space_points import Point
+from jobs.tuning.space_trials import SpaceTrials, config_of
 from raytrain.autotune.batch_search import BatchDecision, TableRow
 from raytrain.autotune.measurement import Candidate
 from raytrain.plan.choice import Resolved
+from raytrain.runs.folder import SweepFolder
 
 
 def console(width: int | None = None) -> Console:
@@ -30,20 +32,21 @@ def printed(shown: Console) -> list[str]:
     return [line.rstrip() for line in shown.file.getvalue().splitlines()]
 
 
-def test_the_start_of_a_process_its_measurement_and_its_result_are_lines() -> None:
+def test_the_start_of_a_process_its_measurement_and_its_result_are_lines(tmp_path: Path) -> None:
     pipe = console()
+    first, second = (config_of(Point(number, {"seed": 7 * number}, (), 0, 1, 10)) for number in (1, 2))
     with Activity(pipe) as activity:
-        lines = TrialLines(activity, pipe.print)
-        lines.propose(1, "fp32, 2 rows, time")
-        lines.start(1)
-        lines.propose(2, "fp32, 16 rows, time")
-        lines.end(1, "fp32, 2 rows, time: 5 rows/s")
+        trials = SpaceTrials(SweepFolder(str(tmp_path)), activity, pipe.print, metric="eval_loss", private=False)
+        trials.proposed(first)
+        trials.started(first)
+        trials.proposed(second)
+        trials.ended(first, {"final": True, "eval_loss": 0.5, "steps": 10}, None)
     assert printed(pipe) == [
-        "starting trial 1 (fp32, 2 rows, time)",
-        "measuring trial 1 (fp32, 2 rows, time)",
-        "measuring trial 1 (fp32, 2 rows, time) and starting trial 2 (fp32, 16 rows, time)",
-        "trial 1  fp32, 2 rows, time: 5 rows/s",
-        "starting trial 2 (fp32, 16 rows, time)",
+        "starting trial 1 (seed 7)",
+        "measuring trial 1 (seed 7)",
+        "measuring trial 1 (seed 7) and starting trial 2 (seed 14)",
+        "trial 1  seed 7: 10 steps, 0.5 eval loss",
+        "starting trial 2 (seed 14)",
     ]
 
 

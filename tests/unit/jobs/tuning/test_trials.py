@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray.exceptions
+from ray.tune.search import Searcher
 from rich.console import Console
 
 from cluster.devices.inventory import Device, Inventory, Node
@@ -17,10 +18,10 @@ from jobs.driver.progress import Activity
 from jobs.job.spec import load_spec
 from jobs.tuning.batch import answer_of, chosen_loaders
 from jobs.tuning.batch_search import Kind, LoaderSearch, find_kinds, find_loaders
-from jobs.tuning.batch_trials import BatchTrials, KnownMeasurements, of_kind
+from jobs.tuning.batch_trials import BatchTrials
+from jobs.tuning.cache import KnownMeasurements, of_kind
 from jobs.tuning.space_points import Point
-from jobs.tuning.space_trials import SpaceTrials
-from jobs.tuning.trials import DONE, TrialLines
+from jobs.tuning.space_trials import SpaceTrials, config_of
 from raytrain.autotune.batch_search import BatchSpace
 from raytrain.autotune.loaders import LoaderRate, LoaderRates
 from raytrain.autotune.measurement import Candidate, Measurement
@@ -42,9 +43,9 @@ def measured(config: dict[str, Any]) -> dict[str, Any]:
     return {**told, "signature": {"hash": "a", "facts": {}}}
 
 
-def lines() -> TrialLines:
+def quiet() -> dict[str, Any]:
     """Lines that nobody reads."""
-    return TrialLines(Activity(Console(quiet=True)), lambda _: None)
+    return {"activity": Activity(Console(quiet=True)), "print_line": lambda _: None}
 
 
 def kind_of(name: str, *, devices: int = 1) -> Kind:
@@ -61,7 +62,7 @@ def batch_trials(
         kinds=tuple(map(kind_of, kinds or ("",))), space=space, space_of=lambda _: space, loaders=loaders
     )
     known = {kind.name: KnownMeasurements(of_kind(sweep.standing(), kind.name)) for kind in search.kinds}
-    return BatchTrials(search, known=known, sweep=sweep, lines=lines(), most=most), known
+    return BatchTrials(search, known=known, sweep=sweep, most=most, **quiet()), known
 
 
 def run(made_trials: tuple[BatchTrials, Any], *, deadly: int | None = None) -> list[tuple[int, int]]:
@@ -116,7 +117,7 @@ def test_loader_processes_are_measured_once_and_last_with_the_chosen_batch(tmp_p
     search: Any = SimpleNamespace(loaders=loaders)
     assert chosen_loaders(search, {**known, "other": KnownMeasurements()}).value == 2  # type: ignore[union-attr]
     again, _ = batch_trials(sweep, loaders=loaders)
-    assert again.propose() == DONE, "what a sweep has measured is not measured again"
+    assert again.propose() == Searcher.FINISHED, "what a sweep has measured is not measured again"
     more = batch_trials(sweep, loaders=LoaderSearch(4))[0].propose()
     assert isinstance(more, dict) and more["loaders"] == 4, "on a machine with more cores it is"
 
@@ -164,22 +165,30 @@ def test_out_of_memory_and_other_errors_keep_their_types(tmp_path: Path) -> None
 
 def test_a_run_whose_process_died_is_repeated_once(tmp_path: Path) -> None:
     sweep = SweepFolder(str(tmp_path))
-    points = [Point(number, {"seed": number}, (), 0, 1, 10) for number in (1, 2)]
+    first, second = (config_of(Point(number, {"seed": number}, (), 0, 1, 10)) for number in (1, 2))
 
     def trials() -> SpaceTrials:
-        return SpaceTrials(points, sweep=sweep, lines=lines(), metric="eval_loss", private=False)
+        return SpaceTrials(sweep, metric="eval_loss", private=False, **quiet())
 
-    first = trials()
-    for error in (DEATH, None):
-        config: Any = first.propose()
-        first.ended(config, {} if error else {"final": True, "eval_loss": 1.0}, error)
-    assert first.propose() == DONE and first.rows[1]["outcome"] == "died"
-    second = trials()
-    config = second.propose()
-    assert isinstance(config, dict) and config["number"] == 1
-    second.ended(config, {}, DEATH)
-    assert second.propose() == DONE and second.rows[1]["deaths"] == 2
-    assert trials().propose() == DONE and trials().rows.keys() == {1, 2}
+    beginning = trials()
+    beginning.ended(first, {}, DEATH)
+    beginning.ended(second, {"final": True, "eval_loss": 1.0}, None)
+    assert [(row["trial"], row["outcome"], row["deaths"]) for row in sweep.again()] == [(1, "died", 1)]
+    assert [row["trial"] for row in sweep.standing()] == [2], "the other one is left to repeat"
+    trials().ended(first, {}, DEATH)
+    last = sweep.ended()[-1]
+    assert last["deaths"] == 2 and "once before" in last["reason"]
+    assert sweep.again() == [] and {row["trial"] for row in sweep.standing()} == {1, 2}
+
+
+def test_a_run_that_was_asked_to_stop_is_no_result(tmp_path: Path) -> None:
+    sweep = SweepFolder(str(tmp_path))
+    config = config_of(Point(1, {"seed": 1}, (), 0, 1, 10))
+    trials = SpaceTrials(sweep, metric="eval_loss", private=False, **quiet())
+    trials.ended(config, {"final": True, "status": "interrupted", "eval_loss": 1.0}, None)
+    trials.stopping = True
+    trials.ended(config, {"step": 3}, None)
+    assert sweep.ended() == []
 
 
 def test_each_kind_of_device_is_searched_separately(tmp_path: Path) -> None:
@@ -193,7 +202,7 @@ def test_each_kind_of_device_is_searched_separately(tmp_path: Path) -> None:
         trials.started(config)
         trials.ended(config, measured(config), None)
         beside += [one for one in [trials.propose()] if isinstance(one, dict)]
-    assert trials.propose() == DONE
+    assert trials.propose() == Searcher.FINISHED
     for kind, line in known.items():
         assert {row["micro_batch_size"] for row in of_kind(sweep.ended(), kind)} == {1, 4}
         assert len(line.measurements) == 2 and len(line.contests) == 1
