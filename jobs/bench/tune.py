@@ -26,9 +26,10 @@ from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.inputs import draw_tokens, gpt_model, job_of
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, matrix_units
 from jobs.bench.harness.options import BenchOptions
-from raytrain.autotune.batch_search import MOST_SIZES, NEAR, BatchSpace, sizes_free
+from raytrain.autotune.batch_space import BatchSpace, sizes_free
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.autotune.precision import WORTHWHILE_GAIN
+from raytrain.autotune.size_curve import MOST_SIZES, NEAR
 from raytrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -228,7 +229,9 @@ def _measure_ceilings(
             "readings_differ": max(abs(peaks[size] - again[size]) for size in (rows, following)),
             "half_way": budget - peaks[rows],
             "predicted_peak": one.decision.predicted_peak, "measured_peak": one.decision.measured_peak,
-            "out_of_memory": [m.candidate.micro_batch_size for m in one.measurements if m.outcome == "out_of_memory"],
+            "out_of_memory": [
+                each.candidate.micro_batch_size for each in one.results.measurements if each.outcome == "out_of_memory"
+            ],
         }  # fmt: skip
         say(f"{model.name}: {rows} rows just fit; chose {chosen}, near the best that fits are {right}")
         ceilings.append(row)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from jobs.driver.local_session import session_of
-from raytrain.autotune.batch_search import PASSES, BatchDecision, BatchSpace, Contest, Proposal, decide, next_proposals
+from raytrain.autotune.batch_decision import BatchDecision, decide
+from raytrain.autotune.batch_search import next_proposals
+from raytrain.autotune.batch_space import PASSES, BatchSpace, Proposal, SearchResults
 from raytrain.autotune.comparisons import run_proposal
 from raytrain.autotune.measurement import Candidate, Measurement
-from raytrain.autotune.precision import GateReport
 from raytrain.autotune.state_guard import preserve_model, preserve_optimizers
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.train.memory.device import process_budget
@@ -31,25 +32,23 @@ class FinishedSearch:
     """A finished search: its decision, its measurements, and its seconds by phase and in total."""
 
     decision: BatchDecision
-    measurements: list[Measurement]
-    gates: list[GateReport]
-    contests: list[Contest]
+    results: SearchResults
     phases: dict[str, float]
     seconds: float
 
     @property
     def most_sizes(self) -> int:
         """The largest number of sizes over the precisions."""
-        measured = {one.candidate for one in self.measurements}
+        measured = {one.candidate for one in self.results.measurements}
         return max(Counter(one.precision for one in measured).values())
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
         return {
             "decision": self.decision.to_json(),
-            "measurements": [one.to_json() for one in self.measurements],
-            "gates": [gate.to_json() for gate in self.gates],
-            "contests": [[one.to_json() for one in contest] for contest in self.contests],
+            "measurements": [asdict(one) for one in self.results.measurements],
+            "gates": [asdict(gate) for gate in self.results.gates],
+            "contests": [[asdict(one) for one in contest] for contest in self.results.contests],
             "phases": self.phases,
             "seconds": self.seconds,
         }
@@ -109,21 +108,15 @@ class SearchedModel:
     def search(self, precisions: Sequence[str] = PRECISIONS, *, budget: int | None) -> FinishedSearch:
         """Run our search, without prior measurements."""
         space = self.space(precisions, budget=budget)
-        measurements: list[Measurement] = []
-        gates: list[GateReport] = []
-        contests: list[Contest] = []
+        results = SearchResults()
         phases: dict[str, float] = {}
         began = time.perf_counter()
-        while proposals := next_proposals(space, measurements, (), gates, contests):
+        while proposals := next_proposals(space, results):
             proposal, at = proposals[0], time.perf_counter()
-            result = run_proposal(self.probe, proposal, reference=space.lead, budget=budget)
-            for part, found in ((result.measurement, measurements), (result.gate, gates), (result.contest, contests)):
-                if part is not None:
-                    found.append(part)  # pyright: ignore[reportArgumentType]
+            results.add(run_proposal(self.probe, proposal, reference=space.lead, budget=budget))
             phase = _phase(proposal)
             phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - at
-        decision = decide(space, measurements, gates, contests)
-        return FinishedSearch(decision, measurements, gates, contests, phases, time.perf_counter() - began)
+        return FinishedSearch(decide(space, results), results, phases, time.perf_counter() - began)
 
     def doubling(self) -> float:
         """The seconds of 3 steps and 3 validation batches of every size from 2 to the largest, in fp32, without the

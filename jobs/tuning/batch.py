@@ -17,9 +17,11 @@ from jobs.driver.planning import show_only_picked
 from jobs.driver.runtime import Cluster, connected
 from jobs.job.facts import path_from_here
 from jobs.tuning.batch_search import BatchSearch, find_search
-from jobs.tuning.cache import CACHE, Cache, KnownMeasurements, cache_key, of_kind
+from jobs.tuning.cache import CACHE, Cache, cache_key, of_kind
 from jobs.tuning.driver import TuneCommand
-from raytrain.autotune.batch_search import BatchDecision, KindsDecision, choose_for_all
+from raytrain.autotune.batch_decision import BatchDecision, KindsDecision, choose_for_all, decide
+from raytrain.autotune.batch_search import next_proposals
+from raytrain.autotune.batch_space import SearchResults
 from raytrain.autotune.loaders import choose_count
 from raytrain.autotune.measurement import STEADY, Candidate, line_of
 from raytrain.autotune.precision import gate_refusal
@@ -36,7 +38,7 @@ LEAVE_S = 10.0
 """Seconds that trials get to exit after a signal."""
 LOADERS = "data.loader_workers"
 
-Known = Mapping[str, KnownMeasurements]
+Known = Mapping[str, SearchResults]
 """What is measured, by the name of the kind of device, "" for a single kind."""
 
 
@@ -73,7 +75,9 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
 
 
 def _is_complete(search: BatchSearch, known: Known) -> bool:
-    return all(known[kind.name].is_complete(search.space_of(kind), search.loaders.most) for kind in search.kinds)
+    """Whether nothing is left to measure."""
+    spaces = [(search.space_of(kind), known[kind.name]) for kind in search.kinds]
+    return all(found.measurements and not next_proposals(space, found) for space, found in spaces)
 
 
 def _earlier_measurements(
@@ -89,7 +93,7 @@ def _earlier_measurements(
         )
         for kind in search.kinds
     }  # fmt: skip
-    known = {name: cache.known_with(of_kind(sweep.standing(), name)) for name, cache in caches.items()}
+    known = {name: cache.results_with(of_kind(sweep.standing(), name)) for name, cache in caches.items()}
     count = sum(len(cache.rows) for cache in caches.values())
     if sweep.ended():
         return known, caches
@@ -218,7 +222,7 @@ def answer_of(search: BatchSearch, known: Known) -> KindsDecision:
     decisions: dict[str, BatchDecision] = {}
     for kind in search.kinds:
         try:
-            decisions[kind.name] = known[kind.name].decision(search.space_of(kind))
+            decisions[kind.name] = decide(search.space_of(kind), known[kind.name])
         except RunError as error:
             if not kind.name:
                 raise
@@ -236,7 +240,7 @@ def chosen_loaders(search: BatchSearch, known: Known) -> Choice:
     there is none."""
     if search.loaders.most is None:
         return Deferred(search.loaders.reason)
-    found = [choose_count(one.loaders) for one in known.values() if one.loaders is not None]
+    found = [choose_count(one.loaders) for one in known.values() if one.loaders is not None and one.loaders.rates]
     return max(found, key=lambda one: one.value) if found else Deferred("not measured: its trial failed")
 
 
@@ -299,7 +303,7 @@ def untold_warning(decision: BatchDecision) -> str:
     )
 
 
-def unsteady_warning(known: KnownMeasurements) -> str:
+def unsteady_warning(known: SearchResults) -> str:
     """A warning that some times are unreliable, or ""."""
     unsteady = sum(not one.is_steady for one in known.measurements)
     if not unsteady:
@@ -308,7 +312,7 @@ def unsteady_warning(known: KnownMeasurements) -> str:
     return f"{message}, since the machine was busy; they are not cached: search again when it is idle"
 
 
-def peaks_advice(known: KnownMeasurements, chosen: Candidate, limit: int | None) -> list[str]:
+def peaks_advice(known: SearchResults, chosen: Candidate, limit: int | None) -> list[str]:
     """The peak memory at half, the same and twice the chosen size."""
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
     if not any(one.peak_bytes for one in own):

@@ -13,7 +13,7 @@ from jobs.driver.check_job import Checked
 from jobs.driver.planning import plan_job
 from jobs.job.facts import resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
-from raytrain.autotune.batch_search import BatchSpace, sizes_dividing, sizes_free
+from raytrain.autotune.batch_space import BatchSpace, sizes_dividing, sizes_free
 from raytrain.config.messages import render
 from raytrain.errors import InputError
 from raytrain.plan.facts import DataFacts
@@ -224,6 +224,7 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
         budget_bytes=budget,
         reference="fp32" if "fp32" in precisions else precisions[0],
         workers=workers,
+        loaders=loaders.most,
     )
     return BatchSearch(
         space, kinds, on_gpu, resolved(alone.spec), plan_job(alone, inventory=inventory, **facts), loaders

@@ -7,7 +7,6 @@ A trial is one measurement, in its own process and on its own device: one worker
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,13 +17,13 @@ from ray.tune.search import Searcher
 
 from cluster.wording import counted
 from jobs.driver.progress import Activity
-from jobs.tuning.batch_search import BatchSearch, Kind
-from jobs.tuning.cache import KnownMeasurements
+from jobs.tuning.batch_search import BatchSearch
 from jobs.tuning.trials import TrialRecorder, ran_out, why
-from raytrain.autotune.batch_search import BatchSpace, Proposal
+from raytrain.autotune.batch_search import next_proposals
+from raytrain.autotune.batch_space import BatchSpace, Proposal, ProposalResult, SearchResults
 from raytrain.autotune.found import signature_of
-from raytrain.autotune.loaders import LoaderRates, choose_count, measure_loaders
-from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.loaders import choose_count
+from raytrain.autotune.measurement import LoaderRates, Measurement, from_json
 from raytrain.autotune.precision import GateReport, gate_refusal
 from raytrain.plan.choice import figure_text, size_text
 from raytrain.runs.folder import SweepFolder
@@ -34,149 +33,87 @@ if TYPE_CHECKING:
 
 FREED_S = 20.0
 """Seconds to wait for the memory of an earlier trial's process to be released."""
-PARTS = ("measurement", "gate", "contest", "loaders")
-"""What a trial reports: one of these, or a contest with a measurement of its winner's peak."""
-
-
-@dataclass(frozen=True)
-class TrialRequest:
-    """One trial: a proposal of the search, or a measurement of 0 to `loaders` loader processes with `passes` per step;
-    `kind` is the kind of device, if there are several."""
-
-    number: int
-    candidate: Candidate
-    passes: int = 0
-    with_memory: bool = False
-    gate_steps: int = 0
-    against: tuple[Candidate, ...] = ()
-    loaders: int | None = None
-    kind: str = ""
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> TrialRequest:
-        """The inverse of `to_json`."""
-        points = {"candidate": Candidate(**config["candidate"]),
-                  "against": tuple(Candidate(**one) for one in config["against"])}  # fmt: skip
-        return cls(**{**config, **points})
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping: the trial's config."""
-        return asdict(self)
-
-    @property
-    def proposal(self) -> Proposal:
-        """As the search proposed it."""
-        return Proposal(self.candidate, self.passes, self.with_memory, self.gate_steps, self.against)
-
-    @property
-    def what(self) -> str:
-        """What it measures, as lines and trials.jsonl say it."""
-        if self.loaders is not None:
-            return "loaders"
-        if self.against:
-            return "in turn + memory" if self.with_memory else "in turn"
-        if self.gate_steps:
-            return "gate"
-        return "time + memory" if self.passes and self.with_memory else "time" if self.passes else "memory"
-
-    @property
-    def text(self) -> str:
-        """The beginning of its lines."""
-        one = self.candidate
-        parts = [self.kind, one.precision, counted(one.micro_batch_size, "row"), self.what]
-        return ", ".join(part for part in parts if part)
-
-    @property
-    def key(self) -> tuple[str, str, str, int]:
-        """What is measured, also if the trial is repeated."""
-        return self.kind, _aim(self.what), self.candidate.precision, self.candidate.micro_batch_size
-
-
-def _aim(what: str) -> str:
-    """What a trial is for: a repetition may read memory in addition, or no more."""
-    return what.partition(" + ")[0]
 
 
 class BatchTrials(TrialRecorder):
-    """Which trial is next, and how each one ended; each kind of device has its own line of measurements.
+    """Which trial is next, and how each one ended; each kind of device has its own line of measurements. The config of
+    a trial is its number, its kind of device and the fields of its `Proposal`.
 
     Args:
-        known: by kind, measurements of earlier searches and of this one, which are not repeated.
+        known: by kind, results of earlier searches and of this one, which are not repeated.
         most: limit on the number of trials.
     """
 
     def __init__(
-        self, search: BatchSearch, *, known: Mapping[str, KnownMeasurements], sweep: SweepFolder, activity: Activity,
+        self, search: BatchSearch, *, known: Mapping[str, SearchResults], sweep: SweepFolder, activity: Activity,
         print_line: Callable[[str], None], most: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sweep, activity, print_line)
         self._search, self._known, self._most = search, known, most
-        self._requests: dict[int, TrialRequest] = {}
+        self._requests: dict[int, tuple[str, Proposal]] = {}
         self._numbers = itertools.count(1 + max((row["trial"] for row in sweep.ended()), default=0))
         self._dead = {
-            (row.get("kind", ""), _aim(row["what"]), row["precision"], row["micro_batch_size"]): row["trial"]
+            (row.get("kind", ""), row["what"].partition(" + ")[0], row["precision"], row["micro_batch_size"]): row[
+                "trial"
+            ]
             for row in sweep.again()
         }
-        self._no_loaders: set[str] = set()
 
     def propose(self) -> dict[str, Any] | str | None:
-        """The next trial, of the kind with the most idle devices; None: wait for running trials; `Searcher.FINISHED`:
-        there is none."""
-        running = [one.kind for one in self._requests.values()]
+        """The config of the next trial, on the kind with the most idle devices; None: wait for running trials;
+        `Searcher.FINISHED`: there is none."""
+        running = [kind for kind, _ in self._requests.values()]
         for kind in sorted(self._search.kinds, key=lambda one: running.count(one.name) - one.devices):
-            wanted = None if self.stopping else self._next(kind)
-            if wanted is None:
+            beside = [proposal for name, proposal in self._requests.values() if name == kind.name]
+            found = next_proposals(self._search.space_of(kind), self._known[kind.name], beside)
+            if self.stopping or not found:
                 continue
-            number = self._dead.pop(wanted.key, None)  # it died in an earlier command
+            aim, one = found[0].aim
+            number = self._dead.pop(
+                (kind.name, aim, one.precision, one.micro_batch_size), None
+            )  # in an earlier command
             if number is None:
                 number = next(self._numbers)
                 if self._most is not None and number > self._most:
                     continue
-            wanted = self._requests[number] = replace(wanted, number=number)
-            self.proposed(wanted.to_json())
-            return wanted.to_json()
+            self._requests[number] = kind.name, found[0]
+            config = {"number": number, "kind": kind.name, **asdict(found[0])}
+            self.proposed(config)
+            return config
         return None if self._requests and not self.stopping else Searcher.FINISHED
-
-    def _next(self, kind: Kind) -> TrialRequest | None:
-        """The next trial of a kind without its number; None if nothing can be started now."""
-        running = [one.proposal for one in self._requests.values() if one.kind == kind.name]
-        known, space = self._known[kind.name], self._search.space_of(kind)
-        if found := known.proposals(space, running):
-            return TrialRequest(0, **vars(found[0]), kind=kind.name)
-        if running or kind.name in self._no_loaders or not any(one.outcome == "ok" for one in known.measurements):
-            return None
-        most = self._search.loaders.most
-        chosen = known.without_loaders(space, most)
-        if chosen is None:
-            return None
-        passes = math.ceil((space.rows_per_step or chosen.micro_batch_size) / chosen.micro_batch_size)
-        return TrialRequest(0, chosen, passes=passes, loaders=most, kind=kind.name)
 
     def text_of(self, config: dict[str, Any]) -> str:
         """Its kind of device, candidate, and what is measured."""
-        return TrialRequest.of(config).text
+        wanted = from_json(Proposal, config)
+        one = wanted.candidate
+        parts = (config["kind"], one.precision, counted(one.micro_batch_size, "row"), wanted.what)
+        return ", ".join(filter(None, parts))
 
     def row_of(
         self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int
     ) -> tuple[dict[str, Any] | None, str]:
         """See `TrialRecorder`; a crash is a failed measurement."""
-        wanted = TrialRequest.of(config)
-        found = {name: result[name] for name in PARTS if result.get(name) is not None}
-        died = deaths > 0 and not found
-        found = found or self._failed(wanted, error, deaths=deaths)
-        space = next(self._search.space_of(kind) for kind in self._search.kinds if kind.name == wanted.kind)
-        outcome = "died" if died else "ok" if error is None else "error"
+        wanted, kind = from_json(Proposal, config), config["kind"]
+        found, reason, outcome = from_json(ProposalResult, result), "", "ok"
+        if found == ProposalResult():
+            reason = "it ended without a result" if error is None else why(error, deaths=deaths)
+            found, outcome = self._failed(wanted, error, reason), "died" if deaths else "error"
+        elif error is not None:
+            outcome = "error"
+        if found.measurement is not None and outcome != "died":
+            outcome = found.measurement.outcome
+        space = next(self._search.space_of(one) for one in self._search.kinds if one.name == kind)
         row = {
-            **({"kind": wanted.kind} if wanted.kind else {}),
+            **({"kind": kind} if kind else {}),
             "what": wanted.what,
             "precision": wanted.candidate.precision,
             "micro_batch_size": wanted.candidate.micro_batch_size,
-            "outcome": outcome if died else found.get("measurement", {}).get("outcome", outcome),
+            "outcome": outcome,
             "budget_bytes": space.budget_bytes,
-            **found,
-            "signature": result.get("signature"),
+            **found.to_json(),
+            **({"reason": reason} if wanted.loaders is not None and reason else {}),
         }
-        return row, result_text(row, space)
+        return row, result_text(found, space, reason if wanted.loaders is not None else "")
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
         """See `TrialRecorder`."""
@@ -185,18 +122,16 @@ class BatchTrials(TrialRecorder):
 
     def recorded(self, row: dict[str, Any]) -> None:
         """What follows is proposed from it."""
-        self._known[row.get("kind", "")].add(row)
+        self._known[row.get("kind", "")].add(from_json(ProposalResult, row))
 
-    def _failed(self, wanted: TrialRequest, error: BaseException | None, *, deaths: int) -> dict[str, Any]:
-        reason = "it ended without a result" if error is None else why(error, deaths=deaths)
-        if wanted.loaders is not None:
-            self._no_loaders.add(wanted.kind)  # only their count is missing; the search continues
-            return {"reason": reason}
+    def _failed(self, wanted: Proposal, error: BaseException | None, reason: str) -> ProposalResult:
+        """What a trial that ended without a result says about its candidate."""
+        if wanted.loaders is not None:  # only their count is missing; the search ends without it
+            return ProposalResult(loaders=LoaderRates(wanted.candidate, wanted.loaders))
         if wanted.gate_steps:
-            lead = self._search.space.lead
-            return {"gate": GateReport(wanted.candidate.precision, lead, error=reason).to_json()}
+            return ProposalResult(gate=GateReport(wanted.candidate.precision, self._search.space.lead, error=reason))
         outcome = "out_of_memory" if ran_out(error) else "error"
-        return {"measurement": Measurement(wanted.candidate, outcome, reason=reason).to_json()}
+        return ProposalResult(Measurement(wanted.candidate, outcome, reason=reason))
 
 
 class BatchSearcher(Searcher):
@@ -224,18 +159,17 @@ class BatchSearcher(Searcher):
         return {}
 
 
-def result_text(row: Mapping[str, Any], space: BatchSpace) -> str:
+def result_text(found: ProposalResult, space: BatchSpace, reason: str) -> str:
     """What a trial has measured, for its line."""
-    if row.get("gate") is not None:
-        return gate_refusal(GateReport.from_json(row["gate"])) or "loss and gradient norm agree"
-    if row.get("loaders") is not None:
-        found = choose_count(LoaderRates.from_json(row["loaders"]))
-        return f"{counted(found.value, 'loader process', 'loader processes')}: {found.reason}"
-    parts = [row["reason"]] if row.get("reason") else []
-    alone, contest = [row["measurement"]] if row.get("measurement") else [], row.get("contest") or []
-    for one in map(Measurement.from_json, [*alone, *contest]):
-        rows = space.rows_per_step or one.candidate.micro_batch_size
-        name = f"{one.candidate.precision} x {one.candidate.micro_batch_size} " if contest else ""
+    if found.gate is not None:
+        return gate_refusal(found.gate) or "loss and gradient norm agree"
+    if found.loaders is not None and found.loaders.rates:
+        count = choose_count(found.loaders)
+        return f"{counted(count.value, 'loader process', 'loader processes')}: {count.reason}"
+    parts = [reason] if reason else []
+    for one in filter(None, (found.measurement, *(found.contest or ()))):
+        rows = space.rows(one.candidate.micro_batch_size)
+        name = f"{one.candidate.precision} x {one.candidate.micro_batch_size} " if found.contest else ""
         parts += [f"{name}{figure_text(rows / one.step_s(rows))} rows/s"] if one.pass_s else []
         parts += [f"peak {size_text(one.peak_bytes)}"] if one.peak_bytes else []
         parts += [f"{one.outcome.replace('_', ' ')}: {one.reason}"] if one.outcome != "ok" else []
@@ -290,7 +224,6 @@ def batch_trial(config: dict[str, Any], *, settings: BatchTrialSettings) -> None
     if os.path.isdir(settings.folder):
         os.chdir(settings.folder)
     import_from(settings.folder)
-    wanted = TrialRequest.of(config["trial"])
     job: Any = cloudpickle.loads(ray.get(settings.job))
     data: Any = None if settings.data is None else ray.get(settings.data)
     if job.planned("device") == "cuda":
@@ -299,15 +232,11 @@ def batch_trial(config: dict[str, Any], *, settings: BatchTrialSettings) -> None
     session = Session(job, workers=Workers(), source=source)
     session.prepare(settings.prepared)
     probe = StepProbe(session)
-    if wanted.loaders is not None:
-        rates = measure_loaders(probe, wanted.candidate, most=wanted.loaders, passes=wanted.passes)
-        tune.report({"loaders": rates.to_json()})
-        return
-    taken = run_proposal(probe, wanted.proposal, reference=settings.reference, budget=settings.budgets[wanted.kind])
-    found: dict[str, Any] = {name: part.to_json() for name in ("measurement", "gate") if (part := getattr(taken, name))}
-    if taken.contest is not None:
-        found["contest"] = [one.to_json() for one in taken.contest]
-    tune.report({**found, "signature": signature_of(session, workers=settings.workers).to_json()})
+    trial = config["trial"]
+    found = run_proposal(
+        probe, from_json(Proposal, trial), reference=settings.reference, budget=settings.budgets[trial["kind"]]
+    )
+    tune.report(replace(found, signature=asdict(signature_of(session, workers=settings.workers))).to_json())
 
 
 def _await_freed_memory(device: torch.device) -> None:

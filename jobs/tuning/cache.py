@@ -1,23 +1,20 @@
-"""What a search over batch size and precision has measured, and the measurements of earlier searches."""
+"""What earlier searches over batch size and precision have measured."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cluster.environment import package_version
 from jobs.job.facts import has_experts
 from jobs.job.spec import JobSpec
 from jobs.tuning.batch_search import BatchSearch, Kind
-from raytrain.autotune.batch_search import BatchDecision, BatchSpace, Contest, Proposal, decide, next_proposals
+from raytrain.autotune.batch_space import ProposalResult, SearchResults
 from raytrain.autotune.found import VERSIONS, make_signature
-from raytrain.autotune.loaders import LoaderRates
-from raytrain.autotune.measurement import Candidate, Measurement
-from raytrain.autotune.precision import GateReport
+from raytrain.autotune.measurement import from_json
 from raytrain.config.decode import encode
-from raytrain.errors import RunError
 from raytrain.plan.choice import size_text
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import to_line
@@ -28,58 +25,6 @@ if TYPE_CHECKING:
 
 CACHE = "tune_cache"
 """Folder in `save.dir` with the measurements of earlier searches."""
-
-
-class KnownMeasurements:
-    """All measurements so far of one kind of device, from rows of trials.jsonl."""
-
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        self.measurements: list[Measurement] = []
-        self.gates: list[GateReport] = []
-        self.contests: list[Contest] = []
-        self.loaders: LoaderRates | None = None
-        self.signature: dict[str, Any] | None = None
-        for row in rows:
-            self.add(row)
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Add one row."""
-        if row.get("measurement") is not None:
-            self.measurements.append(Measurement.from_json(row["measurement"]))
-        if row.get("gate") is not None:
-            self.gates.append(GateReport.from_json(row["gate"]))
-        if row.get("contest") is not None:
-            self.contests.append(tuple(map(Measurement.from_json, row["contest"])))
-        if row.get("loaders") is not None:
-            self.loaders = LoaderRates.from_json(row["loaders"])
-        self.signature = row.get("signature") or self.signature
-
-    def proposals(self, space: BatchSpace, running: Sequence[Proposal] = ()) -> list[Proposal]:
-        """What the search measures next."""
-        return next_proposals(space, self.measurements, running, self.gates, self.contests)
-
-    def decision(self, space: BatchSpace) -> BatchDecision:
-        """What the search has found.
-
-        Raises:
-            RunError: nothing that was measured can run.
-        """
-        return decide(space, self.measurements, self.gates, self.contests)
-
-    def without_loaders(self, space: BatchSpace, most: int | None) -> Candidate | None:
-        """The chosen candidate if 0 to `most` loader processes still have to be measured with it, else None."""
-        if most is None:
-            return None
-        try:
-            chosen = self.decision(space).candidate
-        except RunError:  # nothing can run: the decision says so at the end
-            return None
-        found = self.loaders
-        return None if found is not None and (found.candidate, found.most) == (chosen, most) else chosen
-
-    def is_complete(self, space: BatchSpace, most: int | None) -> bool:
-        """Whether a search has nothing left to measure."""
-        return bool(self.measurements) and not self.proposals(space) and self.without_loaders(space, most) is None
 
 
 def of_kind(rows: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -103,10 +48,10 @@ class Cache:
         """The file."""
         return join(self._store.path, self.file)
 
-    def known_with(self, rows: Iterable[Mapping[str, Any]]) -> KnownMeasurements:
-        """The rows of earlier searches and these rows of a sweep, without duplicates."""
+    def results_with(self, rows: Iterable[Mapping[str, Any]]) -> SearchResults:
+        """What the rows of earlier searches and these rows of a sweep hold, without duplicates."""
         times = {row.get("time") for row in self.rows}
-        return KnownMeasurements([*self.rows, *(row for row in rows if row.get("time") not in times)])
+        return SearchResults.of_rows([*self.rows, *(row for row in rows if row.get("time") not in times)])
 
     def store(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Store new rows, except errors, unsteady times, gates that ran out of memory, and contests that did not all
@@ -144,10 +89,11 @@ def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked, kind: Kind) 
 
 
 def _is_sound(row: Mapping[str, Any]) -> bool:
-    known = KnownMeasurements([row])
-    measured = [*known.measurements, *(one for contest in known.contests for one in contest)]
-    whole = all(one.outcome == "ok" for contest in known.contests for one in contest)
-    return whole and all(one.is_steady for one in measured) and not any(gate.out_of_memory for gate in known.gates)
+    found = from_json(ProposalResult, row)
+    contest = found.contest or ()
+    measured = [one for one in (found.measurement, *contest) if one is not None]
+    whole = all(one.outcome == "ok" for one in contest) and not (found.gate and found.gate.out_of_memory)
+    return whole and all(one.is_steady for one in measured)
 
 
 def valid_rows(rows: Iterable[Mapping[str, Any]], budget: int | None) -> list[dict[str, Any]]:

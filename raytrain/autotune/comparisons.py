@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain.autotune.batch_search import LEAST_PASSES, Contest, Proposal
-from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.batch_space import LEAST_PASSES, Proposal, ProposalResult
+from raytrain.autotune.loaders import measure_loaders
+from raytrain.autotune.measurement import Candidate
 from raytrain.autotune.precision import GateReport, PrecisionTrial, has_winner
 from raytrain.autotune.state_guard import preserve_model, preserve_optimizers
 from raytrain.autotune.step_probe import StepProbe, computing_as, run_agreed
@@ -287,15 +288,6 @@ def _restored(session: Session) -> Iterator[None]:
 # -- what a search proposes -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ProposalResult:
-    """The results of a proposal; if the leader of a contest does not fit, only the measurement that shows it."""
-
-    measurement: Measurement | None = None
-    gate: GateReport | None = None
-    contest: Contest | None = None
-
-
 def run_proposal(probe: StepProbe, proposal: Proposal, *, reference: str, budget: int | None) -> ProposalResult:
     """Measure what is proposed; changes nothing that it measures. Collective.
 
@@ -304,6 +296,8 @@ def run_proposal(probe: StepProbe, proposal: Proposal, *, reference: str, budget
         budget: bytes above which a peak counts as out of memory; None: no limit.
     """
     one, steps = proposal.candidate, proposal.gate_steps
+    if proposal.loaders is not None:
+        return ProposalResult(loaders=measure_loaders(probe, one, most=proposal.loaders, passes=proposal.passes))
     if steps:
         return ProposalResult(gate=run_gate(probe.session, one, reference=reference, steps=steps, budget=budget))
     passes = 0 if proposal.against else proposal.passes

@@ -6,12 +6,11 @@ for data; then they only occupy cores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from raytrain.autotune.batch_search import NEAR
-from raytrain.autotune.measurement import Candidate
+from raytrain.autotune.measurement import Candidate, LoaderRate, LoaderRates
+from raytrain.autotune.size_curve import NEAR
 from raytrain.autotune.state_guard import preserve_model, preserve_skipped
 from raytrain.autotune.step_probe import StepProbe, computing_as
 from raytrain.plan.choice import Resolved
@@ -23,39 +22,6 @@ from raytrain.train.session import Session
 #: With a dataset too slow for that, `ROUNDS` batches for each process are enough after `MOST_S` seconds.
 TIMED_S, ROUNDS, LEAST = 1.0, 2, 4
 MOST_S = 10.0
-
-
-@dataclass(frozen=True)
-class LoaderRate:
-    """Micro-batches that went through the model with `count` processes reading; 0: the training process reads."""
-
-    count: int
-    batches: int
-    seconds: float
-
-    @property
-    def per_s(self) -> float:
-        """Batches per second."""
-        return self.batches / self.seconds
-
-
-@dataclass(frozen=True)
-class LoaderRates:
-    """What was measured for one candidate, with 0 to `most` processes."""
-
-    candidate: Candidate
-    most: int
-    rates: tuple[LoaderRate, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> LoaderRates:
-        """What `to_json` wrote."""
-        rates = tuple(LoaderRate(**one) for one in row["rates"])
-        return cls(Candidate(**row["candidate"]), row["most"], rates)
 
 
 def next_count(measured: Sequence[LoaderRate], *, most: int) -> int | None:

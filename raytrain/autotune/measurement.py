@@ -1,12 +1,17 @@
-"""What a probe measured of a candidate, and the line of peak memory through several of them. Pure, without torch."""
+"""What was measured of a candidate, and the line of peak memory through several of them. Pure, without torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import linear_regression, median
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter
+
+T = TypeVar("T")
 
 #: Passes of one size that differ by more than this fraction of their median ran while the machine did other work.
 STEADY = 0.5
@@ -67,14 +72,8 @@ class Measurement:
         return are_steady(self.pass_s)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping; `from_json` of it equals this."""
+        """A plain mapping; `from_json` is the inverse."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Measurement:
-        """What `to_json` wrote; lists become tuples."""
-        fields = {**row, "candidate": Candidate(**row["candidate"])}
-        return cls(**{**fields, "pass_s": tuple(row["pass_s"]), "update_s": tuple(row["update_s"])})
 
 
 def step_seconds(rows: int, size: int, pass_s: float, updates: Sequence[float]) -> float:
@@ -114,10 +113,6 @@ class MemoryLine:
         """The largest of `sizes` whose predicted peak is within `budget` bytes; None if there is none."""
         return max((size for size in sizes if self.predict(size) <= budget), default=None)
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
-        return asdict(self)
-
 
 def line_of(measured: Iterable[Measurement]) -> MemoryLine:
     """The line through all measurements whose peak is known, also those above their budget.
@@ -142,3 +137,37 @@ def line_of(measured: Iterable[Measurement]) -> MemoryLine:
     if slope >= 0:
         return MemoryLine(floor, slope)
     return MemoryLine(sum(peaks) / len(peaks), 0.0)  # more rows never take less
+
+
+@dataclass(frozen=True)
+class LoaderRate:
+    """Micro-batches that went through the model with `count` processes reading; 0: the training process reads."""
+
+    count: int
+    batches: int
+    seconds: float
+
+    @property
+    def per_s(self) -> float:
+        """Batches per second."""
+        return self.batches / self.seconds
+
+
+@dataclass(frozen=True)
+class LoaderRates:
+    """What was measured for one candidate, with 0 to `most` processes; no rates: it could not be measured."""
+
+    candidate: Candidate
+    most: int
+    rates: tuple[LoaderRate, ...] = ()
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def from_json(kind: type[T], row: Mapping[str, Any]) -> T:
+    """A value of a dataclass from the plain mapping that `asdict` made of it and JSON may have carried: lists become
+    tuples, mappings dataclasses; further keys are ignored."""
+    return _adapter(kind).validate_python(row)

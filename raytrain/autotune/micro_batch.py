@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.wording import counted
-from raytrain.autotune.batch_search import sizes_dividing
+from raytrain.autotune.batch_space import sizes_dividing
 from raytrain.autotune.measurement import Candidate, Measurement, line_of
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.errors import RunError
@@ -93,7 +93,7 @@ def micro_batch_record(
     line, rows = line_of([one for _, one in tried]), int(chosen.value)
     peak = next(one.peak_bytes for _, one in tried if one.candidate.micro_batch_size == rows)
     return {
-        "value": rows, "reason": chosen.reason, "peak_bytes": peak, "budget_bytes": budget, "line": line.to_json(),
+        "value": rows, "reason": chosen.reason, "peak_bytes": peak, "budget_bytes": budget, "line": asdict(line),
         "predicted_peaks": {str(size): line.predict(size) for size in sorted({max(1, rows // 2), rows, 2 * rows})},
         "settings": settings,
         "trials": [{"predicted_bytes": proposal.predicted, **one.to_json()} for proposal, one in tried],

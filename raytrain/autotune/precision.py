@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
@@ -114,14 +114,8 @@ class GateReport:
     out_of_memory: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping; `from_json` of it equals this."""
+        """A plain mapping; `measurement.from_json` is the inverse."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> GateReport:
-        """What `to_json` wrote; lists become tuples."""
-        series = {name: tuple(row[name]) for name in ("losses", "reference_losses", "norms", "reference_norms")}
-        return cls(**{**row, **series})
 
 
 def gate_refusal(report: GateReport) -> str:

@@ -17,7 +17,7 @@ from matplotlib.image import imread
 
 from cluster.devices.inventory import local_inventory
 from jobs.job.spec import load_spec
-from raytrain.autotune.measurement import Measurement
+from raytrain.autotune.measurement import Measurement, from_json
 from raytrain.report.plots import figure, png
 
 LIMIT_S = 280
@@ -197,7 +197,7 @@ def timed_steadily(rows: list[dict[str, Any]]) -> set[tuple[str, int]]:
     """Precisions and sizes that a cache may answer for."""
     timed = [row for row in rows if row["outcome"] == "ok" and row.get("measurement") and not row.get("contest")]
     timed = [row for row in timed if row["measurement"]["pass_s"]]
-    steady = [row for row in timed if Measurement.from_json(row["measurement"]).is_steady]
+    steady = [row for row in timed if from_json(Measurement, row["measurement"]).is_steady]
     return {(row["precision"], row["micro_batch_size"]) for row in steady}
 
 

@@ -12,18 +12,12 @@ from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 from torch import Tensor, nn
 
-from raytrain.autotune.batch_search import (
-    MOST_SIZES,
-    BatchDecision,
-    BatchSpace,
-    Contest,
-    decide,
-    next_proposals,
-    sizes_dividing,
-)
+from raytrain.autotune.batch_decision import BatchDecision, decide
+from raytrain.autotune.batch_search import next_proposals
+from raytrain.autotune.batch_space import BatchSpace, SearchResults, sizes_dividing
 from raytrain.autotune.comparisons import run_gate, run_proposal
 from raytrain.autotune.measurement import Candidate, Measurement
-from raytrain.autotune.precision import GateReport
+from raytrain.autotune.size_curve import MOST_SIZES
 from raytrain.autotune.startup import measure_precision
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.report.plots import figure
@@ -35,15 +29,10 @@ from raytrain.train.session import Session
 def searched(session: Session, space: BatchSpace) -> tuple[BatchDecision, list[Measurement]]:
     """The search as a plain loop."""
     probe = StepProbe(session)
-    measurements: list[Measurement] = []
-    gates: list[GateReport] = []
-    contests: list[Contest] = []
-    while proposals := next_proposals(space, measurements, (), gates, contests):
-        taken = run_proposal(probe, proposals[0], reference="fp32", budget=space.budget_bytes)
-        measurements += [taken.measurement] if taken.measurement else []
-        gates += [taken.gate] if taken.gate else []
-        contests += [taken.contest] if taken.contest else []
-    return decide(space, measurements, gates, contests), measurements
+    results = SearchResults()
+    while proposals := next_proposals(space, results):
+        results.add(run_proposal(probe, proposals[0], reference="fp32", budget=space.budget_bytes))
+    return decide(space, results), results.measurements
 
 
 @pytest.mark.parametrize("build", [noisy, moe])

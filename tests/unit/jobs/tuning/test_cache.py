@@ -13,7 +13,7 @@ from jobs.driver.check_job import check_on_driver
 from jobs.job.spec import load_spec
 from jobs.tuning.batch_search import find_search
 from jobs.tuning.cache import Cache, cache_key, valid_rows
-from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.measurement import Candidate, Measurement, from_json
 from raytrain.autotune.precision import GateReport, gate_refusal
 
 BOX = Inventory((Node("box", 8, 16 << 30),), source="a test", cpu_model="c", cpu_flags={"amx_bf16": True})
@@ -38,7 +38,7 @@ def kept(folder: Path) -> list[int]:
 
 def test_a_gate_that_ran_out_of_memory_refuses_only_in_its_own_search(tmp_path: Path) -> None:
     short = gated(2, error="no room", out_of_memory=True)
-    assert gate_refusal(GateReport.from_json(short["gate"])) == "no room"
+    assert gate_refusal(from_json(GateReport, short["gate"])) == "no room"
     cache = Cache(str(tmp_path), {}, budget=1000, fresh=False)
     cache.store([timed(1), short, gated(3, error="no kernel")])
     assert kept(tmp_path) == [1, 3]

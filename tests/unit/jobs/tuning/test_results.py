@@ -15,9 +15,10 @@ from cluster.devices.inventory import local_inventory
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
 from jobs.tune import found_job, open_sweep, run_tune, tune
-from jobs.tuning.cache import Cache, KnownMeasurements, valid_rows
+from jobs.tuning.cache import Cache, valid_rows
 from jobs.tuning.driver import TuneCommand
-from raytrain.autotune.batch_search import BatchSpace
+from raytrain.autotune.batch_search import next_proposals
+from raytrain.autotune.batch_space import BatchSpace, SearchResults
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.errors import InputError
 from raytrain.runs.folder import SweepFolder, this_process
@@ -73,17 +74,16 @@ def test_times_measured_under_load_are_not_kept_for_later_searches(tmp_path: Pat
 def test_the_cache_returns_only_measurements_of_the_same_signature(tmp_path: Path) -> None:
     folder, space = str(tmp_path / "tune_cache"), BatchSpace(("fp32",), (1, 2), 2, 1000)
     empty = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
-    assert empty.rows == [] and not empty.known_with([]).is_complete(space, None)
+    assert empty.rows == []
     in_turn = {**row(3), "measurement": None, "contest": [row(size)["measurement"] for size in (2, 1)]}
     empty.store([row(1, peak=100), row(2, peak=110), row(4, outcome="error")])
-    assert not Cache(folder, {"model": "a"}, budget=1000, fresh=False).known_with([]).is_complete(space, None), (
-        "the two were not yet in turn"
-    )
+    (left,) = next_proposals(space, Cache(folder, {"model": "a"}, budget=1000, fresh=False).results_with([]))
+    assert left.against, "the two were not yet in turn"
     empty.store([in_turn])
     again = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
-    known = again.known_with([])
+    known = again.results_with([])
     assert [one["trial"] for one in again.rows] == [1, 2, 3], "errors may not come again"
-    assert known.is_complete(space, None) and len(known.measurements) == 2 and len(known.contests) == 1
+    assert not next_proposals(space, known) and len(known.measurements) == 2 and len(known.contests) == 1
     again.store([row(1, peak=100)])
     assert len(Cache(folder, {"model": "a"}, budget=1000, fresh=False).rows) == 3
     assert Cache(folder, {"model": "b"}, budget=1000, fresh=False).rows == []
@@ -93,9 +93,12 @@ def test_the_cache_returns_only_measurements_of_the_same_signature(tmp_path: Pat
 def test_another_budget_turns_what_is_too_large_now_into_out_of_memory_and_forgets_what_was_too_large_then() -> None:
     rows = [row(1, peak=100), row(8, peak=500), row(64, outcome="out_of_memory")]
     assert valid_rows(rows, 1000) == rows
-    smaller = KnownMeasurements(valid_rows(rows, 400)).measurements
+    smaller = SearchResults.of_rows(valid_rows(rows, 400)).measurements
     assert [one.outcome for one in smaller] == ["ok", "out_of_memory", "out_of_memory"]
-    assert [one.candidate.micro_batch_size for one in KnownMeasurements(valid_rows(rows, 5000)).measurements] == [1, 8]
+    assert [one.candidate.micro_batch_size for one in SearchResults.of_rows(valid_rows(rows, 5000)).measurements] == [
+        1,
+        8,
+    ]
 
 
 def test_the_best_run_is_one_that_finished() -> None:
@@ -202,8 +205,7 @@ def test_the_advice_gives_the_peak_at_half_once_and_twice_the_micro_batch_and_th
     def peak(size: int) -> Measurement:
         return Measurement(Candidate("fp32", size), "ok", (size * 0.01,) * 3, (0.01,) * 3, (100 + 10 * size) << 20, 1)
 
-    known = KnownMeasurements()
-    known.measurements += [peak(2), peak(8)]
+    known = SearchResults([peak(2), peak(8)])
     lines = peaks_advice(known, Candidate("fp32", 8), 300 << 20)
     told = "predicted peak: 140 MiB at 0.5x, 180 MiB at 1x, 260 MiB at 2x this micro-batch"
     assert f"{told}; a process may use 300 MiB" in lines

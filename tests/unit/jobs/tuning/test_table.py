@@ -16,7 +16,7 @@ from jobs.tuning.batch import decision_table, untold_warning
 from jobs.tuning.driver import TuneCommand
 from jobs.tuning.space_points import Point
 from jobs.tuning.space_trials import SpaceTrials, config_of
-from raytrain.autotune.batch_search import BatchDecision, TableRow
+from raytrain.autotune.batch_decision import BatchDecision, TableRow
 from raytrain.autotune.measurement import Candidate
 from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import SweepFolder

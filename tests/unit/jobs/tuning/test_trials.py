@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,11 @@ from jobs.job.spec import load_spec
 from jobs.tuning.batch import answer_of, chosen_loaders
 from jobs.tuning.batch_search import Kind, LoaderSearch, find_kinds, find_loaders
 from jobs.tuning.batch_trials import BatchTrials
-from jobs.tuning.cache import KnownMeasurements, of_kind
+from jobs.tuning.cache import of_kind
 from jobs.tuning.space_points import Point
 from jobs.tuning.space_trials import SpaceTrials, config_of
-from raytrain.autotune.batch_search import BatchSpace
-from raytrain.autotune.loaders import LoaderRate, LoaderRates
-from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.batch_space import BatchSpace, SearchResults
+from raytrain.autotune.measurement import Candidate, LoaderRate, LoaderRates, Measurement
 from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred
 from raytrain.plan.facts import DataFacts
@@ -56,12 +55,15 @@ def kind_of(name: str, *, devices: int = 1) -> Kind:
 def batch_trials(
     sweep: SweepFolder, *kinds: str, space: BatchSpace = SPACE, loaders: LoaderSearch = NO_LOADERS,
     most: int | None = None,
-) -> tuple[BatchTrials, dict[str, KnownMeasurements]]:  # fmt: skip
+) -> tuple[BatchTrials, dict[str, SearchResults]]:  # fmt: skip
     """The trials of a sweep that begins or goes on, and what is known of each kind of device."""
     search: Any = SimpleNamespace(
-        kinds=tuple(map(kind_of, kinds or ("",))), space=space, space_of=lambda _: space, loaders=loaders
+        kinds=tuple(map(kind_of, kinds or ("",))),
+        space=space,
+        space_of=lambda _: replace(space, loaders=loaders.most),
+        loaders=loaders,
     )
-    known = {kind.name: KnownMeasurements(of_kind(sweep.standing(), kind.name)) for kind in search.kinds}
+    known = {kind.name: SearchResults.of_rows(of_kind(sweep.standing(), kind.name)) for kind in search.kinds}
     return BatchTrials(search, known=known, sweep=sweep, most=most, **quiet()), known
 
 
@@ -107,7 +109,7 @@ def test_loader_processes_are_measured_once_and_last_with_the_chosen_batch(tmp_p
         configs.append(config)
         assert trials.propose() is None, "one device"
         chosen = Candidate(**config["candidate"])
-        told = {"loaders": LoaderRates(chosen, 2, rates).to_json()}
+        told = {"loaders": asdict(LoaderRates(chosen, 2, rates))}
         trials.ended(config, measured(config) if config["loaders"] is None else told, None)
     *others, last = configs
     assert all(one["loaders"] is None for one in others) and last["loaders"] == 2
@@ -115,7 +117,7 @@ def test_loader_processes_are_measured_once_and_last_with_the_chosen_batch(tmp_p
     assert size == 4 and last["passes"] == 1, "the fastest, which is a whole step of four rows"
     assert sweep.ended()[-1]["what"] == "loaders"
     search: Any = SimpleNamespace(loaders=loaders)
-    assert chosen_loaders(search, {**known, "other": KnownMeasurements()}).value == 2  # type: ignore[union-attr]
+    assert chosen_loaders(search, {**known, "other": SearchResults()}).value == 2  # type: ignore[union-attr]
     again, _ = batch_trials(sweep, loaders=loaders)
     assert again.propose() == Searcher.FINISHED, "what a sweep has measured is not measured again"
     more = batch_trials(sweep, loaders=LoaderSearch(4))[0].propose()
@@ -250,7 +252,7 @@ def test_a_kind_weighs_as_much_as_it_has_workers_of_the_run() -> None:
     search: Any = SimpleNamespace(
         kinds=kinds, space=SPACE, space_of=lambda kind: replace(SPACE, budget_bytes=kind.budget_bytes)
     )
-    answer = answer_of(search, {one.name: KnownMeasurements(done()) for one in kinds})
+    answer = answer_of(search, {one.name: SearchResults.of_rows(done()) for one in kinds})
     each = answer.decisions["T4"].rows_per_s
     assert answer.rows_per_s == pytest.approx(5 * each) and "all 5 workers" in answer.precision.reason
 

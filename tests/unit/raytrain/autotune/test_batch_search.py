@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from raytrain.autotune.batch_search import (
+from raytrain.autotune.batch_decision import BatchDecision, decide
+from raytrain.autotune.batch_search import next_proposals
+from raytrain.autotune.batch_space import (
     LEAST_PASSES,
-    MOST_SIZES,
-    BatchDecision,
     BatchSpace,
     Contest,
     Proposal,
-    SizeCurve,
-    decide,
-    next_proposals,
+    ProposalResult,
+    SearchResults,
     sizes_dividing,
     sizes_free,
 )
-from raytrain.autotune.measurement import Candidate, Measurement, nearly_equal
+from raytrain.autotune.measurement import Candidate, Measurement, from_json, nearly_equal
 from raytrain.autotune.precision import GateReport
+from raytrain.autotune.size_curve import MOST_SIZES, SizeCurve
 from raytrain.errors import InputError, RunError
 
 Curve = Callable[[int], float]
@@ -101,28 +101,32 @@ def report(precision: str, **more: Any) -> GateReport:
 class Searched:
     decision: BatchDecision
     asked: list[Proposal]
-    measurements: list[Measurement]
-    contests: list[Contest]
+    results: SearchResults
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        return self.results.measurements
+
+    @property
+    def contests(self) -> list[Contest]:
+        return self.results.contests
 
 
 def searched(space: BatchSpace, machine: Machine) -> Searched:
     """One proposal after the other, to the end."""
-    measurements: list[Measurement] = []
-    gates: list[GateReport] = []
-    contests: list[Contest] = []
-    asked: list[Proposal] = []
-    while proposals := next_proposals(space, measurements, gates=gates, contests=contests):
+    results, asked = SearchResults(), list[Proposal]()
+    while proposals := next_proposals(space, results):
         assert len(proposals) <= space.devices and len(asked) < 60
         asked.append(wanted := proposals[0])
         if wanted.gate_steps:
-            gates.append(machine.judge(wanted.candidate.precision))
+            results.add(ProposalResult(gate=machine.judge(wanted.candidate.precision)))
             continue
         alone = replace(wanted, passes=0) if wanted.against else wanted
         if alone.passes or alone.with_memory:
-            measurements.append(machine.measure(alone, space.budget_bytes))
-        if wanted.against and (not wanted.with_memory or measurements[-1].outcome == "ok"):
-            contests.append(machine.contend(wanted))
-    return Searched(decide(space, measurements, gates, contests), asked, measurements, contests)
+            results.add(ProposalResult(machine.measure(alone, space.budget_bytes)))
+        if wanted.against and (not wanted.with_memory or results.measurements[-1].outcome == "ok"):
+            results.add(ProposalResult(contest=machine.contend(wanted)))
+    return Searched(decide(space, results), asked, results)
 
 
 def scores(space: BatchSpace, machine: Machine, precision: str = "fp32") -> dict[int, float]:
@@ -333,7 +337,7 @@ def test_if_the_reference_does_not_run_the_other_precision_is_chosen() -> None:
 
 def test_there_is_no_decision_before_a_measurement() -> None:
     with pytest.raises(RunError, match="nothing has been measured"):
-        decide(BatchSpace(("fp32",), POWERS, None, None), [])
+        decide(BatchSpace(("fp32",), POWERS, None, None), SearchResults())
 
 
 # ---------------------------------------------------------------- precision
@@ -416,7 +420,7 @@ def test_one_precision_needs_no_gate() -> None:
 
 def test_a_report_survives_json() -> None:
     one = report("bf16", skipped=2)
-    assert GateReport.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert from_json(GateReport, json.loads(json.dumps(one.to_json()))) == one
 
 
 # ---------------------------------------------------------------- several devices, broken off
@@ -425,15 +429,15 @@ def test_a_report_survives_json() -> None:
 def test_idle_devices_get_measurements_that_can_run_concurrently() -> None:
     space, machine = two(2.0)
     space = replace(space, devices=4)
-    first = next_proposals(space, [])
+    first = next_proposals(space, SearchResults())
     assert [(one.candidate.precision, one.candidate.micro_batch_size) for one in first] == [
         ("fp32", 2), ("fp32", 16), ("bf16", 2), ("bf16", 16),
     ]  # fmt: skip
-    assert next_proposals(space, [], running=first) == []
+    assert next_proposals(space, SearchResults(), running=first) == []
     done = machine.measure(first[1], space.budget_bytes)
-    assert next_proposals(space, [done], running=[first[0], *first[2:]]) == []
+    assert next_proposals(space, SearchResults([done]), running=[first[0], *first[2:]]) == []
     both = [done, machine.measure(first[0], space.budget_bytes)]
-    following = next_proposals(space, both, running=first[2:])
+    following = next_proposals(space, SearchResults(both), running=first[2:])
     assert [one.candidate.precision for one in following] == ["fp32"] and following[0] not in first
 
 
@@ -442,12 +446,12 @@ def test_in_any_order_of_results_the_decision_is_the_same() -> None:
     found = searched(space, machine)
     gates = [machine.judge("bf16")]
     shuffled = random.Random(1).sample(found.measurements, len(found.measurements))
-    assert decide(space, shuffled, gates, found.contests) == found.decision
+    assert decide(space, SearchResults(shuffled, gates, found.contests)) == found.decision
 
 
 def test_a_search_that_was_broken_off_still_answers() -> None:
     space, machine = two(2.0)
-    found = decide(space, searched(space, machine).measurements[:2])
+    found = decide(space, SearchResults(searched(space, machine).measurements[:2]))
     assert found.candidate.precision == "fp32" and not found.complete
 
 
@@ -550,9 +554,10 @@ def test_a_contender_that_fails_ends_the_contest_and_is_out() -> None:
     first, *others = found.contests[0]
     failed = (replace(first, outcome="out_of_memory", pass_s=()), *others)
     gates = [machine.judge("bf16")]
-    decision = decide(space, found.measurements, gates, [failed])
+    failing = SearchResults(found.measurements, gates, [failed])
+    decision = decide(space, failing)
     assert decision.contest is None and decision.candidate != first.candidate
-    following = next_proposals(space, found.measurements, (), gates, [failed])
+    following = next_proposals(space, failing)
     assert all(one.candidate.micro_batch_size < first.candidate.micro_batch_size for one in following)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain.autotune.batch_search import BatchDecision, TableRow, choose_for_all
+from raytrain.autotune.batch_decision import BatchDecision, TableRow, choose_for_all
 from raytrain.autotune.measurement import Candidate
 from raytrain.errors import RunError
 from raytrain.plan.choice import Resolved

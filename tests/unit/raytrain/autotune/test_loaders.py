@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 
-from raytrain.autotune.loaders import LoaderRate, LoaderRates, choose_count, next_count
-from raytrain.autotune.measurement import Candidate
+from raytrain.autotune.loaders import choose_count, next_count
+from raytrain.autotune.measurement import Candidate, LoaderRate, LoaderRates, from_json
 
 
 def searched(rate_of: Callable[[int], float], most: int) -> LoaderRates:
@@ -58,4 +60,4 @@ def test_the_reason_lists_all_rates_and_survives_a_round_trip() -> None:
     chosen = choose_count(found)
     assert chosen.value == 2
     assert chosen.reason.startswith("2 batches/s of 32 rows; 0: 0.667, 1: 1") and "0 to 4 processes" in chosen.reason
-    assert LoaderRates.from_json(found.to_json()) == found
+    assert from_json(LoaderRates, json.loads(json.dumps(asdict(found)))) == found
