@@ -110,18 +110,8 @@ def run_tune(
     verbose: bool = False,
     console: Console,
 ) -> TuneResult:
-    """Everything between the command line and the exit code.
-
-    Args:
-        path, overrides: the JOB.yaml, None for the built-in recipe, and the `section.key=value` of the command line.
-        mapping: the job from Python, instead of `path`.
-        resume: the search folder to resume; nothing else may be given with it.
-        fresh: ignore what earlier searches measured.
-
-    Raises:
-        InputError: the input is wrong; nothing was started.
-        RunError: no trial succeeded, or Ray gave up; the folder keeps what was measured.
-    """
+    """Everything between the command line and the exit code: `tune` of the job's `path` (None: the built-in recipe) or
+    `mapping`."""
     signals = StopSignals()
     signals.install()
     command, stack = None, contextlib.ExitStack()
@@ -130,7 +120,9 @@ def run_tune(
         if resume is not None:
             sweep, loaded = open_sweep(resume, path, overrides, mapping=mapping)
             if sweep.exists(sweep.outcome) and not sweep.again():
-                return _nothing_left(sweep, console)
+                done = f"{path_from_here(sweep.path)} is done; its result is {path_from_here(sweep.best)}"
+                console.print(done, markup=False, soft_wrap=True)
+                return TuneResult(sweep.path, "done", sweep.best)
         else:
             activity.begin(CHECKING)
             sweep, loaded = None, load_spec(path, [*overrides, *["tune.fresh=true"] * fresh], mapping=mapping)
@@ -145,16 +137,20 @@ def run_tune(
         )  # fmt: skip
         try:
             folder = _run(command)
+            return TuneResult(folder.path, "done", folder.best)
         except KeyboardInterrupt as error:  # `Interrupted` is one
             if command.sweep is None:
                 raise Interrupted("before the search folder was created") from error
-            return _interrupted(command.sweep, command.activity, console)
+            activity.begin("")
+            ended = counted(len({row["trial"] for row in command.sweep.ended()}), "trial")
+            again = resume_command("tune", path_from_here(command.sweep.path))
+            print_command(console, f"interrupted after {ended}; resume with: ", again)
+            return TuneResult(command.sweep.path, "interrupted", None)
         except RunError as error:
             if command.sweep is None or not command.sweep.again():
                 raise
             again = resume_command("tune", path_from_here(command.sweep.path))
             raise RunError(f"{error}; to repeat the trials whose process died: {again}") from error
-        return TuneResult(folder.path, "done", folder.best)
     finally:
         stack.close()
         signals.restore()
@@ -162,28 +158,8 @@ def run_tune(
             command.close()
 
 
-def _nothing_left(sweep: SweepFolder, console: Console) -> TuneResult:
-    done = f"{path_from_here(sweep.path)} is done; its result is {path_from_here(sweep.best)}"
-    console.print(done, markup=False, soft_wrap=True)
-    return TuneResult(sweep.path, "done", sweep.best)
-
-
-def _interrupted(sweep: SweepFolder, activity: Activity, console: Console) -> TuneResult:
-    """Say what ended, and how to resume the search."""
-    activity.begin("")
-    ended = counted(len({row["trial"] for row in sweep.ended()}), "trial")
-    print_command(
-        console, f"interrupted after {ended}; resume with: ", resume_command("tune", path_from_here(sweep.path))
-    )
-    return TuneResult(sweep.path, "interrupted", None)
-
-
 def _run(command: TuneCommand) -> SweepFolder:
-    """Check the job, plan and run the trials, decide, and write the result. Returns the search folder.
-
-    Raises:
-        InputError, RunError, Interrupted.
-    """
+    """Check the job, plan and run the trials, decide, and write the result. Returns the search folder."""
     from jobs.driver.check_job import check_on_driver  # imports torch
     from jobs.tuning.batch import run_batch
     from jobs.tuning.space import run_space
@@ -203,14 +179,14 @@ def _refuse_objects(loaded: LoadedSpec) -> None:
         InputError: names the key of the object.
     """
     spec = loaded.spec
+    collate = None if isinstance(spec.data.collate, str) else spec.data.collate
     objects = {"model.module": spec.model.module, "data.train": spec.data.train, "data.eval": spec.data.eval}
-    objects["data.collate"] = None if isinstance(spec.data.collate, str) else spec.data.collate
-    key = next((key for key, value in objects.items() if value is not None), None)
-    if key is not None:
-        raise InputError(
-            key, got=f"a {type(objects[key]).__name__} object", expected="a name such as module:function",
-            remedy="trials are other processes, which import what the job names (model.builder, data.source)",
-        )  # fmt: skip
+    for key, value in (objects | {"data.collate": collate}).items():
+        if value is not None:
+            raise InputError(
+                key, got=f"a {type(value).__name__} object", expected="a name such as module:function",
+                remedy="trials are other processes, which import what the job names (model.builder, data.source)",
+            )  # fmt: skip
 
 
 def open_sweep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -48,25 +49,25 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
     Raises:
         InputError, RunError, Interrupted.
     """
-    if address == "local":
+    with contextlib.ExitStack() as stack:
+
+        def connect(*, cpus: int, gpus: int) -> Cluster:
+            command.activity.begin("starting Ray" if address == "local" else "connecting to Ray")
+            cluster = stack.enter_context(connected(address, num_cpus=cpus, num_gpus=gpus, verbose=command.verbose))
+            command.signals.install()
+            return cluster
+
+        cluster = None
+        if address != "local":  # the cluster says what machines there are; our own Ray starts only to measure
+            cluster, inventory = connect(cpus=0, gpus=0), inventory_from_ray()
         search = find_search(command.loaded, checked, inventory)
         known, caches = _earlier_measurements(command, search, checked, inventory)
         if not _is_complete(search, known):
-            gpus = search.devices if search.on_gpu else 0
-            show_only_picked(choose_devices(command.spec.scale, inventory, []).accelerator.value, inventory)
-            command.activity.begin("starting Ray")
-            with connected(address, num_cpus=1 + max(1, gpus), num_gpus=gpus, verbose=command.verbose) as cluster:
-                command.signals.install()
-                _measure(command, search, checked, cluster, known)
-    else:
-        command.activity.begin("connecting to Ray")
-        with connected(address, num_cpus=0, num_gpus=0, verbose=command.verbose) as cluster:
-            command.signals.install()
-            inventory = inventory_from_ray()
-            search = find_search(command.loaded, checked, inventory)
-            known, caches = _earlier_measurements(command, search, checked, inventory)
-            if not _is_complete(search, known):
-                _measure(command, search, checked, cluster, known)
+            if cluster is None:
+                show_only_picked(choose_devices(command.spec.scale, inventory, []).accelerator.value, inventory)
+                gpus = search.devices if search.on_gpu else 0
+                cluster = connect(cpus=1 + max(1, gpus), gpus=gpus)
+            _measure(command, search, checked, cluster, known)
     command.activity.begin("writing the result")
     for name, cache in caches.items():
         cache.store(of_kind(command.the_sweep.ended(), name))

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from raytrain.autotune.comparisons import backward_of
 from raytrain.autotune.precision import LOSS_TOLERANCE, NORM_BAND, outside_band
 from raytrain.autotune.state_guard import preserve_model
 from raytrain.autotune.step_probe import run_agreed
@@ -24,7 +24,7 @@ from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.precision import LayerPrecision, PrecisionPolicy, layers_of, policy_for
 from raytrain.train.session import Session
 from raytrain.train.step import TrainingStep
-from raytrain.trainable import MicroBatch
+from raytrain.trainable import MicroBatch, Trainable
 
 MOST_LAYERS = 128
 """In a model with more layers each of its repeated blocks is measured as one."""
@@ -182,3 +182,13 @@ class LayerProbe:
         if outcome == "out_of_memory":
             raise OutOfMemory(reason)
         return reason, found[0], found[1]
+
+
+def backward_of(trainable: Trainable, micro: MicroBatch, policy: PrecisionPolicy, device: torch.device) -> Tensor:
+    """Forward and backward of one micro-batch in a precision; its loss."""
+    with policy.autocast(device):
+        extra = {"num_items_in_batch": max(1, micro.weight)} if trainable.takes_global_count else {}
+        output = trainable.loss(trainable.module, micro.batch, **extra)
+    loss = output.loss if output.aux is None else output.loss + output.aux
+    loss.backward()
+    return loss.detach()

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from raytrain.autotune.measurement import are_steady
+from raytrain.autotune.measurement import Measurement, are_steady
 from raytrain.plan.choice import Resolved
 
 #: A lower precision must be faster by at least this fraction, or it is not worth its rounding errors.
@@ -65,30 +65,6 @@ def faster_beyond_noise(seconds: Sequence[float], others: Sequence[float], *, th
     rounds, won, middle = len(ratios), sum(ratio > 1 for ratio in ratios), median(ratios)
     text = f"{middle:.2f} times as fast as {than}, faster in {won} of {rounds} rounds"
     return middle >= 1 + WORTHWHILE_GAIN and chance_of_rounds(won, rounds) <= CHANCE, text
-
-
-@dataclass(frozen=True)
-class PrecisionTrial:
-    """One precision measured on the real model: forward and backward of one micro-batch.
-
-    Attributes:
-        precision: value of `precision.dtype`.
-        seconds: the slowest worker's median.
-        loss, grad_norm: on the same batch; NaN where not finite.
-        error: why it could not run, or None.
-        rounds: the slowest worker's seconds of each round, in which all precisions took turns; () if unknown.
-    """
-
-    precision: str
-    seconds: float
-    loss: float
-    grad_norm: float
-    error: str | None = None
-    rounds: tuple[float, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -152,43 +128,44 @@ def has_winner(seconds: list[list[float]]) -> bool:
     return all(max(timed[0]) * (1 + WORTHWHILE_GAIN) < min(arm) for arm in timed[1:])
 
 
-def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -> Resolved:
+def choose_precision(measured: Sequence[Measurement], *, reference: str = "fp32") -> Resolved:
     """The fastest precision that is inside the band and beats the reference by more than noise; if the reference cannot
     run, the fastest that can.
 
     Args:
-        trials: one for each candidate, the reference among them.
+        measured: one for each candidate, in alternating rounds, the reference among them.
         reference: the precision to keep unless another one is better.
     """
-    base = next(trial for trial in trials if trial.precision == reference)
-    if base.error is not None:
-        able = [one for one in trials if one.error is None and math.isfinite(one.loss) and math.isfinite(one.grad_norm)]
-        fastest = min(able, key=lambda one: one.seconds, default=base)
+    base = next(one for one in measured if one.candidate.precision == reference)
+    if not base.pass_s:
+        able = [one for one in measured if one.outcome == "ok"]
+        fastest = min(able, key=lambda one: median(one.pass_s), default=base)
         others = "" if able else ", and no other precision either"
-        return Resolved(fastest.precision, f"{base.precision} cannot be run ({base.error}){others}")
+        return Resolved(fastest.candidate.precision, f"{reference} cannot be run ({base.reason}){others}")
     best, notes = base, []
-    for trial in trials:
-        if trial is base:
+    for one in measured:
+        name = one.candidate.precision
+        if one is base:
             continue
-        refusal = trial.error or outside_band(
-            trial.loss, trial.grad_norm, reference_loss=base.loss, reference_norm=base.grad_norm
-        )
+        refusal = one.reason if not one.pass_s else outside_band(
+            one.loss, one.grad_norm, reference_loss=base.loss, reference_norm=base.grad_norm
+        )  # fmt: skip
         if refusal:
-            notes.append(f"{trial.precision} refused: {refusal}")
+            notes.append(f"{name} refused: {refusal}")
             continue
-        ratio = base.seconds / trial.seconds
-        note = f"{trial.precision} measured {ratio:.2f} times as fast as {reference}"
+        ratio = median(base.pass_s) / median(one.pass_s)
+        note = f"{name} measured {ratio:.2f} times as fast as {reference}"
         if ratio < 1 + WORTHWHILE_GAIN:
             notes.append(note)
-        elif told_apart(trial.rounds, base.rounds):
-            best = min(best, trial, key=lambda one: one.seconds)
+        elif told_apart(one.pass_s, base.pass_s):
+            best = min(best, one, key=lambda other: median(other.pass_s))
             notes.append(f"{note}, loss and gradient norm agree")
         else:
-            won, rounds = rounds_won(trial.rounds, base.rounds), len(trial.rounds)
+            won, rounds = rounds_won(one.pass_s, base.pass_s), len(one.pass_s)
             few = f"faster in {won} of {rounds} rounds only"
             vary = f"but the times of {rounds} rounds vary too much to tell"
             notes.append(f"{note}, {few if won < WON_ROUNDS * rounds else vary}")
-    return Resolved(best.precision, "; ".join(notes) or f"nothing but {reference} to compare")
+    return Resolved(best.candidate.precision, "; ".join(notes) or f"nothing but {reference} to compare")
 
 
 def outside_band(

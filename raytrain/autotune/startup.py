@@ -13,12 +13,12 @@ from functools import cached_property, partial
 from typing import Any
 
 from cluster.wording import counted
-from raytrain.autotune.comparisons import TimedArm, compare_precisions, timed_arms, timed_passes
 from raytrain.autotune.found import confirm
 from raytrain.autotune.fp32_layers import measure_layers
 from raytrain.autotune.measurement import Candidate
 from raytrain.autotune.micro_batch import NothingFits, measure_micro_batch, possible_sizes, spare_memory
-from raytrain.autotune.precision import WORTHWHILE_GAIN, choose_precision, faster_beyond_noise
+from raytrain.autotune.precision import WORTHWHILE_GAIN, choose_precision, faster_beyond_noise, has_winner
+from raytrain.autotune.rounds import TimedArm, timed_arms
 from raytrain.autotune.shares import measure_shares
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import LoadedCheckpoint
@@ -42,6 +42,8 @@ LABEL_COLUMNS = 10
 #: What a compilation takes at least, usually, and how much faster the step gets: a run that would gain less compiles
 #: nothing.
 USUAL_COMPILATION_S, USUAL_RATIO = 30.0, 1.3
+#: Rounds of a comparison of precisions.
+PRECISION_ROUNDS = 3, 12
 #: Compiled passes must win each of the least rounds; so must overlapped all-reduces.
 ROUNDS = 5, 15
 #: Rounds with one and with two micro-batches in flight.
@@ -212,7 +214,7 @@ def _measured_precision(calibration: Calibration, candidates: Sequence[str]) -> 
     else:
         settle_layers(calibration, candidates)
         calibration.report_progress({"phase": "measuring precisions"})
-        return _record(*measure_precision(session, list(candidates)))
+        return _record(*measure_precision(calibration.probe, candidates))
     for name in candidates:
         session.use_precision(name)
         try:
@@ -227,15 +229,13 @@ def _measured_precision(calibration: Calibration, candidates: Sequence[str]) -> 
     raise why
 
 
-def measure_precision(session: Session, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
+def measure_precision(probe: StepProbe, candidates: Sequence[str]) -> tuple[Resolved, list[dict[str, Any]]]:
     """The precision of these for the real model, and what each showed on the first micro-batch of the global batch, the
     same on every worker. Needs `prepare("fp32")`; changes nothing that it measures. Collective."""
-    indices, _ = session.loader.global_batch(session.state.cursor)
-    trials = compare_precisions(
-        session.trainable, session.loader.first(indices), candidates=candidates, gradients=session.step.gradients,
-        workers=session.workers, device=session.device,
-    )  # fmt: skip
-    return choose_precision(trials), [trial.to_json() for trial in trials]
+    rows = probe.session.loader.batches.micro_batch
+    points = [Candidate(name, rows) for name in candidates]
+    found = probe.measure_in_turn(points, budget=None, rounds=PRECISION_ROUNDS, updates=False, clear=has_winner)
+    return choose_precision(found), [one.to_json() for one in found]
 
 
 def settle_layers(calibration: Calibration, precisions: Sequence[str]) -> None:
@@ -365,7 +365,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     session = calibration.session
     if steps < FEW_STEPS:
         return _record(Resolved("off", too_few(steps)), {})
-    (eager,), share = timed_passes(session, [lambda: None], most=1, rounds=(1, 1))
+    (eager,), share = calibration.probe.passes_in_turn([lambda: None], most=1, rounds=(1, 1))
     if eager.error:
         return _record(Resolved("off", f"a pass failed: {eager.error}"), {})
     if steps * share * eager.median_s * (1 - 1 / USUAL_RATIO) < USUAL_COMPILATION_S:
@@ -381,7 +381,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     if parts is None:
         return _record(Resolved("off", "a worker's machine cannot compile, as its event says"), {})
     ways = [partial(setattr, parts, "on", way) for way in (False, True)]
-    (eager, compiled), share = timed_passes(session, ways, most=1, rounds=ROUNDS)
+    (eager, compiled), share = calibration.probe.passes_in_turn(ways, most=1, rounds=ROUNDS)
     parts.on = True
     status = parts.status()
     trials = {"eager": eager.round_s, "compiled": compiled.round_s, "compilation": status}
@@ -438,7 +438,7 @@ def settle_inflight(calibration: Calibration) -> None:
     def measure() -> Record:
         calibration.report_progress({"phase": "measuring micro-batches in flight"})
         try:
-            return _record(*measure_inflight(calibration.session))
+            return _record(*measure_inflight(calibration.probe))
         except StateLost as error:  # raised by all workers
             if calibration.session.step.inflight == 2:
                 why = f"2 in flight failed while measured ({type(error).__name__}: {first_line(error)})"
@@ -448,13 +448,13 @@ def settle_inflight(calibration: Calibration) -> None:
     calibration.use(inflight=calibration.settle("inflight", measure)["value"])
 
 
-def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
+def measure_inflight(probe: StepProbe) -> tuple[Resolved, dict[int, float]]:
     """The choice, and the slowest worker's median seconds by micro-batches in flight, on the first micro-batches of the
     real model; no seconds if either fails, and then the first step of the run reports the consequence. Changes nothing
     that it measures. Collective."""
-    step, before = session.step, session.step.inflight
+    step, before = probe.step, probe.step.inflight
     befores = [partial(setattr, step, "inflight", number) for number in (1, 2)]
-    times, _ = timed_passes(session, befores, most=MEASURED_PASSES, rounds=INFLIGHT_ROUNDS)
+    times, _ = probe.passes_in_turn(befores, most=MEASURED_PASSES, rounds=INFLIGHT_ROUNDS)
     step.inflight = before
     for number, arm in enumerate(times, 1):
         if arm.error:

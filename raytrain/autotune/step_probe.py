@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
+from raytrain.autotune.rounds import BUDGET_S, ArmTimes, TimedArm, timed_arms
 from raytrain.autotune.state_guard import preserve_model, preserve_optimizers, preserve_skipped
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.rows.contract import Split
@@ -220,27 +221,78 @@ class StepProbe:
         return self._agreed(candidate, readings, budget=budget)
 
     def measure_in_turn(
-        self, candidates: Sequence[Candidate], *, budget: int | None, rounds: int
-    ) -> tuple[Measurement, ...]:
-        """Measure several candidates in alternating rounds of one pass and one update each; the first round is dropped.
+        self, candidates: Sequence[Candidate], *, budget: int | None, rounds: tuple[int, int], updates: bool = True,
+        budget_s: float = BUDGET_S, stop_on_failure: bool = False,
+        clear: Callable[[list[list[float]]], bool] = lambda _seconds: False,
+    ) -> tuple[Measurement, ...]:  # fmt: skip
+        """Measure several candidates in alternating rounds of one pass and one update each, all with the same random
+        numbers; the first round is dropped. Pass i of all measurements is from round i. Collective; changes nothing.
 
-        If one fails the comparison ends, and candidates that had not started are missing from the result. Pass i of all
-        measurements is from round i. Collective; changes nothing."""
-        readings: list[_Readings] = []
+        Args:
+            rounds: at least, and at most if those take less than `budget_s` seconds.
+            updates: passes alone are enough if False; the norm is then that of this worker's gradient.
+            stop_on_failure: if one fails the comparison ends, and candidates that had not started are missing from the
+                result; else the others go on without it.
+            clear: see `timed_arms`.
+        """
         scales = [LossScale(self.device, enabled=policy_for(one.precision).scales_loss) for one in candidates]
         rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
-        own = self._optimizer_seconds()
-        with preserve_model(self.step.trainable, self.device), preserve_skipped(self.step.optimizers):
-            for number in range((1 + rounds) * len(candidates)):
-                at = number % len(candidates)
-                turn = self._begin if number < len(candidates) else self._pass
-                readings += [_Readings()] if number < len(candidates) else []
-                with computing_as(self.session, candidates[at], scales[at]):
-                    if not turn(rows[at], readings[at], budget):
-                        break
-        for one in readings:
+        readings: dict[int, _Readings] = {}
+
+        def attempt(index: int, timed: Callable[[], object]) -> str:
+            warm_up = index not in readings
+            one = readings.setdefault(index, _Readings())
+            with computing_as(self.session, candidates[index], scales[index]):
+                fine = self._first(rows[index], one, budget) if warm_up else self._try(timed, one, budget)
+                if fine and updates:
+                    fine = self._try_update(one, budget, timed=not warm_up)
+                elif fine:
+                    one.norm = float(self.step.gradients.sum_of_squares().sqrt() * scales[index].inverse)
+                    self.step.gradients.zero_()
+            return "" if fine else one.reason or one.outcome
+
+        own = self._optimizer_seconds() if updates else 0.0
+        with preserve_skipped(self.step.optimizers) if updates else contextlib.nullcontext():
+            times = timed_arms(
+                [self._arm(part) for part in rows], trainable=self.step.trainable, workers=self.workers,
+                device=self.device, min_rounds=rounds[0], max_rounds=rounds[1], budget_s=budget_s, attempt=attempt,
+                stop_on_failure=stop_on_failure, clear=clear,
+            )  # fmt: skip
+        for index, one in readings.items():
+            one.pass_s = times[index].round_s if one.outcome == "ok" else []
             one.update_s = [seconds + own for seconds in one.update_s]
-        return tuple(self._agreed(*pair, budget=budget) for pair in zip(candidates, readings, strict=False))
+        return tuple(self._agreed(candidates[index], one, budget=budget) for index, one in readings.items())
+
+    def passes_in_turn(
+        self, befores: Sequence[Callable[[], object]], *, most: int, rounds: tuple[int, int]
+    ) -> tuple[list[ArmTimes], float]:
+        """Time the first `most` micro-batches of each worker after each of `befores` in turn, at least and at most so
+        many rounds, until one fails. Changes nothing that it measures. Collective.
+
+        Returns:
+            The times, with the value 1 where nothing told what a loss is a mean over; how many times as much a step
+            does.
+        """
+        loader, step = self.loader, self.step
+        indices, untold = loader.global_batch(self.session.state.cursor).indices, step.untold
+        rows = indices[: most * loader.batches.micro_batch * self.workers.world_size]
+        passes = loader.passes(rows)
+
+        def work() -> None:
+            step.untold = False
+            step.backward(loader.micro_batches(rows), global_weight=1, passes=passes)
+
+        def attempt(_index: int, timed: Callable[[], object]) -> str:
+            one = _Readings()
+            return "" if self._try(timed, one, None) else one.reason
+
+        times = timed_arms(
+            [TimedArm(work, before=before, values=lambda: [float(step.untold)]) for before in befores],
+            trainable=step.trainable, workers=self.workers, device=self.device, min_rounds=rounds[0],
+            max_rounds=rounds[1], attempt=attempt, stop_on_failure=True,
+        )  # fmt: skip
+        step.untold = untold
+        return times, loader.passes(indices) / passes
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -303,13 +355,23 @@ class StepProbe:
 
     def _pass(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
         """A timed pass and update; whether they succeeded on every worker."""
+        arm = self._arm(rows)
 
         def work() -> None:
-            # rows that processes read are read before the clock starts; `raytrain.autotune.loaders` times those
-            read = [self.loader.one(part) for part in rows] if self.loader.pool else None
-            self._timed(partial(self._backward, rows, read), readings.pass_s)
+            arm.before()
+            self._timed(arm.work, readings.pass_s)
 
         return self._try(work, readings, budget) and self._try_update(readings, budget, timed=True)
+
+    def _arm(self, rows: list[np.ndarray]) -> TimedArm:
+        """Passes over these micro-batches. Rows that processes read are read before the clock starts;
+        `raytrain.autotune.loaders` times those."""
+        read: list[MicroBatch] = []
+
+        def before() -> None:
+            read[:] = [self.loader.one(part) for part in rows] if self.loader.pool else []
+
+        return TimedArm(lambda: self._backward(rows, read or None), before=before)
 
     def _timed(self, work: Callable[[], object], seconds: list[float]) -> None:
         begin = seconds_of(self.device)

@@ -14,8 +14,9 @@ from torch import Tensor
 from experts.exchange.host_server import HostServer
 from experts.layer import MoELayer
 from experts.member.shard import ExpertShard
-from raytrain.autotune.comparisons import compare_precisions
+from raytrain.autotune.measurement import Candidate
 from raytrain.autotune.startup import Calibration, read_measured, settle_micro_batch
+from raytrain.autotune.step_probe import StepProbe
 from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
@@ -147,15 +148,13 @@ def _probed(rank: int, scene: Scene, room: int | None) -> Any:
         # a folder of its own, as if nobody saw the others'
         run = RunFolder(str(Path(scene.run_path) / f"{scene.size}-{scene.number}-{rank}"))
         settle_micro_batch(Calibration(session, run, reporter, lambda _status: None))
-        indices = session.loader.global_batch(session.state.cursor).indices
-        precisions = compare_precisions(
-            session.trainable, session.loader.one(indices[:6]), candidates=["fp64"], gradients=session.step.gradients,
-            workers=session.workers, device=session.device, budget_s=0.0,
-        )  # fmt: skip
+        (compared,) = StepProbe(session).measure_in_turn(
+            [Candidate("fp64", 6)], budget=None, rounds=(3, 12), updates=False, budget_s=0.0
+        )
         trained, _ = train(session)
         made = record(session, trained)
         made["probe"] = read_measured(run).get("micro_batch")
-        made["micro"], made["refused"] = session.loader.micro_batch, precisions[0].error
+        made["micro"], made["refused"] = session.loader.micro_batch, compared.reason
         return made
 
 

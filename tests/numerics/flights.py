@@ -19,6 +19,7 @@ from experts.exchange.host_server import HostServer
 from experts.layer import MoELayer
 from experts.transport import Aborted, Header, Op
 from raytrain.autotune.startup import measure_inflight
+from raytrain.autotune.step_probe import StepProbe
 
 Sections = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 
@@ -94,7 +95,7 @@ def measured(rank: int, _world: int, given: Scene) -> Any:
         return act(rank, given)
     session = session_of(given, rank)
     before = state_of(session)
-    chosen, seconds = measure_inflight(session)
+    chosen, seconds = measure_inflight(StepProbe(session))
     assert state_of(session) == before and session.step.inflight == 1
     rows, _ = train(session)
     return chosen, seconds, record(session, rows)
@@ -117,7 +118,7 @@ def short_of_memory(rank: int, _world: int, given: Scene, limit: int) -> Any:
         return route(x_BSD, *masks)
 
     layer.router.forward = router  # type: ignore[method-assign]
-    chosen, _ = measure_inflight(session)
+    chosen, _ = measure_inflight(StepProbe(session))
     layer.router.forward = route  # type: ignore[method-assign]
     rows, _ = train(session)
     return chosen, record(session, rows)

@@ -12,7 +12,6 @@ import torch
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
 
 from cluster.telemetry.processes import process_memory, reset_peak
-from raytrain.autotune import startup
 from raytrain.autotune.found import signature_of
 from raytrain.autotune.measurement import Candidate
 from raytrain.autotune.micro_batch import memory_budget
@@ -92,13 +91,13 @@ def precision_and_rows(rank: int, world_size: int, run_path: str) -> dict[str, A
     session = wide(limit=((peaks[16][1] or 0) + (peaks[32][1] or 0)) // 2)
     deferred = Deferred("measured", ("fp32", "bf16"), "a test")
     session.job = replace(session.job, plan=replace(session.job.plan, precision=deferred))
-    compare, rows = startup.compare_precisions, []
+    compare, rows = StepProbe.measure_in_turn, []
 
-    def seen(*arguments: Any, **named: Any) -> Any:
-        rows.append(session.loader.micro_batch)
-        return compare(*arguments, **named)
+    def seen(probe: StepProbe, candidates: Any, **named: Any) -> Any:
+        rows.extend({one.micro_batch_size for one in candidates})
+        return compare(probe, candidates, **named)
 
-    startup.compare_precisions = seen  # in this process, which is the test's own
+    StepProbe.measure_in_turn = seen  # in this process, which is the test's own
     run, reporter = RunFolder(run_path), Rows()
     calibration = Calibration(session, run, reporter, silent)
     settle_precision(calibration, forced=None, loaded=None)

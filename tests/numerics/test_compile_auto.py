@@ -15,8 +15,8 @@ from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, tr
 import raytrain.autotune.startup as startup_compile
 import raytrain.autotune.step_probe
 import raytrain.train.loop
-from raytrain.autotune.comparisons import ArmTimes
 from raytrain.autotune.measurement import Candidate
+from raytrain.autotune.rounds import ArmTimes
 from raytrain.autotune.startup import Calibration, read_measured, settle_compile
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import load
@@ -56,15 +56,15 @@ def decided(session: Session, folder: Path, *, done: int = 0) -> tuple[str, str,
 
 def planted(monkeypatch: pytest.MonkeyPatch, eager: float, compiled: float, **more: Any) -> None:
     """The seconds of a pass."""
-    real = startup_compile.timed_passes
+    real = StepProbe.passes_in_turn
 
-    def times(session: Session, befores: list[Any], **named: Any) -> Any:
-        _, share = real(session, befores, **named)
+    def times(probe: StepProbe, befores: list[Any], **named: Any) -> Any:
+        _, share = real(probe, befores, **named)
         arms = [ArmTimes(((seconds,) * 5,), (0.0,), "") for seconds in (eager, compiled)[: len(befores)]]
         arms[1:] = [ArmTimes(arm.seconds, more.get("values", (0.0,)), more.get("error", "")) for arm in arms[1:]]
         return arms, share
 
-    monkeypatch.setattr(startup_compile, "timed_passes", times)
+    monkeypatch.setattr(StepProbe, "passes_in_turn", times)
 
 
 def test_short_runs_compile_nothing_and_few_steps_measure_nothing(

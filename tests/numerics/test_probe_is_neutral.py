@@ -120,11 +120,11 @@ def state_of(session: Session) -> dict[str, Any]:
 def test_the_precision_probe_changes_nothing(build: Any) -> None:
     session = build()
     before = state_of(session)
-    chosen, trials = measure_precision(session, ["fp32", "bf16", "fp16"])
+    chosen, trials = measure_precision(StepProbe(session), ["fp32", "bf16", "fp16"])
     assert state_of(session) == before
     # and what it measured is there to be recorded
-    assert [trial["precision"] for trial in trials] == ["fp32", "bf16", "fp16"]
-    assert all(0 < trial["seconds"] < 60 and trial["loss"] > 0 and trial["grad_norm"] > 0 for trial in trials)
+    assert [trial["candidate"]["precision"] for trial in trials] == ["fp32", "bf16", "fp16"]
+    assert all(0 < min(trial["pass_s"]) < 60 and trial["loss"] > 0 and trial["grad_norm"] > 0 for trial in trials)
     assert chosen.value in ("fp32", "bf16", "fp16") and "bf16" in chosen.reason and "times as fast" in chosen.reason
 
 
@@ -132,7 +132,7 @@ def test_the_precision_probe_changes_nothing(build: Any) -> None:
 def test_a_run_after_the_probe_is_the_run_without_it(build: Any) -> None:
     first = train(plain := build())[0]
     probed = build()
-    measure_precision(probed, ["fp32", "bf16"])
+    measure_precision(StepProbe(probed), ["fp32", "bf16"])
     second = train(probed)[0]
     assert first.losses == second.losses and len(first.losses) == 8
     assert digest(plain.trainable.module.state_dict()) == digest(probed.trainable.module.state_dict())
@@ -145,7 +145,7 @@ def test_a_probe_in_the_middle_of_a_run_is_neutral_too() -> None:
     loop = stopped.loop(reporter=(rows := Rows()), should_stop=lambda: stopped.state.step == 3)
     assert loop.run(stopped.state).kind == "interrupted"
     before = state_of(stopped)
-    measure_precision(stopped, ["fp32", "bf16"])
+    measure_precision(StepProbe(stopped), ["fp32", "bf16"])
     assert state_of(stopped) == before
     assert rows.losses + train(stopped)[0].losses == reference
 

@@ -178,8 +178,8 @@ def test_of_three_precisions_one_is_refused_and_the_others_still_compete(
     assert rates == pytest.approx(expected, rel=1e-6), "as if the refused one had not been there"
     assert len([size for precision, size in rates if precision == taken]) >= 2
 
-    chosen, trials = measure_precision(paced(off, shares), ["fp32", "bf16", "fp16"])
-    assert chosen.value == taken and [trial["precision"] for trial in trials] == ["fp32", "bf16", "fp16"]
+    chosen, trials = measure_precision(StepProbe(paced(off, shares)), ["fp32", "bf16", "fp16"])
+    assert chosen.value == taken and [trial["candidate"]["precision"] for trial in trials] == ["fp32", "bf16", "fp16"]
     assert f"{refused} refused: " in chosen.reason and why in chosen.reason, chosen.reason
     if taken != "fp32":
         assert (

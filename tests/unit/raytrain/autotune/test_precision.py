@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from statistics import median
+from dataclasses import replace
 
 import pytest
 
+from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.autotune.precision import (
-    PrecisionTrial,
     choose_precision,
     faster_beyond_noise,
     has_winner,
@@ -17,10 +17,12 @@ from raytrain.autotune.precision import (
 NAN = float("nan")
 
 
-def trial(
-    name: str, seconds: float, *, loss: float = 2.0, norm: float = 1.0, error: str | None = None
-) -> PrecisionTrial:
-    return PrecisionTrial(name, seconds, loss, norm, error)
+def trial(name: str, *seconds: float, loss: float = 2.0, norm: float = 1.0, error: str | None = None) -> Measurement:
+    """One round or more."""
+    found = Measurement(Candidate(name, 8), "ok", seconds, loss=loss, grad_norm=norm)
+    if error is not None:
+        return replace(found, outcome="error", pass_s=(), reason=error)
+    return found if loss == loss and norm == norm else replace(found, outcome="nonfinite", reason="loss nan")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def trial(
         pytest.param([], "fp32", "nothing but fp32", id="nothing to compare"),
     ],
 )
-def test_the_choice_and_its_reason(trials: list[PrecisionTrial], chosen: str, words: str) -> None:
+def test_the_choice_and_its_reason(trials: list[Measurement], chosen: str, words: str) -> None:
     made = choose_precision([*trials, trial("fp32", 1.0)])
     assert made.value == chosen and words in made.reason
 
@@ -50,14 +52,14 @@ def test_the_choice_and_its_reason(trials: list[PrecisionTrial], chosen: str, wo
     ("rounds", "chosen"),
     [
         ((0.9, 0.9, 0.9, 1.1), "bf16"),
-        ((0.9, 0.9, 1.1, 1.1), "fp32"),
+        ((0.8, 0.9, 1.01, 1.1), "fp32"),
         ((0.9, 0.9, 1.1), "fp32"),
         ((0.9, 0.9, 0.9), "bf16"),
     ],
 )
 def test_a_faster_median_counts_where_most_rounds_agree(rounds: tuple[float, ...], chosen: str) -> None:
-    base = PrecisionTrial("fp32", 1.0, 2.0, 1.0, rounds=(1.0,) * len(rounds))
-    made = choose_precision([base, PrecisionTrial("bf16", 0.9, 2.0, 1.0, rounds=rounds)])
+    base = trial("fp32", *[1.0] * len(rounds))
+    made = choose_precision([base, trial("bf16", *rounds)])
     assert made.value == chosen
     assert ("faster in 2 of" in made.reason) is (chosen == "fp32"), made.reason
 
@@ -109,8 +111,8 @@ def test_where_times_vary_a_better_median_alone_does_not_tell(
 ) -> None:
     assert told_apart(own, reference) is told
     trials = [
-        PrecisionTrial("fp32", median(reference), 1.0, 1.0, rounds=reference),
-        PrecisionTrial("bf16", median(own), 1.0, 1.0, rounds=own),
+        trial("fp32", *reference),
+        trial("bf16", *own),
     ]
     found = choose_precision(trials)
     assert (found.value == "bf16") is told

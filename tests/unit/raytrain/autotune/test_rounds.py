@@ -10,10 +10,15 @@ import torch
 from lab import MLP, class_rows, make_session
 from torch import Tensor, nn
 
-from raytrain.autotune.comparisons import MAX_ROUNDS, MIN_ROUNDS, compare_precisions
+from raytrain.autotune.measurement import Candidate
+from raytrain.autotune.precision import has_winner
+from raytrain.autotune.startup import PRECISION_ROUNDS
 from raytrain.autotune.state_guard import preserve_model
+from raytrain.autotune.step_probe import StepProbe
 from raytrain.train.session import Session
 from raytrain.trainable import Trainable
+
+MIN_ROUNDS, MAX_ROUNDS = PRECISION_ROUNDS
 
 
 def session_of() -> Session:
@@ -21,15 +26,10 @@ def session_of() -> Session:
 
 
 def compared(session: Session, candidates: list[str], **more: Any) -> list[Any]:
-    return compare_precisions(
-        session.trainable,
-        session.loader.one(session.loader.global_batch(session.state.cursor).indices[:8]),
-        candidates=candidates,
-        gradients=session.step.gradients,
-        workers=session.workers,
-        device=session.device,
-        **more,
-    )
+    points = [Candidate(name, 8) for name in candidates]
+    return [*StepProbe(session).measure_in_turn(
+        points, budget=None, rounds=PRECISION_ROUNDS, updates=False, clear=has_winner, **more
+    )]  # fmt: skip
 
 
 @pytest.mark.parametrize("said", [True, False])
@@ -46,9 +46,9 @@ def test_a_precision_that_cannot_run_is_a_result_and_is_not_retried(said: bool) 
 
     session.trainable.loss = loss
     full, half = compared(session, ["fp32", "fp16"], budget_s=0.0)
-    assert half.error == ("\"op\" not implemented for 'Half'" if said else "RuntimeError")
-    assert half.seconds == float("inf")
-    assert full.error is None and 0 < full.seconds < 60 and tried["fp16"] == 1
+    assert half.reason == ("\"op\" not implemented for 'Half'" if said else "RuntimeError")
+    assert half.outcome == "error" and not half.pass_s
+    assert full.outcome == "ok" and 0 < sum(full.pass_s) < 60 and tried["fp16"] == 1
 
 
 def test_an_error_outside_of_operations_is_not_hidden() -> None:
@@ -85,7 +85,7 @@ def test_rounds_alternate_until_the_time_is_up_or_one_has_won(
         now[0] += bf16_s[order.count("bf16") % 2] if order[-1] == "bf16" else fp32_s
         return inner(module, batch)
 
-    monkeypatch.setattr("raytrain.autotune.comparisons.seconds_of", lambda _device: now[0])
+    monkeypatch.setattr("raytrain.autotune.rounds.seconds_of", lambda _device: now[0])
     session.trainable.loss = loss
     compared(session, ["fp32", "bf16"], budget_s=budget)
     assert order == ["fp32", "bf16"] * rounds

@@ -1,0 +1,122 @@
+"""Ways to compute the same thing, timed in alternating rounds, so that other work on the machine affects all alike.
+Nothing that they measure changes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from raytrain.autotune.state_guard import preserve_model
+from raytrain.train.device import rng_state, seconds_of, set_rng_state
+from raytrain.train.parallel.collectives import Workers
+from raytrain.trainable import Trainable
+
+#: Rounds continue until this much time has passed, within the bounds that a caller gives.
+BUDGET_S = 2.0
+#: Until the rounds have taken so long, a clear result is no reason to stop: a few of milliseconds may all fall into one
+#: burst of other work, and every look at the times is one more chance to be misled.
+CHEAP_S = 0.25
+
+
+@dataclass(frozen=True)
+class TimedArm:
+    """One way to compute.
+
+    Attributes:
+        work: what is timed.
+        before: runs before the clock starts.
+        values: reads what was computed, after the clock has stopped.
+    """
+
+    work: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    values: Callable[[], Sequence[float]] = tuple
+
+
+@dataclass(frozen=True)
+class ArmTimes:
+    """What one arm showed, the same on every worker.
+
+    Attributes:
+        seconds: for each worker those of every timed round.
+        values: rank 0's, of the last round.
+        error: why the arm failed, or "".
+    """
+
+    seconds: tuple[tuple[float, ...], ...]
+    values: tuple[float, ...]
+    error: str
+
+    @property
+    def median_s(self) -> float:
+        """The largest of the workers' medians; infinite if nothing was timed."""
+        return max(statistics.median(own) if own else float("inf") for own in self.seconds)
+
+    @property
+    def round_s(self) -> list[float]:
+        """The slowest worker's seconds of each round."""
+        return [max(round_s) for round_s in zip(*self.seconds, strict=True)]
+
+
+def timed_arms(
+    arms: Sequence[TimedArm], *, trainable: Trainable, workers: Workers, device: torch.device, min_rounds: int,
+    max_rounds: int, budget_s: float = BUDGET_S, attempt: Callable[[int, Callable[[], object]], str] | None = None,
+    stop_on_failure: bool = False, decided: Callable[[list[list[float]]], bool] = lambda _seconds: False,
+    clear: Callable[[list[list[float]]], bool] = lambda _seconds: False,
+) -> list[ArmTimes]:  # fmt: skip
+    """Time all arms in alternating rounds after one warm-up round, every arm with the same random numbers. Changes
+    nothing that it measures. Collective.
+
+    Args:
+        attempt: is given an arm's index and runs it; returns why that failed on any worker, or "". A failed arm is not
+            run again. Without it failures are raised.
+        stop_on_failure: with one failed arm the others are of no interest.
+        decided: whether this worker's seconds by arm need no `min_rounds`.
+        clear: whether, after `min_rounds` and `CHEAP_S`, this worker's seconds by arm need no more of the budget. The
+            rounds end once they need none on any worker.
+    """
+    seconds: list[list[float]] = [[] for _ in arms]
+    values: list[Sequence[float]] = [() for _ in arms]
+    errors: dict[int, str] = {}
+    with preserve_model(trainable, device):
+        generators, begin = rng_state(device), time.perf_counter()
+        for round_number in range(max_rounds + 1):
+            for index, arm in enumerate(arms):
+                if index in errors:
+                    continue
+                set_rng_state(generators, device)
+                spent: list[float] = []
+
+                def run(arm: TimedArm = arm, spent: list[float] = spent, index: int = index) -> None:
+                    arm.before()
+                    begin = seconds_of(device)
+                    arm.work()
+                    spent.append(seconds_of(device) - begin)
+                    values[index] = arm.values()
+
+                reason = "" if attempt is None else attempt(index, run)
+                if attempt is None:
+                    run()
+                if reason:
+                    errors[index] = reason
+                    if stop_on_failure:
+                        break
+                elif round_number:
+                    seconds[index] += spent
+            enough = round_number >= min_rounds or decided(seconds)
+            enough = enough and time.perf_counter() - begin > budget_s
+            cheap = sum(map(sum, seconds)) < CHEAP_S
+            settled = round_number >= min_rounds and not cheap and clear(seconds)
+            some, all_of = workers.all_reduce_ints([int(enough), int(settled)])
+            if (stop_on_failure and errors) or some or all_of == workers.world_size:
+                break
+    shown = [tuple(values[index]) if index not in errors else () for index in range(len(arms))]
+    everybody = workers.all_gather_object((seconds, shown))
+    return [
+        ArmTimes(tuple(tuple(own[index]) for own, _ in everybody), tuple(everybody[0][1][index]), errors.get(index, ""))
+        for index in range(len(arms))
+    ]
