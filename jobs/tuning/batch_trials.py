@@ -18,7 +18,7 @@ from ray.tune.search import Searcher
 from cluster.wording import counted
 from jobs.driver.progress import Activity
 from jobs.tuning.batch_search import BatchSearch
-from jobs.tuning.trials import TrialRecorder, ran_out, why
+from jobs.tuning.trials import StatelessSearcher, TrialRecorder, ran_out, why
 from raytrain.autotune.batch_search import next_proposals
 from raytrain.autotune.batch_space import BatchSpace, Proposal, ProposalResult, SearchResults
 from raytrain.autotune.found import signature_of
@@ -134,8 +134,8 @@ class BatchTrials(TrialRecorder):
         return ProposalResult(Measurement(wanted.candidate, outcome, reason=reason))
 
 
-class BatchSearcher(Searcher):
-    """Our search as a searcher of Ray Tune. Its state is in trials.jsonl."""
+class BatchSearcher(StatelessSearcher):
+    """Our search as a searcher of Ray Tune."""
 
     def __init__(self, trials: BatchTrials) -> None:
         super().__init__(metric=None, mode=None)
@@ -148,15 +148,6 @@ class BatchSearcher(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Does nothing: the recorder also has the error."""
-
-    def save(self, checkpoint_path: str) -> None:
-        """Does nothing: see the class."""
-
-    def restore(self, checkpoint_path: str) -> None:
-        """Does nothing: see the class."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
 
 
 def result_text(found: ProposalResult, space: BatchSpace, reason: str) -> str:

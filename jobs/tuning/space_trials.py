@@ -33,7 +33,7 @@ from jobs.job.spec import load_spec
 from jobs.train import train_loaded
 from jobs.tuning.driver import TuneCommand
 from jobs.tuning.space_points import LOOKS, Choices, Point, Points, Range, curves_of, run_cells, values_text
-from jobs.tuning.trials import TrialRecorder, fit, has_died, why
+from jobs.tuning.trials import StatelessSearcher, TrialRecorder, fit, has_died, why
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RunError
 from raytrain.execution.driver_channel import on_stop_request, open_channel
@@ -96,7 +96,7 @@ def config_of(point: Point) -> dict[str, Any]:
     return {"number": point.number, "values": point.values, "overrides": list(point.overrides)}
 
 
-class PointSearcher(Searcher):
+class PointSearcher(StatelessSearcher):
     """One of Ray Tune's searchers whose points are numbered, and checked on the driver like all others: one that cannot
     run is told to the searcher as a failure, and it is asked again.
 
@@ -146,15 +146,6 @@ class PointSearcher(Searcher):
         """Tell the searcher what its point was worth."""
         if (asked := self._asked.pop(trial_id, None)) is not None:
             self._inner.on_trial_complete(asked, result, error)
-
-    def save(self, checkpoint_path: str) -> None:
-        """Does nothing: what it proposed is in the search folder."""
-
-    def restore(self, checkpoint_path: str) -> None:
-        """Does nothing: see `save`."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
 
 
 def ray_domain(tried: Choices | Range) -> Any:

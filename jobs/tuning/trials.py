@@ -20,6 +20,7 @@ import ray
 import ray.exceptions
 from ray import cloudpickle, tune
 from ray.tune import Callback
+from ray.tune.search import Searcher
 
 from jobs.driver.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
@@ -127,6 +128,19 @@ class TrialRecorder(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # Ray pickles callbacks for `Tuner.restore`, which is not used
+
+
+class StatelessSearcher(Searcher):
+    """A searcher of Ray Tune whose state is in the search folder, so that Ray has nothing of it to save."""
+
+    def save(self, checkpoint_path: str) -> None:
+        """Does nothing."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Does nothing."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
 
 def has_died(error: BaseException | None) -> TypeGuard[ray.exceptions.RayActorError]:

@@ -109,10 +109,6 @@ class MemoryLine:
         """Predicted peak bytes of one process with micro-batches of `rows` rows."""
         return round(self.floor + rows * self.per_row)
 
-    def largest(self, budget: int, sizes: Iterable[int]) -> int | None:
-        """The largest of `sizes` whose predicted peak is within `budget` bytes; None if there is none."""
-        return max((size for size in sizes if self.predict(size) <= budget), default=None)
-
 
 def line_of(measured: Iterable[Measurement]) -> MemoryLine:
     """The line through all measurements whose peak is known, also those above their budget.

@@ -62,7 +62,7 @@ def next_micro_batch(sizes: Sequence[int], measured: Sequence[Measurement], *, b
         first = max((size for size in larger if size <= FIRST * min(ceiling, max(sizes))), default=larger[0])
         return NextSize(first, None)
     line = line_of([one for one in measured if one.outcome == "ok"])  # others may not be on the line
-    within = max(larger) if budget is None else line.largest(budget, larger)
+    within = max((size for size in larger if budget is None or line.predict(size) <= budget), default=None)
     if within is None and len(fitted) == 1:
         within = larger[0]  # one size alone predicts too much, see `line_of`
     return None if within is None else NextSize(within, line.predict(within))

@@ -1,6 +1,6 @@
 """Chooses the precision from measurements, and judges the numeric gate. Pure: numbers in, `Resolved` out.
 
-`raytrain.autotune.comparisons` measures.
+`raytrain.autotune.step_probe` measures.
 """
 
 from __future__ import annotations

@@ -27,13 +27,6 @@ def test_more_sizes_are_fitted_by_least_squares() -> None:
     assert line.per_row == pytest.approx(10) and line.floor == pytest.approx(61 / 3 - 20)
 
 
-def test_the_largest_size_within_a_budget() -> None:
-    line = line_of(read((4, 140), (8, 180)))
-    assert line.largest(260, (1, 2, 4, 8, 16, 32)) == 16
-    assert line.largest(259, (1, 2, 4, 8, 16, 32)) == 8
-    assert line.largest(100, (1, 2)) is None
-
-
 def test_a_line_never_falls_and_one_size_charges_its_rows() -> None:
     assert line_of(read((4, 180), (8, 140))).per_row == 0
     assert line_of(read((4, 200))).predict(8) == 400

@@ -100,3 +100,9 @@ def test_against_brute_force_within_one_size_on_random_memories() -> None:
         assert chosen is not None and memory(chosen.value) <= budget
         assert sizes.index(best) - sizes.index(chosen.value) <= 1
         assert len(tried) <= 6
+
+
+@pytest.mark.parametrize(("spare", "chosen", "asked"), [(160, 16, [4, 16]), (159, 8, [4, 8])])
+def test_a_size_fits_whose_predicted_peak_is_the_budget_itself(spare: int, chosen: int, asked: list[int]) -> None:
+    found, tried = search(micro_batch_sizes(32, 1), lambda rows: FLOOR + 10 * rows, FLOOR + spare)
+    assert found is not None and found.value == chosen and [proposal.rows for proposal, _ in tried] == asked
