@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from jobs.bench.harness.sessions import SessionArm
 from raytrain.models.gpt import gpt
 from raytrain.train.optim import parameter_groups
