@@ -6,6 +6,7 @@ since the trainer reserves the resources of its workers; a trial that reserved t
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -108,6 +109,7 @@ class PointSearcher(StatelessSearcher):
         super().__init__(metric=metric, mode=mode)
         self._points, self._sweep = points, sweep
         self._inner: Any = create_searcher(name, seed=seed)
+        logging.getLogger(name).setLevel(logging.WARNING)  # it tells of each study and each point
         self._inner.set_search_properties(
             metric, mode, {key: ray_domain(one) for key, one in points.space.keys.items()}
         )
