@@ -29,6 +29,7 @@ from raytrain.autotune.precision import GateReport, gate_refusal
 from raytrain.config.decode import encode
 from raytrain.errors import RunError
 from raytrain.plan.choice import figure_text, size_text
+from raytrain.plan.room import Need
 from raytrain.runs.folder import RunFolder, SweepFolder
 from raytrain.runs.records import to_line
 from raytrain.runs.storage import join
@@ -168,14 +169,16 @@ class BatchTrials:
 
     Args:
         known: by kind, measurements of earlier searches and of this one, which are not repeated.
+        needs: by kind, what a trial needs of the cluster.
         most: limit on the number of trials.
     """
 
     def __init__(
-        self, search: BatchSearch, *, known: Mapping[str, KnownMeasurements], sweep: SweepFolder, lines: TrialLines,
-        most: int | None = None,
+        self, search: BatchSearch, *, known: Mapping[str, KnownMeasurements], needs: Mapping[str, Need],
+        sweep: SweepFolder, lines: TrialLines, most: int | None = None,
     ) -> None:  # fmt: skip
         self._search, self._known, self._sweep, self._lines, self._most = search, known, sweep, lines, most
+        self._needs = needs
         self.stopping = False
         self._running: dict[int, TrialRequest] = {}
         self._began: dict[int, float] = {}
@@ -201,7 +204,7 @@ class BatchTrials:
                 if self._most is not None and number > self._most:
                     continue
             wanted = self._running[number] = replace(wanted, number=number)
-            self._lines.propose(number, wanted.text)
+            self._lines.propose(number, wanted.text, self._needs[kind.name])
             return wanted.to_json()
         return None if self._running and not self.stopping else "done"
 

@@ -118,7 +118,8 @@ class SpaceTrials:
         """Called when the trial's process has started."""
         self._began[config["number"]] = time.time()
         self._running.add(config["number"])
-        self._lines.start(config["number"])
+        need = None if self._private else self._points[config["number"]].need
+        self._lines.start(config["number"], need)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
         """Record the result of a trial, except one that was asked to stop: a resumed search continues it."""

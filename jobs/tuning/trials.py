@@ -23,7 +23,9 @@ from ray.tune.search import Searcher
 
 from jobs.driver.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
+from jobs.driver.watch import missing_room
 from raytrain.errors import RunError
+from raytrain.plan.room import Need
 from raytrain.runs.folder import SweepFolder
 
 DONE = "done"
@@ -129,16 +131,16 @@ class TrialLines:
 
     def __init__(self, activity: Activity, print_line: Callable[[str], None]) -> None:
         self._activity, self.print_line = activity, print_line
-        self._now: dict[int, tuple[str, str]] = {}
+        self._now: dict[int, tuple[str, str, Need | None]] = {}
 
-    def propose(self, number: int, what: str) -> None:
-        """The process of a trial is being started."""
-        self._now[number] = "starting", what
+    def propose(self, number: int, what: str, need: Need | None = None) -> None:
+        """The process of a trial is being started; `need` is what it needs of the cluster."""
+        self._now[number] = "starting", what, need
         self._say()
 
-    def start(self, number: int) -> None:
-        """The process of a trial has started."""
-        self._now[number] = "measuring", self._now[number][1]
+    def start(self, number: int, need: Need | None = None) -> None:
+        """The process of a trial has started; `need` is what it needs of the cluster beside its own place."""
+        self._now[number] = "measuring", self._now[number][1], need
         self._say()
 
     def end(self, number: int, text: str) -> None:
@@ -148,8 +150,9 @@ class TrialLines:
         self._say()
 
     def _say(self) -> None:
-        parts = [f"{word} trial {number} ({what})" for number, (word, what) in sorted(self._now.items())]
-        self._activity.begin(" and ".join(parts))
+        parts = [f"{word} trial {number} ({what})" for number, (word, what, _) in sorted(self._now.items())]
+        needs = [need for _, _, need in self._now.values() if need is not None]
+        self._activity.begin(" and ".join(parts), missing=lambda: missing_room(needs))
 
 
 def keep_row(sweep: SweepFolder, row: dict[str, Any], error: BaseException | None) -> None:

@@ -27,6 +27,7 @@ from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred
 from raytrain.plan.facts import DataFacts
+from raytrain.plan.room import Need
 from raytrain.runs.folder import SweepFolder
 
 DEATH = ray.exceptions.ActorDiedError()
@@ -61,7 +62,8 @@ def batch_trials(
         kinds=tuple(map(kind_of, kinds or ("",))), space=space, space_of=lambda _: space, loaders=loaders
     )
     known = {kind.name: KnownMeasurements(of_kind(sweep.standing(), kind.name)) for kind in search.kinds}
-    return BatchTrials(search, known=known, sweep=sweep, lines=lines(), most=most), known
+    needs = {kind.name: Need("scale.threads", "trial", 1, {"CPU": 1}) for kind in search.kinds}
+    return BatchTrials(search, known=known, needs=needs, sweep=sweep, lines=lines(), most=most), known
 
 
 def run(made_trials: tuple[BatchTrials, Any], *, deadly: int | None = None) -> list[tuple[int, int]]:
