@@ -76,11 +76,11 @@ def main() -> None:
     head = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=3, node_ip_address="127.0.0.2")
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=40)
     other: Any = placement_group([{"CPU": 2}, {"CPU": 3}], strategy="STRICT_SPREAD")
     ray.get(other.ready(), timeout=60)
     verbs = ("train", "infer", "tune")
-    commands = {verb: start(verb, folder, cluster.address) for verb in verbs}
+    commands = {verb: start(verb, folder, str(cluster.address)) for verb in verbs}
     ends = time.monotonic() + LIMIT_S
     while time.monotonic() < ends and not all(" need" in (folder / f"{verb}.txt").read_text() for verb in verbs):
         time.sleep(0.2)
