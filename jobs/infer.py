@@ -173,8 +173,9 @@ def _computed(
         return reports
     earlier = planned.rows.rows - sum(unit.rows for unit in missing)
     with InferenceDisplay(
-        console, rows=planned.rows.rows, earlier=earlier, in_progress=computation.in_progress, beat=planned.output.beat
-    ) as display:
+        console, rows=planned.rows.rows, earlier=earlier, in_progress=computation.in_progress,
+        beat=planned.output.beat, missing=lambda: computation.missing(),
+    ) as display:  # fmt: skip
         for report in computation.reports(missing):
             reports.append(report)
             failed += report.failed

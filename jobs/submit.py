@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.ray_runtime import private_folder
-from jobs.driver.signals import Interrupted, SignalQueue
+from jobs.driver.progress import clock_text
 from jobs.job.facts import path_from_here
-from jobs.submission.follow import INTERRUPTED, follow_again, follow_job, print_log, say, stop_job
+from jobs.submission.follow import (
+    INTERRUPTED,
+    HeldSignals,
+    JobLog,
+    follow_again,
+    follow_job,
+    print_log,
+    say,
+    stop_job,
+)
 from jobs.submission.on_cluster import versions
 from jobs.submission.request import JobRequest, check_id, pack, request_of
 from jobs.submission.server import RECORD, JobServer, SubmittedJob
@@ -58,25 +66,24 @@ def submit_verb(
     request = request_of(verb, command, arguments)
     began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     job_id = job_id or f"{request.record['name'] or verb}-{began}-{secrets.token_hex(2)}"
-    with SignalQueue() as signals:
-        try:
-            server, env = signals.run(lambda: _uploaded(request, address, install=install, cancelled=signals.cancelled))
-        except Interrupted:
-            say("cancelled: nothing was submitted")
-            return INTERRUPTED
-        # from here on the job may exist: a signal waits for the answer, and is about the job
+    try:
+        server, env = _uploaded(request, address, install=install)
+    except KeyboardInterrupt:
+        say("cancelled: nothing was submitted")
+        return INTERRUPTED
+    with (
+        HeldSignals() as signals
+    ):  # from here on the job may exist: a signal waits for the answer, and is about the job
         metadata = {RECORD: json.dumps(request.record)}
         job = server.submit(request.entrypoint, job_id=job_id, runtime_env=env, metadata=metadata)
         say(f"submitted {job.id} to {server.address}: {request.entrypoint}")
         if detach:
             say(follow_again(server, job.id))
             return 0
-        return follow_job(server, job.id, signals=signals)
+        return follow_job(JobLog(server, job.id), server, job.id, signals=signals)
 
 
-def _uploaded(
-    request: JobRequest, address: str | None, *, install: bool, cancelled: threading.Event
-) -> tuple[JobServer, dict[str, Any]]:
+def _uploaded(request: JobRequest, address: str | None, *, install: bool) -> tuple[JobServer, dict[str, Any]]:
     """The server, and the job's environment, whose files are on the cluster.
 
     Raises:
@@ -84,7 +91,7 @@ def _uploaded(
     """
     folder = Path.cwd()
     with private_folder() as temporary:
-        server = JobServer(address, cancelled=cancelled)
+        server = JobServer(address)
         package = pack(folder, Path(temporary) / "working_dir.zip")
         request.check_package(package, folder)
         with server.script("versions") as asking:
@@ -139,58 +146,46 @@ def print_jobs(rows: Sequence[dict[str, Any]], console: Console) -> None:
     for name in ("verb", "status", "exit", "started", "took"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("exit", "took") else "left")
     for row in rows:
-        table.add_row(row["id"], row["verb"] or "-", *_cells(row, started="%m-%d %H:%M"))
+        cells = _cells(row, started="%m-%d %H:%M")
+        table.add_row(cells.pop("ID"), cells.pop("verb") or "-", *cells.values())
     console.print(table)
 
 
 def print_job(row: dict[str, Any], console: Console) -> None:
     """Print all that is known of one job, a line for each fact."""
-    status, code, started, took = _cells(row, started="%Y-%m-%d %H:%M:%S")
-    facts = {
-        "ID": row["id"], "verb": row["verb"], "status": status, "exit": code, "started": started, "took": took,
-        "save.dir": row["save_dir"], "command": row["entrypoint"], "message": row["message"],
-    }  # fmt: skip
+    facts = _cells(row, started="%Y-%m-%d %H:%M:%S")
+    facts |= {"save.dir": row["save_dir"] or "", "command": row["entrypoint"], "message": row["message"].strip()}
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
         if value:
-            table.add_row(name, value if isinstance(value, Text) else Text(value.strip()))
+            table.add_row(name, value)
     console.print(table)
 
 
-def _cells(row: dict[str, Any], *, started: str) -> tuple[Text, str, str, str]:
-    """Status, exit code, start and duration of a job, such as 7s, 3m 12s or 5h 3m."""
-    took = ""
-    if row["seconds"] is not None:
-        minutes, rest = divmod(round(row["seconds"]), 60)
-        hours, minutes = divmod(minutes, 60)
-        took = f"{hours}h {minutes}m" if hours else f"{minutes}m {rest}s" if minutes else f"{rest}s"
-    return (
-        Text(row["status"], style=COLOURS.get(row["status"], "")),
-        "" if row["exit_code"] is None else str(row["exit_code"]),
-        "" if row["started"] is None else time.strftime(started, time.localtime(row["started"])),
-        took,
-    )
+def _cells(row: dict[str, Any], *, started: str) -> dict[str, str | Text]:
+    """What the table and the list of facts have in common, by their names there."""
+    return {
+        "ID": Text(row["id"]),
+        "verb": row["verb"],
+        "status": Text(row["status"], style=COLOURS.get(row["status"], "")),
+        "exit": "" if row["exit_code"] is None else str(row["exit_code"]),
+        "started": "" if row["started"] is None else time.strftime(started, time.localtime(row["started"])),
+        "took": "" if row["seconds"] is None else clock_text(row["seconds"]),
+    }
 
 
 def logs_verb(job_id: str, *, address: str | None, following: bool) -> int:
     """Print the log of a job; following it, the exit code is the job's."""
 
-    def known() -> JobServer:
-        server = JobServer(address)
-        server.job(job_id)
-        return server
-
-    with SignalQueue() as signals:
-        try:
-            server = signals.run(known)
-            if not following:
-                print_log(signals.run(lambda: server.logs(job_id)))
-                return 0
-        except Interrupted:
-            return INTERRUPTED
-        return follow_job(server, job_id, signals=signals)
+    server = JobServer(address)
+    server.job(job_id)
+    if not following:
+        print_log(server.logs(job_id))
+        return 0
+    with HeldSignals() as signals:
+        return follow_job(JobLog(server, job_id), server, job_id, signals=signals)
 
 
 def stop_verb(job_id: str, *, address: str | None) -> int:
@@ -200,28 +195,18 @@ def stop_verb(job_id: str, *, address: str | None) -> int:
         InputError: the job has ended already.
         RunError: it did not end, even killed by Ray.
     """
-    with SignalQueue() as signals:
-        try:
-            job = signals.run(lambda: stop_job(JobServer(address, cancelled=signals.cancelled), job_id, say=say))
-        except Interrupted:
-            say(f"{job_id} is no longer waited for, and may still run: see {shell_command('submit', 'status', job_id)}")
-            return INTERRUPTED
+    try:
+        job = stop_job(JobServer(address), job_id)
+    except KeyboardInterrupt:
+        say(f"{job_id} is no longer waited for, and may still run: see {shell_command('submit', 'status', job_id)}")
+        return INTERRUPTED
     say(f"{job_id}: {job.outcome}, exit code {job.verdict}")
     return 0
 
 
 def fetch_verb(job_id: str, *, address: str | None, target: str | None) -> int:
     """Copy the run folder of a job to this machine."""
-
-    def copy() -> Path:
-        server = JobServer(address, cancelled=signals.cancelled)
-        return fetch(server, server.job(job_id), Path(target or "runs").absolute())
-
-    with SignalQueue() as signals:
-        try:
-            folder = signals.run(copy)
-        except Interrupted:
-            say("cancelled: nothing was copied")
-            return INTERRUPTED
+    server = JobServer(address)
+    folder = fetch(server, server.job(job_id), Path(target or "runs").absolute())
     print(path_from_here(str(folder)))
     return 0

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import alternate
 from jobs.bench.harness.options import BenchOptions
-from jobs.bench.harness.processes import ArmProcesses, ArmServer, JsonConnection, connect
+from jobs.bench.harness.processes import ArmProcesses, ArmServer, connect, receive
 from raytrain.errors import InputError, RunError
 
 LOG_EVERY = 10
@@ -206,7 +207,7 @@ class BlockObserver:
     ARM: ClassVar[str] = "ours"
 
     def __init__(self) -> None:
-        self._connection: JsonConnection | None = None
+        self._connection: Connection | None = None
         self._last_step = 0
         self._began = self._cpu = 0.0
         self._losses: list[float] = []
@@ -230,7 +231,7 @@ class BlockObserver:
 
     def _wait(self) -> None:
         assert self._connection is not None
-        steps = self._connection.receive()["steps"]
+        steps = receive(self._connection)["steps"]
         if steps == 0:
             self.close()
         self._last_step += steps

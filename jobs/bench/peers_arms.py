@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from jobs.bench.harness.processes import JsonConnection, connect
+from jobs.bench.harness.processes import connect, receive
 from jobs.bench.harness.sessions import PlainLoop, gpt_loop, language_loss
 from jobs.bench.loop_arms import LOG_EVERY
 
@@ -26,7 +27,7 @@ class BlockTimer:
         over: there are no more blocks.
     """
 
-    def __init__(self, connection: JsonConnection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._left = self._number = 0
         self._losses: list[float] = []
@@ -34,7 +35,7 @@ class BlockTimer:
 
     def begin(self) -> None:
         """Wait until the bench asks for a block."""
-        self._left = self._connection.receive()["steps"]
+        self._left = receive(self._connection)["steps"]
         self.over = not self._left
         self._losses, self._began, self._cpu = [], time.perf_counter(), time.process_time()
 

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,11 +24,21 @@ from raytrain.errors import RaytrainError, RunError, first_line
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
 from raytrain.runs.faults import read_faults
-from raytrain.runs.folder import RunFolder, has_objects, on_cluster, resume_command, shell_command, this_process
+from raytrain.runs.folder import (
+    RunFolder,
+    has_objects,
+    on_cluster,
+    process_start,
+    resume_command,
+    shell_command,
+    this_process,
+)
 from raytrain.runs.records import account, account_of_last, event
 from raytrain.runs.storage import join, open_store, split
 
 _COMMANDS = itertools.count()
+#: A process that was not older than this when its first command began was started for it.
+NEW_PROCESS_S = 30.0
 #: How much of a language model's sample is printed.
 SAMPLE_LINES, SAMPLE_WIDTH = 6, 76
 #: The name of a run folder: the job's name, the UTC stamp, and a number where others have the same.
@@ -263,19 +272,12 @@ def last_sign_of_life(run: RunFolder) -> float | None:
 
 def command_start(now: float) -> float:
     """When this command began, in unix seconds: with its process, if it is the first one there, else now."""
-    return process_start(now) if next(_COMMANDS) == 0 else now
-
-
-def process_start(now: float) -> float:
-    """Start of this process in unix seconds, for the time account; `now` if it is unknown."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-        started = time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
+    ticks = process_start(os.getpid())
+    if next(_COMMANDS) or ticks is None:
         return now
+    started = time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     # a notebook's process may be hours old: count only the start of a command's own interpreter
-    return started if now - started < 30 else now
+    return started if now - started < NEW_PROCESS_S else now
 
 
 def print_result(

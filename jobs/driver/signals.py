@@ -1,24 +1,20 @@
-"""Turns signals into stop requests, or into items of a queue. Driver side."""
+"""Turns signals into stop requests. Driver side."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
-import select
 import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 #: Signals less than this many seconds apart count as one.
 SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -157,120 +153,3 @@ class StopSignals:
                     self.times += 1
                 self._last = now
                 self.asked.set()
-
-
-class SignalQueue:
-    """Within it, Ctrl-C (SIGINT) and SIGTERM raise nothing: the main thread takes them, at places where it can act.
-
-    A handler that raises does so between any two statements of the main thread: in a `finally`, after a request whose
-    answer is then lost, or outside the `try` that is meant for it. Here the handler only records the signal and wakes
-    the main thread, which waits for nothing else than this queue: work that may take long runs in daemon threads that
-    put their results here.
-
-    Outside the main thread signals are not handled. A signal that is ignored stays ignored. `STUCK` signals that nobody
-    has taken end the command by `Interrupted`: its main thread is stuck.
-
-    Attributes:
-        cancelled: set once `run` has been interrupted; what it runs returns early.
-    """
-
-    #: Ctrl-C pressed this often, without an effect, raises after all.
-    STUCK = 3
-    #: What `run` runs may clean up for this long.
-    CLEAN_UP_S = 15.0
-    #: Waits end this often even without an item: another thread may have received the signal.
-    WAKE_EVERY_S = 0.2
-
-    def __init__(self) -> None:
-        self.cancelled = threading.Event()
-        self._arrived: deque[int] = deque()
-        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()  # its `put` is safe in a signal handler
-        self._previous: dict[int, Any] = {}
-        self._last = float("-inf")
-
-    def __enter__(self) -> SignalQueue:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._record)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-        self._previous = {}
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        again, self._last = now - self._last <= SAME_SIGNAL_S, now
-        if again:  # `timeout` and shells signal both the process and its group
-            return
-        self._arrived.append(number)
-        if len(self._arrived) >= self.STUCK:
-            raise Interrupted(signal.Signals(number).name)
-        self._items.put(None)
-
-    # -- the main thread ---------------------------------------------------------------------------
-
-    def take(self) -> int | None:
-        """The oldest signal that was not taken yet; None if there is none."""
-        return self._arrived.popleft() if self._arrived else None
-
-    def put(self, item: object) -> None:
-        """Add an item, from any thread. None stands for a signal."""
-        self._items.put(item)
-
-    def get(self, *, wait_s: float | None = None) -> Any:
-        """The next item; None after a signal, or after `wait_s` seconds (None: no limit)."""
-        ends = None if wait_s is None else time.monotonic() + wait_s
-        while not self._arrived:
-            left = self.WAKE_EVERY_S if ends is None else min(self.WAKE_EVERY_S, ends - time.monotonic())
-            try:
-                item = self._items.get(timeout=max(0.0, left))
-            except queue.Empty:
-                if ends is not None and time.monotonic() >= ends:
-                    return None
-                continue
-            if item is not None:
-                return item
-        return None
-
-    def run(self, function: Callable[[], T]) -> T:
-        """Run a function in a daemon thread, and return what it returns or raise what it raises.
-
-        Raises:
-            Interrupted: a signal arrived. `cancelled` was set, and the function had `CLEAN_UP_S` to end.
-        """
-        done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def work() -> None:
-            try:
-                done.put((function(), None))
-            except BaseException as error:  # raised in the main thread
-                done.put((None, error))
-
-        threading.Thread(target=work, daemon=True, name="work").start()
-        while (number := self.take()) is None:
-            with contextlib.suppress(queue.Empty):
-                value, error = done.get(timeout=self.WAKE_EVERY_S)
-                if (number := self.take()) is not None:  # too late for the function to notice it
-                    raise Interrupted(signal.Signals(number).name)
-                if error is not None:
-                    raise error
-                return value
-        self.cancelled.set()
-        ends = time.monotonic() + self.CLEAN_UP_S
-        while time.monotonic() < ends and self.take() is None:  # another signal does not wait
-            with contextlib.suppress(queue.Empty):
-                done.get(timeout=self.WAKE_EVERY_S)
-                break
-        raise Interrupted(signal.Signals(number).name)
-
-    def read_line(self, descriptor: int) -> str | None:
-        """A line that somebody types at a terminal; None at a signal, which stays to be taken, or at its end."""
-        while not self._arrived:
-            if select.select([descriptor], [], [], self.WAKE_EVERY_S)[0]:
-                line = os.read(descriptor, 4096)
-                self._last = float("-inf")  # a signal after the line is another one, however soon
-                return line.decode(errors="replace") if line else None
-        return None

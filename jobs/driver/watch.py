@@ -145,8 +145,13 @@ class ClusterWatch:
 
 
 def workers_wait_for_room() -> bool:
-    """Whether the cluster has not placed the workers that Ray Train starts for this process."""
+    """Whether the cluster has not placed the workers that Ray Train or Ray Tune starts for this process."""
     return trainer.waits_for_room(ray.util.placement_group_table(), ray.get_runtime_context().get_job_id())
+
+
+def missing_room(needs: Sequence[Need]) -> str:
+    """What workers or trials that are being started still need of a shared cluster; "" where nothing is missing."""
+    return missing(needs, free_by_node()) if needs and workers_wait_for_room() else ""
 
 
 def check_room(needs: Sequence[Need]) -> str:
@@ -429,10 +434,10 @@ class _Fit:
     def missing(self) -> str:
         """What the workers that are being started still need; "" where nothing is missing."""
         starting = self.progress.get("phase", STARTING) in (STARTING, RESTARTING)
-        if self._cluster.local or not starting or not workers_wait_for_room():
+        if self._cluster.local or not starting:
             return ""
         number = int(self._plan.workers.value)  # pyright: ignore[reportAttributeAccessIssue]  (never deferred)
-        return missing([trainer.workers_need(self._plan, number)], free_by_node())
+        return missing_room([trainer.workers_need(self._plan, number)])
 
     def result(self, *, stopping: bool) -> AttemptResult:
         """Return the result of rank 0, or raise the exception of `fit` unless a stop was requested."""

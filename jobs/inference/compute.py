@@ -19,7 +19,17 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from cluster.devices.inventory import local_inventory
 from cluster.wording import counted
 from jobs.driver.planning import show_only_picked
-from jobs.driver.progress import PLAIN_EVERY_S, QUIET_S, WIDE, Clock, times_column, times_text
+from jobs.driver.progress import (
+    PLAIN_EVERY_S,
+    QUIET_S,
+    WIDE,
+    Clock,
+    Missing,
+    nothing_missing,
+    still,
+    times_column,
+    times_text,
+)
 from jobs.driver.runtime import connected
 from jobs.inference.layout import rebalanced, with_hosts
 from jobs.inference.plan import InferencePlan
@@ -33,7 +43,7 @@ from raytrain.infer.output import FORMATS, MANIFEST, rows_in_progress
 from raytrain.infer.stages.measure import PartTimes, measure_parts
 from raytrain.infer.worker import InferenceWorker, Work
 from raytrain.plan.choice import size_text
-from raytrain.plan.room import TYPE_SHARE, Need
+from raytrain.plan.room import TYPE_SHARE, Need, missing
 from raytrain.report.inference import PAGE
 from raytrain.runs.storage import join, locate, open_store
 
@@ -144,6 +154,7 @@ class UnitComputation:
 
     Attributes:
         split: how the model is divided, once it was measured.
+        missing: what the first worker still needs of a shared cluster.
 
     Raises:
         InputError: the model does not fit the input or its weights.
@@ -152,6 +163,7 @@ class UnitComputation:
     def __init__(self, planned: InferencePlan, *, verbose: bool, say: Callable[[str], None]) -> None:
         self._planned, self._work, self._verbose, self._say = planned, planned.work(), verbose, say
         self._address, self.split = planned.target.address, planned.stages.split
+        self.missing: Missing = nothing_missing
         self._here: InferenceWorker | None = None
         self._done: dict[int, int] = {}
         if planned.workers == 1 and self._address == "local" and not needs_actors(planned):
@@ -188,22 +200,37 @@ class UnitComputation:
         kind = None if self._address == "local" else machines.required_type
         count = workers * self._planned.processes
         with connected(self._address, num_cpus=count + 1, num_gpus=count * gpus, verbose=self._verbose) as cluster:
-            if not cluster.local:  # one worker is enough, the others may come later
+            needs = list[Need]()
+            if self._address != "local":  # one worker is enough, the others may come later
                 from jobs.driver.watch import check_room  # imports Ray
 
-                each = {"CPU": 1.0, "GPU": gpus} | ({f"accelerator_type:{kind}": TYPE_SHARE} if kind else {})
+                each = (
+                    {"CPU": 1.0}
+                    | ({"GPU": gpus} if gpus else {})
+                    | ({f"accelerator_type:{kind}": TYPE_SHARE} if kind else {})
+                )
                 key = "experts.hosts" if work.hosts else "infer.stages" if work.split is not None else "scale.workers"
-                waits = check_room([Need(key, "process of a worker", work.processes_of_worker, each)])
+                needs = [Need(key, "process of a worker", work.processes_of_worker, each)]
+                waits = check_room(needs)
                 self._say(waits.rstrip()) if waits else None
             if work.hosts:
                 work = replace(work, model=self._beside_hosts(work, loopback=cluster.local))
             if self._planned.measures_stages:
                 times = measure_stages(work, self._planned.units[0], cpus=1, gpus=gpus, accelerator=kind)
                 work = self._with_stages(work, times)
-            at_once = workers if cluster.local else 1
+            at_once = workers if self._address == "local" else 1
             yield from run_units(
-                work, units, workers=workers, at_once=at_once, cpus=1, gpus=gpus, accelerator=kind
+                work, units, workers=workers, at_once=at_once, cpus=1, gpus=gpus, accelerator=kind,
+                told=lambda started: self._explain(needs, started),
             )  # fmt: skip
+            self.missing = nothing_missing
+
+    def _explain(self, needs: Sequence[Need], started: Callable[[], int]) -> None:
+        """Say from now on what the first worker of a shared cluster needs, until it has `started`."""
+        from raytrain.execution.ray_private import free_by_node
+
+        if needs:
+            self.missing = lambda: "" if started() else missing(needs, free_by_node())
 
     def _beside_hosts(self, work: Work, *, loopback: bool) -> InferenceModel:
         planned = self._planned
@@ -299,14 +326,16 @@ class InferenceDisplay:
         earlier: rows that an earlier command has computed.
         in_progress: unit -> rows that are done of it, of units that may not be complete.
         beat: called every few seconds.
+        missing: what the first worker still needs.
         clock: seconds; replaced in tests.
     """
 
     def __init__(
         self, console: Console, *, rows: int, earlier: int, in_progress: Callable[[], Mapping[int, int]],
-        beat: Callable[[], None] = lambda: None, clock: Clock = time.monotonic,
+        beat: Callable[[], None] = lambda: None, missing: Missing = nothing_missing, clock: Clock = time.monotonic,
     ) -> None:  # fmt: skip
         self._console, self._rows, self._earlier, self._clock = console, rows, earlier, clock
+        self._missing = missing
         self._in_progress, self._beat = in_progress, beat
         self._complete: dict[int, int] = {}
         self._began = self._last = self._beaten = clock()
@@ -341,7 +370,10 @@ class InferenceDisplay:
         if now - self._beaten >= BEAT_EVERY_S:
             self._beaten = now
             self._beat()
-        if self._console.is_terminal:
+        if now - self._last >= QUIET_S and not self._done() and (needed := self._missing()):
+            self._last = now
+            self._print(still("waiting for room in the cluster", now - self._began, needed))
+        elif self._console.is_terminal:
             self._bar.update(self._task, completed=self._earlier + self._done(), figures=self._rate(now))
         elif now - self._last >= PLAIN_EVERY_S:
             done = self._done()
@@ -350,7 +382,10 @@ class InferenceDisplay:
             self._last, self._shown = now, done
             rows = f"{self._earlier + done:,} of {self._rows:,} rows"
             rate = self._rate(now)
-            self._console.print(f"{rows}{rate and f', {rate}'}{self._left(now)}", markup=False, highlight=False)
+            self._print(f"{rows}{rate and f', {rate}'}{self._left(now)}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _done(self) -> int:
         """Rows that this command has computed."""

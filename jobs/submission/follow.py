@@ -12,11 +12,10 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from cluster.preflight import submission_id
-from jobs.driver.signals import SignalQueue
+from jobs.driver.signals import SAME_SIGNAL_S, Interrupted
 from jobs.submission.server import JobServer, ServerSilent, SubmittedJob
 from raytrain.errors import InputError, RunError, first_line
 from raytrain.runs.folder import shell_command
@@ -34,18 +33,14 @@ STOP, LISTENS = "raytrain_stop_{}.zip", "raytrain_listens_{}.zip"
 """The names of both entries, with the ID of the job."""
 
 
-def stop_job(server: JobServer, job_id: str, *, say: Callable[[str], None]) -> SubmittedJob:
+def stop_job(server: JobServer, job_id: str) -> SubmittedJob:
     """Stop a job, and return it once it has ended.
 
     A job in which no command of raytrain looks for the request to save is stopped by Ray at once.
 
-    Args:
-        say: prints a line about what is awaited.
-
     Raises:
         InputError: there is no such job, or it has ended already.
         RunError: it did not end, even killed by Ray.
-        Interrupted: the command is cancelled.
     """
     from raytrain.config.sections import RetryConfig
 
@@ -59,13 +54,13 @@ def stop_job(server: JobServer, job_id: str, *, say: Callable[[str], None]) -> S
         grace_s = RetryConfig().stop_grace_s if grace_s is None else float(grace_s)
         request_stop(server, job_id)
         say(f"asked {job_id} to save and stop; waiting for up to {grace_s:g} s (retry.stop_grace_s)")
-        server.wait_until(lambda: server.job(job_id).ended, limit_s=grace_s + CLOSE_S)
+        server.ended(job_id, within_s=grace_s + CLOSE_S)
     else:
         say(f"{job_id} is no command of raytrain, or has not begun: there is nothing to save")
     if not server.job(job_id).ended:
         say("asking Ray to stop it")
         server.kill(job_id)
-        if not server.wait_until(lambda: server.job(job_id).ended, limit_s=KILLED_S):
+        if not server.ended(job_id, within_s=KILLED_S):
             raise RunError(
                 f"{job_id} still runs {KILLED_S:.0f} s after Ray was asked to stop it: Ray kills a job that does not "
                 "end within RAY_JOB_STOP_WAIT_TIME_S of its head node"
@@ -125,128 +120,143 @@ QUESTION = "[d]etach and let it run (or Ctrl-C again), [s]top it, or [c]ontinue 
 ANSWERS = {"": "detach", "d": "detach", "s": "stop", "c": "continue"}
 
 
-class LogFollower:
-    """Passes the log of a job on as it grows, and the job once it has ended. It works in a daemon thread.
+class HeldSignals:
+    """Within it, Ctrl-C (SIGINT) and SIGTERM wait until the main thread takes them, so that no request is cut whose
+    answer is needed; a second one that comes before that raises `Interrupted`.
+
+    Outside the main thread signals are not handled, and one that is ignored stays ignored.
+    """
+
+    WAKE_EVERY_S = 0.2
+
+    def __init__(self) -> None:
+        self._arrived: int | None = None
+        self._last = float("-inf")
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> HeldSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._hold)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _hold(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        again, self._last = now - self._last <= SAME_SIGNAL_S, now
+        if again:  # `timeout` and shells signal both the process and its group
+            return
+        if self._arrived is not None:
+            raise Interrupted(signal.Signals(number).name)
+        self._arrived = number
+
+    def take(self, *, wait_s: float) -> int | None:
+        """The signal that has arrived, or arrives within so many seconds."""
+        ends = time.monotonic() + wait_s
+        while self._arrived is None and (left := ends - time.monotonic()) > 0:
+            time.sleep(min(left, self.WAKE_EVERY_S))
+        number, self._arrived = self._arrived, None
+        return number
+
+    def answer(self) -> str | None:
+        """A line that somebody types; None at a signal, which is taken, or at the end of the input."""
+        self._last = float("-inf")  # a signal after the question is another one, however soon
+        self._arrived = 0  # so that the next one raises
+        try:
+            return sys.stdin.readline() or None
+        except Interrupted:
+            return None
+        finally:
+            self._arrived = None
+            self._last = float("-inf")
+
+
+class JobLog:
+    """The log of a job, printed as it grows.
 
     The whole log is asked for again and again: Ray's stream of a log may end while the job runs (ray #57002, #60665),
     or stay silent after its connection was lost.
 
     Args:
-        put: takes, in order, each piece of the log as a string, and at the end the ended job or the exception that
-            ended the following: `RunError` if the server was silent for too long (the job may still run), `InputError`
-            if it does not know the job any more.
         every_s: seconds between two questions; more for a log that takes long.
         silent_s: seconds for which the server may not answer, as while a tunnel is opened again.
+
+    Attributes:
+        pause_s: seconds until it should be asked for again.
     """
 
-    def __init__(
-        self, server: JobServer, job_id: str, *, put: Callable[[object], None], every_s: float, silent_s: float
-    ) -> None:
-        self._server, self._id, self._put = server, job_id, put
-        self._every_s, self._silent_s = every_s, silent_s
-        self._printed = 0
-        self._closed = threading.Event()
+    def __init__(self, server: JobServer, job_id: str, *, every_s: float = EVERY_S, silent_s: float = SILENT_S) -> None:
+        self._server, self._id, self._every_s, self._silent_s = server, job_id, every_s, silent_s
+        self._job: SubmittedJob | None = None
+        self._printed, self._answered = 0, time.monotonic()
+        self.pause_s = every_s
 
-    def start(self) -> None:
-        """Start to follow, and return."""
-        threading.Thread(target=self._run, daemon=True, name="follow-job").start()
+    def follow(self) -> SubmittedJob | None:
+        """Print what is new; returns the job once it has ended.
 
-    def close(self) -> None:
-        """Pass nothing on from here on."""
-        self._closed.set()
-
-    def _run(self) -> None:
+        Raises:
+            RunError: the server was silent for too long; the job may still run.
+            InputError: the server does not know the job any more.
+        """
+        asked, self.pause_s = time.monotonic(), self._every_s
         try:
-            item: object = self._follow()
-        except BaseException as error:  # raised in the main thread
-            item = error
-        if not self._closed.is_set():
-            self._put(item)
-
-    def _follow(self) -> SubmittedJob:
-        answered, job = time.monotonic(), None
-        while True:
-            asked, pause = time.monotonic(), self._every_s
-            try:
-                job = self._server.job(self._id)  # before the log, which then holds all that an ended job has printed
-                self._pass_on(self._server.logs(self._id))
-                if job.ended:
-                    return job
-                answered = time.monotonic()
-                pause = max(pause, ASKED_LESS * (answered - asked))
-            except (ServerSilent, RunError, RuntimeError) as error:  # the last two: it answers, but cannot say
-                late = time.monotonic() - answered >= self._silent_s
-                if job is not None and job.ended and (late or not isinstance(error, ServerSilent)):
-                    return job  # one that never began has no log
-                if late:
-                    raise RunError(
-                        f"{self._server.address} has not answered for {self._silent_s:.0f} s, and {self._id} may "
-                        f"still run. Follow it again with: {shell_command('submit', 'logs', self._id, '--follow')}"
-                    ) from error
-            if self._closed.wait(pause):
-                raise RunError("no longer followed")
-
-    def _pass_on(self, log: str) -> None:
-        if len(log) > self._printed and not self._closed.is_set():
-            self._put(log[self._printed :])
+            self._job = job = self._server.job(self._id)  # before the log, which then holds all that it has printed
+            log = self._server.logs(self._id)
+        except (ServerSilent, RunError, RuntimeError) as error:  # the last two: it answers, but cannot say
+            late = time.monotonic() - self._answered >= self._silent_s
+            if self._job is not None and self._job.ended and (late or not isinstance(error, ServerSilent)):
+                return self._job  # one that never began has no log
+            if late:
+                raise RunError(
+                    f"{self._server.address} has not answered for {self._silent_s:.0f} s, and {self._id} may still "
+                    f"run. Follow it again with: {shell_command('submit', 'logs', self._id, '--follow')}"
+                ) from error
+            return None
+        if len(log) > self._printed:
+            print_log(log[self._printed :])
             self._printed = len(log)
+        self._answered = time.monotonic()
+        self.pause_s = max(self._every_s, ASKED_LESS * (self._answered - asked))
+        return job if job.ended else None
 
 
-def follow_job(
-    server: JobServer, job_id: str, *, signals: SignalQueue, every_s: float = EVERY_S, silent_s: float = SILENT_S
-) -> int:
+def follow_job(log: JobLog, server: JobServer, job_id: str, *, signals: HeldSignals) -> int:
     """Print the log of a job to its end, and return the exit code of the job, or 130 when detached.
 
     Ctrl-C asks whether to detach, to stop the job or to continue; without a terminal, at a second Ctrl-C and at SIGTERM
     the command detaches: the job keeps running.
 
-    Args:
-        signals: of this command, in its main thread; they are taken here only.
-        every_s, silent_s: as for `LogFollower`.
-
     Raises:
         RunError: the server was silent for too long; the job may still run.
     """
-    follower = LogFollower(server, job_id, put=signals.put, every_s=every_s, silent_s=silent_s)
-    follower.start()
-    ended: list[SubmittedJob] = []
-
-    def show(item: object) -> None:
-        if isinstance(item, str):
-            print_log(item)
-        elif isinstance(item, BaseException):
-            raise item
-        elif isinstance(item, SubmittedJob):
-            ended.append(item)
-
     try:
-        while not ended:
-            number = signals.take()
+        while (job := log.follow()) is None:
+            number = signals.take(wait_s=log.pause_s)
             if number is None:
-                show(signals.get())
                 continue
-            while not ended and (item := signals.get(wait_s=0.0)) is not None:
-                show(item)
-            answer = "continue" if ended else "detach" if number == signal.SIGTERM else ask(signals)
+            answer = "detach" if number == signal.SIGTERM else ask(signals)
             if answer == "detach":
-                say(f"{job_id} keeps running. {follow_again(server, job_id)}")
-                return INTERRUPTED
-            if answer == "stop":
-                try:
-                    request_stop(server, job_id)
-                    say("asked the run to save and stop; Ctrl-C again to detach")
-                except Exception as error:
-                    say(f"{job_id} cannot be asked to stop: {first_line(error)}. It keeps running")
-            elif not ended:
+                raise Interrupted("detached")
+            if answer == "continue":
                 say(f"following {job_id} again")
-    finally:
-        follower.close()
-    (job,) = ended
+                continue
+            try:
+                request_stop(server, job_id)
+                say("asked the run to save and stop; Ctrl-C again to detach")
+            except Exception as error:
+                say(f"{job_id} cannot be asked to stop: {first_line(error)}. It keeps running")
+    except Interrupted:
+        say(f"{job_id} keeps running. {follow_again(server, job_id)}")
+        return INTERRUPTED
     say(f"{job_id}: {job.outcome}, exit code {job.verdict}{_explained(job)}")
     return job.verdict or 0
 
 
-def ask(signals: SignalQueue) -> str:
+def ask(signals: HeldSignals) -> str:
     """What to do with the job after Ctrl-C: "detach", "stop" or "continue".
 
     Without a terminal nobody can answer, so that the command detaches, as it does at a second Ctrl-C and at the end of
@@ -254,19 +264,17 @@ def ask(signals: SignalQueue) -> str:
     """
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return "detach"
-    terminal = sys.stdin.fileno()
     with contextlib.suppress(termios.error):
-        termios.tcflush(terminal, termios.TCIFLUSH)  # what was typed before is no answer
+        termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)  # what was typed before is no answer
     sys.stderr.write("\n")
     while True:
         sys.stderr.write(QUESTION)
         sys.stderr.flush()
-        line = signals.read_line(terminal)
+        line = signals.answer()
         if line is None:
             sys.stderr.write("\n")
             return "detach"
-        answer = ANSWERS.get(line.strip().lower()[:1])
-        if answer is not None:
+        if (answer := ANSWERS.get(line.strip().lower()[:1])) is not None:
             return answer
 
 

@@ -11,14 +11,12 @@ import logging
 import os
 import secrets
 import shlex
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.driver.signals import Interrupted
 from jobs.submission import on_cluster
 from raytrain.errors import InputError, RunError
 from raytrain.runs.folder import shell_command
@@ -113,14 +111,11 @@ class SubmittedJob:
 class JobServer:
     """A connection to the job server at `address`.
 
-    Args:
-        cancelled: once set, what waits for the cluster raises `Interrupted`, and cleans up.
-
     Raises:
         InputError: nothing answers at the address, it is no job server of Ray, or the token is wrong.
     """
 
-    def __init__(self, address: str | None = None, *, cancelled: threading.Event | None = None) -> None:
+    def __init__(self, address: str | None = None) -> None:
         given = address or os.environ.get(ADDRESS_VARIABLES[0]) or DEFAULT_ADDRESS
         expected = "the URL of the dashboard of a Ray cluster"
         if not given.startswith(("http://", "https://")) or not given.partition("://")[2].strip("/"):
@@ -128,7 +123,6 @@ class JobServer:
         for name in ADDRESS_VARIABLES:
             os.environ.pop(name, None)
         self.address = given.rstrip("/")
-        self._cancelled = cancelled or threading.Event()
         self.client = _client(self.address)
         answer = self.request("GET", "/api/version", timeout=PROBE_S, allow_redirects=False)
         try:
@@ -208,7 +202,7 @@ class JobServer:
                     f"{self.address} did not say whether it has submitted {job_id} ({error.reason}): "
                     f"`{shell_command('submit', 'status', job_id, '--address', self.address)}` shows it"
                 ) from error
-            self.pause(POLL_EVERY_S)
+            time.sleep(POLL_EVERY_S)
 
     def job(self, job_id: str) -> SubmittedJob:
         """The current state of a job. Errors: InputError if there is none of this ID."""
@@ -243,18 +237,13 @@ class JobServer:
         with self._explained():
             self.client.stop_job(job_id)
 
-    def pause(self, seconds: float) -> None:
-        """Wait. Errors: Interrupted if the command is cancelled."""
-        if self._cancelled.wait(seconds):
-            raise Interrupted("cancelled")
-
-    def wait_until(self, reached: Callable[[], bool], *, limit_s: float) -> bool:
-        """Ask until it is reached; False if it is not within the limit. Errors: as `pause`."""
-        ends = time.monotonic() + limit_s
-        while not reached():
+    def ended(self, job_id: str, *, within_s: float) -> bool:
+        """Wait until a job has ended; False if it has not within so many seconds."""
+        ends = time.monotonic() + within_s
+        while not self.job(job_id).ended:
             if time.monotonic() > ends:
                 return False
-            self.pause(POLL_EVERY_S)
+            time.sleep(POLL_EVERY_S)
         return True
 
     # -- short jobs -------------------------------------------------------------------------------
@@ -269,9 +258,7 @@ class JobServer:
         finally:
             with contextlib.suppress(Exception):  # what failed before is what is reported
                 self.kill(job_id)
-                ends = time.monotonic() + 10
-                while not self.job(job_id).ended and time.monotonic() < ends:  # cancelled or not
-                    time.sleep(POLL_EVERY_S)
+                self.ended(job_id, within_s=10)
                 self.client.delete_job(job_id)
 
     def answer_of(self, job: SubmittedJob, *, limit_s: float = SCRIPT_LIMIT_S) -> dict[str, Any]:
@@ -290,7 +277,7 @@ class JobServer:
             if ended or time.monotonic() > ends:
                 how = f"failed: {self.job(job.id).message}" if ended else f"gave no answer within {limit_s:.0f} s"
                 raise RunError(f"a short job on the cluster {how} {lines[-1] if lines else ''}".rstrip())
-            self.pause(POLL_EVERY_S)
+            time.sleep(POLL_EVERY_S)
 
 
 class ServerSilent(InputError):
@@ -331,12 +318,8 @@ def _client(address: str) -> Any:
 
 
 def _token_in_use() -> str:
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return "the token in RAY_AUTH_TOKEN"
-    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        return f"the token in {path}"
-    saved = Path.home() / ".ray" / "auth_token"
-    return f"the token in {saved}" if saved.is_file() else "no token"
+    given = next((name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)), None)
+    return f"the token in {given}" if given else "no token, or that in ~/.ray/auth_token"
 
 
 def _root_of(error: BaseException) -> str:

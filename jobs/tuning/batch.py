@@ -31,6 +31,7 @@ from raytrain.config.sections import TuneFound
 from raytrain.errors import RunError
 from raytrain.plan.choice import Choice, Deferred, Resolved, figure_text, size_text
 from raytrain.plan.machines import choose_devices
+from raytrain.plan.room import Need
 from raytrain.report.sweep import batch_spec
 from raytrain.runs.folder import SweepFolder
 from raytrain.runs.storage import join
@@ -111,6 +112,7 @@ def _measure(command: TuneCommand, search: BatchSearch, checked: Checked, cluste
     import ray
     from ray import cloudpickle, tune
 
+    from jobs.driver.watch import check_room
     from jobs.tuning.batch_trials import BatchSearcher, BatchTrials, BatchTrialSettings, batch_trial
     from jobs.tuning.trials import fit
     from raytrain.execution.driver_channel import open_channel
@@ -131,8 +133,12 @@ def _measure(command: TuneCommand, search: BatchSearch, checked: Checked, cluste
         channel=channel,
     )
     reserved = {one.name: one.resources(on_gpu=search.on_gpu, local=cluster.local) for one in search.kinds}
+    needs = {name: Need("scale.threads", "trial", 1, resources) for name, resources in reserved.items()}
+    if not cluster.local:
+        for waits in filter(None, [check_room([need]) for need in needs.values()]):
+            command.print_line(waits.rstrip())
     trials = BatchTrials(
-        search, known=known, sweep=sweep, activity=command.activity, print_line=command.print_line,
+        search, known=known, needs=needs, sweep=sweep, activity=command.activity, print_line=command.print_line,
         most=command.spec.tune.max_trials,
     )  # fmt: skip
     fit(

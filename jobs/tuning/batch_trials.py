@@ -26,6 +26,7 @@ from raytrain.autotune.loaders import choose_count
 from raytrain.autotune.measurement import LoaderRates, Measurement, from_json
 from raytrain.autotune.precision import GateReport, gate_refusal
 from raytrain.plan.choice import figure_text, size_text
+from raytrain.plan.room import Need
 from raytrain.runs.folder import SweepFolder
 
 if TYPE_CHECKING:
@@ -41,15 +42,16 @@ class BatchTrials(TrialRecorder):
 
     Args:
         known: by kind, results of earlier searches and of this one, which are not repeated.
+        needs: by kind, what a trial needs of a cluster.
         most: limit on the number of trials.
     """
 
     def __init__(
-        self, search: BatchSearch, *, known: Mapping[str, SearchResults], sweep: SweepFolder, activity: Activity,
-        print_line: Callable[[str], None], most: int | None = None,
+        self, search: BatchSearch, *, known: Mapping[str, SearchResults], needs: Mapping[str, Need],
+        sweep: SweepFolder, activity: Activity, print_line: Callable[[str], None], most: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sweep, activity, print_line)
-        self._search, self._known, self._most = search, known, most
+        self._search, self._known, self._needs, self._most = search, known, needs, most
         self._requests: dict[int, tuple[str, Proposal]] = {}
         self._numbers = itertools.count(1 + max((row["trial"] for row in sweep.ended()), default=0))
         self._dead = {
@@ -88,6 +90,10 @@ class BatchTrials(TrialRecorder):
         one = wanted.candidate
         parts = (config["kind"], one.precision, counted(one.micro_batch_size, "row"), wanted.what)
         return ", ".join(filter(None, parts))
+
+    def need_of(self, config: dict[str, Any], *, started: bool) -> Need | None:
+        """The place of its process."""
+        return None if started else self._needs[config["kind"]]
 
     def row_of(
         self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int

@@ -38,6 +38,7 @@ from jobs.tuning.trials import StatelessSearcher, TrialRecorder, fit, has_died, 
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RunError
 from raytrain.execution.driver_channel import on_stop_request, open_channel
+from raytrain.plan.room import Need
 from raytrain.runs.folder import RunFolder, SweepFolder
 from raytrain.runs.records import event
 
@@ -80,7 +81,8 @@ def run_points(command: TuneCommand, points: Points, *, at_a_time: int, cluster:
         searcher = PointSearcher(points, wanted.searcher, metric=wanted.metric, seed=spec.seed, sweep=sweep)
     fit(
         tune.with_parameters(SpaceTrial, settings=settings),
-        SpaceTrials(sweep, command.activity, command.print_line, metric=wanted.metric, private=private),
+        SpaceTrials(sweep, command.activity, command.print_line, metric=wanted.metric, private=private,
+                    points=points.trials),
         storage=command.storage(cluster), resources={name.lower(): one for name, one in TRIAL_RESOURCES.items()},
         at_a_time=at_a_time, signals=command.signals, channel=channel, stopping=STOPPING,
         grace_s=spec.retry.stop_grace_s, searcher=searcher,
@@ -163,20 +165,27 @@ class SpaceTrials(TrialRecorder):
     """Records complete runs.
 
     Args:
+        points: what their processes need of a cluster; a searcher's trials need what its examples do.
         private: no other program uses the Ray cluster, so that what trainers of dead trials reserved can be released.
     """
 
     def __init__(
-        self, sweep: SweepFolder, activity: Activity, print_line: Callable[[str], None], *, metric: str, private: bool
-    ) -> None:
+        self, sweep: SweepFolder, activity: Activity, print_line: Callable[[str], None], *, metric: str, private: bool,
+        points: Sequence[Point] = (),
+    ) -> None:  # fmt: skip
         super().__init__(sweep, activity, print_line)
         self._metric, self._private = metric, private
+        self._needs = {one.number: one.need for one in points}
         self._reserved: set[str] = set()
         self._beside: set[int] = set()
 
     def text_of(self, config: dict[str, Any]) -> str:
         """The values of its keys."""
         return values_text(config["values"])
+
+    def need_of(self, config: dict[str, Any], *, started: bool) -> Need | None:
+        """The workers of its run, which the process of the trial starts."""
+        return self._needs.get(config["number"]) if started and not self._private else None
 
     def row_of(
         self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int

@@ -24,7 +24,9 @@ from ray.tune.search import Searcher
 
 from jobs.driver.progress import Activity
 from jobs.driver.signals import Interrupted, StopSignals
+from jobs.driver.watch import missing_room
 from raytrain.errors import RunError
+from raytrain.plan.room import Need
 from raytrain.runs.folder import SweepFolder
 
 LOOK_EVERY_S = 0.1
@@ -37,14 +39,14 @@ class TrialRecorder(Callback):
     {"trial": its own config}, which has its `number`.
 
     Attributes:
-        running: numbers of the trials whose process was asked for or runs.
+        running: of the trials whose process was asked for or runs: what it does, its text, what it still needs.
         again: numbers of the trials whose process died once already.
         stopping: trials were asked to stop, and what they report from now on is not a result.
     """
 
     def __init__(self, sweep: SweepFolder, activity: Activity, print_line: Callable[[str], None]) -> None:
         self.sweep, self.activity, self.print_line = sweep, activity, print_line
-        self.running: dict[int, tuple[str, str]] = {}
+        self.running: dict[int, tuple[str, str, Need | None]] = {}
         self.again = {row["trial"] for row in sweep.again()}
         self.stopping = False
         self._began: dict[int, float] = {}
@@ -65,15 +67,20 @@ class TrialRecorder(Callback):
             deaths: how often its process has died, this time included; 0 if it did not.
         """
 
+    def need_of(self, config: dict[str, Any], *, started: bool) -> Need | None:
+        """What a trial may still wait for on a shared cluster, before or after its process has started; None for
+        nothing."""
+        return None
+
     def proposed(self, config: dict[str, Any]) -> None:
         """The process of a trial is being started."""
-        self.running[config["number"]] = "starting", self.text_of(config)
+        self.running[config["number"]] = "starting", self.text_of(config), self.need_of(config, started=False)
         self._say()
 
     def started(self, config: dict[str, Any]) -> None:
         """The process of a trial has started."""
         self._began[config["number"]] = time.time()
-        self.running[config["number"]] = "measuring", self.text_of(config)
+        self.running[config["number"]] = "measuring", self.text_of(config), self.need_of(config, started=True)
         self._say()
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
@@ -102,8 +109,9 @@ class TrialRecorder(Callback):
         """Called with each new row of trials.jsonl."""
 
     def _say(self) -> None:
-        parts = [f"{word} trial {number} ({what})" for number, (word, what) in sorted(self.running.items())]
-        self.activity.begin(" and ".join(parts))
+        parts = [f"{word} trial {number} ({what})" for number, (word, what, _) in sorted(self.running.items())]
+        needs = [need for *_, need in self.running.values() if need is not None]
+        self.activity.begin(" and ".join(parts), missing=lambda: missing_room(needs))
 
     # -- called by Ray ----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import json
 import os
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -25,17 +25,28 @@ from raytrain.infer.worker import InferenceWorker, Work
 #: Actors in a row that may die in one unit, or while they start, as where a node is lost, and replicas in a row that
 #: may lose a stage before they have computed a unit; errors of the model do not count as such.
 LOST_STARTS = 3
+ANSWER_S = 5.0
 RESULT = "result"
 
 
 class UnitStarts:
-    """The actor that counts how often each unit was begun by a worker that had been started again.
+    """The actor that knows whether a worker has started, and counts how often each unit was begun by one that had been
+    started again.
 
     Ray repeats the unit of a dead actor without limit, or with one that counts each failed connection to a lost node.
     """
 
     def __init__(self) -> None:
         self._starts = Counter[int]()
+        self._workers = 0
+
+    def arrive(self) -> None:
+        """A worker has its place, and starts."""
+        self._workers += 1
+
+    def workers(self) -> int:
+        """How many workers have started."""
+        return self._workers
 
     def begin(self, number: int) -> int:
         """Count a start of a unit, before it is computed; returns how many that makes."""
@@ -61,6 +72,7 @@ class UnitActor:
         needs = {"cpus": cpus, "gpus": gpus, "accelerator": accelerator}
         self._work, self._name = work, f"{context.get_node_id()[:8]}-{os.getpid()}"
         self._connect = None if work.split is None else partial(remote_pipeline, work, **needs)
+        starts.arrive.remote()
         self._starts = starts if context.was_current_actor_reconstructed else None
         import_from(work.import_path)
         self._worker = self._new_worker()
@@ -184,7 +196,7 @@ def _measured_stages(work: Work, unit: Unit) -> PartTimes:
 
 def run_units(
     work: Work, units: Sequence[Unit], *, workers: int, at_once: int, cpus: float, gpus: float,
-    accelerator: str | None = None,
+    accelerator: str | None = None, told: Callable[[Callable[[], int]], None] = lambda started: None,
 ) -> Iterator[UnitReport]:  # fmt: skip
     """Compute units on a Ray cluster that this process is connected to; yields what is finished, in any order.
 
@@ -195,6 +207,8 @@ def run_units(
         at_once: actors that must start before the first unit; 1 in a shared cluster, whose other jobs may hold it.
         cpus, gpus: Ray resources of each actor, stage of a divided model and expert host.
         accelerator: Ray's type of the GPU that each actor needs; None for any.
+        told: is given a function that returns how many actors have started.
+
     Raises:
         RaytrainError: the model does not load in an actor, a unit cannot be computed or ends its actor each time, or
             the cluster has no room for the stages of a divided model, or the hosts of its experts.
@@ -216,6 +230,7 @@ def run_units(
         _set_options(rows.context)
         starts: Any = ray.remote(UnitStarts).options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
         stack.callback(ray.kill, starts)  # Ray Data may keep the arguments of a pool
+        told(partial(_started, starts))
         finished = rows.map_batches(
             UnitActor, fn_constructor_args=(work, starts, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
             num_cpus=cpus, num_gpus=gpus or None, **required,
@@ -223,6 +238,17 @@ def run_units(
         )  # fmt: skip
         for row in finished.iter_rows():
             yield _decoded(row[RESULT])
+
+
+def _started(starts: Any) -> int:
+    """How many workers have started; 1 where nobody answers, since nothing is known of a wait then."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        return ray.get(starts.workers.remote(), timeout=ANSWER_S)
+    except RayError:
+        return 1
 
 
 def _set_options(context: Any) -> None:

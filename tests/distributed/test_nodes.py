@@ -116,6 +116,21 @@ def test_jobs_with_hosts_take_turns_and_give_back_what_they_cannot_use(
     assert kinds.count("expert_hosts") == 2, "given back, and started again"
 
 
+@pytest.mark.timeout(560)
+def test_commands_that_wait_on_a_full_cluster_say_what_is_missing_and_then_run(
+    answer_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Another program holds all CPUs of both nodes."""
+    answer = answer_of("full_nodes.py", tmp_path / "full", timeout=540)
+    for verb, need in (
+        ("train", "1 worker needs 2 CPU"), ("tune", "1 trial needs 2 CPU"),
+        ("infer", "1 process of a worker needs 1 CPU"),
+    ):  # fmt: skip
+        said = [line for line in answer[verb]["waiting"].splitlines() if line.startswith("still ")]
+        assert said and said[-1].endswith(f": {need}; of 2 nodes, free are 0 CPU on 2 of them: room for 0"), said
+        assert answer[verb]["code"] == 0, answer[verb]["out"]
+
+
 @pytest.mark.covers("NODE-08")
 @pytest.mark.timeout(400)
 def test_an_elastic_run_goes_on_with_fewer_workers_and_grows_when_a_node_arrives(

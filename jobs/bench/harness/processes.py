@@ -1,7 +1,7 @@
 """Processes that a bench measures: it starts them, asks them for one block at a time, and ends them.
 
-Every process connects to the bench over a Unix socket and sends one JSON message per line. The bench asks one arm at a
-time with `{"steps": n, ...}`; all other processes wait on their socket and use no CPU. `{"steps": 0}` ends a process.
+Every process connects to the bench over a Unix socket (`multiprocessing.connection`). The bench asks one arm at a time
+with `{"steps": n, ...}`; all other processes wait on their socket and use no CPU. `{"steps": 0}` ends a process.
 
 The bench uses an `ArmServer` and an `ArmProcesses` for each arm; a process uses `serve_blocks`, or `connect` if another
 library's loop runs the steps.
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,47 +47,26 @@ def restored_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-class JsonConnection:
-    """One end of a socket that carries one JSON message per line."""
+def receive(line: Connection, *, within_s: float | None = None) -> Any:
+    """Wait for one message.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._file = connection.makefile("rw", encoding="utf-8", newline="\n")
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Write one message."""
-        self._file.write(json.dumps(message) + "\n")
-        self._file.flush()
-
-    def receive(self) -> dict[str, Any]:
-        """Wait for one message.
-
-        Raises:
-            RunError: the other end closed the connection, or sent nothing within the socket's timeout.
-        """
-        try:
-            text = self._file.readline()
-        except TimeoutError as error:
-            raise RunError(f"the other process sent nothing within {self._socket.gettimeout():g} s") from error
-        if not text:
-            raise RunError("the other process closed the connection")
-        return json.loads(text)
-
-    def close(self) -> None:
-        """Close the connection."""
-        for end in (self._file, self._socket):
-            with contextlib.suppress(OSError):  # unsent bytes for a process that has exited
-                end.close()
+    Raises:
+        RunError: the other end closed the connection, or sent nothing within so many seconds.
+    """
+    try:
+        if not line.poll(within_s):
+            raise RunError(f"the other process sent nothing within {within_s:g} s")
+        return line.recv()
+    except (EOFError, OSError) as error:
+        raise RunError("the other process closed the connection") from error
 
 
 # -- in the measured processes --------------------------------------------------------------------
 
 
-def connect(*, arm: str, rank: int) -> JsonConnection:
+def connect(*, arm: str, rank: int) -> Connection:
     """Connect to the bench as a process of `arm` that is ready; the arm's start-up ends with this call."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(os.environ[ADDRESS])
-    line = JsonConnection(connection)
+    line: Any = Client(os.environ[ADDRESS], family="AF_UNIX")
     line.send({"arm": arm, "rank": rank, "time": time.time()})
     return line
 
@@ -94,7 +74,7 @@ def connect(*, arm: str, rank: int) -> JsonConnection:
 def serve_blocks(arm: str, rank: int, run_block: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Connect, then answer every request with `run_block(request)` until the bench sends zero steps."""
     line = connect(arm=arm, rank=rank)
-    while (request := line.receive())["steps"]:
+    while (request := receive(line))["steps"]:
         line.send(run_block(request))
     line.close()
 
@@ -117,7 +97,7 @@ class ArmServer:
         self._listener.bind(self.address)
         self._listener.listen(64)
         self._listener.settimeout(0.5)
-        self._connections: dict[str, list[JsonConnection]] = {}
+        self._connections: dict[str, list[Connection]] = {}
         self._ready: dict[str, float] = {}
         self._arms: list[ArmProcesses] = []
         self._environment = restored_environment()
@@ -152,14 +132,14 @@ class ArmServer:
         connections = self._connections.setdefault(arm, [])
         while len(connections) < processes:
             try:
-                connection, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()
             except TimeoutError:
                 if not alive():
                     raise RunError(f"the arm {arm!r} ended before its first step") from None
                 continue
-            connection.settimeout(ANSWER_TIMEOUT_S)
-            line = JsonConnection(connection)
-            hello = line.receive()
+            accepted.settimeout(None)
+            line = Connection(accepted.detach())
+            hello = receive(line, within_s=ANSWER_TIMEOUT_S)
             self._connections.setdefault(hello["arm"], []).append(line)
             self._ready[hello["arm"]] = max(self._ready.get(hello["arm"], 0.0), hello["time"])
         return self._ready[arm]
@@ -168,7 +148,7 @@ class ArmServer:
         """Send a request to every process of an arm and return their answers."""
         for connection in self._connections[arm]:
             connection.send({"steps": steps, **more})
-        return [connection.receive() for connection in self._connections[arm]]
+        return [receive(connection, within_s=ANSWER_TIMEOUT_S) for connection in self._connections[arm]]
 
     def ask_slowest(self, arm: str, *, steps: int = 1, **more: Any) -> dict[str, Any]:
         """`ask`, but return only the answer of the slowest process (the largest "seconds")."""

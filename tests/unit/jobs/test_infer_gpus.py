@@ -150,7 +150,9 @@ def test_a_worker_chooses_its_gpu_and_keeps_to_its_memory_before_it_loads_the_mo
     if device == "cuda:0":  # an actor of Ray Data, which sees no other
         context = SimpleNamespace(get_node_id=lambda: "0123456789", was_current_actor_reconstructed=False)
         monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-        UnitActor(work, None, 1, 0, None)
+        starts = SimpleNamespace(arrive=SimpleNamespace(remote=lambda: happened.append("arrived")))
+        UnitActor(work, starts, 1, 0, None)
+        assert happened.pop(0) == "arrived"
     else:
         InferenceWorker(work, "this process").load()
     assert happened == [*current, (0.3, current[0]), "model"]

@@ -31,7 +31,10 @@ class FakeConnection:
     def __init__(self, *steps: int) -> None:
         self.steps, self.answers = list(steps), []
 
-    def receive(self) -> dict[str, Any]:
+    def poll(self, timeout: float | None) -> bool:
+        return True
+
+    def recv(self) -> dict[str, Any]:
         return {"steps": self.steps.pop(0)}
 
     def send(self, message: dict[str, Any]) -> None:

@@ -21,11 +21,11 @@ class Shown:
     """A display whose clock the test sets; nothing ticks by itself."""
 
     def __init__(self, parts: str, *, terminal: bool = False, width: int = 120) -> None:
-        self.now, self.out, self.beats = 0.0, io.StringIO(), 0
+        self.now, self.out, self.beats, self.needed = 0.0, io.StringIO(), 0, ""
         console = Console(file=self.out, width=width, force_terminal=terminal, highlight=False)
         self.display = InferenceDisplay(
             console, rows=1000, earlier=100, in_progress=lambda: rows_in_progress(parts), beat=self.beat,
-            clock=lambda: self.now,
+            missing=lambda: self.needed, clock=lambda: self.now,
         )  # fmt: skip
 
     def beat(self) -> None:
@@ -52,6 +52,18 @@ def test_a_line_comes_every_30_seconds_and_counts_rows_of_units_that_are_not_com
     WorkerProgress(str(tmp_path), "node-3", every_s=0).report(Unit(5, 500, 100), 30)
     assert shown.until(100) == ["250 of 1,000 rows, 3.0 rows/s, about 250 s left"]  # 90 in 30 s, 750 are left
     assert shown.beats == 20
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_wait_for_room_says_what_is_needed_until_the_first_row(tmp_path: Path, terminal: bool) -> None:
+    shown = Shown(str(tmp_path), terminal=terminal)
+    shown.needed = "1 process of a worker needs 1 CPU"
+    said = [f"still waiting for room in the cluster, for {second} s: {shown.needed}" for second in (30, 60)]
+    assert shown.until(65) == said
+    shown.needed = ""
+    WorkerProgress(str(tmp_path), "node-1", every_s=0).report(Unit(3, 300, 100), 40)
+    shown.needed = "another worker needs 1 CPU"
+    assert not [line for line in shown.until(130) if "room" in line], "units are computed"
 
 
 def test_a_worker_writes_its_progress_every_few_seconds_only(tmp_path: Path) -> None:

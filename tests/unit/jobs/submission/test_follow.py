@@ -8,7 +8,6 @@ import os
 import pty
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,9 +16,8 @@ import pytest
 
 from jobs import submit
 from jobs.driver.broken_output import GuardedFile, OutputLost
-from jobs.driver.signals import Interrupted, SignalQueue
 from jobs.submission import follow as following
-from jobs.submission.follow import LogFollower, follow_job
+from jobs.submission.follow import HeldSignals, JobLog, follow_job
 from jobs.submission.server import ServerSilent, SubmittedJob
 from raytrain.errors import InputError, RunError
 
@@ -74,14 +72,12 @@ class FakeServer:
         return self.on_request() or type("Answer", (), {"status_code": 200, "reason": "OK"})()
 
 
-def followed(server: FakeServer, **pace: float) -> tuple[str, Any]:
-    """(the log as passed on, the last item)."""
-    with SignalQueue() as items:
-        LogFollower(server, "mine", put=items.put, **(FAST | pace)).start()  # pyright: ignore[reportArgumentType]
-        text = ""
-        while isinstance(item := items.get(wait_s=LIMIT_S), str):
-            text += item
-    return text, item
+def followed(server: FakeServer, capsys: pytest.CaptureFixture[str], **pace: float) -> tuple[str, SubmittedJob]:
+    """(the log as printed, the job once it has ended)."""
+    log = JobLog(server, "mine", **(FAST | pace))  # pyright: ignore[reportArgumentType]
+    while (ended := log.follow()) is None:
+        pass
+    return capsys.readouterr().out, ended
 
 
 def interrupt() -> None:
@@ -93,50 +89,56 @@ def interrupt() -> None:
 
 @pytest.fixture(autouse=True)
 def each_signal_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.driver.signals.SAME_SIGNAL_S", -1.0)
+    monkeypatch.setattr(following, "SAME_SIGNAL_S", -1.0)
 
 
 # -- the log --------------------------------------------------------------------------------------------------
 
 
-def test_a_log_is_passed_on_once_and_to_its_end_over_answers_that_are_cut() -> None:
+def test_a_log_is_printed_once_and_to_its_end_over_answers_that_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     silent = ServerSilent("http://head:8265", "connection refused")
     server = FakeServer(
         "one\n", "tw", silent, "o\nth", RuntimeError("500"), "ree\n",
         lambda: server.ends("SUCCEEDED", 0), "printed until then\n",
     )  # fmt: skip
-    text, ended = followed(server)
+    text, ended = followed(server, capsys)
     assert text == "one\ntwo\nthree\nprinted until then\n" and ended.verdict == 0
 
 
-def test_the_verdict_is_the_status_of_the_job_whatever_its_log_says() -> None:
+def test_the_verdict_is_the_status_of_the_job_whatever_its_log_says(capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeServer("done after 6 steps\n", "exit code 0\n", lambda: server.ends("FAILED", 3))
-    text, ended = followed(server)
+    text, ended = followed(server, capsys)
     assert text == "done after 6 steps\nexit code 0\n" and ended.verdict == 3
     says_failed = "Traceback (most recent call last):\n"
-    text, ended = followed(FakeServer(says_failed, states=[job_of("RUNNING")] * 3 + [job_of("SUCCEEDED", 0)]))
+    server = FakeServer(says_failed, states=[job_of("RUNNING")] * 3 + [job_of("SUCCEEDED", 0)])
+    text, ended = followed(server, capsys)
     assert text == says_failed and ended.verdict == 0
 
 
-def test_a_log_that_takes_long_is_asked_for_less_often() -> None:
-    server = FakeServer("one\n", lambda: time.sleep(0.05), lambda: server.ends("SUCCEEDED", 0))
-    begin = time.monotonic()
-    assert followed(server)[1].verdict == 0
-    assert time.monotonic() - begin > following.ASKED_LESS * 0.05
+def test_a_log_that_takes_long_is_asked_for_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(following.time, "monotonic", lambda: now[0])
+    server = FakeServer("one\n", lambda: now.append(now.pop() + 2.0), "two\n")
+    log = JobLog(server, "mine", every_s=1.0)  # pyright: ignore[reportArgumentType]
+    assert log.follow() is None and log.pause_s == 1.0
+    assert log.follow() is None and log.pause_s == following.ASKED_LESS * 2.0
 
 
-def test_a_server_that_is_silent_or_cannot_say_is_asked_again() -> None:
+def test_a_server_that_is_silent_or_cannot_say_is_asked_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     silent = ServerSilent("http://head:8265", "connection refused")
     troubles = [silent, RunError("500"), silent]
     server = FakeServer("one\n", states=[*troubles, job_of("RUNNING"), job_of("FAILED", 1)])
-    text, ended = followed(server)
+    text, ended = followed(server, capsys)
     assert text == "one\n" and ended.verdict == 1 and server.asked == 5
-    _, error = followed(FakeServer(states=[silent]), silent_s=0.05)
-    assert isinstance(error, RunError) and "may still run" in str(error) and "logs mine --follow" in str(error)
+    with pytest.raises(RunError, match=r"may still run.*logs mine --follow"):
+        followed(FakeServer(states=[silent]), capsys, silent_s=0.0)
     gone = InputError("ID", got="mine", expected="the ID of a submitted job")
-    assert followed(FakeServer(states=[gone]))[1] is gone
+    with pytest.raises(InputError, match="got mine"):
+        followed(FakeServer(states=[gone]), capsys)
     never_began = FakeServer(RuntimeError("no log"), states=[job_of("FAILED")])
-    assert followed(never_began)[1].verdict == 1
+    assert followed(never_began, capsys)[1].verdict == 1
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------------------------------
@@ -201,8 +203,9 @@ def act(*steps: Callable[[], Any]) -> list[BaseException]:
 
 def follow(server: FakeServer, terminal: Terminal | None = None) -> int:
     """As `submit` and `submit logs --follow` do it."""
-    with terminal.used() if terminal else contextlib.nullcontext(), SignalQueue() as signals:
-        return follow_job(server, "mine", signals=signals, **FAST)  # pyright: ignore[reportArgumentType]
+    log = JobLog(server, "mine", **FAST)  # pyright: ignore[reportArgumentType]
+    with terminal.used() if terminal else contextlib.nullcontext(), HeldSignals() as signals:
+        return follow_job(log, server, "mine", signals=signals)  # pyright: ignore[reportArgumentType]
 
 
 def test_ctrl_c_asks_and_each_answer_does_what_it_says(terminal: Terminal) -> None:
@@ -263,23 +266,41 @@ def test_a_stop_that_cannot_be_asked_for_is_said_and_the_job_is_followed(termina
     assert follow(server, terminal) == 0 and not wrong, (wrong, terminal.shown)
 
 
-def test_ctrl_c_is_no_question_about_a_job_that_has_ended(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal arrives while the end of the job waits to be read."""
-    server, both = FakeServer("one\n", states=[job_of("RUNNING"), job_of("SUCCEEDED", 0)]), Wait()
-    monkeypatch.setattr(following, "print_log", lambda text: both.wait(LIMIT_S))
-    with terminal.used(), SignalQueue() as signals:
-        put = signals.put
-
-        def put_and_interrupt(item: object) -> None:
-            put(item)
-            if isinstance(item, SubmittedJob):
-                interrupt()
-                both.set()
-
-        signals.put = put_and_interrupt
-        assert follow_job(server, "mine", signals=signals, **FAST) == 0  # pyright: ignore[reportArgumentType]
+def test_ctrl_c_is_no_question_about_a_job_that_has_ended(terminal: Terminal) -> None:
+    """The signal arrives while the last of the log is asked for."""
+    server = FakeServer(interrupt, "one\n", states=[job_of("SUCCEEDED", 0)])
+    assert follow(server, terminal) == 0
     terminal.wait_for("mine: SUCCEEDED, exit code 0")
-    assert both.is_set() and "[c]ontinue" not in terminal.shown
+    assert "[c]ontinue" not in terminal.shown
+
+
+def test_a_second_ctrl_c_detaches_from_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    never = Wait()
+    server = FakeServer("one\n", interrupt, interrupt, lambda: never.wait(LIMIT_S))
+    assert follow(server) == 130 and "mine keeps running" in capsys.readouterr().err
+
+
+def test_signals_are_held_and_given_back() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with HeldSignals() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.take(wait_s=0.0) == signal.SIGTERM and signals.take(wait_s=0.0) is None
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with HeldSignals() as signals:
+            signal.raise_signal(signal.SIGINT)
+            assert signals.take(wait_s=0.0) is None, "one that is ignored stays ignored"
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_the_same_signal_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "SAME_SIGNAL_S", 60.0)
+    with HeldSignals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert signals.take(wait_s=0.0) == signal.SIGINT
 
 
 def test_without_a_terminal_ctrl_c_and_sigterm_detach(
@@ -326,14 +347,11 @@ class SubmitServer(FakeServer):
 
     def __init__(self, on: str) -> None:
         super().__init__("one\n")
-        self.on, self.submitted, self.cancelled = on, list[str](), Wait()
+        self.on, self.submitted = on, list[str]()
 
     def at(self, moment: str) -> None:
         if moment == self.on:
             interrupt()
-            if moment != "submit":
-                assert self.cancelled.wait(LIMIT_S)
-                raise Interrupted("cancelled")
 
     @contextlib.contextmanager
     def script(self, *arguments: str) -> Iterator[None]:
@@ -364,8 +382,7 @@ def submit_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[str],
 
         server = SubmitServer(moment)
 
-        def connect(address: str | None, *, cancelled: Any) -> SubmitServer:
-            server.cancelled = cancelled
+        def connect(address: str | None) -> SubmitServer:
             server.at("connect")
             return server
 

@@ -39,7 +39,7 @@ def test_a_line_for_each_job_fits_80_columns() -> None:
         (JOBS[0].id, "train", "RUNNING"), (JOBS[1].id, "train", "STOPPED"), (JOBS[2].id, "check", "SUCCEEDED"),
         (JOBS[3].id, "-", "PENDING"),
     ]  # fmt: skip
-    assert [line[-1] for line in found] == ["3m 12s", "5h 3m", "1m 0s", "PENDING"]
+    assert [line[-1] for line in found] == ["0:03:12", "5:03:20", "0:00:59", "PENDING"]
     assert [line[3] for line in found[1:3]] == ["130", "0"]
     longest = [{**rows[0], "id": "x" * 64}, {**rows[1], "seconds": 999 * 3600.0 + 59 * 60}]
     assert max(map(len, shown(print_jobs, longest, width=80))) <= 80
@@ -55,7 +55,7 @@ def test_one_job_shows_where_its_runs_are_and_what_ray_says() -> None:
     lines = shown(print_job, row_of(job, now=AT), width=80)
     assert max(map(len, lines)) <= 80
     for name, value in (
-        ("ID", job.id), ("verb", "train"), ("status", "FAILED"), ("exit", "1"), ("took", "7s"),
+        ("ID", job.id), ("verb", "train"), ("status", "FAILED"), ("exit", "1"), ("took", "0:00:07"),
         ("save.dir", SAVE["save_dir"]), ("command", "python -m jobs train j.yaml"),
         ("message", "the runtime environment failed:"),
     ):  # fmt: skip

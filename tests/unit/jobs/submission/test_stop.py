@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jobs.driver.signals import Interrupted
 from jobs.submission import follow as stop
 from jobs.submission import server as servers
 from jobs.submission.follow import stop_job
@@ -47,75 +47,73 @@ class FakeCluster:
         if self.dies:
             self.state = SubmittedJob(**{**vars(self.state), "status": "STOPPED"})
 
-    def pause(self, seconds: float) -> None:
-        self.waited_s += seconds
-
-    wait_until = JobServer.wait_until  # type: ignore[assignment]
+    ended = JobServer.ended  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[FakeCluster]:
     """Time passes only as the fake clusters of the test are waited for."""
     clusters: list[FakeCluster] = []
+
+    def passes(seconds: float) -> None:
+        clusters[-1].waited_s += seconds
+
     monkeypatch.setattr(servers.time, "monotonic", lambda: sum(cluster.waited_s for cluster in clusters))
+    monkeypatch.setattr(servers.time, "sleep", passes)
     return clusters
 
 
-def stopped(clock: list[FakeCluster], cluster: FakeCluster) -> tuple[SubmittedJob, str]:
-    clock.append(cluster)
-    said: list[str] = []
-    return stop_job(cluster, "mine", say=said.append), "\n".join(said)  # pyright: ignore[reportArgumentType]
+Stopped = Callable[[FakeCluster], tuple[SubmittedJob, str]]
+
+
+@pytest.fixture
+def stopped(clock: list[FakeCluster], capsys: pytest.CaptureFixture[str]) -> Stopped:
+    """`stopped(cluster)`: its job once it has ended, and what was said."""
+
+    def run(cluster: FakeCluster) -> tuple[SubmittedJob, str]:
+        clock.append(cluster)
+        return stop_job(cluster, "mine"), capsys.readouterr().err  # pyright: ignore[reportArgumentType]
+
+    return run
 
 
 @pytest.mark.parametrize("job", [{"record": TRAIN}, {}])  # {}: a script that runs a command of raytrain
-def test_a_command_of_raytrain_is_asked_to_save_and_not_killed(clock: list[FakeCluster], job: dict[str, Any]) -> None:
+def test_a_command_of_raytrain_is_asked_to_save_and_not_killed(stopped: Stopped, job: dict[str, Any]) -> None:
     cluster = FakeCluster(saves=True, listening=True, **job)
-    ended, said = stopped(clock, cluster)
+    ended, said = stopped(cluster)
     assert (ended.outcome, ended.verdict, cluster.asked, cluster.killed) == ("STOPPED", 130, 1, 0)
     assert f"up to {'7' if 'record' in job else '60'} s (retry.stop_grace_s)" in said
 
 
 @pytest.mark.parametrize("grace_s", [7.0, 0.0])
-def test_one_that_does_not_save_is_stopped_by_ray_after_its_grace(clock: list[FakeCluster], grace_s: float) -> None:
+def test_one_that_does_not_save_is_stopped_by_ray_after_its_grace(stopped: Stopped, grace_s: float) -> None:
     cluster = FakeCluster(record={**TRAIN, "stop_grace_s": grace_s}, listening=True)
-    ended, said = stopped(clock, cluster)
+    ended, said = stopped(cluster)
     assert (ended.verdict, cluster.asked, cluster.killed) == (130, 1, 1) and "asking Ray to stop it" in said
     assert grace_s + stop.CLOSE_S <= cluster.waited_s <= grace_s + stop.CLOSE_S + 2
 
 
 @pytest.mark.parametrize("job", [{}, {"entrypoint": "ls /data/raytrain"}, {"record": TRAIN, "status": "PENDING"}])
 def test_another_program_and_a_job_that_has_not_begun_are_stopped_at_once(
-    clock: list[FakeCluster], job: dict[str, Any]
+    stopped: Stopped, job: dict[str, Any]
 ) -> None:
     cluster = FakeCluster(**job)
-    ended, said = stopped(clock, cluster)
+    ended, said = stopped(cluster)
     assert (ended.verdict, cluster.asked, cluster.killed, cluster.waited_s) == (130, 0, 1, 0.0)
     assert "mine is no command of raytrain, or has not begun" in said
 
 
-def test_a_stop_never_waits_without_end_and_says_what_is_wrong(clock: list[FakeCluster]) -> None:
+def test_a_stop_never_waits_without_end_and_says_what_is_wrong(stopped: Stopped) -> None:
     immortal = FakeCluster(dies=False)
     with pytest.raises(RunError, match=r"still runs 30 s .* RAY_JOB_STOP_WAIT_TIME_S"):
-        stopped(clock, immortal)
+        stopped(immortal)
     assert stop.KILLED_S <= immortal.waited_s <= stop.KILLED_S + 2
     with pytest.raises(InputError, match="which has ended: SUCCEEDED, exit code 0"):
-        stopped(clock, FakeCluster(status="SUCCEEDED", exit_code=0))
+        stopped(FakeCluster(status="SUCCEEDED", exit_code=0))
     refusing = FakeCluster(record=TRAIN, listening=True)
     refusing.answer = 503
     with pytest.raises(RunError, match="refused the request to stop mine: 503 Service Unavailable"):
-        stopped(clock, refusing)
-
-
-def test_a_cancelled_stop_leaves_the_job_as_it_is(clock: list[FakeCluster]) -> None:
-    cluster = FakeCluster(record=TRAIN, listening=True)
-
-    def cancelled(seconds: float) -> None:
-        raise Interrupted("cancelled")
-
-    cluster.pause = cancelled
-    with pytest.raises(Interrupted):
-        stopped(clock, cluster)
-    assert cluster.killed == 0
+        stopped(refusing)
 
 
 def test_a_job_says_that_it_listens_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:

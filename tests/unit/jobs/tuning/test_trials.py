@@ -27,6 +27,7 @@ from raytrain.autotune.measurement import Candidate, LoaderRate, LoaderRates, Me
 from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred
 from raytrain.plan.facts import DataFacts
+from raytrain.plan.room import Need
 from raytrain.runs.folder import SweepFolder
 
 DEATH = ray.exceptions.ActorDiedError()
@@ -64,7 +65,8 @@ def batch_trials(
         loaders=loaders,
     )
     known = {kind.name: SearchResults.of_rows(of_kind(sweep.standing(), kind.name)) for kind in search.kinds}
-    return BatchTrials(search, known=known, sweep=sweep, most=most, **quiet()), known
+    needs = {kind.name: Need("scale.threads", "trial", 1, {"CPU": 1}) for kind in search.kinds}
+    return BatchTrials(search, known=known, needs=needs, sweep=sweep, most=most, **quiet()), known
 
 
 def run(made_trials: tuple[BatchTrials, Any], *, deadly: int | None = None) -> list[tuple[int, int]]:
