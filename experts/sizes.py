@@ -41,6 +41,8 @@ from raytrain.plan.memory import trained_bytes
 
 
 DEFAULT_EXPERTS = 4
+LIFECYCLE_BUILDERS = ("experts.models:moe_gpt", "experts.models:moe_mlp")
+"""Builders whose experts can come and go."""
 KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}
 """Hidden values of a row that autograd keeps, by activation: a ReLU keeps only its output."""
 
@@ -83,7 +85,38 @@ def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int 
                 expected="experts.shared_expert: true with it",
                 remedy="there is no shared expert",
             )
+    _check_lifecycle(experts, number)
     return number
+
+
+def _check_lifecycle(experts: ExpertsConfig, number: int | None) -> None:
+    """Raises InputError for keys of `experts.lifecycle` that contradict each other or other keys."""
+    cycle, key = experts.lifecycle, "experts.lifecycle"
+    if not cycle.enabled:
+        if cycle != type(cycle)():
+            raise InputError(
+                f"{key}.max_experts", got="null with other keys of experts.lifecycle", expected="a number with them",
+                remedy="experts come and go only where their highest number is given",
+            )  # fmt: skip
+        return
+    most, least = cycle.max_experts or 0, experts.least_living
+    first = f"experts.num_experts, {number}"
+    if isinstance(experts.hidden, list):
+        raise InputError(
+            "experts.hidden", got=f"{len(experts.hidden)} widths with {key}.max_experts {most}",
+            expected="one width, since a newcomer takes any free place",
+        )  # fmt: skip
+    if number is not None and most < number:
+        raise InputError(f"{key}.max_experts", got=str(most), expected=f"at least {first}")
+    if least < experts.top_k:
+        raise InputError(f"{key}.min_experts", got=str(least), expected=f"at least experts.top_k, {experts.top_k}")
+    if number is not None and least > number:
+        raise InputError(f"{key}.min_experts", got=str(least), expected=f"at most {first}")
+    if experts.replicas:
+        raise InputError(
+            "experts.replicas", got=f"{experts.replicas} with {key}.max_experts {most}", expected="0",
+            remedy="copies of experts that come and go are not made",
+        )  # fmt: skip
 
 
 def check_used(experts: ExpertsConfig, builder: str | None) -> None:
@@ -102,6 +135,12 @@ def check_used(experts: ExpertsConfig, builder: str | None) -> None:
                     expected=f"{expected}, as this model has no experts",
                     remedy="models with experts: experts.models:moe_gpt and experts.models:moe_mlp",
                 )
+    if experts.lifecycle.enabled and builder not in LIFECYCLE_BUILDERS:
+        raise InputError(
+            "experts.lifecycle.max_experts",
+            got=f"{experts.lifecycle.max_experts} with {builder or 'a module'}",
+            expected=f"null, or a model of {' or '.join(LIFECYCLE_BUILDERS)}",
+        )
     idle = {
         "replicas": (experts.replicas, "0", "copies of experts live on hosts"),
         "rebalance_every": (experts.rebalance_every, "null", "every worker holds all experts, so none can move"),
@@ -113,7 +152,14 @@ def check_used(experts: ExpertsConfig, builder: str | None) -> None:
 
 
 def check_experts(experts: ExpertsConfig) -> int:
-    """Return the number of experts per layer of a built-in model. Raises InputError as `check_section`."""
+    """Return the number of experts per layer that a built-in model has room for. Raises InputError as
+    `check_section`."""
+    first = first_experts(experts)
+    return experts.lifecycle.max_experts or first
+
+
+def first_experts(experts: ExpertsConfig) -> int:
+    """The number of experts per layer that a built-in model starts with. Raises InputError as `check_section`."""
     return check_section(experts, default=DEFAULT_EXPERTS) or DEFAULT_EXPERTS
 
 

@@ -51,7 +51,7 @@ from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch_search import find_search
 from jobs.tuning.batch_trials import Cache
 from jobs.tuning.space_points import find_points
-from raytrain.config.decode import dump_yaml, encode, parse_override
+from raytrain.config.decode import apply_overrides, dump_yaml, encode, parse_override
 from raytrain.config.messages import key_rows
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
@@ -728,7 +728,15 @@ FLAGS = {
 }  # fmt: skip
 """Every key that this version obeys."""
 
-LATER: dict[str, tuple[str, str]] = {}
+LATER: dict[str, tuple[str, str]] = {
+    f"experts.lifecycle.{name}": (value, "the lifecycle of experts")
+    for name, value in {
+        "min_experts": "2", "max_experts": "9", "every": "7", "birth.uncertainty": "0.5", "birth.cooldown_steps": "7",
+        "merge.similarity": "0.5", "prune.idle_steps": "7", "prune.least_share": "0.5", "replay.bytes": "7",
+        "replay.every": "7", "replay.rows": "7", "replay.batch_size": "7", "replay.lr": "0.5",
+        "replay.priority": "uniform", "replay.targets": "teacher",
+    }.items()
+}  # fmt: skip
 """Keys that the design promises and nobody reads yet: a value, and what will read it."""
 
 
@@ -818,19 +826,22 @@ def test_keys_of_later_versions_belong_to_a_refused_verb_or_are_unused(key: str)
 def test_a_flag_that_is_not_given_keeps_the_value_of_the_file(key: str, tmp_path: Path) -> None:
     text = text_of(key)
     section, _, name = key.partition(".")
-    value = parse_override(f"{key}={text}")[1]
-    job: dict[str, Any] = {"model": {"builder": "a:b"}, "data": {"source": "stdlib"}}
+    builder = "experts.models:moe_gpt" if key.startswith("experts.lifecycle.") else "a:b"
+    job: dict[str, Any] = {"model": {"builder": builder}, "data": {"source": "stdlib"}}
     bare = load_spec(mapping=job).spec
-    job[section] = {**job.get(section, {}), name: value} if name else value
+    job, inner = apply_overrides(job, [f"{key}={text}"])[0], name.split(".") if name else []
     path = tmp_path / "job.yaml"
     path.write_text(dump_yaml(job))
 
     def held(loaded: LoadedSpec | None = None) -> Any:
         spec = encode(bare if loaded is None else loaded.spec)[section]
-        return spec[name] if name else spec
+        for part in inner:
+            spec = spec[part]
+        return spec
 
     other = "loop.max_steps=77" if key != "loop.max_steps" else "loop.epochs=77"
     needed = FLAGS[key].beside if key.startswith("experts.") and key in FLAGS else ()
+    needed = ("experts.lifecycle.max_experts=8",) if key in LATER and not key.endswith("max_experts") else needed
     filed, beside = load_spec(path, needed), load_spec(path, [*needed, other])
     flagged = load_spec(path, [*needed, f"{key}={text}"])
     assert held(filed) == held(beside) == held(flagged)
