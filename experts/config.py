@@ -1,4 +1,4 @@
-"""The `experts` section (number of experts, routing, where they live), and the shapes of experts' weights.
+"""The `experts` section (how many, routing, where they live, how they come and go), and the shapes of their weights.
 
 Torch-free; the base of this package.
 """
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from cluster.config import Count, NonNegative, NonNegativeInt, Positive, Section, Text
+from cluster.config import Count, NonNegative, NonNegativeInt, Positive, Section, Share, Text
 
 # ---------------------------------------------------------------- shapes
 # Shapes of a layer's experts and of their weights, and the key that names one expert.
@@ -100,6 +100,9 @@ def row_work(parameters: int) -> float:
 # The `experts` section: the number of experts, how tokens are routed to them, and where they live.
 
 
+DEFAULT_EXPERTS = 4
+"""Experts of a layer of a built-in model where `num_experts` is null."""
+
 HostsByAccelerator = Annotated[
     dict[Text, Count],
     Field(min_length=1, json_schema_extra={"expected": "a mapping such as {A100: 4, T4: 8}"}),
@@ -112,6 +115,83 @@ HiddenWidths = Annotated[list[Count], Field(min_length=1)]
 
 OneOrTwo = Annotated[int, Field(ge=1, le=2, json_schema_extra={"expected": "1, 2"})]
 """Not Literal[1, 2], which accepts `true` as 1."""
+
+
+class BirthConfig(Section):
+    """When a layer gets another expert: a copy of its most active one, with a little noise."""
+
+    uncertainty: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.7,
+        description="entropy of the router over that of an even choice from which an expert is born, once the router "
+        "has learnt; 0: whenever there is room",
+    )
+    cooldown_steps: Count = Field(default=100, description="fewest steps between two births in a layer")
+
+
+class MergeConfig(Section):
+    """When two experts of a layer become one."""
+
+    similarity: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=0.95, description="cosine of their outputs on replayed rows from which two experts merge; null: never"
+    )
+
+
+class PruneConfig(Section):
+    """When an expert goes without an heir."""
+
+    idle_steps: Count | None = Field(
+        default=1000, description="steps for which an expert must have been dormant; null: never"
+    )
+    least_share: Share = Field(
+        default=0.001, description="share of the rows of its layer below which an expert is dormant"
+    )
+
+
+class ReplayConfig(Section):
+    """What is kept of the rows of each layer, and the sleep cycles that replay it."""
+
+    bytes: Count | None = Field(
+        default=None,
+        examples=[16777216],
+        description="most bytes of host memory for the kept rows of a layer; null keeps none, and there is no sleep",
+    )
+    every: Count = Field(default=1000, description="steps between two sleep cycles")
+    rows: Count = Field(default=512, description="rows that a cycle replays in each layer")
+    batch_size: Count = Field(default=32, description="rows of a replayed batch")
+    lr: Positive = Field(default=1e-4, description="learning rate of the replay")
+    priority: Literal["uncertainty", "uniform"] = Field(
+        default="uncertainty", description="which kept rows are replayed more often"
+    )
+    targets: Literal["labels", "teacher"] = Field(
+        default="labels", description="what replayed rows are trained towards: their labels or the model's logits then"
+    )
+
+
+class LifecycleConfig(Section):
+    """Experts that are born, merge and are pruned while the model trains; off without `max_experts`.
+
+    Every layer has room for `max_experts` from the first step on: num_experts of its slots are in use at the start.
+    """
+
+    min_experts: Count | None = Field(
+        default=None, examples=[2], description="fewest living experts of a layer; null: top_k"
+    )
+    max_experts: Count | None = Field(
+        default=None,
+        examples=[8],
+        description="most living experts of a layer, for which there is room from the start; null: experts stay as "
+        "they are",
+    )
+    every: Count = Field(default=50, description="steps between two decisions")
+    birth: BirthConfig = BirthConfig()
+    merge: MergeConfig = MergeConfig()
+    prune: PruneConfig = PruneConfig()
+    replay: ReplayConfig = ReplayConfig()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether experts come and go."""
+        return self.max_experts is not None
 
 
 class ExpertsConfig(Section):
@@ -155,8 +235,9 @@ class ExpertsConfig(Section):
     activation: Activation = Field(default="gelu", description="nonlinearity inside an expert")
     bias: bool = Field(default=False, description="linear maps of an expert add a bias; with relu this is an MLP")
     replicas: NonNegativeInt = Field(default=0, description="extra copies of the busiest experts of each layer")
-    placement: Literal["auto", "lpt", "eplb", "round_robin"] = Field(
-        default="auto", description="which host owns which experts"
+    placement: Literal["auto", "lpt", "eplb", "round_robin", "fewest"] = Field(
+        default="auto",
+        description="which host owns which experts; fewest: as auto, and newcomers go to the host with the fewest",
     )
     trace_every: Count | None = Field(
         default=None, examples=[100], description="steps between records of the experts of each token; null keeps none"
@@ -166,6 +247,12 @@ class ExpertsConfig(Section):
         examples=[200],
         description="steps between decisions to move experts; null keeps the first placement",
     )
+    lifecycle: LifecycleConfig = LifecycleConfig()
+
+    @property
+    def least_living(self) -> int:
+        """Fewest living experts of a layer."""
+        return self.lifecycle.min_experts or self.top_k
 
     @property
     def connection(self) -> Any:

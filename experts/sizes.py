@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from cluster.devices.inventory import Device
-from experts.config import ExpertsConfig, LayerShape, row_work, weight_shapes
+from experts.config import DEFAULT_EXPERTS, ExpertsConfig, LayerShape, row_work, weight_shapes
 from experts.placement.policy import MEMORY_SHARE, PlacementRules, costs_of_sizes, place_first
 from experts.placement.values import Costs, ExpertCost, HostSpec, equal_hosts
 from raytrain.config.messages import describe
@@ -40,7 +40,8 @@ from raytrain.plan.memory import trained_bytes
 # Sizes of the built-in mixture-of-experts models by formula, and checks of their keys.
 
 
-DEFAULT_EXPERTS = 4
+LIFECYCLE_BUILDERS = ("experts.models:moe_gpt", "experts.models:moe_mlp")
+"""Builders whose experts can come and go."""
 KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}
 """Hidden values of a row that autograd keeps, by activation: a ReLU keeps only its output."""
 
@@ -83,7 +84,38 @@ def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int 
                 expected="experts.shared_expert: true with it",
                 remedy="there is no shared expert",
             )
+    _check_lifecycle(experts, number)
     return number
+
+
+def _check_lifecycle(experts: ExpertsConfig, number: int | None) -> None:
+    """Raises InputError for keys of `experts.lifecycle` that contradict each other or other keys."""
+    cycle, key = experts.lifecycle, "experts.lifecycle"
+    if not cycle.enabled:
+        if cycle != type(cycle)():
+            raise InputError(
+                f"{key}.max_experts", got="null with other keys of experts.lifecycle", expected="a number with them",
+                remedy="experts come and go only where their highest number is given",
+            )  # fmt: skip
+        return
+    most, least = cycle.max_experts or 0, experts.least_living
+    first = f"experts.num_experts, {number}"
+    if isinstance(experts.hidden, list):
+        raise InputError(
+            "experts.hidden", got=f"{len(experts.hidden)} widths with {key}.max_experts {most}",
+            expected="one width, since a newcomer takes any free place",
+        )  # fmt: skip
+    if number is not None and most < number:
+        raise InputError(f"{key}.max_experts", got=str(most), expected=f"at least {first}")
+    if least < experts.top_k:
+        raise InputError(f"{key}.min_experts", got=str(least), expected=f"at least experts.top_k, {experts.top_k}")
+    if number is not None and least > number:
+        raise InputError(f"{key}.min_experts", got=str(least), expected=f"at most {first}")
+    if experts.replicas:
+        raise InputError(
+            "experts.replicas", got=f"{experts.replicas} with {key}.max_experts {most}", expected="0",
+            remedy="copies of experts that come and go are not made",
+        )  # fmt: skip
 
 
 def check_used(experts: ExpertsConfig, builder: str | None) -> None:
@@ -102,6 +134,12 @@ def check_used(experts: ExpertsConfig, builder: str | None) -> None:
                     expected=f"{expected}, as this model has no experts",
                     remedy="models with experts: experts.models:moe_gpt and experts.models:moe_mlp",
                 )
+    if experts.lifecycle.enabled and builder not in LIFECYCLE_BUILDERS:
+        raise InputError(
+            "experts.lifecycle.max_experts",
+            got=f"{experts.lifecycle.max_experts} with {builder or 'a module'}",
+            expected=f"null, or a model of {' or '.join(LIFECYCLE_BUILDERS)}",
+        )
     idle = {
         "replicas": (experts.replicas, "0", "copies of experts live on hosts"),
         "rebalance_every": (experts.rebalance_every, "null", "every worker holds all experts, so none can move"),
@@ -113,7 +151,14 @@ def check_used(experts: ExpertsConfig, builder: str | None) -> None:
 
 
 def check_experts(experts: ExpertsConfig) -> int:
-    """Return the number of experts per layer of a built-in model. Raises InputError as `check_section`."""
+    """Return the number of experts per layer that a built-in model has room for. Raises InputError as
+    `check_section`."""
+    first = first_experts(experts)
+    return experts.lifecycle.max_experts or first
+
+
+def first_experts(experts: ExpertsConfig) -> int:
+    """The number of experts per layer that a built-in model starts with. Raises InputError as `check_section`."""
     return check_section(experts, default=DEFAULT_EXPERTS) or DEFAULT_EXPERTS
 
 
@@ -209,6 +254,19 @@ def expert_part(layers: int, width: int, experts: ExpertsConfig, *, tokens: int)
         gate_bytes=layers * gate_bytes(width, number),
         rows_per_sample=experts.top_k * tokens,
         kept_bytes_per_row=round(FLOAT_BYTES * (width + KEPT[experts.activation] * hidden)),
+        note=_lifecycle_note(experts),
+    )
+
+
+def _lifecycle_note(experts: ExpertsConfig) -> str:
+    """For the plan: how many experts a layer has, and where newcomers go; empty where experts stay as they are."""
+    if not experts.lifecycle.enabled:
+        return ""
+    number = first_experts(experts)
+    fewest = "experts" if experts.placement == "fewest" else "rows for its speed"
+    return (
+        f"{number} in each layer at the start, then {experts.least_living} to {experts.lifecycle.max_experts}, with "
+        f"room from the start; on hosts, a newcomer goes to one with room and the fewest {fewest}"
     )
 
 

@@ -51,7 +51,7 @@ from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch_search import find_search
 from jobs.tuning.cache import Cache
 from jobs.tuning.space_points import find_points
-from raytrain.config.decode import dump_yaml, encode, parse_override
+from raytrain.config.decode import apply_overrides, dump_yaml, encode, parse_override
 from raytrain.config.messages import key_rows
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
@@ -264,12 +264,14 @@ class Rows:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.traced: list[int] = []
+        self.events: list[dict[str, Any]] = []
 
     def metrics(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Events are ignored."""
+        """Keep the event."""
+        self.events.append({"kind": kind, **fields})
 
     def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
         """Record the steps with a routing trace."""
@@ -307,6 +309,7 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
         "evals": list(zip(rows.of("eval", "step"), rows.of("eval", "loss"), strict=True)),
         "eval_steps": rows.of("eval", "step"),
         "traced": rows.traced,
+        "changes": [(row["kind"], row["step"], row["ids"]) for row in rows.events if "ids" in row],
         "outcome": outcome.kind,
         "batches": batches,
         "dtypes": dtypes,
@@ -554,6 +557,14 @@ def infers(part: str, first: str, second: str, *beside: str) -> Flag:
     return Flag(inferred, part, first, second, beside, prompts_job)
 
 
+def lives(first: str, second: str, *beside: str) -> Flag:
+    """A key of the lifecycle of experts, shown by who comes and goes in a training session."""
+    return experts("changes", first, second, "experts.lifecycle.max_experts=9", *beside)
+
+
+EVERY, ALWAYS = "experts.lifecycle.every=1", "experts.lifecycle.birth.uncertainty=0.0"
+AT_ONCE, SOON = "experts.lifecycle.birth.cooldown_steps=1", "experts.lifecycle.prune.idle_steps=1"
+DEMANDING, NO_BIRTH = "experts.lifecycle.prune.least_share=0.9", "experts.lifecycle.birth.uncertainty=1.0"
 SGD = ("optim.name=sgd",)
 OFTEN = ("loop.eval_every=1", "data.eval_fraction=0.5", "optim.lr=0.001")
 UNHELD = ("scale.mode=auto",)
@@ -696,6 +707,13 @@ FLAGS = {
     "experts.placement": Flag(placed, "placement", "auto", "round_robin", job=experts_job),
     "experts.trace_every": experts("traced", "null", "2"),
     "experts.rebalance_every": Flag(placed, "every", "null", "10", job=experts_job),
+    "experts.lifecycle.max_experts": experts("parameters", "6", "9"),
+    "experts.lifecycle.min_experts": lives("4", "2", EVERY, SOON, DEMANDING, NO_BIRTH),
+    "experts.lifecycle.every": lives("1", "2", ALWAYS, AT_ONCE),
+    "experts.lifecycle.birth.uncertainty": lives("1.0", "0.0", EVERY, AT_ONCE),
+    "experts.lifecycle.birth.cooldown_steps": lives("1", "2", EVERY, ALWAYS),
+    "experts.lifecycle.prune.idle_steps": lives("null", "1", EVERY, DEMANDING, NO_BIRTH),
+    "experts.lifecycle.prune.least_share": lives("0.0", "0.9", EVERY, SOON, NO_BIRTH),
     "infer.input": infers("ids", "in.jsonl", "less.jsonl"),
     "infer.output": infers("folder", "null", "mine"),
     "infer.weights": Flag(weighed, "step", "last", "3", ("save.every=1", "save.keep=all"), job=rows_job),
@@ -733,7 +751,13 @@ FLAGS = {
 }  # fmt: skip
 """Every key that this version obeys."""
 
-LATER: dict[str, tuple[str, str]] = {}
+LATER: dict[str, tuple[str, str]] = {
+    f"experts.lifecycle.{name}": (value, "the lifecycle of experts")
+    for name, value in {
+        "merge.similarity": "0.5", "replay.bytes": "7", "replay.every": "7", "replay.rows": "7",
+        "replay.batch_size": "7", "replay.lr": "0.5", "replay.priority": "uniform", "replay.targets": "teacher",
+    }.items()
+}  # fmt: skip
 """Keys that the design promises and nobody reads yet: a value, and what will read it."""
 
 
@@ -823,19 +847,22 @@ def test_keys_of_later_versions_belong_to_a_refused_verb_or_are_unused(key: str)
 def test_a_flag_that_is_not_given_keeps_the_value_of_the_file(key: str, tmp_path: Path) -> None:
     text = text_of(key)
     section, _, name = key.partition(".")
-    value = parse_override(f"{key}={text}")[1]
-    job: dict[str, Any] = {"model": {"builder": "a:b"}, "data": {"source": "stdlib"}}
+    builder = "experts.models:moe_gpt" if key.startswith("experts.lifecycle.") else "a:b"
+    job: dict[str, Any] = {"model": {"builder": builder}, "data": {"source": "stdlib"}}
     bare = load_spec(mapping=job).spec
-    job[section] = {**job.get(section, {}), name: value} if name else value
+    job, inner = apply_overrides(job, [f"{key}={text}"])[0], name.split(".") if name else []
     path = tmp_path / "job.yaml"
     path.write_text(dump_yaml(job))
 
     def held(loaded: LoadedSpec | None = None) -> Any:
         spec = encode(bare if loaded is None else loaded.spec)[section]
-        return spec[name] if name else spec
+        for part in inner:
+            spec = spec[part]
+        return spec
 
     other = "loop.max_steps=77" if key != "loop.max_steps" else "loop.epochs=77"
     needed = FLAGS[key].beside if key.startswith("experts.") and key in FLAGS else ()
+    needed = ("experts.lifecycle.max_experts=8",) if key in LATER else needed
     filed, beside = load_spec(path, needed), load_spec(path, [*needed, other])
     flagged = load_spec(path, [*needed, f"{key}={text}"])
     assert held(filed) == held(beside) == held(flagged)
