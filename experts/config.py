@@ -100,6 +100,9 @@ def row_work(parameters: int) -> float:
 # The `experts` section: the number of experts, how tokens are routed to them, and where they live.
 
 
+DEFAULT_EXPERTS = 4
+"""Experts of a layer of a built-in model where `num_experts` is null."""
+
 HostsByAccelerator = Annotated[
     dict[Text, Count],
     Field(min_length=1, json_schema_extra={"expected": "a mapping such as {A100: 4, T4: 8}"}),
@@ -232,8 +235,9 @@ class ExpertsConfig(Section):
     activation: Activation = Field(default="gelu", description="nonlinearity inside an expert")
     bias: bool = Field(default=False, description="linear maps of an expert add a bias; with relu this is an MLP")
     replicas: NonNegativeInt = Field(default=0, description="extra copies of the busiest experts of each layer")
-    placement: Literal["auto", "lpt", "eplb", "round_robin"] = Field(
-        default="auto", description="which host owns which experts"
+    placement: Literal["auto", "lpt", "eplb", "round_robin", "fewest"] = Field(
+        default="auto",
+        description="which host owns which experts; fewest: as auto, and newcomers go to the host with the fewest",
     )
     trace_every: Count | None = Field(
         default=None, examples=[100], description="steps between records of the experts of each token; null keeps none"

@@ -7,6 +7,7 @@ here.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from experts.exchange.worker import ExpertClient
 from experts.grouped import GroupedExperts, UnevenExperts
 from experts.hand_over import check_hand_over, shape_of
 from experts.layer import MoELayer
+from experts.lifecycle.controller import Lifecycle
 from experts.member.checkpoint import locate
 from experts.member.shard import empty_experts, stacked_names
 from experts.placement.policy import PlacementRules, costs_of
@@ -57,10 +59,14 @@ class LoadLog:
     Args:
         loads: of the routers.
         client: None where every worker holds all experts.
+        lifecycle: of experts that come and go. A row then has their "ids": of each layer that of each expert, null for
+            an empty slot.
     """
 
-    def __init__(self, loads: LoadTracker, client: ExpertClient | None = None) -> None:
-        self.loads, self.client = loads, client
+    def __init__(
+        self, loads: LoadTracker, client: ExpertClient | None = None, lifecycle: Lifecycle | None = None
+    ) -> None:
+        self.loads, self.client, self.lifecycle = loads, client, lifecycle
         self._seconds_before = 0.0
         self._busy_before: list[float] = []
         self._logged_placement: Placement | None = None
@@ -94,6 +100,8 @@ class LoadLog:
             "idle": [[loads.step - int(last) if last else None for last in part[:-1]] for part in used],
         }
         metrics: dict[str, float] = {}
+        if self.lifecycle is not None:
+            row["ids"] = self.lifecycle.ids()
         if self.client is not None:
             row["workers"] = {"wait_s": [one[0] for one in workers]}
             row["hosts"] = self._hosts(workers)
@@ -137,11 +145,37 @@ class LoadLog:
         return {"version": self.client.placement.version, "rows": rows, "bytes": total[:hosts], "busy_s": busy}
 
 
+# ---------------------------------------------------------------- lifecycle
+
+
+def attach_lifecycle(trainable: Trainable, lifecycle: Lifecycle) -> None:
+    """Have the experts of a model come and go: connects `lifecycle` to the training loop, where all experts are in this
+    process; `hand_over` to those that hold them otherwise."""
+    loads = lifecycle.loads
+    trainable.counts, trainable.commit, trainable.notices = lifecycle.counts, lifecycle.commit, lifecycle.notices
+    trainable.interval_log = LoadLog(loads, lifecycle=lifecycle)
+    trainable.state_parts = lambda: {"load": loads, "lifecycle": lifecycle}
+    if lifecycle.config.connection is None:
+        trainable.optimizers = partial(_build_optimizers, lifecycle, partial(_local_optimizers, trainable))
+
+
+def _build_optimizers(
+    lifecycle: Lifecycle, build: Callable[..., list[torch.optim.Optimizer]], module: nn.Module, optim: OptimConfig
+) -> list[torch.optim.Optimizer]:
+    optimizers = build(module, optim)
+    lifecycle.use(optimizers)
+    return optimizers
+
+
+def _local_optimizers(trainable: Trainable, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
+    return build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(trainable, optim))
+
+
 # ---------------------------------------------------------------- distribute
 # Turns a model with experts in it into one whose experts live on hosts, or are spread over the workers.
 
 
-def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
+def distribute(trainable: Trainable, config: ExpertsConfig, *, lifecycle: Lifecycle | None = None) -> Trainable:
     """Have the experts of a model handed over to other processes once its builder has returned: they get them as they
     are then, with what is frozen.
 
@@ -153,6 +187,7 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
         trainable: built in this process, with its experts in its MoELayers; changed in place.
         config: the `experts` section that the builder received. A worker's has a connection to the other processes
             (`experts.exchange.membership.Connection`) where the run's experts are on hosts, or `colocated`.
+        lifecycle: of experts that come and go.
 
     Example:
         >>> import torch
@@ -180,11 +215,11 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
         torch.Size([4, 16, 4])
     """
     if config.connection is not None:
-        trainable.hand_over = partial(hand_over, config=config)
+        trainable.hand_over = partial(hand_over, config=config, lifecycle=lifecycle)
     return trainable
 
 
-def hand_over(trainable: Trainable, config: ExpertsConfig) -> None:
+def hand_over(trainable: Trainable, config: ExpertsConfig, lifecycle: Lifecycle | None = None) -> None:
     """Join a generation, hand the experts over, and connect them to the training loop. Collective over the workers.
 
     Raises:
@@ -207,7 +242,10 @@ def hand_over(trainable: Trainable, config: ExpertsConfig) -> None:
     needed = membership.rank == 0 or membership.host is not None
     first = [_weights(layer.experts) if needed else [] for layer in layers]
     rebalancer = _rebalancer(membership, shapes, rules) if membership.rank == 0 and rules.every else None
-    client = ExpertClient(group, membership, shapes=shapes, first=first, rebalancer=membership.rebalancer or rebalancer)
+    client = ExpertClient(
+        group, membership, shapes=shapes, first=first, rebalancer=membership.rebalancer or rebalancer,
+        lifecycle=lifecycle,
+    )  # fmt: skip
     numbered = [(name, layers.index(layer)) for name, layer in names.items()]
     stacked = [stacked_names(f"{name}.experts".lstrip("."), number, shapes[number]) for name, number in numbered]
     for number, layer in enumerate(layers):
@@ -217,11 +255,15 @@ def hand_over(trainable: Trainable, config: ExpertsConfig) -> None:
         call = getattr(trainable, part)
         if call is not None and not str(getattr(call, "__module__", "")).startswith("experts."):
             setattr(trainable, part, client.watched(call))
-    trainable.optimizers = remote.optimizers
+    if lifecycle is None:
+        trainable.optimizers = remote.optimizers
+    else:
+        lifecycle.local = False
+        trainable.optimizers = partial(_build_optimizers, lifecycle, remote.optimizers)
     trainable.agree = client.agree
     trainable.remote = remote
     if isinstance(trainable.interval_log, LoadLog):
-        trainable.interval_log = LoadLog(trainable.interval_log.loads, client)
+        trainable.interval_log = LoadLog(trainable.interval_log.loads, client, trainable.interval_log.lifecycle)
 
 
 def _weights(experts: nn.Module) -> list[dict[str, Tensor]]:

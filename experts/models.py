@@ -12,11 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
-from experts.distribute import LoadLog, distribute
+from experts.distribute import LoadLog, attach_lifecycle, distribute
 from experts.grouped import SharedExpert, build_experts
 from experts.layer import MoELayer, worst_case_routing
+from experts.lifecycle.controller import Lifecycle
 from experts.router import LoadTracker, TopKRouter, build_trace
-from experts.sizes import check_experts, check_moe_mlp, hidden_widths, moe_gpt_flops, moe_mlp_flops, shared_width
+from experts.sizes import (
+    check_experts,
+    check_moe_mlp,
+    first_experts,
+    hidden_widths,
+    moe_gpt_flops,
+    moe_mlp_flops,
+    shared_width,
+)
 from raytrain.models.attention import KeyValueCache
 from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
@@ -168,6 +177,7 @@ def moe_layer(
         context=context,
         noise=experts.noise,
         temperature=experts.temperature,
+        living=first_experts(experts) if experts.lifecycle.enabled else None,
     )
     kind = {"activation": experts.activation, "bias": experts.bias, "residual_scale": residual_scale}
     shared = None
@@ -292,4 +302,9 @@ def _trainable(
         state_parts=lambda: {"load": loads},
         worst_case=partial(worst_case_routing, module),
     )
-    return distribute(trainable, experts)
+    lifecycle = None
+    if experts.lifecycle.enabled:
+        layers = [part.experts for part in module.modules() if isinstance(part, MoELayer)]
+        lifecycle = Lifecycle(experts, loads, layers)
+        attach_lifecycle(trainable, lifecycle)
+    return distribute(trainable, experts, lifecycle=lifecycle)

@@ -6,6 +6,7 @@ Losses and counts are additive over any split of the sequences.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,10 @@ from raytrain.trainable import GlobalStep
 
 # ---------------------------------------------------------------- router
 # Top-k routing; its losses and counts are additive over any split of the sequences.
+
+
+UNCERTAINTY_UNIT = 1 << 20
+"""Of a token's uncertainty in the pending counts."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,17 @@ class TopKRouter(nn.Module):
             that see complete sequences only: a prefix then has less capacity than the sequence it begins.
         noise: standard deviation of the noise added to the logits in training.
         temperature: divides the logits, in training, evaluation and generation.
+        living: experts 0 to `living` - 1 are open and the others closed, until `open_E` is changed; None = all are
+            open, and stay so. A closed expert is as one that does not exist: its logit is minus infinity, and losses,
+            capacity and the bias are those of a router for the open ones.
 
     The bias is added for selection only and moves at a commit, from the step's global counts. State kept in
-    checkpoints: `bias_E` and `shares_E` (the last committed step's); pending counts are not.
+    checkpoints: `bias_E`, `shares_E` (the last committed step's) and `open_E`; pending counts are not.
     """
 
     bias_E: Tensor
     shares_E: Tensor
+    open_E: Tensor | None
     pending_counts: Tensor
 
     def __init__(
@@ -87,6 +96,7 @@ class TopKRouter(nn.Module):
         context: int | None = None,
         noise: float = 0.0,
         temperature: float = 1.0,
+        living: int | None = None,
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
@@ -100,9 +110,13 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, width))
         nn.init.normal_(self.weight, std=0.02)
         self.register_buffer("bias_E", torch.zeros(num_experts))
-        self.register_buffer("shares_E", torch.full((num_experts,), 1 / num_experts))
-        # the last entry counts drops; int64, so that sums over ranks are exact and casts leave it alone
-        pending = torch.zeros(num_experts + 1, dtype=torch.int64)
+        open_E = None if living is None else torch.arange(num_experts) < living
+        first = torch.full((num_experts,), 1 / num_experts) if open_E is None else open_E / open_E.sum()
+        self.register_buffer("shares_E", first)
+        self.register_buffer("open_E", open_E)
+        # after the experts drops, and with `living` the tokens' uncertainty; int64, so that sums over ranks are exact
+        # and casts leave it alone
+        pending = torch.zeros(num_experts + (1 if living is None else 2), dtype=torch.int64)
         self.register_buffer("pending_counts", pending, persistent=False)
         self.forced: list[int] | None = None
         """For measurements: experts that all tokens go to, regardless of the scores: the first `top_k`, or, with a
@@ -121,9 +135,9 @@ class TopKRouter(nn.Module):
             weight_BS: of each valid token in the auxiliary loss, which is a weighted mean; None = 1. Only tokens with a
                 positive weight are counted.
         """
-        logits_BSE = self._logits(x_BSD)
+        logits_BSE = self._closed(self._logits(x_BSD))
         scores_BSE = self._scores(self._perturbed(logits_BSE))
-        indices_BSK = (scores_BSE + self.bias_E).topk(self.top_k, dim=-1).indices
+        indices_BSK = self._closed(scores_BSE + self.bias_E).topk(self.top_k, dim=-1).indices
         if self.forced is not None:
             indices_BSK = self._forced(indices_BSK, self.forced)
         weights_BSK = scores_BSE.gather(-1, indices_BSK)
@@ -137,6 +151,8 @@ class TopKRouter(nn.Module):
             aux = self._aux(logits_BSE, scores_BSE, routed_BE, weight_BS)
         kept_BSK = self._keep(indices_BSK, valid_BS)
         self._count_pending(indices_BSK, kept_BSK, weight_BS)
+        if self.open_E is not None:
+            self._add_uncertainty(scores_BSE, weight_BS)
         if kept_BSK is not None:
             weights_BSK = weights_BSK * kept_BSK
             counts_BE = self._count(indices_BSK, kept_BSK)
@@ -162,12 +178,24 @@ class TopKRouter(nn.Module):
         if counts is None or skipped is True:
             return
         counts_E = counts[: self.num_experts].double()
-        mean = counts_E.mean()
-        bias_E = self.bias_E + self.bias_rate * torch.sign(mean - counts_E).to(self.bias_E)
+        mean = counts_E.mean() if self.open_E is None else counts_E.sum() / self.open_E.sum()
+        steps_E = torch.sign(mean - counts_E).to(self.bias_E)
+        bias_E = self.bias_E + self.bias_rate * (steps_E if self.open_E is None else steps_E * self.open_E)
         shares_E = (counts_E / counts_E.sum().clamp(min=1)).to(self.shares_E)
         stays = torch.as_tensor(skipped, device=mean.device) | (mean == 0)
         self.bias_E.copy_(torch.where(stays, self.bias_E, bias_E))
         self.shares_E.copy_(torch.where(stays, self.shares_E, shares_E))
+
+    @property
+    def number(self) -> Tensor | int:
+        """The number of experts that rows can go to."""
+        return self.num_experts if self.open_E is None else self.open_E.sum()
+
+    def _closed(self, values_BSE: Tensor) -> Tensor:
+        """`values_BSE`, minus infinity for closed experts; a measurement's `forced` choices may be closed."""
+        if self.open_E is None or self.forced is not None:
+            return values_BSE
+        return values_BSE.masked_fill(~self.open_E, -math.inf)
 
     def _logits(self, x_BSD: Tensor) -> Tensor:
         dtype = torch.float64 if torch.float64 in (x_BSD.dtype, self.weight.dtype) else torch.float32
@@ -209,7 +237,7 @@ class TopKRouter(nn.Module):
         wanted = indices_BSK.new_ones(B, S * K)
         if valid_BS is not None:
             wanted = valid_BS.repeat_interleave(K, dim=1, output_size=S * K).to(torch.int64)
-        per_choice = self.capacity_factor / self.num_experts
+        per_choice = self.capacity_factor / self.number
         choices_B1 = wanted.sum(1, keepdim=True) if self.context is None else wanted.new_full((B, 1), self.context * K)
         capacity_B1 = (choices_B1.double() * per_choice).ceil()
         # one column per expert: a choice's place is the number of choices of that expert in its sequence up to it
@@ -234,7 +262,7 @@ class TopKRouter(nn.Module):
                 balance_BS = (portions * shares_BE.to(portions).unsqueeze(1)).sum(-1)
             else:
                 balance_BS = portions @ self.shares_E.to(portions)
-            balance_BS = self.balance_weight * self.num_experts * balance_BS
+            balance_BS = self.balance_weight * self.number * balance_BS
             per_token = balance_BS if per_token is None else per_token + balance_BS
         if per_token is None:
             return None
@@ -256,6 +284,19 @@ class TopKRouter(nn.Module):
         if kept_BSK is not None:
             dropped = ~kept_BSK if counted_BS is None else ~kept_BSK & counted_BS.unsqueeze(-1)
             add(self.pending_counts[self.num_experts], dropped.sum())
+
+    @torch.no_grad()
+    def _add_uncertainty(self, scores_BSE: Tensor, weight_BS: Tensor | None) -> None:
+        """Add the entropy of each counted token's scores over that of an even choice, as a multiple of 1 /
+        `UNCERTAINTY_UNIT`: a sum of integers is the same for any split of the tokens."""
+        compiled = torch.compiler.is_compiling()
+        if not self.training or (not compiled and inside_backward()):
+            return
+        add = _add_outside_backward if compiled else Tensor.add_
+        shares_BSE = scores_BSE if self.score == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
+        entropy_BS = torch.special.entr(shares_BSE).sum(-1) / torch.log(torch.as_tensor(self.number).clamp(min=2))
+        units_BS = (entropy_BS * UNCERTAINTY_UNIT).round().to(torch.int64)
+        add(self.pending_counts[-1], (units_BS if weight_BS is None else units_BS * (weight_BS > 0)).sum())
 
 
 @torch.library.custom_op("raytrain::add_outside_backward", mutates_args=("pending",))
@@ -335,10 +376,14 @@ def build_trace(routers: Sequence[TopKRouter], every: int | None) -> RoutingTrac
 # Statistics of the routers: counts of each layer, imbalance, drops, last use.
 
 
-def imbalance(counts_LE: Tensor) -> Tensor:
-    """Busiest expert over the mean of each layer, (L,) float64; 1 where nothing was routed."""
+def imbalance(counts_LE: Tensor, number: Tensor | int | None = None) -> Tensor:
+    """Busiest expert over the mean of each layer, (L,) float64; 1 where nothing was routed.
+
+    Args:
+        number: of the experts that rows can go to, where that is not E.
+    """
     counts = counts_LE.double()
-    mean = counts.mean(-1)
+    mean = counts.mean(-1) if number is None else counts.sum(-1) / number
     return torch.where(mean > 0, counts.amax(-1) / mean.clamp(min=1e-300), torch.ones_like(mean))
 
 
@@ -371,7 +416,7 @@ class LoadTracker:
 
     def pending(self) -> Tensor:
         """Copy this rank's counts since the last commit: (sum of E + 1 over layers,) int64."""
-        return torch.cat([router.pending_counts for router in self.routers])
+        return torch.cat([router.pending_counts[: router.num_experts + 1] for router in self.routers])
 
     @torch.no_grad()
     def commit(self, agreed: GlobalStep) -> None:
@@ -413,7 +458,9 @@ class LoadTracker:
         """Of the last committed step: `load_imbalance` (mean over layers) and `dropped_fraction`."""
         if not self.last:
             return {}
-        peaks = torch.cat([imbalance(part[:-1].unsqueeze(0)) for part in self.last])
+        numbers = [None if router.open_E is None else router.number for router in self.routers]
+        pairs = zip(self.last, numbers, strict=True)
+        peaks = torch.cat([imbalance(part[:-1].unsqueeze(0), number) for part, number in pairs])
         dropped = torch.stack([part[-1] for part in self.last]).sum()
         routed = torch.stack([part[:-1].sum() for part in self.last]).sum()
         return {"load_imbalance": peaks.mean(), "dropped_fraction": dropped / routed.clamp(min=1)}

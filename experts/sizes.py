@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from cluster.devices.inventory import Device
-from experts.config import ExpertsConfig, LayerShape, row_work, weight_shapes
+from experts.config import DEFAULT_EXPERTS, ExpertsConfig, LayerShape, row_work, weight_shapes
 from experts.placement.policy import MEMORY_SHARE, PlacementRules, costs_of_sizes, place_first
 from experts.placement.values import Costs, ExpertCost, HostSpec, equal_hosts
 from raytrain.config.messages import describe
@@ -40,7 +40,6 @@ from raytrain.plan.memory import trained_bytes
 # Sizes of the built-in mixture-of-experts models by formula, and checks of their keys.
 
 
-DEFAULT_EXPERTS = 4
 LIFECYCLE_BUILDERS = ("experts.models:moe_gpt", "experts.models:moe_mlp")
 """Builders whose experts can come and go."""
 KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}

@@ -277,6 +277,7 @@ class Trainable:
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums over the workers
             and hands to `commit`; None = nothing is counted.
         log_metrics: device scalars by name that the loop reads at log intervals only.
+        notices: `notices() -> [(kind, fields)]`, events since the last call, which rank 0 records after each step.
         interval_log: more than scalars at log intervals; None = nothing.
         remote: parts that other processes hold.
         hand_over: `hand_over(trainable)` moves parts of the model to other processes; called once, when its builder has
@@ -313,6 +314,7 @@ class Trainable:
     reads_weight: bool = False
     counts: Callable[[], Tensor | None] | None = None
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
+    notices: Callable[[], list[Notice]] | None = None
     interval_log: IntervalLog | None = None
     remote: RemoteState = field(default_factory=LocalState)
     hand_over: Callable[[Trainable], None] | None = None

@@ -29,8 +29,8 @@ LAYERS = {
         "infer", "report", "execution",
     ],
     "experts": [
-        "config", "transport", "placement", "sizes", "router", "grouped", "lifecycle", "member", "exchange", "layer",
-        "hosts", "hand_over", "distribute", "models", "huggingface",
+        "config", "transport", "placement", "sizes", "router", "grouped", "expert_state", "lifecycle", "member",
+        "exchange", "layer", "hosts", "hand_over", "distribute", "models", "huggingface",
     ],
 }  # fmt: skip
 """folder -> its entries from the lowest up. Imports inside functions count as well; those for types do not."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from experts.config import LayerShape
 from experts.exchange.oom_dropout import ActiveWorkers
+from experts.lifecycle.table import ExpertTable
 from experts.member.checkpoint import ExpertFiles, ExpertSnapshot
 from experts.member.commit import StepCommit, VoteLayout, sum_shortages
 from experts.member.moves import from_first, gather_layer, take_layer
@@ -38,6 +39,7 @@ class ExpertSetup:
         checkpoint: folder to load the experts from; None where they get the weights of the new model.
         process: settings of the workers' processes, which a host applies to its own.
         trains: see `Membership`.
+        table: of the experts, where they come and go.
     """
 
     shapes: Sequence[LayerShape]
@@ -47,6 +49,7 @@ class ExpertSetup:
     checkpoint: str | None
     process: ProcessSettings
     trains: bool = True
+    table: ExpertTable | None = None
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -58,6 +61,7 @@ class ExpertSetup:
             "checkpoint": self.checkpoint,
             "process": self.process.to_json(),
             "trains": self.trains,
+            "table": None if self.table is None else self.table.to_json(),
         }
         return json.dumps(row).encode()
 
@@ -68,13 +72,15 @@ class ExpertSetup:
         shapes = [LayerShape.from_json(shape) for shape in row["shapes"]]
         dtype, process = getattr(torch, row["dtype"]), ProcessSettings(**row["process"])
         optim = OptimConfig(**row["optim"])
-        return cls(shapes, optim, dtype, row["run_path"], row["checkpoint"], process, row["trains"])
+        table = None if row["table"] is None else ExpertTable.from_json(row["table"])
+        return cls(shapes, optim, dtype, row["run_path"], row["checkpoint"], process, row["trains"], table)
 
     def build(self, placement: Placement, host: int, *, device: torch.device, files: ExpertFiles) -> ExpertShard:
         """Build the shard of `host`; loads the checkpoint if there is one."""
         shard = ExpertShard(
             list(self.shapes), placement, host, optim=self.optim, dtype=self.dtype, device=device, trains=self.trains
         )
+        shard.table = self.table
         if self.checkpoint is not None:
             files.load(shard, self.checkpoint)
         return shard
@@ -158,8 +164,10 @@ class HostServer:
         self.files = ExpertFiles(setup.run_path, host=self.host)
         if self._stopped:
             self.files.stop()
-        layout = VoteLayout.of(setup.shapes, holders=len(self.group.holders))
+        lifecycle = setup.table is not None
+        layout = VoteLayout.of(setup.shapes, holders=len(self.group.holders), lifecycle=lifecycle)
         self._commit = StepCommit(self.group, self.placement, layout)
+        self._commit.table = setup.table
         self._active_workers.layers = [shape.name for shape in setup.shapes]
         self._commit.shard = setup.build(self.placement, self.host, device=self.device, files=self.files)
 

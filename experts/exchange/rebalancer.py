@@ -208,6 +208,8 @@ class LoadRebalancer:
 
     def committed(self, step: int, result: VoteResult, placement: Placement, *, refused: str) -> None:
         """See `Rebalancer`."""
+        if self._announced is None and self._placement is not None and placement is not self._placement:
+            self._queue = []  # a newcomer was placed: what is queued began before it
         self._moving_s += max(result.moving_s, default=0.0)
         self._sent_bytes += int(sum(result.sent_bytes))
         self._placement = placement
@@ -256,7 +258,7 @@ class LoadRebalancer:
         proposal, self._proposal = self._proposal, None
         assert proposal is not None
         found = proposal.decision
-        if found.action != "keep":
+        if found.action != "keep" and proposal.placement is self._placement:
             budget = max(LEAST_BYTES, int(SHARE_OF_STEP * proposal.step_s * self._bytes_per_s))
             self._queue = instalments(proposal.placement, found.placement, self.costs, hosts=self.hosts, budget=budget)
         row = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from experts.exchange.host_server import ExpertSetup, header_size
 from experts.exchange.membership import Membership
 from experts.exchange.oom_dropout import OomDropout
 from experts.exchange.rebalancer import Rebalancer
+from experts.lifecycle.controller import Lifecycle
 from experts.member.checkpoint import ExpertFiles, ExpertSnapshot, await_files
 from experts.member.commit import StepCommit, VoteLayout, name_holder, name_shortages, sum_shortages
 from experts.member.moves import gather_layer, scatter_layer, to_holders
 from experts.member.shard import ExpertShard
-from experts.placement.values import Placement
+from experts.placement.policy import costs_of, newcomer_home
+from experts.placement.values import Placement, equal_hosts
 from experts.router import LayerRoutes, Route
 from experts.transport import HEADER_SIZE, Header, Op, Transport, bytes_tensor
 from raytrain.config.sections import OptimConfig
@@ -82,6 +84,7 @@ class ExpertClient:
         shapes: of the layers of the model.
         first: initial weights of each layer and expert; on rank 0 and where experts are colocated, else empty.
         rebalancer: decides on rank 0 where experts live; None keeps the placement.
+        lifecycle: of experts that come and go.
 
     Attributes:
         placement: in force. routes: of each layer, for that placement.
@@ -94,16 +97,16 @@ class ExpertClient:
 
     def __init__(
         self, group: Transport, membership: Membership, *, shapes: Sequence[LayerShape], first: Weights,
-        rebalancer: Rebalancer | None = None,
+        rebalancer: Rebalancer | None = None, lifecycle: Lifecycle | None = None,
     ) -> None:  # fmt: skip
         self.group, self.member, self.shapes = group, membership, list(shapes)
-        self.layout = VoteLayout.of(self.shapes, holders=len(group.holders))
+        self.layout = VoteLayout.of(self.shapes, holders=len(group.holders), lifecycle=lifecycle is not None)
         self._commit = StepCommit(group, membership.placement, self.layout)
         self._use_placement(membership.placement)
         self.optim, self.dtype, self.device = OptimConfig(), torch.float32, torch.device("cpu")
         self.interleaver = Interleaver()
         self.steps = 0
-        self.rebalancer = rebalancer
+        self.rebalancer, self.lifecycle = rebalancer, lifecycle
         self.busy_s = [0.0] * len(group.holders)
         self.traffic = Traffic(layers=len(self.shapes), hosts=self.placement.num_hosts, own=membership.host)
         self._first, self._checkpoint = first, ""
@@ -146,9 +149,10 @@ class ExpertClient:
             return
         self._ready = True
         self._forget_passes()
+        self._commit.table = None if self.lifecycle is None else self.lifecycle.table
         setup = ExpertSetup(
             self.shapes, self.optim, self.dtype, self.member.run_path, self._checkpoint or None,
-            ProcessSettings.current(), self.member.trains,
+            ProcessSettings.current(), self.member.trains, self._commit.table,
         )  # fmt: skip
         if self.member.host is None:
             self._set_up_hosts(setup)
@@ -254,11 +258,37 @@ class ExpertClient:
         )  # fmt: skip
 
     def _announce(self, step: int) -> bytes | None:
-        """The next placement, if rank 0 has decided on one; the same again for a step that is voted on again."""
+        """The changes of experts or the next placement that rank 0 has decided on; the same again for a step that is
+        voted on again."""
         if self._announcement[0] != step:
-            placement = None if self.rebalancer is None else self.rebalancer.next_placement(step)
-            self._announcement = step, None if placement is None else json.dumps(placement.to_json()).encode()
+            message = self._changes(step) if self.member.rank == 0 else None
+            placement = None if self.rebalancer is None or message is not None else self.rebalancer.next_placement(step)
+            message = message if placement is None else {"placement": placement.to_json()}
+            self._announcement = step, None if message is None else json.dumps(message).encode()
         return self._announcement[1]
+
+    def _changes(self, step: int) -> dict[str, Any] | None:
+        """The arguments of `StepCommit.change`, with the homes of newcomers; None without changes."""
+        lifecycle = self.lifecycle
+        if lifecycle is None or not lifecycle.pending:
+            return None
+        placement, homes = self._commit.migration.next or self.placement, {}
+        hosts, costs = self.member.hosts or equal_hosts(placement.num_hosts), costs_of(self.shapes)
+        rows = lifecycle.rows_since() if lifecycle.config.placement != "fewest" else None
+        for change in lifecycle.pending:
+            if change.kind == "birth":
+                assert change.slot is not None
+                living = [row.slot for row in lifecycle.table.layers[change.layer]]
+                load = None if rows is None else rows[change.layer]
+                where = partial(newcomer_home, living=living, load=load, hosts=hosts, costs=costs)
+                host = where(placement, change.layer, change.slot)
+                if host != placement.home_of(change.layer, change.slot):
+                    homes[f"{change.layer}.{change.slot}"] = host
+                    placement = placement.with_home(change.layer, change.slot, host)
+        return {
+            "changes": [change.to_json() for change in lifecycle.pending], "homes": homes,
+            "table": lifecycle.table.after(lifecycle.pending, step=step).hash(),
+        }  # fmt: skip
 
     def _fill_in_vote(self, vector: Tensor, local: LocalStep) -> None:
         """Fill in this worker's part of the vote, with one read from the device."""

@@ -11,8 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from raytrain.errors import RunError
+
 HASH_BITS = 40
 """Of a table's hash: those of 4,096 members sum up exactly in float64."""
+
+
+class TableMismatch(RunError):
+    """The members of a run do not have the same table of experts."""
+
 
 ChangeKind = Literal["birth", "merge", "prune", "rate"]
 

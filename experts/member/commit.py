@@ -6,14 +6,25 @@ Worker and host both call it; what the vote finds (loss scale, shortage, non-fin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experts.config import Key, LayerShape
-from experts.member.moves import Migration, exchange_along, gradient_transfers, gradients_of, send_fresh_weights
+from experts.lifecycle.changes import change_experts, needed_states
+from experts.lifecycle.controller import extra_counts
+from experts.lifecycle.table import Change, ExpertTable, TableMismatch
+from experts.member.moves import (
+    Migration,
+    Transfer,
+    exchange_along,
+    gradient_transfers,
+    gradients_of,
+    send_fresh_weights,
+)
 from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import Placement
 from experts.transport import HeaderMismatch, Transport
@@ -38,16 +49,18 @@ class VoteLayout:
 
     experts: tuple[int, ...]
     holders: int
+    extra: int = 0
 
     @classmethod
-    def of(cls, shapes: Sequence[LayerShape], *, holders: int) -> VoteLayout:
+    def of(cls, shapes: Sequence[LayerShape], *, holders: int, lifecycle: bool = False) -> VoteLayout:
         """The layout for the layers of a model."""
-        return cls(tuple(shape.num_experts for shape in shapes), holders)
+        extra = extra_counts(len(shapes)) if lifecycle else 0
+        return cls(tuple(shape.num_experts for shape in shapes), holders, extra)
 
     @property
     def counts(self) -> slice:
-        """For each layer its E counts and its drops."""
-        return slice(len(HEAD), len(HEAD) + sum(self.experts) + len(self.experts))
+        """For each layer its E counts and its drops; then `extra` more."""
+        return slice(len(HEAD), len(HEAD) + sum(self.experts) + len(self.experts) + self.extra)
 
     @property
     def squares(self) -> slice:
@@ -202,6 +215,7 @@ class StepCommit:
         placement: in force now.
         shard: this member's experts, None if it has none.
         refused: why the last announced placement was not adopted; empty if it was.
+        table: of the experts, where they come and go.
     """
 
     def __init__(self, group: Transport, placement: Placement, layout: VoteLayout) -> None:
@@ -209,6 +223,7 @@ class StepCommit:
         self.shard: ExpertShard | None = None
         self.migration = Migration(group)
         self.refused = ""
+        self.table: ExpertTable | None = None
 
     def run(
         self, step: int, *, max_grad_norm: float | None, fill_in: Callable[[Tensor], None] | None = None,
@@ -218,7 +233,7 @@ class StepCommit:
 
         Args:
             fill_in: fills in a worker's part of the vote.
-            announcement: rank 0's message to everybody, the next placement.
+            announcement: rank 0's message to everybody: {"placement": the next one}, or the arguments of `change`.
         """
         self._sum_gradients()
         vector = self.layout.empty(step)
@@ -241,8 +256,50 @@ class StepCommit:
                 self.shard.commit(result.commit(max_grad_norm), layers=self.shard.used)
         send_fresh_weights(self.group, self.shard, self.placement)  # new replicas are empty until now
         if result.notice and not result.shortages:
-            self.migration.begin(result.notice, self.placement, self.shard, announcement=announcement)
+            message = self.migration.receive_announcement(result.notice, announcement)
+            if "placement" in message:
+                self.migration.begin(Placement.from_json(message["placement"]), self.placement, self.shard)
+            else:
+                began = time.perf_counter()
+                self.change(step, **message)
+                self.migration.add_spent(time.perf_counter() - began)
         return result
+
+    def change(self, step: int, *, changes: Sequence[Mapping[str, Any]], homes: Mapping[str, int], table: int) -> None:
+        """Change the experts that live here, at the end of `step`. Collective over all members.
+
+        Args:
+            changes: `Change.to_json` of each.
+            homes: "layer.slot" of newcomers -> their homes, where those are not the slots'.
+            table: the hash of the table afterwards.
+
+        Raises:
+            TableMismatch: this member's table differs.
+        """
+        before, wanted = self.table, [Change.from_json(row) for row in changes]
+        assert before is not None, "experts change only where they come and go"
+        self.table = before.after(wanted, step=step)
+        if self.table.hash() != table:
+            raise TableMismatch(f"step {step}: a member's table of experts differs from rank 0's after {wanted}")
+        moved = self.placement
+        for key, host in homes.items():
+            layer, slot = map(int, key.split("."))
+            moved = moved.with_home(layer, slot, host)
+        if moved is not self.placement:
+            if self.shard is not None:
+                self.shard.switch(moved, {})
+            self.placement = moved
+        needed = needed_states(wanted, before)
+        transfers = {
+            one: Transfer(one.source, moved.home_of(*one.source), moved.home_of(*one.target)) for one in needed
+        }
+        arrived = self.migration.fetch(self.shard, [one for one in transfers.values() if one.source != one.target])
+        if self.shard is None:
+            return
+        mine = set(self.shard.homes())
+        fetched = {one: arrived[one.source] for one in needed if one.source in arrived}
+        change_experts(self.shard, wanted, before, step=step, held=mine.__contains__, fetched=fetched)
+        self.shard.table = self.table
 
     def _sum_gradients(self) -> None:
         """Sum the gradients at the experts' homes: the new homes where experts have moved."""

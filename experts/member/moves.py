@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load as tensors_from_bytes
@@ -22,6 +22,7 @@ from experts.member.shard import ExpertShard
 from experts.placement.values import Placement
 from experts.router import LayerRoutes
 from experts.transport import Channel, PendingExchange, Transport, bytes_tensor
+from raytrain.errors import RunError
 
 # ---------------------------------------------------------------- gather
 # The weights of a complete layer: from rank 0 to the experts' holders at the start, and from the homes to rank 0.
@@ -236,15 +237,14 @@ class Migration:
         """The placement that everybody switches to at the next vote."""
         return self._next
 
-    def begin(self, size: int, placement: Placement, shard: ExpertShard | None, *, announcement: bytes | None) -> None:
-        """Receive the next placement, and start to send the experts that leave their home.
+    def begin(self, following: Placement, placement: Placement, shard: ExpertShard | None) -> None:
+        """Start to send the experts that leave their home.
 
         Args:
-            size: of rank 0's announcement. announcement: itself, on rank 0.
-            placement: in force.
+            following: the next placement. placement: in force.
         """
         began = time.perf_counter()
-        self._next = Placement.from_json(json.loads(self._broadcast(size, announcement)))
+        self._next = following
         transfers = [Transfer(*move) for move in placement.home_moves(self._next)]
         if transfers:
             self._send(shard, transfers)
@@ -254,6 +254,27 @@ class Migration:
         """Check what has arrived, and agree on it with all members."""
         assert self._next is not None
         began = time.perf_counter()
+        states, refused = self._receive()
+        placement, self._next = self._next, None
+        self._seconds += time.perf_counter() - began
+        return MigrationResult(placement, {} if refused else states, refused)
+
+    def fetch(self, shard: ExpertShard | None, transfers: list[Transfer]) -> dict[Key, dict[str, Tensor]]:
+        """Send the states of experts, and wait for those that come here, between two moves. Collective.
+
+        Raises:
+            RunError: one has arrived with another digest.
+        """
+        if not transfers:
+            return {}
+        self._send(shard, transfers)
+        states, refused = self._receive()
+        if refused:
+            raise RunError(f"the state of an expert was not copied: {refused}")
+        return states
+
+    def _receive(self) -> tuple[dict[Key, dict[str, Tensor]], str]:
+        """(what has arrived, why nobody may use it)."""
         states: dict[Key, dict[str, Tensor]] = {}
         refused = ""
         if self._pending is not None:
@@ -266,10 +287,8 @@ class Migration:
             self._group.all_reduce(votes)
             bad = [str(rank) for rank, number in enumerate(votes.tolist()) if number]
             refused = f"rank {', '.join(bad)} received data with another digest than what was sent" if bad else ""
-        placement = self._next
-        self._next, self._pending, self._incoming = None, None, {}
-        self._seconds += time.perf_counter() - began
-        return MigrationResult(placement, {} if refused else states, refused)
+        self._pending, self._incoming = None, {}
+        return states, refused
 
     def drop(self) -> None:
         """The generation ends before the next vote: wait for what is in flight, and forget it."""
@@ -288,9 +307,13 @@ class Migration:
         self._seconds += seconds
         self._bytes += sent_bytes
 
-    def _broadcast(self, size: int, announcement: bytes | None) -> bytes:
-        """Rank 0's announcement, on every member."""
-        group = self._group
+    def receive_announcement(self, size: int, announcement: bytes | None) -> dict[str, Any]:
+        """Rank 0's announcement, on every member.
+
+        Args:
+            size: its length. announcement: itself, on rank 0.
+        """
+        began, group = time.perf_counter(), self._group
         send, receive = [0] * group.size, [0] * group.size
         if group.rank == 0:
             assert announcement is not None
@@ -299,7 +322,9 @@ class Migration:
             receive[0] = size
         sent = bytes_tensor((announcement or b"") * (group.size - 1))
         received = group.exchange(sent, send, receive, channel=Channel.CONTROL).wait()
-        return announcement if announcement is not None else bytes(received.numpy())
+        message = json.loads(announcement if announcement is not None else bytes(received.numpy()))
+        self._seconds += time.perf_counter() - began
+        return message
 
     def _send(self, shard: ExpertShard | None, transfers: list[Transfer]) -> None:
         """Exchange sizes and digests, then start to send the states, which travel while the members compute."""

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from experts.config import Key, LayerShape
+from experts.expert_state import load_state, state_of
 from experts.grouped import GroupedExperts, UnevenExperts, build_experts
+from experts.lifecycle.changes import LearningRates, scaled_experts
+from experts.lifecycle.table import ExpertTable
 from experts.placement.values import Placement
 from experts.router import LayerRoutes
 from raytrain.config.sections import OptimConfig
@@ -231,6 +234,7 @@ class ExpertShard:
         timer: seconds that the experts have computed.
         short: the shortage of memory since the last step, if any; everybody drops that step.
         used: layers with a backward since the last step.
+        table: of the experts, where they come and go.
         dropping: rows are returned unchanged, nothing is computed: the step will be dropped anyway.
     """
 
@@ -251,6 +255,7 @@ class ExpertShard:
         self.timer = DeviceTimer(device)
         self.short: Shortage | None = None
         self.dropping = False
+        self.table: ExpertTable | None = None
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.used: set[int] = set()
         self.layers = [self._build_layer(layer) for layer in range(len(shapes))]
@@ -270,7 +275,15 @@ class ExpertShard:
         optim = self.optim
         if optim.name == "muon" and all(one.ndim < 3 for one in trained):  # only vectors are: AdamW's, as elsewhere
             optim = optim.model_copy(update={"name": "adamw"})
-        return build_optimizers(homes, optim, lr=1.0, blocks=[homes]) if trained else []
+        optimizers = build_optimizers(homes, optim, lr=1.0, blocks=[homes]) if trained else []
+        LearningRates(self._scaled).attach(optimizers)
+        return optimizers
+
+    def _scaled(self) -> list[tuple[nn.Parameter, int, float]]:
+        if self.table is None:
+            return []
+        mine = set(self.homes())
+        return scaled_experts([layer.slot for layer in self.layers], self.table, mine.__contains__)
 
     # -- forward and backward ---------------------------------------------------------------------
 
@@ -394,44 +407,11 @@ class ExpertShard:
     def state_of(self, key: Key) -> dict[str, Tensor]:
         """Weights and optimizer state of an expert at home here, by name: "w1", "w1.exp_avg", ...; mostly views, so
         clone what you keep."""
-        stack, place = self.layers[key[0]].slot(key[1])
-        state: dict[str, Tensor] = {}
-        for name, weight in self.weights_of(key).items():
-            state[name] = weight
-            parameter = getattr(stack, name)
-            for slot, value in self._optimizer_state(parameter).items():
-                state[f"{name}.{slot}"] = value[place] if value.shape == parameter.shape else value
-        return state
+        return state_of(*self.layers[key[0]].slot(key[1]), self.optimizers)
 
     def load_state(self, key: Key, state: Mapping[str, Tensor]) -> None:
         """The inverse of `state_of`, into an expert at home here."""
-        self.set_weights(key, state)
-        stack, place = self.layers[key[0]].slot(key[1])
-        for full, value in state.items():
-            name, dot, slot = full.partition(".")
-            if dot and getattr(stack, name).requires_grad:
-                self._load_slot(getattr(stack, name), slot, place, value)
-
-    def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        for optimizer in self.optimizers:
-            if parameter in optimizer.state:
-                held = optimizer.state[parameter]
-                return {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        return {}
-
-    def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        groups = ((own, group) for own in self.optimizers for group in own.param_groups)
-        return next(own for own, group in groups if any(parameter is one for one in group["params"]))
-
-    def _load_slot(self, parameter: nn.Parameter, name: str, place: int, value: Tensor) -> None:
-        optimizer = self._optimizer_of(parameter)
-        held = optimizer.state[parameter]
-        if value.ndim:
-            if name not in held:
-                held[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            held[name][place].copy_(value)
-        else:
-            held[name] = _scalar_for(optimizer, parameter, value)
+        load_state(*self.layers[key[0]].slot(key[1]), self.optimizers, state)
 
     # -- switch to another placement ----------------------------------------------------------------
 
@@ -492,18 +472,6 @@ def _separate_graph() -> torch.autograd.graph.saved_tensors_hooks:
     """Keep the tensors saved by this graph apart. Where experts are colocated, an outer block under activation
     checkpointing would otherwise count them as its own."""
     return torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
-
-
-def _scalar_for(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """A copy of a scalar of the optimizer state, such as the step count, as this optimizer keeps it.
-
-    Fused kernels read the step on the parameter's device, always in float32; other kernels read it on the CPU. It comes
-    from a checkpoint or another host, whose device may differ. `load_state_dict` of torch has the same rule.
-    """
-    group = next(group for group in optimizer.param_groups if any(parameter is one for one in group["params"]))
-    if group.get("fused") or group.get("capturable"):
-        return value.detach().to(dtype=torch.float32, device=parameter.device, copy=True)
-    return value.detach().to(device="cpu", copy=True)
 
 
 def _identity(tensor: Tensor) -> Tensor:

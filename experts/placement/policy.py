@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from experts.config import ExpertsConfig, LayerShape, row_work
+from experts.config import DEFAULT_EXPERTS, ExpertsConfig, LayerShape, row_work
 from experts.placement.lpt import HostLimits, OutOfRoom, plan
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError
@@ -96,7 +96,9 @@ def replicate(weights: Sequence[float], slots: int) -> list[int]:
 # Policies: compute a `Placement` from load, measured host speed, memory and expert cost.
 
 
-Policy = Literal["auto", "lpt", "eplb", "round_robin"]
+Policy = Literal["auto", "lpt", "eplb", "round_robin", "fewest"]
+OURS = ("auto", "lpt", "fewest")
+"""Place by load, speed and memory; `fewest` differs in where newcomers go."""
 Load = Sequence[Sequence[float]]
 """[layer][expert]: rows."""
 
@@ -127,7 +129,7 @@ def place(
         raise ValueError(f"loads of {len(load_LE)} layers and costs of {len(costs)} do not match, expert by expert")
     _refuse_too_large(hosts, costs)
     _refuse_too_many(hosts, costs, slots_per_host)
-    if policy in ("auto", "lpt"):
+    if policy in OURS:
         try:
             layers = plan(load_LE, hosts, costs, replicas, HostLimits.of(hosts, slots_per_host), previous=previous)
         except OutOfRoom:
@@ -175,6 +177,29 @@ def new_expert_host(
         ends = [seconds + newcomer / host.speed for seconds, host in zip(loads, hosts, strict=True)]
     candidates = range(len(hosts)) if able is None else able
     return min(candidates, key=lambda host: (ends[host], held[host], -hosts[host].speed, host))
+
+
+def newcomer_home(
+    placement: Placement, layer: int, slot: int, *, living: Sequence[int], load: Sequence[float] | None,
+    hosts: Sequence[HostSpec], costs: Costs,
+) -> int:  # fmt: skip
+    """Choose the home of an expert that is born into an empty slot, as `new_expert_host` among the hosts with room.
+
+    Args:
+        living: the slots of the layer's living experts.
+        load: rows of each slot; None counts experts.
+    """
+    old = placement.layers[layer]
+    partial = LayerPlacement(tuple(old.copies[one] for one in living), tuple(old.shares[one] for one in living))
+    held = Placement(0, placement.num_hosts, (partial,))
+    home = placement.home_of(layer, slot)
+    able = [
+        spec.host
+        for spec in hosts
+        if spec.host == home or placement.with_home(layer, slot, spec.host).fits(hosts, costs)
+    ]
+    rows = None if load is None else [load[one] for one in living]
+    return new_expert_host(held, 0, rows, hosts, able=able)
 
 
 def _eplb(
@@ -266,17 +291,20 @@ class PlacementRules:
     Attributes:
         every: steps between decisions; None keeps the first placement.
         trains: False if the experts only answer, so that a host needs room for their weights alone.
+        living: experts of each layer at the start, the first of its slots; None = all slots.
     """
 
     policy: Policy = "auto"
     replicas: int = 0
     every: int | None = None
     trains: bool = True
+    living: int | None = None
 
     @classmethod
     def of(cls, config: ExpertsConfig) -> PlacementRules:
         """Read them from the section."""
-        return cls(config.placement, config.replicas, config.rebalance_every)
+        living = (config.num_experts or DEFAULT_EXPERTS) if config.lifecycle.enabled else None
+        return cls(config.placement, config.replicas, config.rebalance_every, living=living)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -315,13 +343,28 @@ def place_first(rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) 
     Raises:
         InputError: the hosts cannot hold the experts.
     """
+    if rules.living is not None and any(len(row) > rules.living for row in costs):
+        return _with_empty_slots(rules, costs, hosts, living=rules.living)
     alike = len({spec.speed for spec in hosts}) == 1 and all(len(set(layer)) == 1 for layer in costs)
-    if alike and not rules.replicas and rules.policy in ("auto", "lpt"):
+    if alike and not rules.replicas and rules.policy in OURS:
         first = first_placement([len(layer) for layer in costs], hosts=len(hosts))
         if first.fits(hosts, costs):
             return first
     even = [[1.0] * len(layer) for layer in costs]
     return place(rules.policy, even, hosts, costs, rules.replicas, version=1)
+
+
+def _with_empty_slots(rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec], *, living: int) -> Placement:
+    """Place the living experts as if there were no others, then the empty slots, each where the fewest slots are."""
+    found = place_first(replace(rules, living=None), [row[:living] for row in costs], hosts)
+    for layer, row in enumerate(costs):
+        for _ in row[living:]:
+            offers = [found.with_expert(layer, spec.host) for spec in hosts]
+            able = [host for host, offer in enumerate(offers) if offer.fits(hosts, costs)]
+            if not able:
+                raise _overfull(hosts, costs)
+            found = offers[new_expert_host(found, layer, None, hosts, able=able)]
+    return replace(found, version=1)
 
 
 def surviving_placement(
@@ -341,7 +384,7 @@ def surviving_placement(
         InputError: the hosts cannot hold the experts.
     """
     costs = costs_of(shapes, trains=rules.trains)
-    if rules.policy in ("auto", "lpt"):
+    if rules.policy in OURS:
         now = {old: new for new, old in enumerate(survivors)}
         kept = [[[now[host] for host in held if host in now] for held in layer.copies] for layer in before.layers]
         found = _adopt_orphans(kept, before, costs, hosts, now=now)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from experts.placement.lpt import HostLimits, OutOfRoom, plan
-from experts.placement.policy import Load, Policy, place
+from experts.placement.policy import OURS, Load, Policy, place
 from experts.placement.values import Costs, HostSpec, LayerPlacement, Move, Placement, reshare
 from raytrain.plan.choice import seconds_text
 
@@ -98,11 +98,7 @@ def decide(
     """
     now, number = step_seconds(current, load_LE, hosts, costs), current.version + 1
     wanted = place(policy, load_LE, hosts, costs, replicas, current, number, slots_per_host=slots_per_host)
-    others = (
-        _without_home_moves(current, load_LE, hosts, costs, replicas, slots_per_host)
-        if policy in ("auto", "lpt")
-        else ()
-    )
+    others = _without_home_moves(current, load_LE, hosts, costs, replicas, slots_per_host) if policy in OURS else ()
     offers = []
     for candidate in (*others, wanted):
         moves = tuple(current.moves_to(candidate, costs))

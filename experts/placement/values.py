@@ -175,6 +175,15 @@ class Placement:
         layers = (*self.layers[:layer], grown, *self.layers[layer + 1 :])
         return replace(self, version=self.version + 1, layers=layers)
 
+    def with_home(self, layer: int, expert: int, host: int) -> Placement:
+        """The next version, with `host` as the only home of an expert."""
+        old = self.layers[layer]
+        copies, shares = list(old.copies), list(old.shares)
+        copies[expert], shares[expert] = (host,), (1.0,)
+        changed = LayerPlacement(tuple(copies), tuple(shares))
+        layers = (*self.layers[:layer], changed, *self.layers[layer + 1 :])
+        return replace(self, version=self.version + 1, layers=layers)
+
     def home_moves(self, other: Placement) -> list[tuple[tuple[int, int], int, int]]:
         """((layer, expert), old home, new home) of each expert whose home differs in `other`."""
         return [

@@ -284,7 +284,8 @@ class TrainingLoop:
         self._report_sent(self._buffers.after_step(), step=number)
         state.step, state.weight_unit = number, self.step.weight_unit
         self._epoch, state.cursor = state.cursor.epoch, following
-        for kind, fields in [*self.loader.notices(), *self.step.trainable.remote.notices()]:
+        own = self.step.trainable.notices
+        for kind, fields in [*self.loader.notices(), *self.step.trainable.remote.notices(), *(own() if own else ())]:
             self.reporter.event(kind, **fields)
         scale = self.step.scale
         self._nonfinite.add(output.skip, scale=scale.value if scale.enabled else None)

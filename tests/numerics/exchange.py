@@ -370,7 +370,7 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
 
 
 def _book(session: Session) -> Any:
-    return session.trainable.commit.__self__  # type: ignore[union-attr]
+    return session.trainable.state_parts()["load"]  # type: ignore[misc]
 
 
 def weights_of_module(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,208 @@
+"""One worker's part in the lifecycle of experts: keeps table and statistics, decides, and changes what it holds.
+
+Every worker decides by the same policy from the same global counts, so all decide alike; a hash of the table, summed
+with the counts of each step, shows whether they do. What is decided after one step is announced with the vote on the
+next one and done at its end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts.config import ExpertsConfig
+from experts.lifecycle.changes import LearningRates, LocalExperts, change_experts, change_router, scaled_experts
+from experts.lifecycle.policy import LayerStatistics, decide
+from experts.lifecycle.table import Change, ExpertTable, TableMismatch
+from experts.router import UNCERTAINTY_UNIT, LoadTracker
+from experts.sizes import first_experts
+from raytrain.trainable import GlobalStep, Notice
+
+EVENTS = {"birth": "expert_born", "merge": "expert_merged", "prune": "expert_pruned", "rate": "expert_rate"}
+
+
+def extra_counts(layers: int) -> int:
+    """Numbers behind a step's counts: the uncertainty of each layer, the number of workers, their tables' hashes."""
+    return layers + 2
+
+
+class Lifecycle:
+    """The lifecycle of a model's experts on one worker.
+
+    Args:
+        config: the `experts` section.
+        loads: of the model's routers.
+        experts: of each layer, while they are in this process.
+
+    Attributes:
+        table: agreed by everybody.
+        pending: decided, and done at the end of the next step.
+        local: whether all experts are in this process; otherwise their holders change them (`StepCommit`).
+        similarity: of each layer, of the experts that were compared since the last decision.
+        threshold: of births, instead of the section's.
+        sleep: called after each step, `sleep(step)`, returns changes that it wants; None never.
+    """
+
+    def __init__(self, config: ExpertsConfig, loads: LoadTracker, experts: Sequence[nn.Module]) -> None:
+        self.config, self.loads = config, loads
+        self.cycle = config.lifecycle
+        number = len(loads.routers)
+        self.table = ExpertTable.start(
+            first_experts(config), layers=number, slots=loads.routers[0].num_experts, seed=torch.initial_seed(),
+        )  # fmt: skip
+        self.pending: list[Change] = []
+        self.local = True
+        self.similarity: list[dict[tuple[int, int], float]] = [{} for _ in range(number)]
+        self.threshold: float | None = None
+        self.sleep: Callable[[int], Sequence[Change]] | None = None
+        self._experts = experts
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._size = sum(loads.sizes)
+        self._first: list[float | None] = [None] * number
+        self._lowest = [1.0] * number
+        self._window = torch.zeros(self._size + number, dtype=torch.float64)
+        self._vote: tuple[int, Tensor] | None = None
+        self._notices: list[Notice] = []
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def use(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Change the state of these optimizers with their parameters."""
+        self._optimizers = optimizers
+        if self.local:
+            LearningRates(self._scaled).attach(optimizers)
+
+    def _scaled(self) -> list[tuple[nn.Parameter, int, float]]:
+        slots = [layer.slot for layer in self._experts]
+        return scaled_experts(slots, self.table, lambda _key: True)
+
+    def counts(self) -> Tensor:
+        """This worker's counts since the last commit, see `extra_counts`; int64."""
+        counts = self.loads.pending()
+        doubt = torch.stack([router.pending_counts[-1] for router in self.loads.routers])
+        return torch.cat([counts, doubt, self._hash_on(counts.device)])
+
+    def _hash_on(self, device: torch.device) -> Tensor:
+        """(1, the hash of the table after the pending changes)."""
+        own = self._next_table(self.loads.step + 1).hash()
+        if self._vote is None or self._vote[0] != own:  # copied to the device after a change only
+            self._vote = own, torch.tensor([1, own], dtype=torch.int64, device=device)
+        return self._vote[1]
+
+    def _next_table(self, step: int) -> ExpertTable:
+        return self.table.after(self.pending, step=step)
+
+    @torch.no_grad()
+    def commit(self, agreed: GlobalStep) -> None:
+        """End a step with the counts of all workers.
+
+        Raises:
+            TableMismatch: the workers' tables differ.
+        """
+        counts = agreed.counts
+        self.loads.commit(agreed if counts is None else replace(agreed, counts=counts[: self._size]))
+        step = self.loads.step
+        if counts is not None:
+            done = counts[:-2].double() * ~torch.as_tensor(agreed.skip, device=counts.device)
+            self._window = self._window.to(done.device) + done
+            if self.pending:
+                self._change(step, *counts[-2:].tolist())
+        wanted = [] if self.sleep is None else self.sleep(step)
+        if step % self.cycle.every == 0:
+            wanted = [*wanted, *self._decide(step)]
+        self.request(wanted)
+
+    def request(self, changes: Sequence[Change]) -> None:
+        """Have these changes done at the end of the next step; every worker asks for the same.
+
+        Raises:
+            ValueError: they do not fit the table, or an expert takes part in two of them.
+        """
+        taken = [(change.layer, expert) for change in [*self.pending, *changes] for expert in change.ids]
+        if len(set(taken)) < len(taken):
+            raise ValueError(f"an expert takes part in two changes of one step: {[*self.pending, *changes]}")
+        self.table.after([*self.pending, *changes], step=self.loads.step + 1)
+        self.pending += changes
+
+    def _decide(self, step: int) -> list[Change]:
+        """Close the interval that ends with `step`; one read from the device."""
+        values, start, statistics = self._window.tolist(), 0, []
+        self._window = torch.zeros_like(self._window)
+        rows = []
+        for layer, (router, size) in enumerate(zip(self.loads.routers, self.loads.sizes, strict=True)):
+            own = [int(count) for count in values[start : start + size - 1]]
+            start += size
+            rows.append(own)
+            tokens, doubt = sum(own) / router.top_k, values[self._size + layer] / UNCERTAINTY_UNIT
+            uncertainty = doubt / tokens if tokens else None
+            if uncertainty is not None:
+                first = self._first[layer]
+                self._first[layer] = uncertainty if first is None else first
+                self._lowest[layer] = min(self._lowest[layer], uncertainty)
+            statistics.append(
+                LayerStatistics(
+                    tuple(own), uncertainty, 1.0 if self._first[layer] is None else self._first[layer] or 0.0,
+                    self._lowest[layer], self.similarity[layer],
+                )
+            )  # fmt: skip
+        self.similarity = [{} for _ in statistics]
+        self.table = self.table.count_uses(rows, step=step, least_share=self.cycle.prune.least_share)
+        return decide(
+            statistics, self._next_table(step + 1), self.cycle, step=step, least=self.config.least_living,
+            threshold=self.threshold,
+        )  # fmt: skip
+
+    def _change(self, step: int, workers: int, total: int) -> None:
+        """Do the pending changes in what this worker holds."""
+        changes, after = self.pending, self._next_table(step)
+        if total != workers * after.hash():
+            raise TableMismatch(f"step {step}: the tables of experts of {workers} workers differ after {changes}")
+        if self.local:
+            experts = LocalExperts(self._experts, self._optimizers)
+            change_experts(experts, changes, self.table, step=step, held=lambda _key: True, fetched={})
+        before = self.table
+        for change in changes:
+            table = before.after([change], step=step)
+            change_router(self.loads.routers[change.layer], self._optimizers, change, before, step=step)
+            count = len(table.layers[change.layer])
+            row = {"step": step, "layer": change.layer, "ids": list(change.ids), "reason": change.reason}
+            self._notices.append((EVENTS[change.kind], {**row, "count": count}))
+            before = table
+        self.table, self.pending = after, []
+
+    # -- what others read ---------------------------------------------------------------------------------
+
+    def rows_since(self) -> list[list[float]]:
+        """Rows of each layer's slots since the last decision; reads the device."""
+        return [part[:-1].tolist() for part in self._window[: self._size].split(self.loads.sizes)]
+
+    def notices(self) -> list[Notice]:
+        """An event for each change since the last call, as (kind, fields)."""
+        taken, self._notices = self._notices, []
+        return taken
+
+    def ids(self) -> list[list[int | None]]:
+        """Of each layer the id of the expert in each slot."""
+        return [self.table.ids_by_slot(layer) for layer in range(len(self.table.layers))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        own = {
+            "table": self.table.to_json(), "pending": [change.to_json() for change in self.pending],
+            "first": self._first, "lowest": self._lowest, "threshold": self.threshold,
+        }  # fmt: skip
+        return {"json": json.dumps(own), "window": self._window}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        own = json.loads(state["json"])
+        self.table = ExpertTable.from_json(own["table"])
+        self.pending = [Change.from_json(row) for row in own["pending"]]
+        self._first, self._lowest, self.threshold = own["first"], own["lowest"], own["threshold"]
+        self._window = state["window"].clone()
+        self._notices, self._vote = [], None
