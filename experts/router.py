@@ -189,7 +189,7 @@ class TopKRouter(nn.Module):
     @property
     def number(self) -> Tensor | int:
         """The number of experts that rows can go to."""
-        return self.num_experts if self.open_E is None else self.open_E.sum()
+        return self.num_experts if self.open_E is None else self.open_E.sum(dtype=torch.float64)
 
     def _closed(self, values_BSE: Tensor) -> Tensor:
         """`values_BSE`, minus infinity for closed experts; a measurement's `forced` choices may be closed."""

@@ -265,6 +265,19 @@ def expert_part(layers: int, width: int, experts: ExpertsConfig, *, tokens: int)
         gate_bytes=layers * gate_bytes(width, number),
         rows_per_sample=experts.top_k * tokens,
         kept_bytes_per_row=round(FLOAT_BYTES * (width + KEPT[experts.activation] * hidden)),
+        note=_lifecycle_note(experts),
+    )
+
+
+def _lifecycle_note(experts: ExpertsConfig) -> str:
+    """For the plan: how many experts a layer has, and where newcomers go; empty where experts stay as they are."""
+    if not experts.lifecycle.enabled:
+        return ""
+    number = first_experts(experts)
+    fewest = "experts" if experts.placement == "fewest" else "rows for its speed"
+    return (
+        f"{number} in each layer at the start, then {experts.least_living} to {experts.lifecycle.max_experts}, with "
+        f"room from the start; on hosts, a newcomer goes to one with room and the fewest {fewest}"
     )
 
 

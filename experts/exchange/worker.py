@@ -287,7 +287,7 @@ class ExpertClient:
                     placement = placement.with_home(change.layer, change.slot, host)
         return {
             "changes": [change.to_json() for change in lifecycle.pending], "homes": homes,
-            "table": lifecycle.table.after(lifecycle.pending, step=step).hash(),
+            "table": lifecycle.next_table(step).hash(),
         }  # fmt: skip
 
     def _fill_in_vote(self, vector: Tensor, local: LocalStep) -> None:

@@ -91,12 +91,13 @@ class Lifecycle:
 
     def _hash_on(self, device: torch.device) -> Tensor:
         """(1, the hash of the table after the pending changes)."""
-        own = self._next_table(self.loads.step + 1).hash()
+        own = self.next_table(self.loads.step + 1).hash()
         if self._vote is None or self._vote[0] != own:  # copied to the device after a change only
             self._vote = own, torch.tensor([1, own], dtype=torch.int64, device=device)
         return self._vote[1]
 
-    def _next_table(self, step: int) -> ExpertTable:
+    def next_table(self, step: int) -> ExpertTable:
+        """The table after the pending changes, done at the end of `step`."""
         return self.table.after(self.pending, step=step)
 
     @torch.no_grad()
@@ -155,13 +156,13 @@ class Lifecycle:
         self.similarity = [{} for _ in statistics]
         self.table = self.table.count_uses(rows, step=step, least_share=self.cycle.prune.least_share)
         return decide(
-            statistics, self._next_table(step + 1), self.cycle, step=step, least=self.config.least_living,
+            statistics, self.next_table(step + 1), self.cycle, step=step, least=self.config.least_living,
             threshold=self.threshold,
         )  # fmt: skip
 
     def _change(self, step: int, workers: int, total: int) -> None:
         """Do the pending changes in what this worker holds."""
-        changes, after = self.pending, self._next_table(step)
+        changes, after = self.pending, self.next_table(step)
         if total != workers * after.hash():
             raise TableMismatch(f"step {step}: the tables of experts of {workers} workers differ after {changes}")
         if self.local:

@@ -16,12 +16,14 @@ class ExpertFacts:
         gate_bytes: size of the routers of all layers, which every worker holds; linear in the number of experts.
         rows_per_sample: rows that one sample sends through the experts of one layer.
         kept_bytes_per_row: bytes that the process with the expert keeps of a row for backward, in fp32.
+        note: what else the plan says about them.
     """
 
     parameters: tuple[tuple[int, ...], ...]
     gate_bytes: int
     rows_per_sample: int
     kept_bytes_per_row: int
+    note: str = ""
 
     @property
     def total(self) -> int:
@@ -78,7 +80,7 @@ class ModelFacts:
         out."""
         known = {item.name: row[item.name] for item in fields(cls) if item.name in row}
         if (experts := known.get("experts")) is not None:
-            sizes = {item.name: experts[item.name] for item in fields(ExpertFacts)}
+            sizes = {item.name: experts[item.name] for item in fields(ExpertFacts) if item.name in experts}
             known["experts"] = ExpertFacts(**{**sizes, "parameters": tuple(map(tuple, sizes["parameters"]))})
         if (blocks := known.get("blocks")) is not None:
             known["blocks"] = tuple(blocks)

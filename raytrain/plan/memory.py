@@ -210,6 +210,7 @@ def _experts(
     each += f" (weights {size_text(one.weights)}, gradients {size_text(one.gradients)}"
     each += f", optimizer {size_text(one.optimizer)})" if one.optimizer else ")"
     each += f"; gates {size_text(facts.gate_bytes)} in every worker"
+    each += f"; {facts.note}" if facts.note else ""
     if not held:
         return Resolved(f"{number} in every worker", each)
     name = "worker" if place == "colocated" else "host"

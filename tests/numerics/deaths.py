@@ -43,9 +43,9 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 from raytrain.train.state import Clock
 
-BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE, MOVE = (
+BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE, MOVE, CHANGE = (
     "before dispatch", "between dispatch and combine", "in backward", "between vote and commit", "during save",
-    "while experts move",
+    "while experts move", "while experts come or go",
 )  # fmt: skip
 Fate = tuple[str, int, int]
 """What happens, in which step, to which host or worker."""
@@ -60,6 +60,7 @@ class Story:
         deaths: of hosts, each by its own SIGKILL, at a point above; several at one point all at once.
         mistakes: of workers: a call too many ("order"), another "version" or "generation" in their headers.
         moves: steps at whose vote every layer's first expert moves to another host.
+        grows: a layer of 4 experts gets another one after steps 2 and 6, and loses one of little use.
     """
 
     run_path: str
@@ -70,6 +71,16 @@ class Story:
     deaths: tuple[Fate, ...] = ()
     mistakes: tuple[Fate, ...] = ()
     moves: tuple[int, ...] = ()
+    grows: bool = False
+
+
+GROWS = {
+    "num_experts": 4, "top_k": 2,
+    "lifecycle": {
+        "max_experts": 6, "every": 2, "birth": {"uncertainty": 0.0, "cooldown_steps": 4},
+        "prune": {"idle_steps": 7, "least_share": 0.15},
+    },
+}  # fmt: skip
 
 
 @dataclass
@@ -147,7 +158,7 @@ class Lead:
             return
         self.waiting, self.over = set(), False
         self.generation += 1
-        placement = first_placement([4] * MOE["layers"], hosts=self.story.hosts)
+        placement = first_placement([6 if self.story.grows else 4] * MOE["layers"], hosts=self.story.hosts)
         spec = GenerationSpec(
             self.generation, self.story.workers, self.story.hosts, self.address, "lo", "cpu", placement,
             deaths=list(self.deaths),
@@ -267,9 +278,18 @@ class Doomed(HostServer):
             self.meets(COMMIT, header.step)
             inner(agreed, **options)
 
+        assert self._commit is not None
+        fetch = self._commit.migration.fetch
+
+        def fetched(*arguments: Any) -> Any:
+            self.meets(CHANGE, header.step)
+            return fetch(*arguments)
+
+        self._commit.migration.fetch = fetched  # type: ignore[method-assign]
         self.shard.commit = commit  # type: ignore[method-assign]
         super()._vote(header, counts)
         self.shard.commit = inner  # type: ignore[method-assign]
+        self._commit.migration.fetch = fetch  # type: ignore[method-assign]
 
     def _save(self, header: Header, counts: list[list[int]]) -> None:
         if any(fate[:2] == (SAVE, header.step) for fate in self.fates):
@@ -360,7 +380,8 @@ def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], p
             rows.rows = [row for row in rows.rows if row["step"] <= session.state.step]
             continue
         saver.close()
-        pipe.send(("returned", record(session, rows)))
+        changes = [event for event in rows.events if event["kind"].startswith("expert_")]
+        pipe.send(("returned", record(session, rows) | {"changes": changes}))
         return
 
 
@@ -372,6 +393,7 @@ class Events(Rows):
         self.pipe = pipe
 
     def event(self, kind: str, **fields: Any) -> None:
+        super().event(kind, **fields)
         if kind == "death":
             self.pipe.send(("event", kind, fields))
 
@@ -383,7 +405,7 @@ def session_of(rank: int, story: Story, connection: Asks) -> Session:
     loop = {"max_steps": story.steps, "global_batch_size": 12, "micro_batch_size": 3, "eval_every": 7}
     job, source = make_job(
         {**MOE, "dropout": 0.1}, DATA, world_size=story.workers, run=RunFolder(story.run_path), loop=loop,
-        optim={"max_grad_norm": 0.3}, precision={"dtype": "fp32"},
+        optim={"max_grad_norm": 0.3}, precision={"dtype": "fp32"}, experts=GROWS if story.grows else {},
     )  # fmt: skip
     section = job.builder_sections["experts"].connected(connection)
     job = replace(job, builder_sections={**job.builder_sections, "experts": section})

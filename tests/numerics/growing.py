@@ -105,3 +105,14 @@ def serve_slots(rank: int, scene: Scene) -> Any:
     given = dict(dict(scene.sections)["experts"])
     slots = {**given, "num_experts": given["lifecycle"]["max_experts"]}
     return serve(rank, replace(scene, sections=(("experts", tuple(slots.items())),)))
+
+
+def disagree(rank: int, world_size: int, scene: Scene) -> str:
+    """The scene, where each worker wants a newcomer of another expert; how it ended on this one."""
+    session = session_of(replace(scene, sections=(("experts", LIFECYCLE),)), rank)
+    follow(lifecycle_of(session), ((2, "birth", 0, (rank,)),))
+    try:
+        train(session)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deaths import BACKWARD, BEFORE, BETWEEN, COMMIT, MOVE, SAVE, Lead, Story, Told
+from deaths import BACKWARD, BEFORE, BETWEEN, CHANGE, COMMIT, MOVE, SAVE, Lead, Story, Told
 
 DEATHS = ((BEFORE, 6, 0), (BETWEEN, 10, 1), (BACKWARD, 14, 0), (COMMIT, 19, 1), (SAVE, 24, 0))
 MISTAKES = (("order", 6, 1), ("version", 11, 0), ("generation", 15, 1))
@@ -97,3 +97,18 @@ def test_a_death_during_a_move_keeps_the_old_placement(tmp_path: Path, unbroken:
     versions = made.records[0]["in force"]
     assert versions[0] == (13, 1), "the checkpoint before it, on the placement that a generation begins with"
     assert dict(versions)[14] == 1 and dict(versions)[15] == 2, "the second move, in the generation that lived"
+
+
+def test_a_host_that_dies_while_experts_come_or_go_costs_a_rewind_and_nothing_else(tmp_path: Path) -> None:
+    unbroken = Lead(Story(str(tmp_path / "one" / "run"), steps=14, grows=True)).run()
+    changes = unbroken.records[0]["changes"]
+    assert {"expert_born", "expert_pruned"} <= {row["kind"] for row in changes}
+    deaths = ((CHANGE, 3, 1), (CHANGE, 7, 0), (CHANGE, max(row["step"] for row in changes), 1))
+    story = Story(str(tmp_path / "other" / "run"), steps=14, grows=True, deaths=deaths)
+    made = Lead(story).run()
+    assert tuple(made.happened) == deaths
+    check_same(made, unbroken)
+    again = made.records[0]["changes"]
+    assert [row for row in changes if row not in again] == []
+    ends = [(error, message) for _, _, error, message, _ in made.ends]
+    assert all(error in ("Aborted", "StateLost") for error, _ in ends), ends

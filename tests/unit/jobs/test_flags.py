@@ -264,12 +264,14 @@ class Rows:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.traced: list[int] = []
+        self.events: list[dict[str, Any]] = []
 
     def metrics(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Events are ignored."""
+        """Keep the event."""
+        self.events.append({"kind": kind, **fields})
 
     def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
         """Record the steps with a routing trace."""
@@ -307,6 +309,7 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
         "evals": list(zip(rows.of("eval", "step"), rows.of("eval", "loss"), strict=True)),
         "eval_steps": rows.of("eval", "step"),
         "traced": rows.traced,
+        "changes": [(row["kind"], row["step"], row["ids"]) for row in rows.events if "ids" in row],
         "outcome": outcome.kind,
         "batches": batches,
         "dtypes": dtypes,
@@ -554,6 +557,14 @@ def infers(part: str, first: str, second: str, *beside: str) -> Flag:
     return Flag(inferred, part, first, second, beside, prompts_job)
 
 
+def lives(first: str, second: str, *beside: str) -> Flag:
+    """A key of the lifecycle of experts, shown by who comes and goes in a training session."""
+    return experts("changes", first, second, "experts.lifecycle.max_experts=9", *beside)
+
+
+EVERY, ALWAYS = "experts.lifecycle.every=1", "experts.lifecycle.birth.uncertainty=0.0"
+AT_ONCE, SOON = "experts.lifecycle.birth.cooldown_steps=1", "experts.lifecycle.prune.idle_steps=1"
+DEMANDING, NO_BIRTH = "experts.lifecycle.prune.least_share=0.9", "experts.lifecycle.birth.uncertainty=1.0"
 SGD = ("optim.name=sgd",)
 OFTEN = ("loop.eval_every=1", "data.eval_fraction=0.5", "optim.lr=0.001")
 UNHELD = ("scale.mode=auto",)
@@ -691,6 +702,13 @@ FLAGS = {
     "experts.placement": Flag(placed, "placement", "auto", "round_robin", job=experts_job),
     "experts.trace_every": experts("traced", "null", "2"),
     "experts.rebalance_every": Flag(placed, "every", "null", "10", job=experts_job),
+    "experts.lifecycle.max_experts": experts("parameters", "6", "9"),
+    "experts.lifecycle.min_experts": lives("4", "2", EVERY, SOON, DEMANDING, NO_BIRTH),
+    "experts.lifecycle.every": lives("1", "2", ALWAYS, AT_ONCE),
+    "experts.lifecycle.birth.uncertainty": lives("1.0", "0.0", EVERY, AT_ONCE),
+    "experts.lifecycle.birth.cooldown_steps": lives("1", "2", EVERY, ALWAYS),
+    "experts.lifecycle.prune.idle_steps": lives("null", "1", EVERY, DEMANDING, NO_BIRTH),
+    "experts.lifecycle.prune.least_share": lives("0.0", "0.9", EVERY, SOON, NO_BIRTH),
     "infer.input": infers("ids", "in.jsonl", "less.jsonl"),
     "infer.output": infers("folder", "null", "mine"),
     "infer.weights": Flag(weighed, "step", "last", "3", ("save.every=1", "save.keep=all"), job=rows_job),
@@ -731,10 +749,8 @@ FLAGS = {
 LATER: dict[str, tuple[str, str]] = {
     f"experts.lifecycle.{name}": (value, "the lifecycle of experts")
     for name, value in {
-        "min_experts": "2", "max_experts": "9", "every": "7", "birth.uncertainty": "0.5", "birth.cooldown_steps": "7",
-        "merge.similarity": "0.5", "prune.idle_steps": "7", "prune.least_share": "0.5", "replay.bytes": "7",
-        "replay.every": "7", "replay.rows": "7", "replay.batch_size": "7", "replay.lr": "0.5",
-        "replay.priority": "uniform", "replay.targets": "teacher",
+        "merge.similarity": "0.5", "replay.bytes": "7", "replay.every": "7", "replay.rows": "7",
+        "replay.batch_size": "7", "replay.lr": "0.5", "replay.priority": "uniform", "replay.targets": "teacher",
     }.items()
 }  # fmt: skip
 """Keys that the design promises and nobody reads yet: a value, and what will read it."""
@@ -841,7 +857,7 @@ def test_a_flag_that_is_not_given_keeps_the_value_of_the_file(key: str, tmp_path
 
     other = "loop.max_steps=77" if key != "loop.max_steps" else "loop.epochs=77"
     needed = FLAGS[key].beside if key.startswith("experts.") and key in FLAGS else ()
-    needed = ("experts.lifecycle.max_experts=8",) if key in LATER and not key.endswith("max_experts") else needed
+    needed = ("experts.lifecycle.max_experts=8",) if key in LATER else needed
     filed, beside = load_spec(path, needed), load_spec(path, [*needed, other])
     flagged = load_spec(path, [*needed, f"{key}={text}"])
     assert held(filed) == held(beside) == held(flagged)
