@@ -23,6 +23,7 @@ from experts.grouped import GroupedExperts, UnevenExperts
 from experts.hand_over import check_hand_over, shape_of
 from experts.layer import MoELayer
 from experts.lifecycle.controller import Lifecycle
+from experts.lifecycle.sleep import Recorder, SleepCycle
 from experts.member.checkpoint import locate
 from experts.member.shard import empty_experts, stacked_names
 from experts.placement.policy import PlacementRules, costs_of
@@ -157,6 +158,16 @@ def attach_lifecycle(trainable: Trainable, lifecycle: Lifecycle) -> None:
     trainable.state_parts = lambda: {"load": loads, "lifecycle": lifecycle}
     if lifecycle.config.connection is None:
         trainable.optimizers = partial(_build_optimizers, lifecycle, partial(_local_optimizers, trainable))
+
+
+def attach_sleep(trainable: Trainable, lifecycle: Lifecycle) -> None:
+    """Have the model keep rows and replay them (`experts.lifecycle.replay`); its experts are in this process."""
+    recorder = Recorder(trainable.loss)
+    cycle = SleepCycle(lifecycle, recorder)
+    lifecycle.took, before = cycle.took, trainable.state_parts
+    assert before is not None
+    trainable.loss, trainable.sleep = recorder, cycle.after_step
+    trainable.state_parts = lambda: {**before(), "sleep": cycle}
 
 
 def _build_optimizers(

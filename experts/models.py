@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
-from experts.distribute import LoadLog, attach_lifecycle, distribute
+from experts.distribute import LoadLog, attach_lifecycle, attach_sleep, distribute
 from experts.grouped import SharedExpert, build_experts
 from experts.layer import MoELayer, worst_case_routing
 from experts.lifecycle.controller import Lifecycle
@@ -307,4 +307,6 @@ def _trainable(
         layers = [part.experts for part in module.modules() if isinstance(part, MoELayer)]
         lifecycle = Lifecycle(experts, loads, layers)
         attach_lifecycle(trainable, lifecycle)
+        if experts.lifecycle.replay.bytes is not None:
+            attach_sleep(trainable, lifecycle)
     return distribute(trainable, experts, lifecycle=lifecycle)

@@ -197,6 +197,11 @@ class TopKRouter(nn.Module):
             return values_BSE
         return values_BSE.masked_fill(~self.open_E, -math.inf)
 
+    def scores(self, x_BSD: Tensor) -> Tensor:
+        """The scores of tokens as in evaluation, (B, S, E), without choosing; nothing is counted."""
+        logits_BSE = self._closed(self._logits(x_BSD))
+        return self._scores(logits_BSE / self.temperature)
+
     def _logits(self, x_BSD: Tensor) -> Tensor:
         dtype = torch.float64 if torch.float64 in (x_BSD.dtype, self.weight.dtype) else torch.float32
         with torch.autocast(x_BSD.device.type, enabled=False):

@@ -111,6 +111,17 @@ def _check_lifecycle(experts: ExpertsConfig, number: int | None) -> None:
         raise InputError(f"{key}.min_experts", got=str(least), expected=f"at least experts.top_k, {experts.top_k}")
     if number is not None and least > number:
         raise InputError(f"{key}.min_experts", got=str(least), expected=f"at most {first}")
+    replay = cycle.replay
+    if replay.bytes is None and replay != type(replay)():
+        raise InputError(
+            f"{key}.replay.bytes", got="null with other keys of experts.lifecycle.replay",
+            expected="a number with them", remedy="rows are replayed only where there is memory for them",
+        )  # fmt: skip
+    if replay.bytes is not None and experts.hosts != 0:
+        raise InputError(
+            "experts.hosts", got=f"{experts.hosts} with {key}.replay.bytes {replay.bytes}", expected="0",
+            remedy="a sleep cycle runs in workers that hold all experts",
+        )  # fmt: skip
     if experts.replicas:
         raise InputError(
             "experts.replicas", got=f"{experts.replicas} with {key}.max_experts {most}", expected="0",

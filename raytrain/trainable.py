@@ -279,6 +279,8 @@ class Trainable:
         log_metrics: device scalars by name that the loop reads at log intervals only.
         notices: `notices() -> [(kind, fields)]`, events since the last call, which rank 0 records after each step.
         interval_log: more than scalars at log intervals; None = nothing.
+        sleep: `sleep(step, training) -> [(kind, fields)]`, called after each step with the loop's `TrainingStep`: what
+            a model does between steps besides training; its seconds are a part of the time account. Returns events.
         remote: parts that other processes hold.
         hand_over: `hand_over(trainable)` moves parts of the model to other processes; called once, when its builder has
             returned and `model.init_from` is loaded. None = nothing moves.
@@ -316,6 +318,7 @@ class Trainable:
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
     notices: Callable[[], list[Notice]] | None = None
     interval_log: IntervalLog | None = None
+    sleep: Callable[[int, Any], list[Notice]] | None = None
     remote: RemoteState = field(default_factory=LocalState)
     hand_over: Callable[[Trainable], None] | None = None
     communicates: bool = False

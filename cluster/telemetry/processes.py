@@ -222,7 +222,7 @@ class RayWorkers(RunProcesses):
 
 
 #: What rank 0 does besides steps, as its progress names it.
-EVALUATING, SAVING = "evaluating", "saving a checkpoint"
+EVALUATING, SAVING, SLEEPING = "evaluating", "saving a checkpoint", "replaying"
 
 
 class WorkCount:

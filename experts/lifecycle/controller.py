@@ -60,7 +60,9 @@ class Lifecycle:
         self.similarity: list[dict[tuple[int, int], float]] = [{} for _ in range(number)]
         self.threshold: float | None = None
         self.sleep: Callable[[int], Sequence[Change]] | None = None
-        self._experts = experts
+        self.took: Callable[[Sequence[Change]], None] | None = None
+        """Is called with the changes that were done."""
+        self.experts = experts
         self._optimizers: list[torch.optim.Optimizer] = []
         self._size = sum(loads.sizes)
         self._first: list[float | None] = [None] * number
@@ -78,7 +80,7 @@ class Lifecycle:
             LearningRates(self._scaled).attach(optimizers)
 
     def _scaled(self) -> list[tuple[nn.Parameter, int, float]]:
-        slots = [layer.slot for layer in self._experts]
+        slots = [layer.slot for layer in self.experts]
         return scaled_experts(slots, self.table, lambda _key: True)
 
     def counts(self) -> Tensor:
@@ -164,17 +166,22 @@ class Lifecycle:
         if total != workers * after.hash():
             raise TableMismatch(f"step {step}: the tables of experts of {workers} workers differ after {changes}")
         if self.local:
-            experts = LocalExperts(self._experts, self._optimizers)
+            experts = LocalExperts(self.experts, self._optimizers)
             change_experts(experts, changes, self.table, step=step, held=lambda _key: True, fetched={})
         before = self.table
         for change in changes:
             table = before.after([change], step=step)
             change_router(self.loads.routers[change.layer], self._optimizers, change, before, step=step)
-            count = len(table.layers[change.layer])
-            row = {"step": step, "layer": change.layer, "ids": list(change.ids), "reason": change.reason}
-            self._notices.append((EVENTS[change.kind], {**row, "count": count}))
+            self.announce(change, table, step=step)
             before = table
         self.table, self.pending = after, []
+        if self.took is not None:
+            self.took(changes)
+
+    def announce(self, change: Change, table: ExpertTable, *, step: int) -> None:
+        """Have an event written for a change; `table` is that of after it."""
+        row = {"step": step, "layer": change.layer, "ids": list(change.ids), "reason": change.reason}
+        self._notices.append((EVENTS[change.kind], {**row, "count": len(table.layers[change.layer])}))
 
     # -- what others read ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from cluster.ray_runtime import on_node
-from cluster.telemetry.processes import EVALUATING, SAVING, outside_stacks
+from cluster.telemetry.processes import EVALUATING, SAVING, SLEEPING, outside_stacks
 from jobs.driver.progress import EXPORTING, TRAINING
 from raytrain.config.messages import abbreviated
 from raytrain.config.sections import RetryConfig
@@ -28,7 +28,7 @@ from raytrain.runs.records import event
 STEPS_LATE, LEAST_STEP_S = 10.0, 5.0
 #: An evaluation or a save is late after this long without work, or after `retry.hang_s` if that is less. A slow store
 #: may take minutes to close one file.
-LEAST_ACTIVITY_S = {EVALUATING: 60.0, SAVING: 300.0}
+LEAST_ACTIVITY_S = {EVALUATING: 60.0, SAVING: 300.0, SLEEPING: 300.0}
 #: Before the end of the first step, in the export, and with a compiled model, which may compile again in a step: after
 #: this long, or after `UNKNOWN_TIMES` `retry.hang_s` if that is less.
 UNKNOWN_S = 300.0
@@ -242,6 +242,7 @@ class HangWatch:
         named = {
             EVALUATING: f"the evaluation after step {step}",
             SAVING: f"saving the checkpoint of step {step}",
+            SLEEPING: f"the sleep cycle after step {step}",
             EXPORTING: "exporting the weights",
         }
         return f"{named.get(activity, activity)} has not advanced"

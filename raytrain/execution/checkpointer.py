@@ -33,7 +33,7 @@ FIRST_STEP = 10
 #: Steps of an attempt that say nothing of later ones: they choose kernels, allocate memory and compile.
 WARM_UP_STEPS = 2
 #: Purposes of `Clock` for which the time between two steps is spent.
-BETWEEN_STEPS = ("compile", "eval", "save", "restart", "lost")
+BETWEEN_STEPS = ("compile", "eval", "save", "sleep", "restart", "lost")
 #: Writing checkpoints of evaluations that are the best so far may take this share of the time. Beyond it the best state
 #: stays in memory, where the next best one replaces it: while every evaluation improves, few of them are written.
 BEST_BUDGET = 0.1

@@ -24,7 +24,7 @@ _BUCKETS = 400
 
 @dataclass(frozen=True)
 class Curve:
-    """One series. `colour` is a class of the page (c1 to c11). The line is interrupted before the first point at or
+    """One series. `colour` is a class of the page (c1 to c12). The line is interrupted before the first point at or
     beyond each x of `gaps`, which are in order."""
 
     label: str

@@ -86,7 +86,8 @@ def _without_data(row: Row) -> float | None:
 
 
 TIME_PARTS = (
-    "startup", "data", "compute", "communication", "compile", "eval", "save", "export", "restart", "lost", "other"
+    "startup", "data", "compute", "communication", "compile", "eval", "save", "sleep", "export", "restart", "lost",
+    "other",
 )  # fmt: skip
 MOST_LOSS = 50.0
 """A perplexity of a larger loss says nothing."""

@@ -20,6 +20,7 @@ from raytrain.report.charts import Curve, Mark, Point, chart, smoothed
 from raytrain.report.experts import activation_spec, device_spec
 from raytrain.report.figures import HISTORY_COLUMNS, history, outcome, summarise, summary_text, training_spec
 from raytrain.report.findings import diagnose
+from raytrain.report.lifecycle import drift_spec, graph_specs, lives_spec, sleep_spec
 from raytrain.report.records import Row, RunRecords, listed, mapping, number, read_records, series, values
 from raytrain.report.style import STYLE, esc, page, picture
 from raytrain.report.tables import configuration, epochs, machine, plan_table, sample, table, time_table, timeline
@@ -299,6 +300,9 @@ def _pictures(pictures: Mapping[str, bytes]) -> str:
 
 _ALT = {
     "expert_activations": "how many rows each expert of each layer received, and when it was used last",
+    "expert_lifecycle": "when each expert was born, merged or pruned, and how many there were",
+    "sleep_cycles": "how often the model slept, and what it replayed and changed",
+    "concept_drift": "how far the inputs of each layer moved between sleep cycles, and how the loss recovered",
     "expert_device_distribution": "how many experts each host has, with bytes and rows of each host",
 }
 
@@ -358,16 +362,20 @@ def build_report(run: RunFolder) -> str:
 
     Errors: RunError if the folder cannot be written.
     """
-    from raytrain.report.plots import activations, devices, figure, png  # loads matplotlib
+    from raytrain.report.plots import activations, devices, figure, knowledge_graph, lives, png  # loads matplotlib
 
     records = read_records(run)
     summary, spec = summarise(records), training_spec(records)
     drawn = {"expert_activations": (activations, activation_spec(records)),
-             "expert_device_distribution": (devices, device_spec(records))}  # fmt: skip
+             "expert_device_distribution": (devices, device_spec(records)),
+             "expert_lifecycle": (lives, lives_spec(records)),
+             "sleep_cycles": (figure, sleep_spec(records)),
+             "concept_drift": (figure, drift_spec(records))}  # fmt: skip
     pictures = {name: png(draw(shown)) for name, (draw, shown) in drawn.items() if shown is not None}
     files = {
         **{f"{name}.png": data for name, data in pictures.items()},
         **{f"{name}.json": _json(shown) for name, (_, shown) in drawn.items() if shown is not None},
+        **{f"knowledge_graph_epoch_{n}.png": png(knowledge_graph(one)) for n, one in graph_specs(records).items()},
         "training_metrics.json": _json(spec),
         "training_metrics.png": png(figure(spec)),
         "history.csv": history_csv(records),

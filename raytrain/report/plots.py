@@ -1,19 +1,22 @@
 """Draws the pictures of the report, each from a plot spec that holds exactly the plotted numbers.
 
-Specs are JSON mappings built by pure functions (`figures.training_spec`, those in `experts` and in `tune_figures`);
-`figure`, `activations` and `devices` draw them. This is the only module that imports matplotlib.
+Specs are JSON mappings built by pure functions (`figures.training_spec`, those in `experts`, in `lifecycle` and in
+`tune_figures`); `figure`, `activations`, `devices`, `lives` and `knowledge_graph` draw them. This is the only module
+that imports matplotlib.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from cluster.wording import size
@@ -28,10 +31,12 @@ _FROM_ZERO = ("seconds", "rows/s", "MiB")
 
 def figure(spec: Mapping[str, Any]) -> Figure:
     """Draws a spec on a new canvas, without touching matplotlib's global state."""
-    drawn = Figure(figsize=(15, 4.6), dpi=120, facecolor="white", layout="constrained")
+    columns = spec.get("columns", len(spec["panels"]))
+    lines = -(-len(spec["panels"]) // columns)
+    drawn = Figure(figsize=(15, 4.6 * lines), dpi=120, facecolor="white", layout="constrained")
     FigureCanvasAgg(drawn)
     drawn.suptitle(spec["title"], x=0.008, ha="left", fontsize=14, fontweight="bold", color=_INK, parse_math=False)
-    for axes, panel in zip(drawn.subplots(1, len(spec["panels"]), squeeze=False)[0], spec["panels"], strict=True):
+    for axes, panel in zip(drawn.subplots(lines, columns, squeeze=False).flat, spec["panels"], strict=True):
         note = f" ({panel['note']})" if panel.get("note") else ""
         axes.set_title(f"{panel['title']}{note}", loc="left", fontsize=13, color=_INK, pad=10)
         axes.set_xlabel(panel["x_label"], fontsize=11.5, color=_SOFT)
@@ -45,6 +50,9 @@ def figure(spec: Mapping[str, Any]) -> Figure:
         axes.spines["bottom"].set_color("#c3cad3")
         for number, line in enumerate(panel["series"]):
             _draw(axes, line, kind=panel["kind"], spare=_HOSTS[number % len(_HOSTS)])
+        ticks = [pair for line in panel["series"] for pair in zip(line["x"], line.get("ticks", ()), strict=False)]
+        if ticks:
+            axes.set_xticks([x for x, _ in ticks], [name for _, name in ticks], fontsize=11 if len(ticks) < 16 else 8)
         _mark(axes, panel)
         if sum(bool(line["label"]) for line in panel["series"]) > 1:
             axes.legend(frameon=False, fontsize=11, labelcolor=_INK)
@@ -186,3 +194,101 @@ def _plain(axes: Any, *, rows: int) -> None:
     axes.set_ylim(rows - 0.5, -0.5)
     axes.tick_params(colors=_SOFT, labelsize=9, length=0)
     axes.spines[:].set_visible(False)
+
+
+# ---------------------------------------------------------------- experts that come and go
+
+_ENDS = {"merged": ("D", "#8b46c1"), "pruned": ("X", "#d2600a")}
+_EDGES = {
+    "similarity": "#2f6bd8", "composition": "#15845a", "specialization": "#e08a3c", "dependency": "#6b7785",
+    "specialization_split": "#c23b5e",
+}  # fmt: skip
+
+
+def lives(spec: Mapping[str, Any]) -> Figure:
+    """For each layer the life of each expert as a bar, and their number."""
+    panels, events = spec["panels"], spec["events"]
+    tall = [max(2.0, 0.7 + 0.2 * len(panel["lives"])) for panel in panels]
+    told = ", ".join(f"{number} {name}" for name, number in events.items())
+    drawn = _titled(
+        f"{spec['title']}: experts over time ({told})\ngreen dot: born; diamond: merged into the expert that the line "
+        "leads to; x: pruned",
+        12.5, 1.2 + sum(tall),
+    )  # fmt: skip
+    grid = drawn.subplots(len(panels), 2, squeeze=False, width_ratios=(3, 1), height_ratios=tall)
+    for (bars, counts), panel in zip(grid, panels, strict=True):
+        places = {life["expert"]: place for place, life in enumerate(panel["lives"])}
+        for life in panel["lives"]:
+            place, end = places[life["expert"]], spec["last"] if life["ended"] is None else life["ended"]
+            bars.plot([life["born"], end], [place, place], color=_ROWS, linewidth=5, solid_capstyle="butt", alpha=0.55)
+            if life["born"]:
+                bars.plot(life["born"], place, "o", color="#15845a", markersize=7)
+            if life["end"] is not None:
+                marker, colour = _ENDS[life["end"]]
+                bars.plot(end, place, marker, color=colour, markersize=7)
+                if life["heir"] in places:
+                    bars.plot([end, end], [place, places[life["heir"]]], color=colour, linewidth=1.0, linestyle=":")
+        _plain(bars, rows=len(places))
+        bars.set_yticks(range(len(places)), [str(expert) for expert in places])
+        bars.set_ylabel(f"layer {panel['layer']}: expert", fontsize=10.5, color=_INK)
+        counts.step(panel["steps"], panel["counts"], where="post", color=_ROWS, linewidth=1.8)
+        counts.set_ylim(0, max(panel["counts"]) + 1)
+        counts.tick_params(colors=_SOFT, labelsize=9, length=0)
+        counts.spines[["top", "right", "left"]].set_visible(False)
+        counts.yaxis.set_major_locator(MaxNLocator(integer=True))
+        counts.grid(True, axis="y", color=_GRID)
+        for axes in (bars, counts):
+            axes.set_xlim(0, max(1, 1.02 * spec["last"]))
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    for axes, name in zip(grid[-1], ("step", "experts over the steps"), strict=True):
+        axes.set_xlabel(name, fontsize=10, color=_SOFT)
+    return drawn
+
+
+def knowledge_graph(spec: Mapping[str, Any]) -> Figure:
+    """The experts of each layer on a circle, with the edges between them in the colour of their type."""
+    layers = sorted({node["layer"] for node in spec["nodes"]})
+    columns = min(4, len(layers))
+    lines = -(-len(layers) // columns)
+    of = "no sleep cycle yet: no edges" if spec["of_step"] is None else f"edges of the cycle at step {spec['of_step']}"
+    drawn = _titled(f"{spec['title']}\n{of}", 4.2 * columns + 2.2, 4.4 * lines + 0.8)
+    grid = drawn.subplots(lines, columns, squeeze=False).flat
+    for axes in grid:
+        axes.set_axis_off()
+        axes.set_aspect("equal")
+    most = max((node["uses"] for node in spec["nodes"]), default=0.0) or 1.0
+    for axes, layer in zip(drawn.axes, layers, strict=False):
+        own = [node for node in spec["nodes"] if node["layer"] == layer]
+        places = {
+            node["expert"]: (math.cos(2 * math.pi * n / len(own)), math.sin(2 * math.pi * n / len(own)))
+            for n, node in enumerate(own)
+        }
+        _edges_of(axes, [edge for edge in spec["edges"] if edge["one"][0] == layer], places)
+        for node in own:
+            x, y = places[node["expert"]]
+            axes.plot(x, y, "o", markersize=16 + 18 * math.sqrt(node["uses"] / most), color="#cfe0fa",
+                      markeredgecolor=_ROWS, markeredgewidth=1.6)  # fmt: skip
+            axes.text(x, y, str(node["expert"]), ha="center", va="center", fontsize=11, color=_INK)
+        axes.set_title(f"layer {layer}", fontsize=11, color=_INK)
+        axes.set(xlim=(-1.5, 1.5), ylim=(-1.5, 1.5))
+    shown = {edge["type"] for edge in spec["edges"]}
+    handles = [
+        Line2D([], [], color=colour, linewidth=2.4, label=kind) for kind, colour in _EDGES.items() if kind in shown
+    ]
+    if handles:
+        drawn.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10, labelcolor=_INK)
+    return drawn
+
+
+def _edges_of(axes: Any, edges: Sequence[Mapping[str, Any]], places: Mapping[int, tuple[float, float]]) -> None:
+    """Edges between the same two experts run beside each other."""
+    between: dict[tuple[int, int], int] = {}
+    for edge in edges:
+        one, other = sorted((edge["one"][1], edge["other"][1]))
+        number = between[one, other] = between.get((one, other), -1) + 1
+        (x1, y1), (x2, y2) = places[one], places[other]
+        long = math.hypot(x2 - x1, y2 - y1) or 1.0
+        aside = 0.055 * (-(number // 2) - 1 if number % 2 else number // 2)
+        dx, dy = -(y2 - y1) / long * aside, (x2 - x1) / long * aside
+        axes.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], color=_EDGES.get(edge["type"], _SOFT),
+                  linewidth=0.6 + 3.2 * edge["weight"], alpha=0.8, zorder=0)  # fmt: skip

@@ -40,15 +40,17 @@ STYLE = """
 :root{
   --bg:#f5f6f8; --card:#fff; --ink:#18212c; --soft:#566170; --line:#e1e5ea; --grid:#e9ecf0;
   --accent:#2459cf; --c1:#2f6bd8; --c2:#d2600a; --c3:#15845a; --c4:#8b46c1; --c5:#c02b5e; --c6:#0e7f93;
-  --c7:#8a6a00; --c8:#5b6675; --c9:#a9745b; --c10:#9aa4b0; --c11:#7a3b3b; --good:#157347; --goodbg:#e4f5ec;
-  --bad:#b3261e; --badbg:#fde9e7; --warn:#8a5300; --warnbg:#fdf1dc; --info:#2459cf; --infobg:#e8effc;
+  --c7:#8a6a00; --c8:#5b6675; --c9:#a9745b; --c10:#9aa4b0; --c11:#7a3b3b; --c12:#4b4f9c;
+  --good:#157347; --goodbg:#e4f5ec; --bad:#b3261e; --badbg:#fde9e7; --warn:#8a5300; --warnbg:#fdf1dc;
+  --info:#2459cf; --infobg:#e8effc;
   --chip:#eef1f5; --tip:#18212c; --tipink:#fff}
 @media screen and (prefers-color-scheme:dark){
   :root{
     --bg:#0e1318; --card:#161d25; --ink:#e7ecf2; --soft:#a0acba; --line:#29323d; --grid:#232c36;
     --accent:#7fb0ff; --c1:#74a9ff; --c2:#ffa24f; --c3:#4fcf97; --c4:#c69cf4; --c5:#ff86ab; --c6:#4fd0e3;
-    --c7:#e0bd4a; --c8:#a3afbd; --c9:#d3a58e; --c10:#66727f; --c11:#e39a9a; --good:#58d399; --goodbg:#12301f;
-    --bad:#ff8a80; --badbg:#3b1816; --warn:#f5be62; --warnbg:#35270d; --info:#8db8ff; --infobg:#15264a;
+    --c7:#e0bd4a; --c8:#a3afbd; --c9:#d3a58e; --c10:#66727f; --c11:#e39a9a; --c12:#9aa0ef;
+    --good:#58d399; --goodbg:#12301f; --bad:#ff8a80; --badbg:#3b1816; --warn:#f5be62; --warnbg:#35270d;
+    --info:#8db8ff; --infobg:#15264a;
     --chip:#222b35; --tip:#e7ecf2; --tipink:#10161d}
 }
 *{box-sizing:border-box}
@@ -142,6 +144,7 @@ svg .checkpoint{stroke-width:2}
 .c9{color:var(--c9)}
 .c10{color:var(--c10)}
 .c11{color:var(--c11)}
+.c12{color:var(--c12)}
 .restart{color:var(--bad)}
 .checkpoint{color:var(--soft)}
 .key.dashed,.key.restart{

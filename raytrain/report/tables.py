@@ -21,7 +21,7 @@ from raytrain.report.style import esc
 
 PART_COLOURS = {
     "compute": "c1", "startup": "c2", "compile": "c3", "communication": "c4", "eval": "c5", "data": "c6", "save": "c7",
-    "restart": "c8", "export": "c9", "lost": "c11",
+    "restart": "c8", "export": "c9", "sleep": "c12", "lost": "c11",
 }  # fmt: skip
 """The colour of each part of the time, the same in every report."""
 BYTES = ("memory", "host_memory", "checkpoint_bytes")

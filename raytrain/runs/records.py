@@ -309,6 +309,7 @@ PURPOSES = (
     "compile",
     "eval",
     "save",
+    "sleep",
     "export",
     "restart",
     "lost",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cluster.telemetry.processes import EVALUATING, SAVING, WORK
+from cluster.telemetry.processes import EVALUATING, SAVING, SLEEPING, WORK
 from cluster.wording import counted
 from raytrain.config.messages import abbreviated
 from raytrain.errors import RunError, first_line, message_of
@@ -239,6 +239,7 @@ class TrainingLoop:
         self._interval.since = time.perf_counter()
         while state.step < self.limits.max_steps:
             output = self._one_step(state)
+            self._sleep(state.step)
             self._clear(state.step)
             last = state.step == self.limits.max_steps
             if last or self._row_due(state):
@@ -297,6 +298,15 @@ class TrainingLoop:
         waited_s = output.communication_s
         self._interval.add(seconds, fetching, waited_s=waited_s, samples=len(indices), tokens=tokens)
         return output
+
+    def _sleep(self, step: int) -> None:
+        """What the model does between steps (`Trainable.sleep`)."""
+        if self.step.trainable.sleep is None:
+            return
+        begin, self.activity = time.perf_counter(), SLEEPING
+        for kind, fields in self.step.trainable.sleep(step, self.step):
+            self.reporter.event(kind, **fields)
+        self._charge("sleep", begin, step=step)
 
     def _clear(self, step: int) -> None:
         """Release cached memory where `loop.clear_every` asks for it; rows count how often, in this attempt."""

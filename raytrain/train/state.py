@@ -30,7 +30,7 @@ class Clock:
     """
 
     def __init__(self, step: int = 0) -> None:
-        purposes = ("data", "compute", "communication", "compile", "eval", "save", "restart", "lost")
+        purposes = ("data", "compute", "communication", "compile", "eval", "save", "sleep", "restart", "lost")
         self.seconds: dict[str, float] = dict.fromkeys(purposes, 0.0)
         self._kept: dict[int, tuple[float, dict[str, float]]] = {}
         self.keep(step)

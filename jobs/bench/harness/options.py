@@ -32,7 +32,7 @@ from raytrain.runs.records import plain
 
 BENCHES = (
     "claims", "loop", "checkpoint", "moves", "recovery", "experts", "tune", "infer", "startup", "scaling", "peers",
-    "lr", "all",
+    "lr", "continual", "all",
 )  # fmt: skip
 """The modules of jobs/bench that are benches, in the order of `bench --list` and of bench `all`."""
 

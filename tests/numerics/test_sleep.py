@@ -1,0 +1,414 @@
+"""Sleep cycles in real runs: when they happen, what they replay and change, and that runs with them resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gang import run_gang
+from lab import Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
+
+from experts.lifecycle.sleep import SleepCycle, next_threshold, row_losses, row_uncertainty, steps_to_next
+from raytrain.checkpoint.reader import load
+from raytrain.execution.checkpointer import CheckpointSaver
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
+from raytrain.train.state import Clock
+
+REPLAY = {"bytes": 9_000, "every": 12, "rows": 96, "batch_size": 32, "lr": 0.003}
+CYCLE = {
+    "max_experts": 6, "every": 10, "birth": {"uncertainty": 0.9, "cooldown_steps": 20},
+    "prune": {"idle_steps": 20, "least_share": 0.05}, "merge": {"similarity": 0.8}, "replay": REPLAY,
+}  # fmt: skip
+
+
+def session_of(
+    *, replay: dict[str, Any] | None = None, workers: Workers | None = None, steps: int = 60, model: str = "mlp",
+    top_k: int = 2, lr: float = 0.003, **cycle: Any,
+) -> Session:  # fmt: skip
+    torch.manual_seed(5)
+    section = {**CYCLE, **cycle, "replay": {**REPLAY, **(replay or {})}}
+    experts = {"num_experts": 3, "top_k": top_k, "hosts": 0, "hidden": 16, "lifecycle": section}
+    sizes: dict[str, Any] = {"builder": "experts.models:moe_mlp", "width": 16, "layers": 2, "num_features": 12,
+                             "num_classes": 4}  # fmt: skip
+    rows = class_rows(1_000)
+    if model == "gpt":
+        sizes = {"builder": "experts.models:moe_gpt", "layers": 2, "heads": 2, "width": 16, "context": 12,
+                 "vocab_size": 31, "dropout": 0.1}  # fmt: skip
+        rows = token_rows(300, ragged=True)
+    return make_session(
+        sizes, {"train": rows, "eval_fraction": 0.0}, workers=workers, experts=experts,
+        loop={"max_steps": steps, "global_batch_size": 32}, optim={"lr": lr},
+    )  # fmt: skip
+
+
+def sleep_of(session: Session) -> SleepCycle:
+    found = session.trainable.state_parts()["sleep"]  # type: ignore[misc]
+    assert isinstance(found, SleepCycle)
+    return found
+
+
+def cycles_of(reporter: Rows) -> list[dict[str, Any]]:
+    return [event for event in reporter.events if event["kind"] == "sleep_cycle"]
+
+
+# ---------------------------------------------------------------- when
+
+
+def slept(rank: int, world_size: int) -> dict[str, Any]:
+    session = session_of(workers=Workers())
+    seen: list[int] = []
+    sleep = sleep_of(session)
+    run = sleep.run
+    sleep.run = lambda step, training: (seen.append(step), run(step, training))[1]  # type: ignore[method-assign]
+    reporter, _ = train(session)
+    return {
+        "steps": seen, "losses": reporter.losses, "table": sleep.living.table.to_json(),
+        "weights": digest(session.trainable.module.state_dict()), "kept": digest(sleep.reservoir.state_dict()),
+        "next": [cycle["next_step"] for cycle in cycles_of(reporter)],
+    }  # fmt: skip
+
+
+@pytest.mark.covers("SLP-01", "SLP-14")
+def test_a_cycle_happens_in_the_scheduled_step_on_both_workers_and_leaves_them_equal() -> None:
+    first, second = run_gang(slept, world_size=2)
+    assert len(first["steps"]) >= 3
+    assert first["steps"] == second["steps"] == [12, *first["next"][:-1]], "the first one, and then as announced"
+    assert first["next"] == second["next"] or not second["next"]
+    for name in ("weights", "kept", "table"):
+        assert first[name] == second[name], name
+
+
+@pytest.mark.covers("SLP-02")
+@pytest.mark.parametrize(
+    ("living", "expected"), [(1, 2000), (2, 2000), (3, 1333), (4, 1000), (5, 800), (8, 500), (40, 500)]
+)
+def test_more_experts_sleep_sooner_within_bounds(living: int, expected: int) -> None:
+    assert steps_to_next(1000, living=living, first=4) == expected
+
+
+@pytest.mark.covers("SLP-12")
+def test_the_birth_threshold_keeps_births_in_their_band() -> None:
+    assert next_threshold(0.7, births=40, steps=1000) > 0.7
+    assert next_threshold(0.7, births=5, steps=1000) == 0.7
+    assert next_threshold(0.7, births=0, steps=1000) < 0.7
+    assert next_threshold(0.99, births=40, steps=1000) == 1.0
+    assert next_threshold(0.05, births=0, steps=1000) == 0.05
+    threshold, rates = 0.5, []
+    for _ in range(60):  # a model that gives birth more often the lower the threshold is
+        births = int(40 * (1 - threshold))
+        rates.append(births)
+        threshold = next_threshold(threshold, births=births, steps=1000)
+    assert all(0.5 <= rate <= 10 for rate in rates[-20:])
+
+
+def test_the_controller_reaches_the_births_of_a_run() -> None:
+    births = {}
+    for name, threshold in (("always", 0.0), ("never", 1.0)):
+        session = session_of(birth={"uncertainty": threshold, "cooldown_steps": 10})
+        reporter, _ = train(session)
+        births[name] = sum(
+            event["kind"] == "expert_born" and "uncertainty" in event["reason"] for event in reporter.events
+        )
+        found = [cycle["threshold"] for cycle in cycles_of(reporter)]
+        assert found[-1] == session.trainable.state_parts()["lifecycle"].threshold  # type: ignore[misc]
+    assert births["always"] > 2 * births["never"]
+
+
+# ---------------------------------------------------------------- what
+
+
+@pytest.mark.covers("SLP-13", "SLP-05")
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+@pytest.mark.parametrize("targets", ["labels", "teacher"])
+def test_a_cycle_replays_kept_rows_and_leaves_one_complete_record(model: str, targets: str) -> None:
+    limit = 9_000 if model == "mlp" else 100_000
+    session = session_of(model=model, replay={"targets": targets, "bytes": limit})
+    reporter, _ = train(session)
+    cycles = cycles_of(reporter)
+    assert [cycle["cycle"] for cycle in cycles] == list(range(1, len(cycles) + 1)) and len(cycles) >= 3
+    changes = [event for event in reporter.events if event["kind"] in ("expert_born", "expert_merged", "expert_pruned")]
+    for cycle in cycles:
+        assert 0 < cycle["rows"] <= 96 and cycle["batches"] == -(-cycle["rows"] // 32)
+        assert cycle["kept_bytes"] <= limit and cycle["seconds"] > 0
+        assert sum(cycle["uncertainty"]) == cycle["rows"], "a histogram of the replayed rows"
+        assert max(cycle["uncertainty"]) > cycle["rows"] / 10, "which is not uniform"
+        assert len(cycle["living_after"]) == len(cycle["living_before"]) == 2
+        done = [event for event in changes if event["step"] == cycle["step"] and "uncertainty" not in event["reason"]]
+        counted = [
+            sum(event["kind"] == kind for event in done) for kind in ("expert_merged", "expert_pruned", "expert_born")
+        ]
+        assert counted == [cycle["merged"], cycle["pruned"], cycle["born"]]
+    if targets == "labels":
+        assert all(cycle["loss_replayed"] < cycle["loss_before"] for cycle in cycles)
+    kept = sleep_of(session).reservoir
+    assert ("teacher_logits" in kept.columns) == (targets == "teacher")
+    assert kept.uncertainty().max() <= 1 and kept.uncertainty().min() >= 0
+
+
+@pytest.mark.covers("SLP-04")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("targets", ["labels", "teacher"])
+def test_replay_lowers_the_loss_on_old_rows_that_were_held_out(seed: int, targets: str) -> None:
+    losses = {}
+    old, new = class_rows(1_400, seed=seed), class_rows(700, seed=seed + 10)
+    old["x"][:, :3] += 3.0
+    new["x"][:, :3] -= 3.0
+    new["labels"] = (new["labels"] + 1) % 4
+    for every in (15, 10_000):
+        session = session_of(replay={"every": every, "bytes": 20_000, "rows": 300, "targets": targets},
+                             birth={"uncertainty": 1.0}, steps=120)  # fmt: skip
+        loss, sleep = session.trainable.loss, sleep_of(session)
+        rows = iter(_batches(old, 700, times=60) + _batches(new, 700, times=60))
+
+        def staged(module: torch.nn.Module, batch: Any, loss: Any = loss, sleep: Any = sleep, rows: Any = rows) -> Any:
+            return loss(module, batch if sleep.recorder.asleep or not module.training else next(rows))
+
+        session.trainable.loss = staged
+        train(session)
+        session.trainable.module.eval()
+        held_out = {name: value[700:] for name, value in old.items()}
+        with torch.no_grad():
+            losses[every] = float(loss(session.trainable.module, held_out).loss)
+    assert losses[15] < (0.9 if targets == "labels" else 1.0) * losses[10_000], losses
+
+
+def _batches(rows: dict[str, torch.Tensor], number: int, *, times: int) -> list[dict[str, torch.Tensor]]:
+    return [
+        {name: value[:number][torch.arange(32 * n, 32 * n + 32) % number] for name, value in rows.items()}
+        for n in range(times)
+    ]
+
+
+def test_the_uncertainty_of_a_row_is_one_minus_the_probability_of_its_labels() -> None:
+    logits = torch.tensor([[[4.0, 1.0], [0.0, 0.0]], [[0.0, 2.0], [1.0, 1.0]]])
+    labels = torch.tensor([[0, 1], [1, -100]])
+    found = row_uncertainty(row_losses(logits, labels))
+    shares = logits.softmax(-1)
+    assert found[0] == pytest.approx(1 - float((shares[0, 0, 0] * shares[0, 1, 1]).sqrt()), abs=1e-6)
+    assert found[1] == pytest.approx(1 - float(shares[1, 0, 1]), abs=1e-6)
+
+
+# ---------------------------------------------------------------- the experts
+
+
+@pytest.mark.covers("SLP-06")
+def test_planted_twins_merge_in_a_cycle_and_strangers_do_not() -> None:
+    session = session_of(
+        replay={"every": 4, "lr": 1e-6},
+        merge={"similarity": 0.99},
+        birth={"uncertainty": 1.0},
+        steps=4,
+        top_k=1,
+        lr=1e-6,
+    )
+    for layer, router in zip(sleep_of(session).layers, sleep_of(session).routers, strict=True):
+        with torch.no_grad():
+            router.weight[2] = router.weight[0]
+            layer.w1.normal_()
+            layer.w2.normal_(std=0.1)
+            layer.w1[2], layer.w2[2] = layer.w1[0][torch.arange(16).flip(0)], layer.w2[0][:, torch.arange(16).flip(0)]
+    sleep = sleep_of(session)
+    before: list[float] = []
+    replay = sleep._merge
+
+    def watched(brain: Any, found: Any, held: Any, layer: int, view: Any) -> None:
+        before.append(brain.loss(held))
+        replay(brain, found, held, layer, view)
+        before.append(brain.loss(held))
+
+    sleep._merge = watched  # type: ignore[method-assign]
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    assert cycle["merged"] == 2
+    merges = [event for event in reporter.events if event["kind"] == "expert_merged"]
+    assert [sorted(event["ids"]) for event in merges] == [[0, 2], [0, 2]]
+    assert before[1] <= 1.01 * before[0] and before[3] <= 1.01 * before[2]
+    assert sleep.living.table.ids(0) in ([0, 1], [1, 2])
+
+
+def test_a_merge_that_raises_the_loss_is_undone_to_the_bit() -> None:
+    digests = {}
+    for similarity in (-1.0, None):
+        session = session_of(replay={"every": 40, "rows": 60}, birth={"uncertainty": 1.0}, steps=40, max_experts=3,
+                             merge={"similarity": 0.5 if similarity else None})  # fmt: skip
+        sleep = sleep_of(session)
+        if similarity:  # every pair is alike enough
+            sleep.config = sleep.config.model_copy(
+                update={"merge": sleep.config.merge.model_copy(update={"similarity": -1.0})}
+            )
+            forgetful = sleep._merge
+
+            def strict(*given: Any, forgetful: Any = forgetful) -> None:
+                given[0].loss_calls = iter([1.0] + [2.0] * 20)
+                given[0].loss = lambda batch: next(given[0].loss_calls)
+                forgetful(*given)
+                del given[0].loss
+
+            sleep._merge = strict  # type: ignore[method-assign]
+        reporter, _ = train(session)
+        (cycle,) = cycles_of(reporter)
+        assert cycle["merged"] == 0 and bool([one for one in cycle["undone"] if "merge" in one]) == bool(similarity)
+        digests[similarity] = digest(session.trainable.module.state_dict(), optimizer_state(session))
+    assert digests[-1.0] == digests[None]
+
+
+@pytest.mark.covers("SLP-09")
+def test_overlapping_experts_are_moved_apart_where_that_lowers_the_overlap() -> None:
+    from experts.lifecycle.measures import shared_rows
+
+    session = session_of(
+        replay={"every": 20, "lr": 1e-6}, merge={"similarity": None}, birth={"uncertainty": 1.0}, steps=20
+    )
+    sleep = sleep_of(session)
+    split, seen = sleep._split, []
+
+    def watched(brain: Any, found: Any, held: Any, layer: int) -> Any:
+        def overlap() -> torch.Tensor:
+            view = brain.view(held)[layer]
+            return shared_rows(view.scores_TE, view.chosen_TK)
+
+        before, loss = overlap(), brain.loss(held)
+        links = split(brain, found, held, layer)
+        seen.append((before, overlap(), loss, brain.loss(held), links))
+        return links
+
+    sleep._split = watched  # type: ignore[method-assign]
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    assert cycle["split"] >= 1
+    for before, after, loss, later, links in seen:
+        for link in links:
+            assert before[link.one, link.other] > 0.3
+            assert after[link.one, link.other] < before[link.one, link.other]
+            assert later <= 1.01 * loss
+    kinds = {edge["key"] for edge in cycle["graph"]["experts"]["edges"]}
+    assert "specialization_split" in kinds
+
+
+@pytest.mark.covers("SLP-08")
+def test_a_dormant_expert_is_pruned_in_a_cycle_down_to_the_minimum() -> None:
+    session = session_of(
+        replay={"every": 24}, every=1_000, prune={"idle_steps": 20, "least_share": 0.9}, min_experts=2,
+        merge={"similarity": None}, birth={"uncertainty": 1.0}, steps=24,
+    )  # fmt: skip
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    assert cycle["pruned"] == 2 and cycle["living_after"] == [2, 2]
+    assert 0 < cycle["pruned_share"] < 2, "the router's mass on them"
+    pruned = [event for event in reporter.events if event["kind"] == "expert_pruned"]
+    assert [(event["step"], event["count"]) for event in pruned] == [(24, 2), (24, 2)]
+
+
+@pytest.mark.covers("SLP-10")
+@pytest.mark.parametrize(("better", "stays"), [(0.5, False), (2.0, True)])
+def test_a_specialist_stays_only_where_it_lowers_the_loss_by_the_margin(
+    better: float, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import experts.lifecycle.sleep as module
+
+    monkeypatch.setattr(module, "BETTER", better)
+    session = session_of(replay={"every": 20}, merge={"similarity": None}, birth={"uncertainty": 1.0}, steps=20)
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    born = [event for event in reporter.events if event["kind"] == "expert_born"]
+    assert (cycle["born"], len(born)) == ((1, 1) if stays else (0, 0))
+    assert bool([one for one in cycle["undone"] if "specialist" in one]) is not stays
+    if stays:
+        assert "a specialist for" in born[0]["reason"] and born[0]["layer"] == 1
+        slot = sleep_of(session).living.table.slot(1, 3)
+        assert sleep_of(session).routers[1].open_E[slot]  # type: ignore[index]
+
+
+@pytest.mark.covers("SLP-11")
+def test_the_learning_rate_of_a_specialist_reaches_the_optimizer() -> None:
+    session = session_of(replay={"every": 20}, birth={"uncertainty": 1.0}, merge={"similarity": None}, steps=21)
+    sleep = sleep_of(session)
+    before: dict[int, torch.Tensor] = {}
+    run = sleep.run
+
+    def planted(step: int, training: Any) -> Any:
+        found = run(step, training)
+        table = sleep.living.table
+        rows = tuple(
+            __import__("dataclasses").replace(row, rate=0.0 if row.id == 1 else row.rate) for row in table.layers[0]
+        )
+        sleep.living.table = __import__("dataclasses").replace(table, layers=(rows, *table.layers[1:]))
+        before.update({slot: sleep.layers[0].w1[slot].detach().clone() for slot in range(3)})
+        return found
+
+    sleep.run = planted  # type: ignore[method-assign]
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    assert all(0.5 <= rate <= 1.0 for rates in cycle["rates"] for rate in rates.values())
+    assert min(rate for rates in cycle["rates"] for rate in rates.values()) < 1.0
+    moved = [float((sleep.layers[0].w1[slot].detach() - before[slot]).abs().max()) for slot in range(3)]
+    assert moved[1] == 0.0 and min(moved[0], moved[2]) > 0.0
+
+
+# ---------------------------------------------------------------- the graph
+
+
+@pytest.mark.covers("KG-01", "KG-02")
+def test_the_graph_of_a_run_has_the_living_experts_and_edges_of_every_type() -> None:
+    kinds: set[str] = set()
+    for cycle in ({}, {"merge": {"similarity": None}, "birth": {"uncertainty": 0.0, "cooldown_steps": 5}}):
+        session = session_of(**cycle, steps=80)
+        sleep = sleep_of(session)
+        run = sleep.run
+
+        def checked(step: int, training: Any, run: Any = run, sleep: Any = sleep) -> Any:
+            found = run(step, training)
+            living = {(layer, row.id) for layer, rows in enumerate(sleep.living.table.layers) for row in rows}
+            assert set(sleep.graph.experts) == living
+            return found
+
+        sleep.run = checked  # type: ignore[method-assign]
+        reporter, _ = train(session)
+        for record in cycles_of(reporter):
+            kinds |= {edge["key"] for edge in record["graph"]["experts"]["edges"]}
+        living = {(layer, row.id) for layer, rows in enumerate(sleep.living.table.layers) for row in rows}
+        assert set(sleep.graph.experts) == living, "changes outside of cycles reach it too"
+    assert kinds == {"similarity", "composition", "dependency", "specialization_split", "specialization"}
+
+
+# ---------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("from_step", [11, 12, 13, 30])
+def test_a_run_resumed_around_a_cycle_is_the_unbroken_one_bit_for_bit(tmp_path: Path, from_step: int) -> None:
+    def attempt(folder: Path, *, resume: int | None) -> tuple[Rows, str]:
+        session = session_of()
+        run = RunFolder(str(folder))
+        if resume is not None:
+            session.restore(load(run.checkpoint_dir(resume)))
+        saver = CheckpointSaver(session, run, every=1, keep="all", asynchronous=False, reporter=Rows(), clock=Clock(),
+                                fence=None)  # fmt: skip
+        reporter, _ = train(session, saver=None if resume else saver)
+        saver.close()
+        sleep = sleep_of(session)
+        state = digest(session.trainable.module.state_dict(), optimizer_state(session), sleep.state_dict())
+        return reporter, state
+
+    whole, state = attempt(tmp_path, resume=None)
+    resumed, again = attempt(tmp_path, resume=from_step)
+    assert resumed.losses == whole.losses[from_step:]
+    assert again == state
+    later = [cycle["step"] for cycle in cycles_of(whole) if cycle["step"] > from_step]
+    assert [cycle["step"] for cycle in cycles_of(resumed)] == later and later
+
+
+def test_without_replay_no_row_is_kept_and_nothing_is_hooked_in() -> None:
+    section = {name: value for name, value in CYCLE.items() if name != "replay"}
+    session = make_session(
+        {"builder": "experts.models:moe_mlp", "width": 16, "layers": 2, "num_features": 12, "num_classes": 4},
+        {"train": class_rows(200), "eval_fraction": 0.0},
+        experts={"num_experts": 3, "top_k": 2, "hosts": 0, "hidden": 16, "lifecycle": section},
+        loop={"max_steps": 20},
+    )
+    assert session.trainable.sleep is None
+    assert "sleep" not in session.trainable.state_parts()  # type: ignore[misc]
+    assert session.trainable.loss.__module__ == "experts.models"
