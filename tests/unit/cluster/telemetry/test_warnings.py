@@ -127,3 +127,34 @@ def test_a_nearly_full_device_and_a_process_near_its_limit_are_named_with_their_
     assert "loop.micro_batch_size" in full.text and full.key == "high n cpu" and full.what == "high_memory"
     assert "worker (pid 5) on n uses 950 MiB, 95% of cluster.memory_limit (1000 MiB)" in near.text
     assert watch.look(row(3, used=0.96))[0].key == full.key, "the same cause has the same key"
+
+
+GPUS = ("cuda:0", "cuda:1", "cuda:2")
+
+
+def gpu_row(step: int, attempt: int, *runs: int) -> dict[str, Any]:
+    """A row of a node with GPUs of 80 GiB, of which the run uses so many MiB each."""
+    devices = [
+        {"device": name, "kind": "cuda", "memory_total": 80 << 30, "memory_used": used * MIB,
+         "memory_run": used * MIB, "memory_other": 0}
+        for name, used in zip(GPUS, runs, strict=True)
+    ]  # fmt: skip
+    return {"node": "n", "time": float(step), "step": step, "attempt": attempt, "processes": [], "devices": devices}
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_of_several_gpus_the_one_is_named_whose_memory_grows_until_it_is_full(which: int) -> None:
+    watch, found = MemoryWatch(), []
+    for step in range(1, 201):
+        found += watch.look(gpu_row(step, 1, *(4000 + 380 * step * (gpu == which) for gpu in range(3))))
+    assert {one.key for one in found} == {f"growth n {GPUS[which]}", f"high n {GPUS[which]}"}
+    assert f"the memory of {GPUS[which]} on n grows by" in found[0].text, "before it is full"
+
+
+def test_attempts_that_need_more_memory_each_are_no_growth() -> None:
+    """An elastic run with fewer workers, or a run with a smaller number of shards; within each nothing grows."""
+    watch, found = MemoryWatch(), []
+    for attempt in range(30):
+        for step in range(WARM_UP_STEPS + LEAST_STEPS + 3):
+            found += watch.look(gpu_row(50 * attempt + step, attempt, 4000, 4000, 4000 + 500 * attempt))
+    assert found == []

@@ -116,6 +116,23 @@ def test_a_move_in_one_layer_leaves_the_other_layer_as_it_is(layer: int) -> None
     assert hashes(old) | hashes(new) == hashes(stayed[0]) | hashes(stayed[1]), "the next step differs"
 
 
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_layer_without_a_pass_in_a_step_stays_as_it_is(used: int) -> None:
+    """Neither weight decay nor the moments of earlier steps move it, and its own next step is that of before."""
+    shard, before = shard_of(BEFORE, 1), shard_of(BEFORE, 1)
+    sources = [[2] * len(shard.layers[used].experts)]
+    rows = torch.ones(sum(sources[0]), 16, dtype=torch.float64)
+    shard.forward(used, 0, rows, sources, keep=True)
+    shard.backward(used, 0, rows, sources)
+    assert shard.used == {used}
+    shard.commit(CommitDecision(skip=False, coefficient=1.0, inverse_scale=1.0, lr=0.1), layers=shard.used)
+    same = {key: value == hashes(before)[key] for key, value in hashes(shard).items()}
+    assert same == {key: key[0] != used for key in before.homes()}
+    for one in (shard, before):
+        step(one)
+    assert all((hashes(shard)[key] == hashes(before)[key]) == (key[0] != used) for key in before.homes())
+
+
 def test_data_that_arrives_corrupted_is_refused() -> None:
     data, into = _pack(shard_of(BEFORE, 0), [(0, 1)]), {}
     corrupted = data[:-1] + bytes([data[-1] ^ 1])

@@ -163,6 +163,8 @@ def test_a_resume_is_checked_before_the_upload_where_the_run_can_be_seen(
     assert request.entrypoint == f"python -m jobs train --resume {run} retry.stop_grace_s=7"
     record = request.record
     assert (record["name"], record["save_dir"], record["stop_grace_s"]) == ("run", str(run.parent), 7.0)
+    at_once = request_of("train", train, ["--resume", str(run), "retry.stop_grace_s=0"])
+    assert at_once.record["stop_grace_s"] == 0.0, "no wait, and not the default"
     (folder / ".gitignore").write_text("text.txt\n")
     with pytest.raises(InputError, match=r"data\.path: got text\.txt, which is not in the package"):
         request.check_package(pack(folder, tmp_path / "all.zip"), folder)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from raytrain.errors import InputError
 from raytrain.infer.output import OutputFolder
+from raytrain.runs.folder import Attempts, process_start
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
@@ -30,3 +33,18 @@ def test_while_a_command_writes_every_other_is_refused_and_none_takes_its_claim_
     folder.check_free(resume=True)
     with folder.claimed({"rows": 1}):
         assert refused(), "the next one writes, and is protected as well"
+
+
+def test_a_command_that_was_refused_does_not_hold_the_folder_once_the_first_was_killed(tmp_path: Path) -> None:
+    """It may live on, as a notebook does, and is then the one that resumes."""
+    folder = OutputFolder(str(tmp_path / "out"))
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        owner = {"host": socket.gethostname(), "pid": other.pid, "start": process_start(other.pid)}
+        assert Attempts(folder.store).take_next(owner) == 1
+        for _ in range(2):
+            with pytest.raises(InputError, match=f"to which process {other.pid} "), folder.claimed({"rows": 1}):
+                raise AssertionError("two commands write here")
+        other.kill()
+    folder.check_free(resume=True)
+    with folder.claimed({"rows": 1}):
+        assert folder.identity() == {"rows": 1}

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import plans
 import pytest
 
-from cluster.config import ClusterConfig
 from cluster.devices.inventory import Device, Inventory, Node, inventory_from_rows
 from experts.hosts.reserve import request_of
-from raytrain.config.sections import (
-    DataConfig,
-    LoopConfig,
-    OptimConfig,
-    PrecisionConfig,
-    SaveConfig,
-    ScaleConfig,
-)
 from raytrain.errors import InputError
 from raytrain.execution.trainer import accelerator_type
 from raytrain.plan.machines import GPUS, PEAKS, is_named, peak_of
-from raytrain.plan.plan import Plan, PlanInputs, make_plan
+from raytrain.plan.plan import Plan
 
 HEAD = Device("cuda", "NVIDIA H100 80GB HBM3", 80 << 30, (9, 0), "GPU-1", 0)
 HERE = Inventory((Node("head", 16, 1 << 38, (HEAD,)),), source="here", cpu_model="c", cpu_flags={})
@@ -40,12 +32,7 @@ def ray_cluster(*rows: dict[str, Any], local: Inventory = HERE) -> Inventory:
 
 
 def plan(inventory: Inventory, *, hosts: Any = None, **scale: Any) -> Plan:
-    inputs = PlanInputs(
-        data=DataConfig(source="c:d"), optim=OptimConfig(), loop=LoopConfig(),
-        precision=PrecisionConfig(), save=SaveConfig(), scale=ScaleConfig(**scale), cluster=ClusterConfig(), seed=1,
-        experts_hosts=hosts, experts_inflight="auto", inventory=inventory, model_facts=None, data_facts=None,
-    )  # fmt: skip
-    return make_plan(inputs)
+    return plans.plan(inventory, scale=scale, experts_hosts=hosts, model_facts=None, data_facts=None)
 
 
 MIXED = ray_cluster(row("head", "H100"), row("b", "T4", 2), row("c", "A100 A100-80G"), row("d", "A100"))

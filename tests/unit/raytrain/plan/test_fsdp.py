@@ -5,27 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import plans
 import pytest
+from plans import GIB, resolved
 
-from cluster.config import ClusterConfig
 from cluster.devices.inventory import Device, Inventory, Node
-from raytrain.config.sections import (
-    DataConfig,
-    LoopConfig,
-    OptimConfig,
-    PrecisionConfig,
-    SaveConfig,
-    ScaleConfig,
-)
-from raytrain.errors import InputError
 from raytrain.models.sizes import model_facts
-from raytrain.plan.choice import Resolved
-from raytrain.plan.facts import DataFacts, ModelFacts
+from raytrain.plan.facts import ModelFacts
 from raytrain.plan.memory import gathered_bytes
-from raytrain.plan.plan import Plan, PlanInputs, make_plan
+from raytrain.plan.plan import Plan
 
-GIB = 1 << 30
-DATA = DataFacts(2000, 100, 64, None, 134_400, None, "a test")
 GPT = {"layers": 4, "heads": 2, "width": 64, "context": 32, "vocab_size": 256}
 CPU = Inventory((Node("a", 8, 64 * GIB, ()),), source="a test", cpu_model="Test CPU", cpu_flags={"amx_bf16": True})
 
@@ -42,28 +31,8 @@ def facts() -> ModelFacts:
 
 
 def plan(inventory: Inventory = CPU, *, hosts: Any = None, known: ModelFacts | None = None, **sections: Any) -> Plan:
-    scale = {"strategy": "fsdp", "workers": 2, **sections.get("scale", {})}
-    inputs = PlanInputs(
-        data=DataConfig(source="c:d"), optim=OptimConfig(),
-        precision=PrecisionConfig(**sections.get("precision", {})), loop=LoopConfig(**sections.get("loop", {})),
-        save=SaveConfig(), scale=ScaleConfig(**scale), experts_hosts=hosts, experts_inflight="auto",
-        cluster=ClusterConfig(**sections.get("cluster", {})), seed=42, inventory=inventory,
-        model_facts=known or facts(), data_facts=DATA,
-    )  # fmt: skip
-    return make_plan(inputs)
-
-
-def refused(key: str, **arguments: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        plan(**arguments)
-    assert caught.value.key == key
-    return str(caught.value)
-
-
-def resolved(made: Plan, name: str) -> Resolved:
-    choice = made.choices()[name]
-    assert isinstance(choice, Resolved), f"{name} is {choice}"
-    return choice
+    sections["scale"] = {"strategy": "fsdp", "workers": 2, **sections.get("scale", {})}
+    return plans.plan(inventory, experts_hosts=hosts, model_facts=known or facts(), **sections)
 
 
 def test_each_worker_holds_its_share_and_one_block_together() -> None:
@@ -107,7 +76,7 @@ def test_half_precision_brings_less_together() -> None:
 def test_sharded_weights_stay_within_a_limit_that_replicated_weights_exceed() -> None:
     large = replace(facts(), parameters=GIB // 4, trainable_bytes=GIB, activation_bytes_per_sample=None)
     limit = {"cluster": {"memory_limit": 3 * GIB}, "known": large}
-    refused("cluster.memory_limit", scale={"workers": 1}, **limit)
+    plans.refused("cluster.memory_limit", plan=plan, scale={"workers": 1}, **limit)
     assert resolved(plan(scale={"workers": 2}, **limit), "workers").value == 2
 
 
@@ -119,13 +88,13 @@ def test_nothing_is_measured_before_the_first_step() -> None:
     assert resolved(plan(), "precision").value == "fp32", "on a CPU bf16 is asked for"
     assert resolved(plan(precision={"dtype": "fp16"}), "precision").value == "fp16"
     assert resolved(plan(gpus((8, 0)), scale={"shares": "auto"}), "shares").value == "equal"
-    words = refused("precision.fp32_layers", precision={"dtype": "bf16", "fp32_layers": "auto"})
+    words = plans.refused("precision.fp32_layers", plan=plan, precision={"dtype": "bf16", "fp32_layers": "auto"})
     assert "scale.strategy fsdp" in words
 
 
 @pytest.mark.parametrize("hosts", [2, "colocated", {"A100": 2}])
 def test_hosts_of_experts_are_refused_by_name(hosts: Any) -> None:
-    assert "scale.strategy fsdp" in refused("experts.hosts", hosts=hosts)
+    assert "scale.strategy fsdp" in plans.refused("experts.hosts", plan=plan, hosts=hosts)
 
 
 @pytest.mark.parametrize("hosts", [0, "auto"])

@@ -7,31 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from plans import CPU, DATA, GIB, MODEL, machines, plan, reason, refused, value
 
-from cluster.config import ClusterConfig
 from cluster.devices.inventory import Device, Inventory, Node
 from cluster.wording import counted
-from experts.config import ExpertsConfig
-from experts.sizes import shared_out
 from jobs.driver.runtime import cluster_size
-from raytrain.config.sections import (
-    DataConfig,
-    LoopConfig,
-    OptimConfig,
-    PrecisionConfig,
-    SaveConfig,
-    ScaleConfig,
-)
 from raytrain.errors import InputError
 from raytrain.execution.trainer import worker_resources
 from raytrain.plan.choice import Deferred, Resolved, size_text
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.facts import DataFacts, ExpertFacts, ModelFacts
 from raytrain.plan.memory import HOST_PROCESS_BYTES, LEAST_PROCESS_BYTES, PROCESS_BYTES
-from raytrain.plan.plan import Plan, PlanInputs, make_plan
-
-GIB = 1 << 30
-NO_FLAGS = {"amx_bf16": False, "avx512_bf16": False}
+from raytrain.plan.plan import Plan
 
 
 def gpu(index: int, name: str = "NVIDIA A100-SXM4-80GB", capability: tuple[int, int] | None = (8, 0)) -> Device:
@@ -42,77 +29,8 @@ def node(host: str = "a", *, cpus: int = 8, gpus: list[Device] | None = None, me
     return Node(host, cpus, memory, tuple(gpus or ()))
 
 
-def machines(*nodes: Node, flags: dict[str, bool] | None = None) -> Inventory:
-    return Inventory(nodes, source="a test", cpu_model="Test CPU", cpu_flags=flags or NO_FLAGS)
-
-
-CPU = machines(node())
 ONE_GPU = machines(node(gpus=[gpu(0)]))
 FOUR_GPUS = machines(node(gpus=[gpu(0), gpu(1)]), node("b", gpus=[gpu(0), gpu(1)]))
-DATA = DataFacts(
-    train_rows=1000, eval_rows=100, row_bytes=64, tokens_per_row=None, total_bytes=70_400, vocab_size=None,
-    reason="a test",
-)  # fmt: skip
-MODEL = ModelFacts(
-    parameters=1000,
-    trainable_bytes=4000,
-    activation_bytes_per_sample=10,
-    flops_per_sample=1e3,
-    reason="a test",
-)
-
-
-def plan(
-    inventory: Inventory = CPU,
-    *,
-    scale: dict[str, Any] | None = None,
-    loop: dict[str, Any] | None = None,
-    optim: dict[str, Any] | None = None,
-    precision: dict[str, Any] | None = None,
-    data: dict[str, Any] | None = None,
-    data_facts: DataFacts | None = DATA,
-    model_facts: ModelFacts | None = MODEL,
-    experts_hosts: Any = None,
-    experts_inflight: Any = "auto",
-    save: dict[str, Any] | None = None,
-    cluster: dict[str, Any] | None = None,
-) -> Plan:
-    inputs = PlanInputs(
-        data=DataConfig(source="c:d", **(data or {})),
-        optim=OptimConfig(**(optim or {})),
-        precision=PrecisionConfig(**(precision or {})),
-        loop=LoopConfig(**(loop or {})),
-        save=SaveConfig(**(save or {})),
-        scale=ScaleConfig(**(scale or {})),
-        experts_hosts=experts_hosts,
-        experts_inflight=experts_inflight,
-        cluster=ClusterConfig(**(cluster or {})),
-        seed=42,
-        inventory=inventory,
-        model_facts=model_facts,
-        data_facts=data_facts,
-        share_out=shared_out(model_facts.experts, ExpertsConfig()) if model_facts and model_facts.experts else None,
-    )
-    return make_plan(inputs)
-
-
-def value(made: Plan, name: str) -> Any:
-    choice = made.choices()[name]
-    assert isinstance(choice, Resolved), f"{name} is {choice}"
-    return choice.value
-
-
-def reason(made: Plan, name: str) -> str:
-    return made.choices()[name].reason
-
-
-def refused(key: str, **arguments: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        plan(**arguments)
-    assert caught.value.key == key
-    assert caught.value.exit_code == 2
-    return str(caught.value)
-
 
 # ---------------------------------------------------------------- mode, device, accelerator
 

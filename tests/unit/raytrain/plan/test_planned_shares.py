@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from plans import CPU, DATA, GIB, machines, plan, reason, value
 
-from cluster.config import ClusterConfig
-from cluster.devices.inventory import Device, Inventory, Node
-from raytrain.config.sections import (
-    DataConfig,
-    LoopConfig,
-    OptimConfig,
-    PrecisionConfig,
-    SaveConfig,
-    ScaleConfig,
-)
-from raytrain.plan.choice import Deferred, Resolved
-from raytrain.plan.facts import DataFacts, ModelFacts
-from raytrain.plan.plan import Plan, PlanInputs, make_plan
+from cluster.devices.inventory import Device, Node
+from raytrain.plan.choice import Deferred
+from raytrain.plan.plan import Plan
 
-GIB = 1 << 30
-DATA = DataFacts(2000, 100, 64, None, 134_400, None, "a test")
-SMALL = ModelFacts(1000, 4000, 10, 1e3, "a test")
 A100, V100, T4 = ("A100", (8, 0)), ("V100", (7, 0)), ("T4", (7, 5))
 MEMORY = {"A100": 80 * GIB, "V100": 32 * GIB, "T4": 16 * GIB}
-
-
-def machines(*nodes: Node) -> Inventory:
-    return Inventory(nodes, source="a test", cpu_model="c", cpu_flags={"amx_bf16": False, "avx512_bf16": False})
 
 
 def host(name: str, *kinds: tuple[str, tuple[int, int]], each: int = 4) -> Node:
@@ -38,36 +23,8 @@ def host(name: str, *kinds: tuple[str, tuple[int, int]], each: int = 4) -> Node:
     return Node(name, 64, 512 * GIB, tuple(found))
 
 
-CPU = machines(Node("a", 8, 64 * GIB))
 MIXED = machines(host("a", A100, T4), host("b", A100, A100), host("c", V100, V100), host("d", T4, V100))
 AUTO = {"shares": "auto"}
-
-
-def plan(
-    inventory: Inventory = CPU,
-    *,
-    scale: dict[str, Any] | None = None,
-    loop: dict[str, Any] | None = None,
-    precision: dict[str, Any] | None = None,
-    experts_hosts: Any = None,
-) -> Plan:
-    inputs = PlanInputs(
-        data=DataConfig(source="c:d"), optim=OptimConfig(), save=SaveConfig(),
-        precision=PrecisionConfig(**(precision or {})), loop=LoopConfig(**(loop or {})),
-        scale=ScaleConfig(**(scale or {})), experts_hosts=experts_hosts, experts_inflight="auto",
-        cluster=ClusterConfig(), seed=42, inventory=inventory, model_facts=SMALL, data_facts=DATA,
-    )  # fmt: skip
-    return make_plan(inputs)
-
-
-def value(made: Plan, name: str) -> Any:
-    choice = made.choices()[name]
-    assert isinstance(choice, Resolved), f"{name} is {choice}"
-    return choice.value
-
-
-def reason(made: Plan, name: str) -> str:
-    return made.choices()[name].reason
 
 
 def shares(made: Plan) -> Deferred:
@@ -77,7 +34,8 @@ def shares(made: Plan) -> Deferred:
 
 
 def test_the_shares_of_mixed_gpus_are_measured_and_the_kinds_are_named() -> None:
-    made = plan(MIXED, scale=AUTO, loop={"global_batch_size": 1024}, precision={"dtype": "fp16"})
+    facts = replace(DATA, train_rows=2000)
+    made = plan(MIXED, data_facts=facts, scale=AUTO, loop={"global_batch_size": 1024}, precision={"dtype": "fp16"})
     assert value(made, "workers") == 32
     assert shares(made).reason.endswith("; 12 A100, 8 T4, 12 V100")
     row = next(text for name, *text in made.rows() if name == "shares")

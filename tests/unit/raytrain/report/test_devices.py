@@ -86,3 +86,18 @@ def test_devices_of_several_nodes_have_their_own_curves():
     found = curves(MEMORY, [*rows(), *rows(node="b")])
     assert [curve.label for curve in found if curve.style == "line"] == ["a cpu", "b cpu"]
     assert found[1].points == found[3].points
+
+
+def test_of_eight_gpus_each_that_is_slowed_down_is_named() -> None:
+    """One that is throttled makes all others wait, and may be any of them, for a part of the run."""
+    telemetry = [
+        {"time": float(step), "node": "a", "attempt": 1, "step": step,
+         "devices": [{"device": f"GPU {gpu}", "clock_mhz": 1980.0, "throttle": reasons.get((gpu, step), [])}
+                     for gpu in range(8)]}
+        for reasons in [{(5, 3): ["thermal (hardware)"], (7, 0): ["power cap"], (7, 4): ["power cap"]}]
+        for step in range(6)
+    ]  # fmt: skip
+    html = telemetry_charts(RunRecords("r", "/r", telemetry=telemetry))
+    assert "Devices were slowed down by: power cap (GPU 7), thermal (hardware) (GPU 5)." in html
+    steady = [{**row, "devices": row["devices"][:5]} for row in telemetry]
+    assert "slowed down" not in telemetry_charts(RunRecords("r", "/r", telemetry=steady))

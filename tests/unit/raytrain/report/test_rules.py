@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,9 +264,10 @@ def test_an_out_of_memory_error_is_reported_with_the_size_that_fitted():
     found = {one.title: one for one in diagnose(records(events=[shortage(7, 16), shortage(7, 8), shortage(90, 16)]))}
     assert found[name].severity == "warning" and "loop.micro_batch_size: 8" in found[name].remedy
     assert "3 times, on rank 1, in step 7, 90; micro-batches down to 8, 1.5 s" in found[name].evidence
-    drawn = shortage(7, 4, who=["expert host 0"], equal="in distribution only")
-    (one,) = [one for one in diagnose(records(events=[drawn])) if one.title == name]
-    assert "on expert host 0" in one.evidence and "in distribution only" in one.evidence
+    drawn = shortage(7, 4, who=["expert host 0", "rank 1"], equal="in distribution only")
+    (one,) = [one for one in diagnose(records(events=[shortage(5, 8), drawn, shortage(9, 8)])) if one.title == name]
+    assert "3 times, on rank 1, expert host 0, in step 5, 7, 9; micro-batches down to 4, 1.5 s" in one.evidence
+    assert "in distribution only" in one.evidence
     assert name not in titles(records(events=[{"kind": "attempt", "attempt": 1}]))
 
 
@@ -383,6 +385,19 @@ def test_the_slowest_worker_is_no_straggler_if_it_changes_or_is_hardly_slower() 
     assert "Rank 1 holds the others up" in limits(work_time_s_max=0.63, work_time_s_median=0.5)
     few = records(train=rows(FALLING[:8], **{**STEP, **slow}))
     assert [one for one in diagnose(few) if one.severity == "warning"] == []
+
+
+def test_where_rows_differ_their_medians_count_and_of_a_slow_worker_those_in_which_it_is_the_slowest() -> None:
+    """A step that was interrupted once is no rule."""
+    once = [0.02] * 20 + [0.9] + [0.02] * 19
+    assert limits(data_time_s=once) == limits(wait_time_s=once) == {}
+    assert limits(work_time_s_max=[0.92] * 39 + [9.0]) == {}
+    later = [(3, 0.8, 0.01)] * 9 + [(3, 1.0, 0.01)] * 8 + [(5, 9.0, 8.0)] * 3
+    ranks, works, data = (list(column) for column in zip(*[(3, 0.8, 0.01)] * 20, *later, strict=True))
+    slow = {"slowest_rank": ranks, "work_time_s_max": works, "slowest_data_time_s": data, "work_time_s_median": 0.5}
+    ((title, found),) = limits(**slow).items()
+    assert title == "Rank 3 holds the others up" and "slowest in 17 of 20 rows" in found.evidence
+    assert re.search(r"rank 3 works 0.80? s of each step, 2.00 times", found.evidence), found.evidence
 
 
 @pytest.mark.covers("TRB-03")
