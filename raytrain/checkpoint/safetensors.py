@@ -64,7 +64,6 @@ class HashingStream:
                 piece = piece[len(piece) if taken is None else taken :]
 
     def written(self) -> WrittenFile:
-        """Size and hash so far."""
         return WrittenFile(bytes=self._bytes, sha256=self._hash.hexdigest())
 
 

@@ -166,7 +166,6 @@ def _installed() -> list[str]:
 
 
 def function_name(function: Any) -> str:
-    """The "module:function" of a callable, for messages."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     return f"{module}:{name}" if module and name else repr(function)
 

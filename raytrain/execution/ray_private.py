@@ -276,7 +276,6 @@ class InlineFunction:
     pickled: bytes
 
     def get(self) -> Any:
-        """As Ray's reference."""
         from ray import cloudpickle
 
         return cloudpickle.loads(self.pickled)
@@ -347,7 +346,6 @@ def node_callbacks(selector: Callable[[], dict[str, str] | None]) -> list[Any]:
 
     class ChooseNodes(parent):
         def on_controller_start_worker_group(self, **_: Any) -> dict[str, str] | None:
-            """Ray calls this before each worker group starts."""
             return selector()
 
     return [ChooseNodes()]

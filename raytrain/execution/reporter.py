@@ -41,15 +41,12 @@ class Observers:
         self._on_failure = on_failure
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """Pass on a row that was written to metrics.jsonl."""
         self._notify("metrics", row)
 
     def event(self, row: dict[str, Any]) -> None:
-        """Pass on a row that was written to events.jsonl."""
         self._notify("event", row)
 
     def close(self) -> None:
-        """Close the observers that have a `close` method."""
         for observer in list(self._active):
             self._call(observer, getattr(observer, "close", None))
 
@@ -253,7 +250,6 @@ class RankZeroReporter:
             print(f"out of memory: {row['reason']}")
 
     def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
-        """Write one row of experts.jsonl, and routing traces by step."""
         self.fence()
         self.run.writer(self.run.experts).write(row)
         for step, data in traces.items():
@@ -298,11 +294,9 @@ class StepReports:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Report every `REPORT_EVERY_S` seconds."""
         threading.Thread(target=self._run, daemon=True, name="step-reports").start()
 
     def close(self) -> None:
-        """Report no more."""
         self._over.set()
 
     def report(self) -> None:

@@ -268,7 +268,6 @@ class InferenceModel:
         return self._ready(trainable.module), trainable.remote
 
     def autocast(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-        """A context in which forward passes use its format."""
         if self.dtype not in HALF:
             return contextlib.nullcontext
         return partial(torch.autocast, torch.device(self.device).type, dtype=HALF[self.dtype])
@@ -276,7 +275,6 @@ class InferenceModel:
     # ---------------------------------------------------------------- kinds of models
 
     def is_classifier(self, module: nn.Module) -> bool:
-        """Whether it answers a text with a class."""
         return self.model.builder == CLASSIFIER or (hasattr(module, "num_labels") and hasattr(module, "score"))
 
     def is_language_model(self, module: nn.Module) -> bool:
@@ -407,7 +405,6 @@ def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
 
 
 def _fits(module: nn.Module, device: torch.device) -> bool:
-    """Whether the device has room for the weights as they are."""
     room = room_on(device)
     return room is None or sum(parameter.nbytes for parameter in module.parameters()) <= room
 

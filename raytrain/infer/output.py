@@ -48,12 +48,10 @@ class OutputFolder:
 
     @property
     def parts(self) -> str:
-        """Folder of the units' files."""
         return join(self.path, PARTS)
 
     @property
     def store(self) -> LocalStore | ObjectStore:
-        """The folder's files."""
         return open_store(self.path, ANSWERS)
 
     def identity(self) -> dict[str, Any] | None:
@@ -143,7 +141,6 @@ class OutputFolder:
         return None
 
     def has_parts(self) -> bool:
-        """Whether a unit is complete."""
         names = (entry.name for entry in self.store.entries(PARTS))
         return any(name.endswith(".parquet") and not name.startswith(".") for name in names)
 
@@ -173,7 +170,6 @@ def digest_of(identity: Mapping[str, Any]) -> str:
 
 
 def part_name(number: int) -> str:
-    """The file of a unit."""
     return f"unit-{number:06d}.parquet"
 
 
@@ -433,7 +429,6 @@ class _MergedFile:
             self._sink.write((json.dumps(row, ensure_ascii=False, default=json_value) + "\n").encode())
 
     def close(self) -> None:
-        """Write what is left."""
         if self._writer is not None:
             self._writer.close()
         self._sink.flush()

@@ -271,7 +271,6 @@ class RowPredictor(Predictor):
         return wrong_values(table, self.choice) | wrong_rows(table, self.takes)
 
     def lengths(self, table: Any) -> list[int]:
-        """The longest list of each row; 1 where all columns are numbers."""
         return list_lengths(table, self.choice.named).max(axis=1, initial=1).tolist()
 
     @torch.no_grad()
@@ -466,7 +465,6 @@ class TextPredictor(Predictor):
         return self.sampling.max_new_tokens
 
     def shortened(self, tokens: int) -> TextPredictor:
-        """The same weights, shorter answers."""
         return replace(self, sampling=replace(self.sampling, max_new_tokens=min(tokens, self.answer_tokens)))
 
     def lengths(self, table: Any) -> list[int]:
@@ -512,7 +510,6 @@ class TextClassifier(Predictor):
         return self.prompt.columns
 
     def lengths(self, table: Any) -> list[int]:
-        """Characters of each text."""
         return [len(text or "") for text in self.prompt.lenient(table)]
 
     @torch.no_grad()

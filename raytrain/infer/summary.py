@@ -259,7 +259,6 @@ class ValueQuality:
 
 
 def quality_of(pairs: Iterable[tuple[Any, Any]], *, values: bool) -> dict[str, Any]:
-    """The figures of (label, prediction) pairs."""
     measured: ClassQuality | ValueQuality = ValueQuality() if values else ClassQuality()
     for label, prediction in pairs:
         measured.add(label, prediction)

@@ -126,7 +126,6 @@ class InferenceWorker:
         return found.to_json()
 
     def close(self) -> None:
-        """End the stages of a divided model."""
         if self._pipeline is not None:
             self._pipeline.close()
 

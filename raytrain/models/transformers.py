@@ -131,7 +131,6 @@ def misfits_of(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], *
 
 
 def _reported(report: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Convert the load report of transformers to our format."""
     misshapen = [f"{name} {list(seen)} for {list(own)}" for name, seen, own in report["mismatched_keys"]]
     return {"missing": sorted(report["missing_keys"]), "misshapen": sorted(misshapen)}
 
@@ -355,7 +354,6 @@ def _config(path: str, *, vocab_size: int | None) -> Any:
 
 
 def _pad_id(path: str, config: Any) -> int | None:
-    """Return the padding id, by which classifiers find the last token of a row."""
     return pad_id(open_tokenizer(path, key="model.path")) if has_tokenizer(path) else config.pad_token_id
 
 

@@ -156,7 +156,6 @@ def leave_gpus_to_hosts(
 
 
 def least_workers(scale: ScaleConfig) -> int:
-    """Workers that a run needs at least."""
     return 1 if scale.workers == "auto" else scale.workers if isinstance(scale.workers, int) else scale.workers[0]
 
 
@@ -210,7 +209,6 @@ def choose_strategy(scale: ScaleConfig, hosts: Resolved, *, workers: int) -> Res
 
 
 def separate_hosts(hosts: Choice) -> int:
-    """Number of expert hosts that are processes of their own."""
     return number_of_hosts(hosts.value_or(0))
 
 

@@ -25,7 +25,6 @@ class ExpertFacts:
 
     @property
     def total(self) -> int:
-        """Parameters of all experts."""
         return sum(map(sum, self.parameters))
 
 

@@ -185,7 +185,6 @@ def _separate(place: Any) -> int:
 
 
 def named(used: StateBytes, dtype: str) -> dict[str, int]:
-    """The parts by the names that a plan shows."""
     kept = {"weights": used.weights, "gradients": used.gradients, "optimizer": used.optimizer}
     return {**kept, f"{dtype} copy": used.cast}
 

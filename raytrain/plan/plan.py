@@ -143,7 +143,6 @@ class Plan:
     sources: dict[str, str] = field(default_factory=dict)
 
     def choices(self) -> dict[str, Choice]:
-        """The decisions by name, in the order of the table."""
         named = ((item.name, getattr(self, item.name)) for item in fields(self))
         return {name: value for name, value in named if isinstance(value, Resolved | Deferred)}
 
@@ -154,12 +153,10 @@ class Plan:
 
     @property
     def per_gpu(self) -> int:
-        """The number of processes that share each GPU."""
         return self.value("processes_per_gpu", 1)
 
     @property
     def gpu_share(self) -> float:
-        """The part of a GPU that Ray reserves for a worker or an expert host."""
         return 1 if self.per_gpu == 1 else math.floor(1e4 / self.per_gpu) / 1e4  # Ray counts in ten-thousandths
 
     def rows(self) -> list[tuple[str, str, str]]:

@@ -82,11 +82,9 @@ class ExpertPlaces:
     busy_s: list[float]
 
     def homes(self) -> list[int]:
-        """Experts at home on each host."""
         return self._count(slice(0, 1))
 
     def replicas(self) -> list[int]:
-        """Replicas on each host."""
         return self._count(slice(1, None))
 
     def _count(self, part: slice) -> list[int]:
@@ -99,7 +97,6 @@ class ExpertPlaces:
 
 
 def added(windows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Sums [interval][layer][expert] over the intervals to [layer][expert]."""
     return [[sum(counts) for counts in zip(*rows, strict=True)] for rows in zip(*windows, strict=True)]
 
 

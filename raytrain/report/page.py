@@ -234,13 +234,11 @@ def _options(options: Sequence[str]) -> str:
 
 
 def restarts(records: RunRecords) -> list[Mark]:
-    """Attempts after the first as marks on the step axis."""
     again = [row for row in records.of_kind("attempt")[1:] if number(row.get("from_step")) is not None]
     return [Mark(float(row["from_step"]), f"attempt {row.get('attempt', '')}", "restart") for row in again]
 
 
 def marks(records: RunRecords) -> list[Mark]:
-    """Restarts and checkpoints as marks on the step axis."""
     saved = [row for row in records.of_kind("checkpoint", "save") if number(row.get("step")) is not None]
     return restarts(records) + [Mark(float(row["step"]), "checkpoint") for row in saved]
 
@@ -304,7 +302,6 @@ _ALT = {
 
 
 def _clip_line(records: RunRecords, norms: Sequence[tuple[float, float]]) -> list[Curve]:
-    """The gradient clip as a dashed line, if the norms come close to it."""
     limit = number(records.configured("optim.max_grad_norm"))
     if not limit or not norms or max(norm for _, norm in norms) < 0.5 * limit:
         return []

@@ -70,15 +70,12 @@ class RunRecords:
     unreadable: list[str] = field(default_factory=list)
 
     def planned(self, name: str) -> Any:
-        """The value the plan gave to `name`, or None."""
         return next((line.value for line in self.plan if line.name == name and not line.deferred), None)
 
     def configured(self, key: str) -> Any:
-        """The value of the dotted key, or None."""
         return next((line.value for line in self.config if line.key == key), None)
 
     def of_kind(self, *kinds: str) -> list[Row]:
-        """The events of any of these kinds, in order."""
         return [row for row in self.events if row.get("kind") in kinds]
 
 
@@ -126,13 +123,11 @@ def _unusable(plan: Row) -> list[str]:
 
 
 def _gpus(plan: Row) -> int:
-    """How many GPUs the machines of the plan have that can be used."""
     nodes = [mapping(node) for node in listed(mapping(plan.get("inventory")).get("nodes"))]
     return sum(mapping(device).get("kind") != "cpu" for node in nodes for device in listed(node.get("devices")))
 
 
 def _telemetry(run: RunFolder, unreadable: list[str]) -> list[Row]:
-    """The rows of every node, in order of time."""
     files = [entry.name for entry in run.store.entries("telemetry") if entry.name.endswith(".jsonl")]
     rows = [row for name in files for row in _rows(run, join(run.path, f"telemetry/{name}"), unreadable)]
     known = [row for row in rows if isinstance(row.get("devices"), list) and number(row.get("time")) is not None]
@@ -151,13 +146,11 @@ def number(value: Any) -> float | None:
 
 
 def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
-    """(step, value) of every row whose value is finite."""
     points = ((number(row.get("step")), number(row.get(key))) for row in rows)
     return [(step, value) for step, value in points if step is not None and value is not None]
 
 
 def values(rows: Sequence[Row], key: str) -> list[float]:
-    """The finite values of one column."""
     return [value for row in rows if (value := number(row.get(key))) is not None]
 
 

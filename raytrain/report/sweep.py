@@ -146,7 +146,6 @@ CHOSEN = ' <span class="badge good">chosen</span>'
 
 
 def is_sweep(path: str) -> bool:
-    """Whether this is the folder of a search."""
     store = open_store(path)
     return store.exists(TRIALS) and not store.exists("metrics.jsonl")
 

@@ -177,7 +177,6 @@ class PartStatus:
         return f"nothing in it could be traced: {', '.join(list(self.breaks_at)[:1]) or 'torch says no more'}"
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
         counts = {name: getattr(self, name) for name in ("graphs", "graph_breaks", "recompiles")}
         return {"name": self.name or "model", "kind": self.kind, "achieved": self.achieved, **counts,
                 "seconds": self.seconds, "reason": self.why}  # fmt: skip
@@ -252,7 +251,6 @@ class CompiledParts:
 
     @property
     def seconds(self) -> float:
-        """Total seconds spent in the compiler."""
         return sum(part.seconds for part in self.parts)
 
     def take_seconds(self) -> float:
@@ -500,7 +498,6 @@ class Switches:
             part.compare_kernels(device, policy.autocast_dtype or policy.master_dtype)
 
     def observe(self, batch: dict[str, Any]) -> None:
-        """Register a batch before the training step uses it."""
         off = self.cudnn.observe(batch)
         if off is not None:
             self._notices.append(("decision", {"what": "cudnn_benchmark", **off}))

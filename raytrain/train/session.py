@@ -166,7 +166,6 @@ class Session:
         )
 
     def close(self) -> None:
-        """Stop prefetching; may be called twice, and before `prepare`."""
         if hasattr(self, "loader"):
             self.loader.close()
 
@@ -216,7 +215,6 @@ class Session:
         return {**parts, **{f"part_{name}": part.state_dict() for name, part in own.items()}}
 
     def generator_state(self) -> dict[str, Any]:
-        """The states of this worker's random generators."""
         return rng_state(self.device)
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
@@ -245,7 +243,6 @@ class Session:
     # -- the loop ---------------------------------------------------------------------------------
 
     def limits(self) -> LoopLimits:
-        """The resolved numbers of the loop."""
         return limits_of(self.job)
 
     def loop(

@@ -117,13 +117,11 @@ class PassRecorder:
     _caches: Any = field(default_factory=itertools.count, repr=False)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any], cache: CacheUse | None = None) -> Tensor:
-        """As `StagePipeline.call`."""
         given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         self.passes.append(StagePass(tuple(args), dict(kwargs), cache))
         return torch.zeros(len(given), 1, 1) if self.generates else torch.zeros(len(given), 1)
 
     def new_cache(self) -> int:
-        """As `StagePipeline.new_cache`."""
         return next(self._caches)
 
     def end_cache(self, number: int) -> None:
@@ -197,7 +195,6 @@ class PartClock:
                 module.register_forward_hook(self._end_of(place))
 
     def take(self) -> list[float]:
-        """Of each part since the last call."""
         taken, self._seconds = self._seconds, [0.0] * len(self._seconds)
         self._began.clear()
         return taken

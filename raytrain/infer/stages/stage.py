@@ -466,7 +466,6 @@ class ModelStage:
 
     @property
     def caches(self) -> int:
-        """Caches that it holds."""
         return len(self._caches)
 
     def skipped_output(self, key: str, layer: int | None, given: Sequence[Any]) -> Any:
@@ -507,7 +506,6 @@ class _Noted:
 
 
 def _cut(*args: Any, **kwargs: Any) -> NoReturn:
-    """The forward of a part that a later stage holds."""
     raise _CutReached(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
 
 

@@ -320,24 +320,20 @@ class FlatReduction:
         return contextlib.nullcontext()
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result | Shortage:
-        """As in `Reduction`."""
         result = run_or_shortage(passes, device=self._device, who=f"rank {self.workers.rank}")
         self._trainable.remote.end_passes(short=isinstance(result, Shortage))
         return result
 
     def dropped(self, result: object) -> StepDropped:
-        """As in `Reduction`."""
         error = step_dropped(self.workers, result)
         self.gradients.zero_()
         self._trainable.remote.discard()
         return error
 
     def overlap(self, wanted: bool) -> None:
-        """As in `Reduction`."""
         self.sums.overlaps = wanted
 
     def last_pass(self) -> None:
-        """As in `Reduction`."""
         self.sums.last_pass()
 
     def sum_of_squares(self) -> Tensor:
@@ -345,5 +341,4 @@ class FlatReduction:
         return self.gradients.sum_of_squares()
 
     def nonfinite(self) -> list[str]:
-        """As in `Reduction`."""
         return self.gradients.nonfinite(self._trainable.module)
