@@ -313,7 +313,8 @@ def _mode(scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bo
         return Resolved("cpu", "scale.mode")
     if forced_cpu:
         return Resolved("cpu", "scale.accelerator")
-    why = _why_no_gpu(inventory)
+    notes = [note for note in inventory.notes if "GPU" in note or "CUDA" in note or "NVML" in note]
+    why = notes[-1] if notes else f"{inventory.source} has no GPU"
     if scale.mode == "auto":
         if gpus == 0:
             return Resolved("cpu", f"there is no GPU ({why})")
@@ -349,11 +350,6 @@ def _warn_of_unusable(scale: ScaleConfig, text: str, inventory: Inventory, mode:
         f"THIS RUN IS ON THE CPU, although there is a GPU that cannot be used: {why}; scale.mode cpu asks for that"
         " without this warning"
     )
-
-
-def _why_no_gpu(inventory: Inventory) -> str:
-    notes = [note for note in inventory.notes if "GPU" in note or "CUDA" in note or "NVML" in note]
-    return notes[-1] if notes else f"{inventory.source} has no GPU"
 
 
 def choose_precision(

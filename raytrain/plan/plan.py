@@ -280,7 +280,9 @@ def make_plan(inputs: PlanInputs) -> Plan:
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(inputs.experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
 
-    rows = _rows_kept(batches, inflight)
+    # Rows whose activations a worker keeps at the same time: those of each micro-batch in flight.
+    most = 1 if inflight is None or inflight.value_or(2) == 1 else 2
+    rows = batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
     estimate = partial(inputs.estimate, machines, precision, workers=workers.value, hosts=hosts)
     one_row, shards = estimate(rows=1)["memory"], workers.value if inputs.sharded else 1
     check_limit(
@@ -376,9 +378,3 @@ def _data_choices(
     if kept["storage"].value_or(None) == "resident" and loaders.value_or(None) != 0:
         loaders = Resolved(0, "rows are kept in memory")
     return {**kept, "loader_workers": loaders}
-
-
-def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
-    """Rows whose activations a worker keeps at the same time: those of each micro-batch in flight."""
-    most = 1 if inflight is None or inflight.value_or(2) == 1 else 2
-    return batches["micro_batch_size"].value * min(most, batches["accumulation"].value)

@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any
 
 from cluster.wording import counted, loss_text, measured, plain_number, rate_text, seconds, size
-from raytrain.report.bottlenecks import Finding
 from raytrain.report.charts import Curve, Mark, Point, chart, smoothed
 from raytrain.report.experts import activation_spec, device_spec
 from raytrain.report.figures import HISTORY_COLUMNS, history, outcome, summarise, summary_text, training_spec
@@ -134,8 +133,15 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
     """The complete page of a run; sections without records are left out. `pictures` are PNG files by name."""
     summary = summarise(records)
     findings = diagnose(records)
+    cards = (
+        f'<article class="card finding {item.severity}"><span class="badge">{item.severity}</span>'
+        f"<b>{esc(item.title)}</b><p>{esc(item.evidence)}</p>"
+        f"{f'<p class=remedy>{esc(item.remedy)}</p>' if item.remedy else ''}{_options(item.options)}</article>"
+        for item in findings
+    )
+    inner = "".join(cards)
     sections = [
-        ("findings", "What stands out", _findings(findings)),
+        ("findings", "What stands out", f'<div class="findings">{inner}</div>' if inner else ""),
         ("curves", "Curves", _curves(records)),
         ("devices", "Devices", telemetry_charts(records, restarts(records))),
         ("experts", "Experts", _pictures(pictures or {})),
@@ -216,17 +222,6 @@ def _spent(records: RunRecords, summary: dict[str, Any]) -> str:
     if commands > 1:
         return f"over {counted(commands, 'command')}"
     return "all attempts" if (summary["attempts"] or 0) > 1 else f"{seconds(summary.get('startup_s'))} of it start-up"
-
-
-def _findings(findings: Sequence[Finding]) -> str:
-    cards = (
-        f'<article class="card finding {item.severity}"><span class="badge">{item.severity}</span>'
-        f"<b>{esc(item.title)}</b><p>{esc(item.evidence)}</p>"
-        f"{f'<p class=remedy>{esc(item.remedy)}</p>' if item.remedy else ''}{_options(item.options)}</article>"
-        for item in findings
-    )
-    inner = "".join(cards)
-    return f'<div class="findings">{inner}</div>' if inner else ""
 
 
 def _options(options: Sequence[str]) -> str:
@@ -362,12 +357,16 @@ def build_report(run: RunFolder) -> str:
     drawn = {"expert_activations": (activations, activation_spec(records)),
              "expert_device_distribution": (devices, device_spec(records))}  # fmt: skip
     pictures = {name: png(draw(shown)) for name, (draw, shown) in drawn.items() if shown is not None}
+    buffer = io.StringIO()
+    writer: csv.DictWriter[str] = csv.DictWriter(buffer, HISTORY_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(history(records))
     files = {
         **{f"{name}.png": data for name, data in pictures.items()},
         **{f"{name}.json": _json(shown) for name, (_, shown) in drawn.items() if shown is not None},
         "training_metrics.json": _json(spec),
         "training_metrics.png": png(figure(spec)),
-        "history.csv": history_csv(records),
+        "history.csv": buffer.getvalue().encode(),
         "performance_summary.json": _json(summary),
         "performance_summary.txt": _bytes(summary_text(summary)),
         "report.html": _bytes(report_page(records, pictures)),
@@ -375,15 +374,6 @@ def build_report(run: RunFolder) -> str:
     for name, data in files.items():
         run.store.write_bytes(f"report/{name}", data)
     return join(run.report_dir, "report.html")
-
-
-def history_csv(records: RunRecords) -> bytes:
-    """history.csv: a header and one row per epoch, in full precision, empty where nothing was measured."""
-    buffer = io.StringIO()
-    writer: csv.DictWriter[str] = csv.DictWriter(buffer, HISTORY_COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(history(records))
-    return buffer.getvalue().encode()
 
 
 def _json(value: Any) -> bytes:

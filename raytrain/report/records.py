@@ -90,15 +90,19 @@ def read_records(run: RunFolder) -> RunRecords:
     choices = plan.get("choices")
     events = _events(run, unreadable)
     lines = _plan_lines(choices if isinstance(choices, Mapping) else {})
+    inventory = plan.get("inventory")
+    nodes = [mapping(node) for node in listed(mapping(plan.get("inventory")).get("nodes"))]
+    sources = mapping(plan.get("sources"))
+    leaves = _leaves(mapping(plan.get("config")), "")
     return RunRecords(
         name=run.path.rstrip("/").rsplit("/", 1)[-1],
         path=run.path,
         job_text=job_text,
         plan=_settled(lines, _mapping(run, run.memory_probe, unreadable), events),
         warnings=[str(line) for line in listed(plan.get("warnings"))],
-        unusable=_unusable(plan),
-        gpus=_gpus(plan),
-        config=_config_lines(plan),
+        unusable=[str(line) for line in listed(inventory.get("unusable"))] if isinstance(inventory, Mapping) else [],
+        gpus=sum(mapping(device).get("kind") != "cpu" for node in nodes for device in listed(node.get("devices"))),
+        config=[ConfigRow(key, value, str(sources.get(key, "default"))) for key, value in leaves],
         environment=_mapping(run, run.environment, unreadable),
         preflight=[row for row in listed(checks) if isinstance(row, Mapping)],
         train_rows=_data_fact(plan, "train_rows"),
@@ -114,17 +118,6 @@ def read_records(run: RunFolder) -> RunRecords:
         alive=_alive(run, unreadable),
         unreadable=unreadable,
     )
-
-
-def _unusable(plan: Row) -> list[str]:
-    """The GPUs that the machines of the plan have and that could not be used, with the reasons."""
-    inventory = plan.get("inventory")
-    return [str(line) for line in listed(inventory.get("unusable"))] if isinstance(inventory, Mapping) else []
-
-
-def _gpus(plan: Row) -> int:
-    nodes = [mapping(node) for node in listed(mapping(plan.get("inventory")).get("nodes"))]
-    return sum(mapping(device).get("kind") != "cpu" for node in nodes for device in listed(node.get("devices")))
 
 
 def _telemetry(run: RunFolder, unreadable: list[str]) -> list[Row]:
@@ -262,12 +255,6 @@ def _located(fault: Row, attempt: Row) -> Row:
     at = mapping(ranks[int(rank)]) if rank is not None and 0 <= rank < len(ranks) else {}
     known = {"from_step": attempt.get("from_step"), "node": at.get("node"), "pid": at.get("pid")}
     return {**fault, **{key: seen for key, seen in known.items() if seen is not None}}
-
-
-def _config_lines(plan: Row) -> list[ConfigRow]:
-    sources = mapping(plan.get("sources"))
-    leaves = _leaves(mapping(plan.get("config")), "")
-    return [ConfigRow(key, value, str(sources.get(key, "default"))) for key, value in leaves]
 
 
 def _leaves(mapping: Row, prefix: str) -> Iterable[tuple[str, Any]]:

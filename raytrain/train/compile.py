@@ -76,7 +76,19 @@ def parts_to_compile(
     elif asked == "blocks":
         parts = blocks_of(trainable, key=KEY)
     else:
-        parts = _named_part(module, asked)
+        every = {name: part for name, part in module.named_modules() if name}
+        chosen: list[Block] = []
+        for name in asked:
+            found = [(full, part) for full, part in every.items() if full == name or full.endswith(f".{name}")]
+            if not found:
+                ends = {full.rpartition(".")[2] for full in every if not full.rpartition(".")[2].isdigit()}
+                raise InputError(
+                    KEY, got=name, expected="auto, all, blocks, or names of the model's modules, or ends of such names",
+                    remedy=near_names(name, [*ends, *every], otherwise=sorted(ends)),
+                )  # fmt: skip
+            chosen += [block for full, part in found for block in called_modules(full, part)]
+        kept = {id(inner) for _, part in chosen for inner in part.modules() if inner is not part}
+        parts = list({id(part): (name, part) for name, part in chosen if id(part) not in kept}.values())
     if graphs and len(parts) > 1:
         raise InputError(
             KEY, got=f"{len(parts)} parts with loop.compile reduce-overhead on a GPU", expected="all, or loop.compile"
@@ -93,22 +105,6 @@ def parts_to_compile(
                     remedy="loop.compile_parts: blocks; a compiled part cannot contain blocks that backward recomputes",
                 )  # fmt: skip
     return parts
-
-
-def _named_part(module: nn.Module, names: Sequence[str]) -> list[Block]:
-    every = {name: part for name, part in module.named_modules() if name}
-    chosen: list[Block] = []
-    for name in names:
-        found = [(full, part) for full, part in every.items() if full == name or full.endswith(f".{name}")]
-        if not found:
-            ends = {full.rpartition(".")[2] for full in every if not full.rpartition(".")[2].isdigit()}
-            raise InputError(
-                KEY, got=name, expected="auto, all, blocks, or names of the model's modules, or ends of such names",
-                remedy=near_names(name, [*ends, *every], otherwise=sorted(ends)),
-            )  # fmt: skip
-        chosen += [block for full, part in found for block in called_modules(full, part)]
-    kept = {id(inner) for _, part in chosen for inner in part.modules() if inner is not part}
-    return list({id(part): (name, part) for name, part in chosen if id(part) not in kept}.values())
 
 
 # ---------------------------------------------------------------- compile

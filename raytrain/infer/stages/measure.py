@@ -66,16 +66,12 @@ def measure_parts(work: Work, unit: Unit) -> PartTimes:
     except Exception as error:  # of a row
         return PartTimes(reason=f"a row failed: {type(error).__name__}")
     sums = _Sums(len(batches) - 1, predictor.answer_tokens)
-    for stage in range(_plan(work).stages):
+    assert work.split is not None
+    for stage in range(work.split.plan.stages):
         failed = _time_stage(work, stage, batches, sums)
         if failed is not None:
             return PartTimes(reason=f"a batch failed: {failed}")
     return PartTimes(tuple(sums.seconds), took_s=time.perf_counter() - began)
-
-
-def _plan(work: Work) -> Any:
-    assert work.split is not None
-    return work.split.plan
 
 
 def _chosen(predictor: Predictor, work: Work, unit: Unit) -> list[list[int]]:
