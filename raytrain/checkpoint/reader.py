@@ -133,7 +133,6 @@ def newest_valid(run: RunFolder, *, place: ShardPosition | None = None) -> Newes
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    """The manifest of a checkpoint that has been verified before."""
     return json.loads(open_store(path).read_bytes(MANIFEST))
 
 

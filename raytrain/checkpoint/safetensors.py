@@ -64,7 +64,6 @@ class HashingStream:
                 piece = piece[len(piece) if taken is None else taken :]
 
     def written(self) -> WrittenFile:
-        """Size and hash so far."""
         return WrittenFile(bytes=self._bytes, sha256=self._hash.hexdigest())
 
 
@@ -106,7 +105,8 @@ def write_tensors(
     stream = HashingStream(file)
     stream.write(len(text).to_bytes(8, "little") + text)
     for name in names:
-        stream.write(_raw(tensors[name]))
+        plain = tensors[name].detach().cpu().resolve_conj().resolve_neg()  # a conjugated view has the bytes of its base
+        stream.write(plain.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return stream.written()
 
 
@@ -148,11 +148,6 @@ def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name}: a tensor of {tensor.dtype} cannot be saved in a safetensors file")
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()  # a conjugated view has the bytes of its base
-    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 # ---------------------------------------------------------------- sharded

@@ -217,7 +217,6 @@ class CheckpointWriter:
 
     @property
     def staged_bytes(self) -> int:
-        """Memory that the buffers hold."""
         return self._staging.nbytes if self._staging else 0
 
     def rehearse(self, parts: Mapping[str, Any]) -> float | None:

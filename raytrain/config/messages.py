@@ -130,7 +130,6 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _choices(schema: Mapping[str, Any]) -> list[Any]:
-    """The literal values that a key accepts."""
     members = [word for member in schema.get("anyOf", []) for word in _choices(member)]
     return [*schema.get("enum", []), *([schema["const"]] if "const" in schema else []), *members]
 
@@ -204,7 +203,6 @@ def whole_number(cls: type[BaseModel], name: str, value: Any) -> Any:
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types of a key."""
     return {str(schema.get("type", ""))}.union(*(_kinds(member) for member in schema.get("anyOf", [])))
 
 
@@ -246,7 +244,6 @@ def example_text(cls: type[BaseModel], name: str, *, prefix: str) -> str:
 
 
 def _typed(key: str, value: Any) -> str:
-    """``key=value`` as a shell takes it."""
     return shlex.quote(f"{key}={value if isinstance(value, str) else render(value)}")
 
 

@@ -43,7 +43,14 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
     found: Any = _import(name, path, key)
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
-            raise _no_attribute(found, attribute, path, key)
+            names = [n for n in vars(found) if not n.startswith("_")]
+            where = getattr(found, "__file__", None) or function_name(found)
+            raise InputError(
+                key,
+                got=f"{path}, which {where} does not define",
+                expected="a function or class of that module",
+                remedy=suggestion(attribute, names),
+            )
         found = getattr(found, attribute)
     if not callable(found):
         raise InputError(key, got=f"{path}, a {type(found).__name__}", expected="a function or a class")
@@ -166,7 +173,6 @@ def _installed() -> list[str]:
 
 
 def function_name(function: Any) -> str:
-    """The "module:function" of a callable, for messages."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     return f"{module}:{name}" if module and name else repr(function)
 
@@ -196,14 +202,3 @@ def _import(name: str, path: str, key: str) -> Any:
             got=f"{path}, whose import raises {type(error).__name__}: {first_line(error)}",
             expected="a module that can be imported",
         ) from error
-
-
-def _no_attribute(found: Any, attribute: str, path: str, key: str) -> InputError:
-    names = [n for n in vars(found) if not n.startswith("_")]
-    where = getattr(found, "__file__", None) or function_name(found)
-    return InputError(
-        key,
-        got=f"{path}, which {where} does not define",
-        expected="a function or class of that module",
-        remedy=suggestion(attribute, names),
-    )

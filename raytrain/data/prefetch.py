@@ -52,7 +52,6 @@ class BatchRequest:
     rows: np.ndarray
 
     def same(self, other: BatchRequest) -> bool:
-        """Whether both ask for the same batch."""
         return (self.split, self.epoch) == (other.split, other.epoch) and np.array_equal(self.rows, other.rows)
 
 
@@ -357,7 +356,6 @@ class LoaderPool:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     def begin(self, request: BatchRequest) -> PendingRead:
@@ -391,7 +389,6 @@ class LoaderPool:
         return value
 
     def forget(self, number: int) -> None:
-        """Drop the batch of a request."""
         with self._lock:
             self._open.discard(number)
             if self._arrived.pop(number, None) is None:
@@ -438,11 +435,9 @@ class PendingRead:
         self._pool, self._number, self.request = pool, number, request
 
     def result(self) -> Batch:
-        """Wait for it; see `LoaderPool.result`."""
         return self._pool.result(self._number)
 
     def cancel(self) -> None:
-        """Give it up."""
         self._pool.forget(self._number)
 
 

@@ -180,7 +180,6 @@ class CheckpointSaver:
             self.writer.abandon()
 
     def close(self) -> None:
-        """Wait until the last checkpoint is written."""
         if self.writer is not None:
             self.writer.close()
         self.session.strategy.close_saves()
@@ -231,6 +230,5 @@ def _pack(tensors: dict[str, Any], skeleton: Any) -> bytes:
 
 
 def _unpack(payload: bytes) -> tuple[dict[str, Any], Any]:
-    """Decode what `_pack` returned."""
     size = int.from_bytes(payload[:8], "little")
     return tensors_from_bytes(payload[8 + size :]), json.loads(payload[8 : 8 + size])

@@ -206,7 +206,6 @@ class Collectives(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Ray instantiates this in the controller."""
         return LoopbackBackend
 
     @property

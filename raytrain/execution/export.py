@@ -105,22 +105,19 @@ def write_weights(
             tensors, about = as_tensors(state)
             own({name: tensor.cpu() for name, tensor in tensors.items()}, folder)
             if os.path.exists(os.path.join(folder, NAME)):  # a model may write another kind of file
-                _add_notes(os.path.join(folder, NAME), {**notes, **about})
+                # the header stands before the tensors, so that the file is copied to change it
+                path = os.path.join(folder, NAME)
+                with open(path, "rb") as file, open(f"{path}.tmp", "wb") as copy:
+                    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                    header["__metadata__"] = {**notes, **about, **header.get("__metadata__", {})}
+                    text = json.dumps(header, separators=(",", ":")).encode()
+                    text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
+                    copy.write(len(text).to_bytes(8, "little") + text)
+                    shutil.copyfileobj(file, copy, 16 * 2**20)
+                os.replace(f"{path}.tmp", path)
         if tokenizer is not None:
             open_tokenizer(tokenizer).save_pretrained(folder)
         _publish(folder, target)
-
-
-def _add_notes(path: str, notes: Mapping[str, str]) -> None:
-    """Add metadata to a safetensors file, whose tensors follow its header."""
-    with open(path, "rb") as file, open(f"{path}.tmp", "wb") as copy:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header["__metadata__"] = {**notes, **header.get("__metadata__", {})}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
-        copy.write(len(text).to_bytes(8, "little") + text)
-        shutil.copyfileobj(file, copy, 16 * 2**20)
-    os.replace(f"{path}.tmp", path)
 
 
 def checkpoint_of(run: RunFolder, step: int | str) -> CheckpointInfo:

@@ -49,7 +49,6 @@ class Preload(threading.Thread):
         self._has_work = threading.Event()
 
     def run(self) -> None:
-        """Import one module after the other."""
         if self._imported(FOR_ALL) and take_number(self._folder, most=self._workers) < self._workers:
             self._imported(FOR_WORKERS)
 

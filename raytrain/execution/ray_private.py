@@ -276,7 +276,6 @@ class InlineFunction:
     pickled: bytes
 
     def get(self) -> Any:
-        """As Ray's reference."""
         from ray import cloudpickle
 
         return cloudpickle.loads(self.pickled)
@@ -314,25 +313,18 @@ def trainer_class(*, local: bool) -> type[Any]:
             controller = find("ray.train.v2._internal.execution.controller", "TrainController")
             if controller is None or PRELOAD not in os.environ:
                 return super()._initialize_and_run_controller(**named)
-            return _run_controller(controller, named)
+            # As Ray does it, but without environment variables of its own: Ray gives an actor that has some a new
+            # process, and leaves those unused that it started in advance. Processes of a private cluster inherit the
+            # driver's environment, with the same variables.
+            import ray
+
+            here = {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
+            actor = ray.remote(num_cpus=0, label_selector=here)(controller).remote(**named)
+            ray.get(actor.run.remote())
+            return ray.get(actor.get_result.remote())
 
     overridden = ("_create_default_callbacks", "_initialize_and_run_controller")
     return PromptTrainer if all(find(TorchTrainer, name) for name in overridden) else TorchTrainer
-
-
-def _run_controller(controller: Any, named: dict[str, Any]) -> Any:
-    """As Ray does it, but without environment variables of its own.
-
-    Ray gives an actor with such variables a new process, and leaves those that it started in advance unused. The
-    processes of a private cluster inherit the environment of the driver, the same variables among it; those of a Ray
-    that the program has started itself do not.
-    """
-    import ray
-
-    here = {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
-    actor = ray.remote(num_cpus=0, label_selector=here)(controller).remote(**named)
-    ray.get(actor.run.remote())
-    return ray.get(actor.get_result.remote())
 
 
 def node_callbacks(selector: Callable[[], dict[str, str] | None]) -> list[Any]:
@@ -347,7 +339,6 @@ def node_callbacks(selector: Callable[[], dict[str, str] | None]) -> list[Any]:
 
     class ChooseNodes(parent):
         def on_controller_start_worker_group(self, **_: Any) -> dict[str, str] | None:
-            """Ray calls this before each worker group starts."""
             return selector()
 
     return [ChooseNodes()]

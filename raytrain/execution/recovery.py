@@ -324,7 +324,6 @@ def _replacement(session: Session, *, initial: bool) -> Session:
 
 
 def _close(session: Session) -> None:
-    """Close a session and free its memory for the next one."""
     session.close()
     session.release()
 

@@ -41,15 +41,12 @@ class Observers:
         self._on_failure = on_failure
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """Pass on a row that was written to metrics.jsonl."""
         self._notify("metrics", row)
 
     def event(self, row: dict[str, Any]) -> None:
-        """Pass on a row that was written to events.jsonl."""
         self._notify("event", row)
 
     def close(self) -> None:
-        """Close the observers that have a `close` method."""
         for observer in list(self._active):
             self._call(observer, getattr(observer, "close", None))
 
@@ -224,22 +221,19 @@ class RankZeroReporter:
         self._observers.metrics(row)
         self.last_row = row
         if row["kind"] == "eval":
-            self._print_evaluation(row)
+            loss, before = float(row["loss"]), self._best
+            self._best = loss if before is None or loss < before else before
+            compared = "" if before is None else ", the best so far" if loss < before else f", best {before:.4f}"
+            print(f"step {row['step']}: eval loss {loss:.4f}{compared}")
         elif self._print_epochs and row.get("ends_epoch"):
-            print(epoch_line(row))
+            loss = f"loss {row['loss']:.4f}"
+            print(f"epoch {row['epoch']} ended at step {row['step']}: {loss}, {rate_of(row)}, {_memory(row)}")
         elif self._print_memory:
-            print(memory_line(row))
+            print(f"step {row['step']}: {_memory(row)}, {float(row['peak_memory_bytes']) / 2**30:.2f} GiB peak")
         now = time.monotonic()
         if self._report_progress is not None and now - self._reported > 0.5:
             self._reported = now
             self._report_progress({"row": row})
-
-    def _print_evaluation(self, row: dict[str, Any]) -> None:
-        """A line that stays on the driver's terminal."""
-        loss, before = float(row["loss"]), self._best
-        self._best = loss if before is None or loss < before else before
-        compared = "" if before is None else ", the best so far" if loss < before else f", best {before:.4f}"
-        print(f"step {row['step']}: eval loss {loss:.4f}{compared}")
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one row of events.jsonl."""
@@ -253,7 +247,6 @@ class RankZeroReporter:
             print(f"out of memory: {row['reason']}")
 
     def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
-        """Write one row of experts.jsonl, and routing traces by step."""
         self.fence()
         self.run.writer(self.run.experts).write(row)
         for step, data in traces.items():
@@ -267,16 +260,6 @@ class RankZeroReporter:
         self._observers.close()
         self.fence()
         self.run.flush()
-
-
-def epoch_line(row: Mapping[str, Any]) -> str:
-    """The line about an epoch that ended with this train row; memory is that of rank 0 at its end."""
-    return f"epoch {row['epoch']} ended at step {row['step']}: loss {row['loss']:.4f}, {rate_of(row)}, {_memory(row)}"
-
-
-def memory_line(row: Mapping[str, Any]) -> str:
-    """The line about the memory of rank 0 at a train row: in use now, and the peak since the row before."""
-    return f"step {row['step']}: {_memory(row)}, {float(row['peak_memory_bytes']) / 2**30:.2f} GiB peak"
 
 
 def _memory(row: Mapping[str, Any]) -> str:
@@ -298,11 +281,9 @@ class StepReports:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Report every `REPORT_EVERY_S` seconds."""
         threading.Thread(target=self._run, daemon=True, name="step-reports").start()
 
     def close(self) -> None:
-        """Report no more."""
         self._over.set()
 
     def report(self) -> None:
@@ -407,14 +388,6 @@ class _Tee:
             os.replace(self._path, f"{self._path}.1")
             self._file = open(self._path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
             self._size = 0
-        self._size += self._file.write(self._for_file(text))
-        if self._driver_lines is None:
-            return self._stream.write(text)
-        self._driver_lines.write(id(self), text)  # not to the stream too: Ray may send that to the driver as well
-        return len(text)
-
-    def _for_file(self, text: str) -> str:
-        """The part of `text` to write to the file now; a line that is being overwritten is written when it ends."""
         overwrites = "\r" in text.replace("\r\n", "\n").partition("\n")[0]
         before = "\n" if self._mid_line and overwrites else ""
         complete, pending = split_lines(self._pending, text)
@@ -422,7 +395,11 @@ class _Tee:
         self._pending = pending if held_back else ""
         wanted = before + complete + ("" if held_back else pending)
         self._mid_line = not wanted.endswith("\n") if wanted else self._mid_line
-        return wanted
+        self._size += self._file.write(wanted)
+        if self._driver_lines is None:
+            return self._stream.write(text)
+        self._driver_lines.write(id(self), text)  # not to the stream too: Ray may send that to the driver as well
+        return len(text)
 
     def end(self) -> None:
         """Close the log file; later writes go only to the original stream."""

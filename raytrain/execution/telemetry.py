@@ -57,7 +57,6 @@ class TelemetryThread:
         self._thread = threading.Thread(target=self._loop, daemon=True, name="telemetry")
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def close(self) -> None:

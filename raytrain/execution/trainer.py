@@ -133,7 +133,10 @@ def fit(
     resources = worker_resources(job.plan, local=local)
     choice = NodeChoice(job.run_path, resources, least or int(job.planned("workers")), channel)
     choosing = [] if local else node_callbacks(partial(choice.selector, ray.nodes))
-    _hand_over(job, data, channel)
+    # the job may contain Python objects; Ray re-exports `dumps` without declaring it
+    channel.keep.remote("job", cloudpickle.dumps(job))  # pyright: ignore[reportPrivateImportUsage]
+    if data is not None:
+        channel.keep.remote("data", data)
     trainer = trainer_class(local=local)(
         train_loop_per_worker,
         train_loop_config={
@@ -162,19 +165,6 @@ def fit(
             callbacks=[FaultWriter(job.run_path, job.owner, channel), *choosing],
         ),
     )
-    return _result_of(trainer)
-
-
-def _hand_over(job: TrainJob, data: Any, channel: Any) -> None:
-    """Give the channel what the workers read from it. The workers wait for it, not this process, so that Ray Train's
-    controller starts at the same time as the channel."""
-    # the job may contain Python objects; Ray re-exports `dumps` without declaring it
-    channel.keep.remote("job", cloudpickle.dumps(job))  # pyright: ignore[reportPrivateImportUsage]
-    if data is not None:
-        channel.keep.remote("data", data)
-
-
-def _result_of(trainer: Any) -> AttemptResult:
     try:
         result = trainer.fit().return_value
     except Exception as error:

@@ -315,7 +315,7 @@ class Worker:
             loop.saver = saver = CheckpointSaver(
                 session,
                 self.run_folder,
-                every=self._checkpoint_every(),
+                every=self.job.plan.checkpoint_every.value_or("auto"),
                 keep=self.job.save.keep,
                 asynchronous=self.job.save.asynchronous,
                 reporter=reporter,
@@ -359,9 +359,6 @@ class Worker:
             return [], [copies]
         rows = self.workers.all_gather_floats([clock.share("compute"), *map(float, copies.values())])
         return [row[0] for row in rows], [TransferCounts(*map(int, row[1:])) for row in rows]
-
-    def _checkpoint_every(self) -> int | str:
-        return self.job.plan.checkpoint_every.value_or("auto")
 
     def position(self) -> dict[str, Any]:
         """The attempt and the step, for the rows of telemetry; called from other threads."""

@@ -46,29 +46,25 @@ def converted(
     """
     if files.kind == "parquet":
         return list(files.paths)
+    import pyarrow as pa
+
     store, written, types = open_store(folder), [], CsvTypes(files.paths, carried, label, numbers)
     for number, path in enumerate(files.paths):
         name = f"input-{number:05d}-{fingerprint(path)}.parquet"
         if not store.exists(name):
-            _convert(path, files.kind, join(folder, name), types, rows_at_once)
+            target = join(folder, name)
+            try:
+                if files.kind == "csv":
+                    write_tables(types.tables(path), target, origin=path, rows_at_once=rows_at_once)
+                elif files.kind == "idx":
+                    write_tables(_idx_tables(path, rows_at_once), target, origin=path, rows_at_once=rows_at_once)
+                else:
+                    read = partial(_json_or_text, path, files.kind, rows_at_once)
+                    write_joined(read, target, origin=path, rows_at_once=rows_at_once)
+            except pa.ArrowException as error:
+                raise InputError(KEY, got=f"{path}: {first_line(error)}", expected=f"a {files.kind} file") from error
         written.append(join(folder, name))
     return written
-
-
-def _convert(path: str, kind: str, target: str, types: CsvTypes, rows_at_once: int) -> None:
-    import pyarrow as pa
-
-    try:
-        if kind == "csv":
-            write_tables(types.tables(path), target, origin=path, rows_at_once=rows_at_once)
-        elif kind == "idx":
-            write_tables(_idx_tables(path, rows_at_once), target, origin=path, rows_at_once=rows_at_once)
-        else:
-            write_joined(
-                partial(_json_or_text, path, kind, rows_at_once), target, origin=path, rows_at_once=rows_at_once
-            )
-    except pa.ArrowException as error:
-        raise InputError(KEY, got=f"{path}: {first_line(error)}", expected=f"a {kind} file") from error
 
 
 def write_tables(

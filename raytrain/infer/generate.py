@@ -135,7 +135,6 @@ class _Batch:
         self.step = 0
 
     def run(self) -> None:
-        """Generate until every row has ended."""
         if getattr(self.module, "takes_cache", False):
             self._cached()
         while self._keep(0) != [] and self.step < self.sampling.max_new_tokens:

@@ -137,7 +137,6 @@ class InputRows:
 
     @property
     def rows(self) -> int:
-        """Rows of the input."""
         total = sum(map(sum, self.groups))
         return total if self.limit is None else min(total, self.limit)
 

@@ -236,8 +236,18 @@ class InferenceModel:
                 quantize(module)
             module = self._ready(module)
         autocast = self.autocast()
-        if self.is_classifier(module):
-            return self._classifier(module, _prompt(infer, schema), autocast)
+        if self.model.builder == CLASSIFIER or (hasattr(module, "num_labels") and hasattr(module, "score")):
+            if self.tokenizer is None:
+                raise InputError("model.path", got="a model of texts without a tokenizer", expected="a folder with one")
+            tokenizer = open_tokenizer(self.tokenizer)
+            config: Any = getattr(module, "config", None)
+            names = self.facts.get("class_names") or _class_names(config)
+            longest = min(one for one in (_context(module), tokenizer.model_max_length) if one is not None)
+            encode = partial(encode_rows, tokenizer, special=True, max_length=longest)
+            return TextClassifier(
+                module, encode, _prompt(infer, schema), pad_id(tokenizer),
+                classes=None if names is None else tuple(names), autocast=autocast,
+            )  # fmt: skip
         if self.is_language_model(module):
             return self._generator(module, infer, schema, autocast)
         return self._row_predictor(module, schema, infer, autocast)
@@ -268,16 +278,11 @@ class InferenceModel:
         return self._ready(trainable.module), trainable.remote
 
     def autocast(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-        """A context in which forward passes use its format."""
         if self.dtype not in HALF:
             return contextlib.nullcontext
         return partial(torch.autocast, torch.device(self.device).type, dtype=HALF[self.dtype])
 
     # ---------------------------------------------------------------- kinds of models
-
-    def is_classifier(self, module: nn.Module) -> bool:
-        """Whether it answers a text with a class."""
-        return self.model.builder == CLASSIFIER or (hasattr(module, "num_labels") and hasattr(module, "score"))
 
     def is_language_model(self, module: nn.Module) -> bool:
         """Whether it continues texts: it has a vocabulary, and its forward takes `input_ids`."""
@@ -345,23 +350,15 @@ class InferenceModel:
         values = values or (math.prod(image) if image else self.facts.get("num_features") if self.reads else None)
         return {} if values is None or "x" not in named else {"x": int(values)}
 
-    def _classifier(self, module: nn.Module, prompt: Prompt, autocast: Any) -> TextClassifier:
-        tokenizer = open_tokenizer(self._tokenizer())
-        config: Any = getattr(module, "config", None)
-        names = self.facts.get("class_names") or _class_names(config)
-        longest = min(one for one in (_context(module), tokenizer.model_max_length) if one is not None)
-        encode = partial(encode_rows, tokenizer, special=True, max_length=longest)
-        return TextClassifier(
-            module, encode, prompt, pad_id(tokenizer), classes=None if names is None else tuple(names),
-            autocast=autocast,
-        )  # fmt: skip
-
     def _generator(self, module: nn.Module, infer: InferConfig, schema: Any, autocast: Any) -> TextPredictor:
         codec = self._codec(chat=infer.chat)
         chat, end = None, frozenset[int]()
         if self.tokenizer is not None:
             tokenizer = open_tokenizer(self.tokenizer)
-            end = _end_ids(tokenizer, module)
+            # The tokenizer's end token, and those with which the model's own `generate` ends, such as that of a turn.
+            more = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+            given = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+            end = frozenset(int(one) for one in given if one is not None)
             chat = _chat(tokenizer) if infer.chat else None
         elif infer.chat:
             raise InputError("infer.chat", got="true with a model without a tokenizer", expected="false")
@@ -376,11 +373,6 @@ class InferenceModel:
             expected = f"less than the {context} tokens that the model sees"
             raise InputError("infer.max_new_tokens", got=str(infer.max_new_tokens), expected=expected)
         return TextPredictor(module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast)
-
-    def _tokenizer(self) -> str:
-        if self.tokenizer is None:
-            raise InputError("model.path", got="a model of texts without a tokenizer", expected="a folder with one")
-        return self.tokenizer
 
     def _codec(self, *, chat: bool) -> Codec:
         if self.tokenizer is not None:
@@ -407,7 +399,6 @@ def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
 
 
 def _fits(module: nn.Module, device: torch.device) -> bool:
-    """Whether the device has room for the weights as they are."""
     room = room_on(device)
     return room is None or sum(parameter.nbytes for parameter in module.parameters()) <= room
 
@@ -444,13 +435,6 @@ def _prompt(infer: InferConfig, schema: Any, chat: Callable[[str], str] | None =
     made = prompt_of(schema.names, field=infer.prompt_field, template=infer.template, templates=templates, chat=chat)
     made.check(schema)
     return made
-
-
-def _end_ids(tokenizer: Any, module: nn.Module) -> frozenset[int]:
-    """The tokenizer's end token, and those with which the model's own `generate` ends, such as that of a turn."""
-    more = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
-    given = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
-    return frozenset(int(one) for one in given if one is not None)
 
 
 def _chat(tokenizer: Any) -> Callable[[str], str]:

@@ -48,12 +48,10 @@ class OutputFolder:
 
     @property
     def parts(self) -> str:
-        """Folder of the units' files."""
         return join(self.path, PARTS)
 
     @property
     def store(self) -> LocalStore | ObjectStore:
-        """The folder's files."""
         return open_store(self.path, ANSWERS)
 
     def identity(self) -> dict[str, Any] | None:
@@ -143,7 +141,6 @@ class OutputFolder:
         return None
 
     def has_parts(self) -> bool:
-        """Whether a unit is complete."""
         names = (entry.name for entry in self.store.entries(PARTS))
         return any(name.endswith(".parquet") and not name.startswith(".") for name in names)
 
@@ -173,7 +170,6 @@ def digest_of(identity: Mapping[str, Any]) -> str:
 
 
 def part_name(number: int) -> str:
-    """The file of a unit."""
     return f"unit-{number:06d}.parquet"
 
 
@@ -334,9 +330,17 @@ def merge(
         RunError: units are missing, or files belong to none or to another job; the message names them. Nothing is
             written then.
     """
-    _check_complete(output, units)
+    import pyarrow as pa
+
+    names = {entry.name for entry in output.store.entries(PARTS) if entry.name.endswith(".parquet")}
+    names = {name for name in names if not name.startswith(".")}
+    expected = {part_name(unit.number) for unit in units}
+    for found, what in ((expected - names, "missing"), (names - expected, "of no unit of this input")):
+        if found:
+            raise RunError(_listed(list(found), f"files in {output.parts} are {what}"))
     facts = _facts(output, units, job)
-    schema = _joint_schema([one.schema for one in facts])
+    # a unit whose rows all failed has no type of prediction
+    schema = pa.unify_schemas([one.schema for one in facts], promote_options="permissive")
     name = f"predictions.{kind}"
     kept = [field for field in schema if field.name not in TIMING_COLUMNS]
     timed = [schema.field("id"), *(schema.field(column) for column in TIMING_COLUMNS)]
@@ -375,15 +379,6 @@ def remove_work(output: OutputFolder) -> None:
         output.store.delete_tree(name)
 
 
-def _check_complete(output: OutputFolder, units: Sequence[Unit]) -> None:
-    names = {entry.name for entry in output.store.entries(PARTS) if entry.name.endswith(".parquet")}
-    names = {name for name in names if not name.startswith(".")}
-    expected = {part_name(unit.number) for unit in units}
-    for found, what in ((expected - names, "missing"), (names - expected, "of no unit of this input")):
-        if found:
-            raise RunError(_listed(list(found), f"files in {output.parts} are {what}"))
-
-
 def _facts(output: OutputFolder, units: Sequence[Unit], job: str) -> list[PartFacts]:
     facts, wrong = list[PartFacts](), list[InputError]()
     for unit in units:
@@ -400,13 +395,6 @@ def _listed(found: Sequence[str], what: str) -> str:
     some = ", ".join(sorted(found)[:NAMED_AT_MOST])
     more = " ..." if len(found) > NAMED_AT_MOST else ""
     return f"{len(found)} {what}: {some}{more}; delete wrong ones, and --resume computes the missing ones"
-
-
-def _joint_schema(schemas: Sequence[Any]) -> Any:
-    """The schema that all parts fit: a unit whose rows all failed has no type of prediction."""
-    import pyarrow as pa
-
-    return pa.unify_schemas(list(schemas), promote_options="permissive")
 
 
 class _MergedFile:
@@ -433,7 +421,6 @@ class _MergedFile:
             self._sink.write((json.dumps(row, ensure_ascii=False, default=json_value) + "\n").encode())
 
     def close(self) -> None:
-        """Write what is left."""
         if self._writer is not None:
             self._writer.close()
         self._sink.flush()

@@ -56,22 +56,6 @@ def rows_of_equal_lengths(table: Any, names: Sequence[str]) -> list[np.ndarray]:
     return [np.flatnonzero(group.reshape(-1) == number) for number in range(group.max() + 1)]
 
 
-def wrong_rows(table: Any, takes: Mapping[str, int]) -> dict[int, str]:
-    """Row -> why it cannot be answered, of rows with another number of values than the model takes.
-
-    Args:
-        takes: column -> its values in a row.
-    """
-    from pyarrow import compute
-
-    found = dict[int, str]()
-    for name, wanted in takes.items():
-        if list_lengths(table, [name]).size and not is_nested(table.schema.field(name).type):
-            lengths = compute.call_function("list_value_length", [table[name]]).fill_null(wanted).to_numpy()
-            found |= {int(row): mismatch(name, int(lengths[row]), wanted) for row in np.flatnonzero(lengths != wanted)}
-    return dict(sorted(found.items()))
-
-
 def wrong_values(table: Any, choice: ColumnChoice) -> dict[int, str]:
     """Row -> why it cannot be answered, of rows in which a number is missing, not finite, or no number."""
     found = dict[int, str]()
@@ -268,10 +252,18 @@ class RowPredictor(Predictor):
 
     def refused(self, table: Any) -> dict[int, str]:
         """Rows with another number of values than the model takes, or with a value that is no finite number."""
-        return wrong_values(table, self.choice) | wrong_rows(table, self.takes)
+        from pyarrow import compute
+
+        found = dict[int, str]()
+        for name, wanted in self.takes.items():
+            if list_lengths(table, [name]).size and not is_nested(table.schema.field(name).type):
+                lengths = compute.call_function("list_value_length", [table[name]]).fill_null(wanted).to_numpy()
+                found |= {
+                    int(row): mismatch(name, int(lengths[row]), wanted) for row in np.flatnonzero(lengths != wanted)
+                }
+        return wrong_values(table, self.choice) | dict(sorted(found.items()))
 
     def lengths(self, table: Any) -> list[int]:
-        """The longest list of each row; 1 where all columns are numbers."""
         return list_lengths(table, self.choice.named).max(axis=1, initial=1).tolist()
 
     @torch.no_grad()
@@ -466,7 +458,6 @@ class TextPredictor(Predictor):
         return self.sampling.max_new_tokens
 
     def shortened(self, tokens: int) -> TextPredictor:
-        """The same weights, shorter answers."""
         return replace(self, sampling=replace(self.sampling, max_new_tokens=min(tokens, self.answer_tokens)))
 
     def lengths(self, table: Any) -> list[int]:
@@ -512,7 +503,6 @@ class TextClassifier(Predictor):
         return self.prompt.columns
 
     def lengths(self, table: Any) -> list[int]:
-        """Characters of each text."""
         return [len(text or "") for text in self.prompt.lenient(table)]
 
     @torch.no_grad()

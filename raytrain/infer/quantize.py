@@ -129,7 +129,6 @@ class Quantization:
     same: int = 0
 
     def to_json(self) -> str:
-        """For a `UnitReport`."""
         return json.dumps(asdict(self))
 
 

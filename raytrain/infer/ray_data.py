@@ -163,17 +163,6 @@ def _encoded(error: RaytrainError) -> str:
     return json.dumps({"failed": str(error)})
 
 
-def _decoded(result: str) -> UnitReport:
-    """The report that an actor returned. Raises its error instead, if it returned one."""
-    found = json.loads(result)
-    if "wrong" in found:
-        key, got, expected, remedy = found["wrong"]
-        raise InputError(key, got=got, expected=expected, remedy=remedy)
-    if "number" not in found:
-        raise RunError(found["failed"])
-    return UnitReport(**found)
-
-
 def measure_stages(work: Work, unit: Unit, *, cpus: float, gpus: float, accelerator: str | None = None) -> PartTimes:
     """Time the parts of a divided model in a process of the cluster, as `measure_parts`."""
     import ray
@@ -227,7 +216,14 @@ def run_units(
             required["ray_remote_args_fn"] = places.next_first_stage
         items = [asdict(unit) for unit in units]
         rows = ray.data.from_items(items, override_num_blocks=len(items))
-        _set_options(rows.context)
+        # Options of this Dataset alone. Units return a few numbers each, so that nothing has to be held back for
+        # memory; Ray Data would do so in its first second, in which it takes the resources of the cluster for zero, and
+        # keep one of the actors busy.
+        rows.context.enable_progress_bars = False
+        rows.context.print_on_execution_start = False
+        rows.context.max_consecutive_actor_init_deaths = LOST_STARTS
+        rows.context.op_resource_reservation_enabled = False
+        rows.context.downstream_capacity_backpressure_ratio = None
         starts: Any = ray.remote(UnitStarts).options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
         stack.callback(ray.kill, starts)  # Ray Data may keep the arguments of a pool
         told(partial(_started, starts))
@@ -237,7 +233,13 @@ def run_units(
             compute=ActorPoolStrategy(min_size=at_once, max_size=workers, max_tasks_in_flight_per_actor=2),
         )  # fmt: skip
         for row in finished.iter_rows():
-            yield _decoded(row[RESULT])
+            found = json.loads(row[RESULT])
+            if "wrong" in found:
+                key, got, expected, remedy = found["wrong"]
+                raise InputError(key, got=got, expected=expected, remedy=remedy)
+            if "number" not in found:
+                raise RunError(found["failed"])
+            yield UnitReport(**found)
 
 
 def _started(starts: Any) -> int:
@@ -249,20 +251,6 @@ def _started(starts: Any) -> int:
         return ray.get(starts.workers.remote(), timeout=ANSWER_S)
     except RayError:
         return 1
-
-
-def _set_options(context: Any) -> None:
-    """Set Ray Data's options of one Dataset, and of those made from it; those of the user's Datasets stay as they are.
-
-    Units return a few numbers each, so that nothing has to be held back for memory. Ray Data would do so in its first
-    second, in which it takes the resources of the cluster for zero: where the actors of a pool are up at once, one of
-    them would be kept busy.
-    """
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    context.max_consecutive_actor_init_deaths = LOST_STARTS
-    context.op_resource_reservation_enabled = False
-    context.downstream_capacity_backpressure_ratio = None
 
 
 def dataset_tables(dataset: Any) -> Iterator[Any]:

@@ -85,7 +85,13 @@ class UnitRunner:
         """The input rows of a unit as an Arrow table, and their results, both in input order."""
         table = self.rows.read(unit.start, unit.rows, columns)
         results = [RowResult() for _ in range(unit.rows)]
-        left = self._rows_to_answer(table, unit.start, results)
+        refused = self.predictor.refused(table)
+        for row, why in refused.items():
+            results[row] = RowResult(error=why)
+        if len(refused) > self.most_failed:
+            row, why = next(iter(refused.items()))
+            raise TooManyFailures(f"row {unit.start + row:,}: {why}")
+        left = [row for row in range(table.num_rows) if row not in refused]
         lengths = self.predictor.lengths(table)
         batches = [[left[at] for at in batch] for batch in batches_of([lengths[row] for row in left], self.batch_size)]
         answer = partial(self._answer, table, unit.start, results=results, again=False)
@@ -96,16 +102,6 @@ class UnitRunner:
                 done += len(batch)
                 self.on_rows(unit, done)
         return table, results
-
-    def _rows_to_answer(self, table: Any, start: int, results: list[RowResult]) -> list[int]:
-        """Record the rows that cannot be answered as failed; returns the others."""
-        refused = self.predictor.refused(table)
-        for row, why in refused.items():
-            results[row] = RowResult(error=why)
-        if len(refused) > self.most_failed:
-            row, why = next(iter(refused.items()))
-            raise TooManyFailures(f"row {start + row:,}: {why}")
-        return [row for row in range(table.num_rows) if row not in refused]
 
     def _answer(self, table: Any, start: int, batch: list[int], *, results: list[RowResult], again: bool) -> None:
         """Answer the rows `batch` of the unit; halve the batch at an error, until it is about one row."""
@@ -126,7 +122,11 @@ class UnitRunner:
         if let_go_of_batch(failed, self.device, [start + row for row in batch]):
             self.out_of_memory += 1
             self.batch_size = min(self.batch_size, max(len(batch) // 2, 1))  # of later units: not to fail in each
-        if self._may_be_the_model(failed):
+        # whether to find out if the error is one of the model's code: no batch was answered yet, and not all rows may
+        # fail; of several batches at once each would find out for itself
+        explained = isinstance(failed, RaytrainError) and not isinstance(failed, ModelOutputError)
+        unknown = not self._tried and self.batches_at_once == 1 and not explained
+        if unknown and self.most_failed < self.rows.rows and not is_out_of_memory(failed, device=self.device):
             self._tried = True
             check_model(self)
         if len(batch) == 1:
@@ -139,13 +139,6 @@ class UnitRunner:
         middle = len(batch) // 2
         for half in (batch[:middle], batch[middle:]):
             self._answer(table, start, half, results=results, again=True)
-
-    def _may_be_the_model(self, failed: Exception) -> bool:
-        """Whether to find out if an error is one of the model's code: no batch was answered yet, and not all rows may
-        fail. Of several batches at once each would find out for itself."""
-        explained = isinstance(failed, RaytrainError) and not isinstance(failed, ModelOutputError)
-        unknown = not self._tried and self.batches_at_once == 1 and not explained
-        return unknown and self.most_failed < self.rows.rows and not is_out_of_memory(failed, device=self.device)
 
     def predict(self, predictor: Predictor, table: Any, numbers: Sequence[int]) -> Answers:
         """The answers of a batch; at an error also the other processes of the model are ready for the next one.

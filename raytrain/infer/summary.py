@@ -119,11 +119,17 @@ def summarise(
         split: how the model was divided over stages.
     """
     rows, made = sum(report.rows for report in reports), sum(report.tokens for report in reports)
+    zero, every = min((one.begin for one in reports), default=0.0), -(-len(reports) // TIMES) or 1
     return {
         **figures, "computed_now": rows, "wall_s": wall_s, "rows_per_s": rows / wall_s if wall_s else None,
         "tokens_per_s": made / wall_s if wall_s and made else None,
         "out_of_memory": sum(report.out_of_memory for report in reports), "workers": _workers(reports),
-        "times": _times(reports), "stages": None if split is None else stage_figures(split, reports),
+        "times": [
+            {"unit": one.number, "worker": one.worker, "rows": one.rows, "begin_s": one.begin - zero,
+             "end_s": one.end - zero}
+            for one in sorted(reports, key=lambda one: one.begin)[::every]
+        ],
+        "stages": None if split is None else stage_figures(split, reports),
         "quantized": next((json.loads(report.quantized) for report in reports if report.quantized), None),
     }  # fmt: skip
 
@@ -142,16 +148,6 @@ def stage_figures(split: StageSplit, reports: Sequence[UnitReport]) -> dict[str,
         "expected_bubble": total.expected_bubble(split.inflight), "passes": total.passes, "rounds": total.rounds,
         "inflight": split.inflight, "balance": split.balance, "seconds": split.stage_seconds,
     }  # fmt: skip
-
-
-def _times(reports: Sequence[UnitReport]) -> list[dict[str, Any]]:
-    """When each unit was computed, in seconds from the first one's begin."""
-    zero, every = min((one.begin for one in reports), default=0.0), -(-len(reports) // TIMES) or 1
-    return [
-        {"unit": one.number, "worker": one.worker, "rows": one.rows, "begin_s": one.begin - zero,
-         "end_s": one.end - zero}
-        for one in sorted(reports, key=lambda one: one.begin)[::every]
-    ]  # fmt: skip
 
 
 def _workers(reports: Sequence[UnitReport]) -> list[dict[str, Any]]:
@@ -259,7 +255,6 @@ class ValueQuality:
 
 
 def quality_of(pairs: Iterable[tuple[Any, Any]], *, values: bool) -> dict[str, Any]:
-    """The figures of (label, prediction) pairs."""
     measured: ClassQuality | ValueQuality = ValueQuality() if values else ClassQuality()
     for label, prediction in pairs:
         measured.add(label, prediction)

@@ -16,7 +16,6 @@ from raytrain.config.sections import InferConfig
 from raytrain.infer.input import InputRows, Unit, UnitReport
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.output import write_part, written_report
-from raytrain.infer.predictor import Predictor
 from raytrain.infer.quantize import COMPARED_ROWS, quantization_of, quantize_compared
 from raytrain.infer.runner import TooManyFailures, UnitRunner
 from raytrain.infer.stages.split import SplitModule, StagePipeline, StageSplit, local_pipeline, skeleton_of
@@ -99,7 +98,16 @@ class InferenceWorker:
                 module, remote = work.model.beside_others()
             predictor = work.model.load(work.infer, work.rows.schema, module)
             if work.infer.quantize is not None:
-                self._quantized = self._quantize(predictor)
+                # where the device had no room for weights in floating point, they are quantized already
+                found = quantization_of(predictor.module)
+                if found is None:
+                    rows = self.work.rows
+                    table = rows.read(0, min(COMPARED_ROWS, rows.rows), list(predictor.columns))
+                    refused = predictor.refused(table)
+                    left = [row for row in range(table.num_rows) if row not in refused]
+                    found = quantize_compared(predictor, table.take(left))
+                self.work.model.halve(predictor.module)  # what is left: int8 values are those of float32
+                self._quantized = found.to_json()
             at_once = 1 if work.split is None else work.split.inflight
             self._runner = UnitRunner(
                 predictor, work.rows, work.batch_size, work.most_failed, device, self.on_rows, at_once, remote
@@ -113,20 +121,7 @@ class InferenceWorker:
         self._pipeline = connect()
         return SplitModule(skeleton_of(work.model).module, self._pipeline, inflight=split.inflight)
 
-    def _quantize(self, predictor: Predictor) -> str:
-        """Make the weights int8, and compare the answers to the first rows of the input."""
-        found = quantization_of(predictor.module)  # of weights that the device had no room for in floating point
-        if found is None:
-            rows = self.work.rows
-            table = rows.read(0, min(COMPARED_ROWS, rows.rows), list(predictor.columns))
-            refused = predictor.refused(table)
-            left = [row for row in range(table.num_rows) if row not in refused]
-            found = quantize_compared(predictor, table.take(left))
-        self.work.model.halve(predictor.module)  # what is left: int8 values are those of float32
-        return found.to_json()
-
     def close(self) -> None:
-        """End the stages of a divided model."""
         if self._pipeline is not None:
             self._pipeline.close()
 

@@ -206,7 +206,6 @@ class MaskCache:
 
     @property
     def budget(self) -> int:
-        """Maximum bytes of the cache; lowering it evicts masks immediately."""
         return self._budget
 
     @budget.setter
@@ -217,7 +216,6 @@ class MaskCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the cached masks."""
         return sum(mask.nbytes for mask in self._masks.values())
 
     def __len__(self) -> int:
@@ -247,7 +245,6 @@ class MaskCache:
             return mask
 
     def clear(self) -> None:
-        """Remove all masks; the counts are kept."""
         with self._lock:
             self._masks.clear()
 

@@ -65,13 +65,9 @@ def cnn(
     """
     image = check_cnn(channels=channels, image_shape=image_shape, num_classes=num_classes, dropout=dropout)
     module = CNN(check_count_list("channels", channels), image, num_classes or 1, dropout)
-    return Trainable(module, row_loss, flops_per_sample=_flops(module))
-
-
-def _flops(module: CNN) -> float:
-    """6 FLOPs per weight and position that it is applied to."""
+    # 6 FLOPs per weight and position that it is applied to.
     _, height, width = module.image
     total = 6.0 * module.head.weight.numel()
     for number, stage in enumerate(module.stages):
         total += 6.0 * stage.get_parameter("weight").numel() * (height >> number) * (width >> number)
-    return total
+    return Trainable(module, row_loss, flops_per_sample=total)

@@ -52,7 +52,6 @@ class PreNorm(nn.Module):
         return x_BSD + self.drop(self.attention(self.norm_attention(x_BSD), cache))
 
     def drop(self, x: Tensor) -> Tensor:
-        """Dropout on a residual branch."""
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 

@@ -230,7 +230,6 @@ PIECE = 2**20
 
 
 def has_tokenizer(path: str) -> bool:
-    """Whether a folder holds a tokenizer's files."""
     return any(os.path.isfile(os.path.join(path, name)) for name in FILES)
 
 

@@ -145,7 +145,6 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], name: str, ke
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters, or a single **keys for builtins without a signature."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

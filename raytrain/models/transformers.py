@@ -106,14 +106,19 @@ def load_module(auto: Any, config: Any, path: str, *, init: str, head: bool) -> 
         if init == "random" or on_meta:
             module = auto.from_config(config, dtype=torch.float32)
             found: Mapping[str, list[str]] = {}
-            if init == "weights" and misfits_of(module, find_weights(path, key="model.path").shapes, head=head):
+            if init == "weights" and _within_trunk(
+                module, misfits(module, find_weights(path, key="model.path").shapes), head=head
+            ):
                 raise ReadsWeights(path)
         else:
             module, report = auto.from_pretrained(
                 path, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
                 output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
-            found = _within_trunk(module, _reported(report), head=head)
+            misshapen = [f"{name} {list(seen)} for {list(own)}" for name, seen, own in report["mismatched_keys"]]
+            found = _within_trunk(
+                module, {"missing": sorted(report["missing_keys"]), "misshapen": sorted(misshapen)}, head=head
+            )
     except (OSError, ValueError) as error:
         if isinstance(error, SizeError):
             raise
@@ -123,17 +128,6 @@ def load_module(auto: Any, config: Any, path: str, *, init: str, head: bool) -> 
         raise misfit(found, path, key="model.path")
     module.config.use_cache = False  # a key-value cache is for generation only, and hides that rows are packed
     return module
-
-
-def misfits_of(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], *, head: bool) -> dict[str, list[str]]:
-    """Return what a folder's headers lack for this module; additional tensors, such as another head, are ignored."""
-    return _within_trunk(module, misfits(module, shapes), head=head)
-
-
-def _reported(report: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Convert the load report of transformers to our format."""
-    misshapen = [f"{name} {list(seen)} for {list(own)}" for name, seen, own in report["mismatched_keys"]]
-    return {"missing": sorted(report["missing_keys"]), "misshapen": sorted(misshapen)}
 
 
 def _within_trunk(module: PreTrainedModel, found: Mapping[str, list[str]], *, head: bool) -> dict[str, list[str]]:
@@ -330,7 +324,9 @@ def classifier(
         if class_names is not None and len(class_names) == number:
             config.id2label = dict(enumerate(class_names))
             config.label2id = {name: index for index, name in enumerate(class_names)}
-        config.pad_token_id = _pad_id(path, config)
+        config.pad_token_id = (
+            pad_id(open_tokenizer(path, key="model.path")) if has_tokenizer(path) else config.pad_token_id
+        )
         auto = transformers.AutoModelForSequenceClassification
         module = load_module(auto, config, path, init=init, head=True)
     _freeze(module, freeze)
@@ -352,11 +348,6 @@ def _config(path: str, *, vocab_size: int | None) -> Any:
         expected = f"at most {rows:,}, the vocabulary of the model in {path}"
         raise InputError("data.tokenizer", got=seen, expected=expected, remedy="auto uses the model's own tokenizer")
     return config
-
-
-def _pad_id(path: str, config: Any) -> int | None:
-    """Return the padding id, by which classifiers find the last token of a row."""
-    return pad_id(open_tokenizer(path, key="model.path")) if has_tokenizer(path) else config.pad_token_id
 
 
 def _freeze(module: nn.Module, patterns: str | Sequence[str]) -> None:

@@ -199,7 +199,6 @@ def choose_warmup(optim: OptimConfig, max_steps: Choice, warnings: list[str]) ->
 
 
 def fused_part(optim: OptimConfig) -> str:
-    """The part of the optimizer that torch has fused kernels for."""
     return "the AdamW part of Muon" if optim.name == "muon" else optim.name
 
 

@@ -28,11 +28,9 @@ class Resolved:
 
     @property
     def candidates(self) -> tuple[Any, ...]:
-        """The values still possible: this one."""
         return (self.value,)
 
     def value_or(self, _default: Any) -> Any:
-        """The value; see `Deferred.value_or`."""
         return self.value
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +65,6 @@ Choice = Resolved | Deferred
 
 
 def choice_from_json(row: Mapping[str, Any]) -> Choice:
-    """The inverse of `to_json` of both kinds."""
     if "how" in row:
         return Deferred(how=row["how"], bounds=tuple(row["bounds"]), reason=row["reason"])
     return Resolved(value=row["value"], reason=row["reason"])
@@ -117,7 +114,6 @@ def seconds_text(spent: float, *, digits: int = 2) -> str:
 
 
 def figure_text(value: float) -> str:
-    """A measured number: `24.56`, `25,730`."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

@@ -66,8 +66,10 @@ def choose_hosts(
         )  # fmt: skip
     if isinstance(requested, dict):
         requested = _checked_kinds(requested, machines, inventory)
-    elif not machines.on_gpu and isinstance(requested, int):
-        _check_cores(requested, inventory)
+    elif not machines.on_gpu and isinstance(requested, int) and requested > CPU_OVERLOAD * max(1, inventory.cpus):
+        expected = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core"
+        remedy = f"lower experts.hosts; available: {inventory.describe()}"
+        raise InputError("experts.hosts", got=str(requested), expected=expected, remedy=remedy)
     if machines.on_gpu and number_of_hosts(requested):
         _check_left(requested, scale, machines, inventory, workers=workers)
     several = machines.on_gpu and len(inventory.nodes) > 1 and number_of_hosts(requested)
@@ -156,7 +158,6 @@ def leave_gpus_to_hosts(
 
 
 def least_workers(scale: ScaleConfig) -> int:
-    """Workers that a run needs at least."""
     return 1 if scale.workers == "auto" else scale.workers if isinstance(scale.workers, int) else scale.workers[0]
 
 
@@ -210,7 +211,6 @@ def choose_strategy(scale: ScaleConfig, hosts: Resolved, *, workers: int) -> Res
 
 
 def separate_hosts(hosts: Choice) -> int:
-    """Number of expert hosts that are processes of their own."""
     return number_of_hosts(hosts.value_or(0))
 
 
@@ -306,13 +306,6 @@ def choose_sync_batchnorm(scale: ScaleConfig, hosts: Resolved, *, workers: int, 
         warnings.append("scale.sync_batchnorm true changes nothing: there is one worker")
         return None
     return Resolved(True, "scale.sync_batchnorm: statistics of all workers' micro-batches, two collectives a layer")
-
-
-def _check_cores(requested: int, inventory: Inventory) -> None:
-    if requested > CPU_OVERLOAD * max(1, inventory.cpus):
-        expected = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core"
-        remedy = f"lower experts.hosts; available: {inventory.describe()}"
-        raise InputError("experts.hosts", got=str(requested), expected=expected, remedy=remedy)
 
 
 def _checked_kinds(requested: dict[str, int], machines: DevicePool, inventory: Inventory) -> dict[str, int]:

@@ -27,7 +27,6 @@ class ExpertFacts:
 
     @property
     def total(self) -> int:
-        """Parameters of all experts."""
         return sum(map(sum, self.parameters))
 
 

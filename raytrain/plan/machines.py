@@ -313,7 +313,8 @@ def _mode(scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bo
         return Resolved("cpu", "scale.mode")
     if forced_cpu:
         return Resolved("cpu", "scale.accelerator")
-    why = _why_no_gpu(inventory)
+    notes = [note for note in inventory.notes if "GPU" in note or "CUDA" in note or "NVML" in note]
+    why = notes[-1] if notes else f"{inventory.source} has no GPU"
     if scale.mode == "auto":
         if gpus == 0:
             return Resolved("cpu", f"there is no GPU ({why})")
@@ -349,12 +350,6 @@ def _warn_of_unusable(scale: ScaleConfig, text: str, inventory: Inventory, mode:
         f"THIS RUN IS ON THE CPU, although there is a GPU that cannot be used: {why}; scale.mode cpu asks for that"
         " without this warning"
     )
-
-
-def _why_no_gpu(inventory: Inventory) -> str:
-    """The inventory's note on missing devices, otherwise that there is no GPU."""
-    notes = [note for note in inventory.notes if "GPU" in note or "CUDA" in note or "NVML" in note]
-    return notes[-1] if notes else f"{inventory.source} has no GPU"
 
 
 def choose_precision(
@@ -562,7 +557,6 @@ def choose_placement(counts: dict[str, int], machines: DevicePool) -> Resolved:
 
 
 def where_text(counts: Mapping[str, int]) -> str:
-    """The number of processes on each node, as text."""
     return ", ".join(f"{count} on {host}" for host, count in counts.items())
 
 
@@ -594,7 +588,6 @@ def choose_threads(
 
 
 def cores_of(inventory: Inventory) -> dict[str, int]:
-    """Usable cores of each node."""
     cores: dict[str, int] = {}
     for node in inventory.nodes:
         cores[node.host] = cores.get(node.host, 0) + node.cpus

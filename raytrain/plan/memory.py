@@ -114,10 +114,18 @@ def estimate_bytes(
     """
     place = hosts.value
     if model_facts is None:
-        return _unknown(place)
+        unknown, none = Deferred(AFTER_MODEL), Resolved(None, "no separate hosts")
+        return {
+            "parameters": unknown,
+            "memory": unknown,
+            "experts": none if place == "none" else unknown,
+            "host_memory": none if place in ("none", 0, "colocated") else unknown,
+            "checkpoint_bytes": unknown,
+        }
     dtype, facts, held = widest(precision), model_facts.experts, []
     if facts is not None and share_out is not None and place not in ("none", 0):
-        held = share_out(workers if place == "colocated" else _separate(place))
+        hosts_of_their_own = sum(place.values()) if isinstance(place, dict) else place
+        held = share_out(workers if place == "colocated" else hosts_of_their_own)
     trainable = model_facts.trainable_bytes // 4
     away = facts.total if facts is not None and held else 0
     here = trained_bytes(model_facts.parameters - away, optim, dtype=dtype, trainable=trainable - away)
@@ -169,23 +177,7 @@ def _sharded(facts: ModelFacts, whole: StateBytes, dtype: str, *, workers: int, 
     return {**shares, title: gathered_bytes(facts, dtype=dtype, overlap=overlap) or 0}
 
 
-def _unknown(place: Any) -> dict[str, Choice]:
-    unknown, none = Deferred(AFTER_MODEL), Resolved(None, "no separate hosts")
-    return {
-        "parameters": unknown,
-        "memory": unknown,
-        "experts": none if place == "none" else unknown,
-        "host_memory": none if place in ("none", 0, "colocated") else unknown,
-        "checkpoint_bytes": unknown,
-    }
-
-
-def _separate(place: Any) -> int:
-    return sum(place.values()) if isinstance(place, dict) else int(place)
-
-
 def named(used: StateBytes, dtype: str) -> dict[str, int]:
-    """The parts by the names that a plan shows."""
     kept = {"weights": used.weights, "gradients": used.gradients, "optimizer": used.optimizer}
     return {**kept, f"{dtype} copy": used.cast}
 

@@ -143,7 +143,6 @@ class Plan:
     sources: dict[str, str] = field(default_factory=dict)
 
     def choices(self) -> dict[str, Choice]:
-        """The decisions by name, in the order of the table."""
         named = ((item.name, getattr(self, item.name)) for item in fields(self))
         return {name: value for name, value in named if isinstance(value, Resolved | Deferred)}
 
@@ -154,12 +153,10 @@ class Plan:
 
     @property
     def per_gpu(self) -> int:
-        """The number of processes that share each GPU."""
         return self.value("processes_per_gpu", 1)
 
     @property
     def gpu_share(self) -> float:
-        """The part of a GPU that Ray reserves for a worker or an expert host."""
         return 1 if self.per_gpu == 1 else math.floor(1e4 / self.per_gpu) / 1e4  # Ray counts in ten-thousandths
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -283,7 +280,9 @@ def make_plan(inputs: PlanInputs) -> Plan:
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(inputs.experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
 
-    rows = _rows_kept(batches, inflight)
+    # Rows whose activations a worker keeps at the same time: those of each micro-batch in flight.
+    most = 1 if inflight is None or inflight.value_or(2) == 1 else 2
+    rows = batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
     estimate = partial(inputs.estimate, machines, precision, workers=workers.value, hosts=hosts)
     one_row, shards = estimate(rows=1)["memory"], workers.value if inputs.sharded else 1
     check_limit(
@@ -379,9 +378,3 @@ def _data_choices(
     if kept["storage"].value_or(None) == "resident" and loaders.value_or(None) != 0:
         loaders = Resolved(0, "rows are kept in memory")
     return {**kept, "loader_workers": loaders}
-
-
-def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
-    """Rows whose activations a worker keeps at the same time: those of each micro-batch in flight."""
-    most = 1 if inflight is None or inflight.value_or(2) == 1 else 2
-    return batches["micro_batch_size"].value * min(most, batches["accumulation"].value)

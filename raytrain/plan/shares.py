@@ -47,7 +47,6 @@ class Shares:
 
     @property
     def row_s(self) -> tuple[float, ...]:
-        """Seconds per row of each worker."""
         return tuple(seconds / rows for seconds, rows in zip(self.pass_s, self.rows, strict=True))
 
     def spans(self, total: int, *, micro_batch: int) -> list[range]:
@@ -65,12 +64,10 @@ class Shares:
         return [mine[begin : begin + each] for begin in range(0, len(mine), each)]
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping; `from_json` of it equals this."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Shares:
-        """The inverse of `to_json`."""
         return cls(row["micro_batch"], tuple(row["rows"]), tuple(row["pass_s"]))
 
 
@@ -95,7 +92,6 @@ def apportion(units: int, unit_s: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def slowest_s(number: Sequence[int], each_s: Sequence[float]) -> float:
-    """Seconds until the last worker has finished its units."""
     return max(count * seconds for count, seconds in zip(number, each_s, strict=True))
 
 

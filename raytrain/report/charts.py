@@ -195,7 +195,6 @@ def _svg_curve(curve: Curve, frame: _Frame) -> str:
 
 
 def _joined(places: Sequence[Point]) -> str:
-    """The line through the points; a single one is a dot of its width."""
     line = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     return f"M{line}{'h0' if len(places) == 1 else ''}" if line else ""
 

@@ -82,11 +82,9 @@ class ExpertPlaces:
     busy_s: list[float]
 
     def homes(self) -> list[int]:
-        """Experts at home on each host."""
         return self._count(slice(0, 1))
 
     def replicas(self) -> list[int]:
-        """Replicas on each host."""
         return self._count(slice(1, None))
 
     def _count(self, part: slice) -> list[int]:
@@ -99,7 +97,6 @@ class ExpertPlaces:
 
 
 def added(windows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Sums [interval][layer][expert] over the intervals to [layer][expert]."""
     return [[sum(counts) for counts in zip(*rows, strict=True)] for rows in zip(*windows, strict=True)]
 
 
@@ -190,18 +187,18 @@ def activation_spec(records: RunRecords) -> dict[str, Any] | None:
         for layer in drawn
         if (size := len(totals[layer]))
     ]  # fmt: skip
-    shown = {"edges": edges, "late_from": _late_from(loads), "panels": panels}
+    # An expert whose last use is not after this step counts as dead.
+    late = max(1, round(LATE * len(loads.ends)))
+    shown = {
+        "edges": edges,
+        "late_from": loads.ends[-late - 1] if late < len(loads.ends) else loads.begin,
+        "panels": panels,
+    }
     return {"title": records.name, "layers": number_of, **shown}
 
 
 def _even_shares(counts: Sequence[int], sums: Sequence[int], size: int) -> list[float]:
     return [count * size / total if total else 0.0 for count, total in zip(counts, sums, strict=True)]
-
-
-def _late_from(loads: ExpertLoads) -> int:
-    """An expert whose last use is not after this step counts as dead."""
-    late = max(1, round(LATE * len(loads.ends)))
-    return loads.ends[-late - 1] if late < len(loads.ends) else loads.begin
 
 
 def _binned(loads: ExpertLoads) -> tuple[list[int], list[list[list[int]]]]:

@@ -422,7 +422,6 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
 
 
 def diagnose(records: RunRecords) -> list[Finding]:
-    """All findings, the worst first."""
     found = [finding for rule in RULES for finding in rule(records)]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 

@@ -35,12 +35,20 @@ def build_inference_report(path: str) -> str:
 
 def inference_page(name: str, manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """The complete page; sections without figures are left out."""
+    rows = [
+        [esc(name), esc(size(one["bytes"])), f"<code>{esc(one['sha256'])}</code>"]
+        for name, one in manifest["files"].items()
+    ]
     sections = [
         ("speed", "Speed", _curves(summary)),
         ("workers", "Workers", _workers(summary)),
         ("failures", "Failures", _failures(manifest, summary)),
         ("quality", "Quality", _quality(summary.get("quality"))),
-        ("files", "Files", _files(manifest)),
+        (
+            "files",
+            "Files",
+            f'<div class="card">{table([("File", "k"), ("Size", "k"), ("SHA-256", "soft")], rows)}</div>',
+        ),
     ]
     present = [(key, title, body) for key, title, body in sections if body]
     links = "".join(f'<a href="#{key}">{esc(title)}</a>' for key, title, _ in present)
@@ -154,11 +162,3 @@ def _quality(quality: Mapping[str, Any] | None) -> str:
         for name, row in zip(counts["labels"], counts["rows"], strict=True)
     ]
     return f'<div class="card">{table(columns, rows)}{table(wide, lines)}</div>'
-
-
-def _files(manifest: Mapping[str, Any]) -> str:
-    rows = [
-        [esc(name), esc(size(one["bytes"])), f"<code>{esc(one['sha256'])}</code>"]
-        for name, one in manifest["files"].items()
-    ]
-    return f'<div class="card">{table([("File", "k"), ("Size", "k"), ("SHA-256", "soft")], rows)}</div>'

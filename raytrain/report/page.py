@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any
 
 from cluster.wording import counted, loss_text, measured, plain_number, rate_text, seconds, size
-from raytrain.report.bottlenecks import Finding
 from raytrain.report.charts import Curve, Mark, Point, chart, smoothed
 from raytrain.report.experts import activation_spec, device_spec
 from raytrain.report.figures import HISTORY_COLUMNS, history, outcome, summarise, summary_text, training_spec
@@ -135,8 +134,15 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
     """The complete page of a run; sections without records are left out. `pictures` are PNG files by name."""
     summary = summarise(records)
     findings = diagnose(records)
+    cards = (
+        f'<article class="card finding {item.severity}"><span class="badge">{item.severity}</span>'
+        f"<b>{esc(item.title)}</b><p>{esc(item.evidence)}</p>"
+        f"{f'<p class=remedy>{esc(item.remedy)}</p>' if item.remedy else ''}{_options(item.options)}</article>"
+        for item in findings
+    )
+    inner = "".join(cards)
     sections = [
-        ("findings", "What stands out", _findings(findings)),
+        ("findings", "What stands out", f'<div class="findings">{inner}</div>' if inner else ""),
         ("curves", "Curves", _curves(records)),
         ("devices", "Devices", telemetry_charts(records, restarts(records))),
         ("experts", "Experts", _pictures(pictures or {})),
@@ -219,29 +225,16 @@ def _spent(records: RunRecords, summary: dict[str, Any]) -> str:
     return "all attempts" if (summary["attempts"] or 0) > 1 else f"{seconds(summary.get('startup_s'))} of it start-up"
 
 
-def _findings(findings: Sequence[Finding]) -> str:
-    cards = (
-        f'<article class="card finding {item.severity}"><span class="badge">{item.severity}</span>'
-        f"<b>{esc(item.title)}</b><p>{esc(item.evidence)}</p>"
-        f"{f'<p class=remedy>{esc(item.remedy)}</p>' if item.remedy else ''}{_options(item.options)}</article>"
-        for item in findings
-    )
-    inner = "".join(cards)
-    return f'<div class="findings">{inner}</div>' if inner else ""
-
-
 def _options(options: Sequence[str]) -> str:
     return f"<ol>{''.join(f'<li>{esc(one)}</li>' for one in options)}</ol>" if options else ""
 
 
 def restarts(records: RunRecords) -> list[Mark]:
-    """Attempts after the first as marks on the step axis."""
     again = [row for row in records.of_kind("attempt")[1:] if number(row.get("from_step")) is not None]
     return [Mark(float(row["from_step"]), f"attempt {row.get('attempt', '')}", "restart") for row in again]
 
 
 def marks(records: RunRecords) -> list[Mark]:
-    """Restarts and checkpoints as marks on the step axis."""
     saved = [row for row in records.of_kind("checkpoint", "save") if number(row.get("step")) is not None]
     return restarts(records) + [Mark(float(row["step"]), "checkpoint") for row in saved]
 
@@ -308,7 +301,6 @@ _ALT = {
 
 
 def _clip_line(records: RunRecords, norms: Sequence[tuple[float, float]]) -> list[Curve]:
-    """The gradient clip as a dashed line, if the norms come close to it."""
     limit = number(records.configured("optim.max_grad_norm"))
     if not limit or not norms or max(norm for _, norm in norms) < 0.5 * limit:
         return []
@@ -372,13 +364,17 @@ def build_report(run: RunFolder) -> str:
              "sleep_cycles": (figure, sleep_spec(records)),
              "concept_drift": (figure, drift_spec(records))}  # fmt: skip
     pictures = {name: png(draw(shown)) for name, (draw, shown) in drawn.items() if shown is not None}
+    buffer = io.StringIO()
+    writer: csv.DictWriter[str] = csv.DictWriter(buffer, HISTORY_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(history(records))
     files = {
         **{f"{name}.png": data for name, data in pictures.items()},
         **{f"{name}.json": _json(shown) for name, (_, shown) in drawn.items() if shown is not None},
         **{f"knowledge_graph_epoch_{n}.png": png(knowledge_graph(one)) for n, one in graph_specs(records).items()},
         "training_metrics.json": _json(spec),
         "training_metrics.png": png(figure(spec)),
-        "history.csv": history_csv(records),
+        "history.csv": buffer.getvalue().encode(),
         "performance_summary.json": _json(summary),
         "performance_summary.txt": _bytes(summary_text(summary)),
         "report.html": _bytes(report_page(records, pictures)),
@@ -386,15 +382,6 @@ def build_report(run: RunFolder) -> str:
     for name, data in files.items():
         run.store.write_bytes(f"report/{name}", data)
     return join(run.report_dir, "report.html")
-
-
-def history_csv(records: RunRecords) -> bytes:
-    """history.csv: a header and one row per epoch, in full precision, empty where nothing was measured."""
-    buffer = io.StringIO()
-    writer: csv.DictWriter[str] = csv.DictWriter(buffer, HISTORY_COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(history(records))
-    return buffer.getvalue().encode()
 
 
 def _json(value: Any) -> bytes:

@@ -64,7 +64,6 @@ def figure(spec: Mapping[str, Any]) -> Figure:
 
 
 def png(drawn: Figure) -> bytes:
-    """The figure as a PNG file."""
     buffer = io.BytesIO()
     drawn.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -70,15 +70,12 @@ class RunRecords:
     unreadable: list[str] = field(default_factory=list)
 
     def planned(self, name: str) -> Any:
-        """The value the plan gave to `name`, or None."""
         return next((line.value for line in self.plan if line.name == name and not line.deferred), None)
 
     def configured(self, key: str) -> Any:
-        """The value of the dotted key, or None."""
         return next((line.value for line in self.config if line.key == key), None)
 
     def of_kind(self, *kinds: str) -> list[Row]:
-        """The events of any of these kinds, in order."""
         return [row for row in self.events if row.get("kind") in kinds]
 
 
@@ -93,15 +90,19 @@ def read_records(run: RunFolder) -> RunRecords:
     choices = plan.get("choices")
     events = _events(run, unreadable)
     lines = _plan_lines(choices if isinstance(choices, Mapping) else {})
+    inventory = plan.get("inventory")
+    nodes = [mapping(node) for node in listed(mapping(plan.get("inventory")).get("nodes"))]
+    sources = mapping(plan.get("sources"))
+    leaves = _leaves(mapping(plan.get("config")), "")
     return RunRecords(
         name=run.path.rstrip("/").rsplit("/", 1)[-1],
         path=run.path,
         job_text=job_text,
         plan=_settled(lines, _mapping(run, run.memory_probe, unreadable), events),
         warnings=[str(line) for line in listed(plan.get("warnings"))],
-        unusable=_unusable(plan),
-        gpus=_gpus(plan),
-        config=_config_lines(plan),
+        unusable=[str(line) for line in listed(inventory.get("unusable"))] if isinstance(inventory, Mapping) else [],
+        gpus=sum(mapping(device).get("kind") != "cpu" for node in nodes for device in listed(node.get("devices"))),
+        config=[ConfigRow(key, value, str(sources.get(key, "default"))) for key, value in leaves],
         environment=_mapping(run, run.environment, unreadable),
         preflight=[row for row in listed(checks) if isinstance(row, Mapping)],
         train_rows=_data_fact(plan, "train_rows"),
@@ -119,20 +120,7 @@ def read_records(run: RunFolder) -> RunRecords:
     )
 
 
-def _unusable(plan: Row) -> list[str]:
-    """The GPUs that the machines of the plan have and that could not be used, with the reasons."""
-    inventory = plan.get("inventory")
-    return [str(line) for line in listed(inventory.get("unusable"))] if isinstance(inventory, Mapping) else []
-
-
-def _gpus(plan: Row) -> int:
-    """How many GPUs the machines of the plan have that can be used."""
-    nodes = [mapping(node) for node in listed(mapping(plan.get("inventory")).get("nodes"))]
-    return sum(mapping(device).get("kind") != "cpu" for node in nodes for device in listed(node.get("devices")))
-
-
 def _telemetry(run: RunFolder, unreadable: list[str]) -> list[Row]:
-    """The rows of every node, in order of time."""
     files = [entry.name for entry in run.store.entries("telemetry") if entry.name.endswith(".jsonl")]
     rows = [row for name in files for row in _rows(run, join(run.path, f"telemetry/{name}"), unreadable)]
     known = [row for row in rows if isinstance(row.get("devices"), list) and number(row.get("time")) is not None]
@@ -151,13 +139,11 @@ def number(value: Any) -> float | None:
 
 
 def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
-    """(step, value) of every row whose value is finite."""
     points = ((number(row.get("step")), number(row.get(key))) for row in rows)
     return [(step, value) for step, value in points if step is not None and value is not None]
 
 
 def values(rows: Sequence[Row], key: str) -> list[float]:
-    """The finite values of one column."""
     return [value for row in rows if (value := number(row.get(key))) is not None]
 
 
@@ -269,12 +255,6 @@ def _located(fault: Row, attempt: Row) -> Row:
     at = mapping(ranks[int(rank)]) if rank is not None and 0 <= rank < len(ranks) else {}
     known = {"from_step": attempt.get("from_step"), "node": at.get("node"), "pid": at.get("pid")}
     return {**fault, **{key: seen for key, seen in known.items() if seen is not None}}
-
-
-def _config_lines(plan: Row) -> list[ConfigRow]:
-    sources = mapping(plan.get("sources"))
-    leaves = _leaves(mapping(plan.get("config")), "")
-    return [ConfigRow(key, value, str(sources.get(key, "default"))) for key, value in leaves]
 
 
 def _leaves(mapping: Row, prefix: str) -> Iterable[tuple[str, Any]]:

@@ -31,7 +31,6 @@ def page(title: str, body: str) -> str:
 
 
 def picture(alt: str, data: bytes) -> str:
-    """A PNG file as an image that is part of the page."""
     encoded = base64.b64encode(data).decode()
     return f'<img alt="{esc(alt)}" loading="lazy" style="max-width:100%" src="data:image/png;base64,{encoded}">'
 

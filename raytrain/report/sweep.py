@@ -43,7 +43,9 @@ def whole_spec(
     for row in sorted(rows, key=lambda one: one["trial"] == best):
         points = [(step, loss) for step, loss in curves.get(row["trial"], ()) if math.isfinite(loss)]
         if points:
-            label = _label(row)
+            named = [(key.rpartition(".")[2], value) for key, value in row["values"].items()]
+            values = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in named]
+            label = ", ".join(values) + (", stopped early" if row["outcome"] == "stopped" else "")
             if len(rows) > NAMED and row["trial"] != best:
                 label = ""
             lines.append(_line(label, points, faint=row["trial"] != best))
@@ -67,12 +69,6 @@ def whole_spec(
             },
         ],
     }
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    named = [(key.rpartition(".")[2], value) for key, value in row["values"].items()]
-    values = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in named]
-    return ", ".join(values) + (", stopped early" if row["outcome"] == "stopped" else "")
 
 
 def _line(label: str, points: Sequence[tuple[float | None, float | None]], *, faint: bool = False) -> dict[str, Any]:
@@ -146,7 +142,6 @@ CHOSEN = ' <span class="badge good">chosen</span>'
 
 
 def is_sweep(path: str) -> bool:
-    """Whether this is the folder of a search."""
     store = open_store(path)
     return store.exists(TRIALS) and not store.exists("metrics.jsonl")
 
@@ -187,17 +182,6 @@ def sweep_page(
         f'<p class="lead">{esc(title)}</p><p class="meta"><span>{len(trials)} trials{esc(spent)}</span></p></header>'
     )
     use = f'<p class="note">Train with it: <code>{esc(shell_command("train", "--from-tune", path))}</code></p>'
-    sections = [
-        ("What was chosen", _chosen(outcome)),
-        ("Curves", f'<div class="card scroll">{picture("measurements of the trials", drawn)}</div>' if drawn else ""),
-        ("Trials", _trials(trials, outcome)),
-        ("best.yaml", f'<div class="card"><pre>{esc(best.rstrip())}</pre></div>{use}' if best else ""),
-    ]
-    body = "".join(f"<section><h2>{esc(title)}</h2>{inner}</section>" for title, inner in sections if inner)
-    return page(f"{name} - raytrain", f"{head}{body}<footer><p>{esc(path)}</p></footer>")
-
-
-def _chosen(outcome: Mapping[str, Any]) -> str:
     decision, winner = mapping(outcome.get("decision")), mapping(outcome.get("best"))
     reasons = {"precision.dtype": "precision", "loop.micro_batch_size": "micro_batch_size"}
     chosen = mapping(winner.get("values")) or mapping(outcome.get("values"))
@@ -207,7 +191,14 @@ def _chosen(outcome: Mapping[str, Any]) -> str:
         why = own or ("" if index else outcome.get("reason"))
         rows.append([f"<code>{esc(key)}</code>", shown(value), esc(why or "")])
     columns = [("Key", "k"), ("Value", "v"), ("Why", "soft")]
-    return f'<div class="card">{table(columns, rows)}</div>' if rows else ""
+    sections = [
+        ("What was chosen", f'<div class="card">{table(columns, rows)}</div>' if rows else ""),
+        ("Curves", f'<div class="card scroll">{picture("measurements of the trials", drawn)}</div>' if drawn else ""),
+        ("Trials", _trials(trials, outcome)),
+        ("best.yaml", f'<div class="card"><pre>{esc(best.rstrip())}</pre></div>{use}' if best else ""),
+    ]
+    body = "".join(f"<section><h2>{esc(title)}</h2>{inner}</section>" for title, inner in sections if inner)
+    return page(f"{name} - raytrain", f"{head}{body}<footer><p>{esc(path)}</p></footer>")
 
 
 def _trials(trials: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]) -> str:

@@ -96,7 +96,7 @@ def time_table(records: RunRecords) -> str:
     colours = {part: PART_COLOURS.get(part, "c10") for part, _ in account}
     bar = "".join(
         f'<i class="{colours[part]}" style="width:{100 * spent / total:.2f}%" title="{esc(part)}"></i>'
-        for part, spent in _by_weight(account)
+        for part, spent in sorted((row for row in account if row[1] > 0), key=lambda row: -row[1])
     )
     rows = [
         [
@@ -110,10 +110,6 @@ def time_table(records: RunRecords) -> str:
     columns = [("Part", "k"), ("Time", "n"), ("Share", "n")]
     narrow = f'<div class="narrow">{table(columns, rows)}</div>'
     return f'<div class="card"><div class="bar" aria-hidden="true">{bar}</div>{narrow}</div>'
-
-
-def _by_weight(account: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    return sorted((row for row in account if row[1] > 0), key=lambda row: -row[1])
 
 
 def plan_table(plan: Sequence[PlanRow]) -> str:
@@ -252,9 +248,18 @@ _TONES = {
 def timeline(events: Sequence[Row]) -> str:
     """The events in order, in seconds since the first; four or more of the same kind in a row become one entry."""
     events = [row for row in events if row.get("kind") not in _ACCOUNTS]
-    events = [row for row, then in zip(events, [*events[1:], {}], strict=False) if not _superseded(row, then)]
+    # left out where the next event says more of the same preparation of data
+    events = [
+        row
+        for row, then in zip(events, [*events[1:], {}], strict=False)
+        if not (row.get("kind") == "preparation" == then.get("kind") and row.get("attempt") == then.get("attempt"))
+    ]
     decided = {cause_of(row) for row in events if row.get("what") == "recovery"}
-    events = [{**row, "reason": ""} if _repeats(row, decided) else row for row in events]
+    # a reason that is none, or that the decision before the attempt has stated, is not repeated
+    events = [
+        {**row, "reason": ""} if (row.get("kind") == "attempt" and cause_of(row) in (*decided, _NO_REASON)) else row
+        for row in events
+    ]
     start = next((when for row in events if (when := number(row.get("time"))) is not None), None)
     items = [_event_item(group, start) for group in _grouped(events)]
     if len(items) > _EVENTS_SHOWN:
@@ -262,16 +267,6 @@ def timeline(events: Sequence[Row]) -> str:
         left_out = f"<li><time></time><p class=soft>{len(items) - _EVENTS_SHOWN} left out</p></li>"
         items = [*items[:half], left_out, *items[-half:]]
     return f'<div class="card"><ol class="events">{"".join(items)}</ol></div>' if items else ""
-
-
-def _superseded(row: Row, then: Row) -> bool:
-    """Whether the next event says more of the same preparation of data."""
-    return row.get("kind") == "preparation" == then.get("kind") and row.get("attempt") == then.get("attempt")
-
-
-def _repeats(row: Row, decided: set[str]) -> bool:
-    """Whether an attempt states a reason that is none, or one that the decision before it has stated."""
-    return row.get("kind") == "attempt" and cause_of(row) in (*decided, _NO_REASON)
 
 
 def _grouped(events: Sequence[Row]) -> list[list[Row]]:
@@ -374,16 +369,12 @@ def _exported(row: Row) -> tuple[str, str]:
 
 def _decision(row: Row) -> tuple[str, str]:
     if row.get("what") == "recovery":
-        return _recovery(row)
+        what, why = _RECOVERIES.get(str(row.get("value")), str(row.get("value"))), cause_of(row)
+        limit = number(row.get("micro_batch"))
+        return f"{what}: {why}", f"micro-batches of at most {counted(int(limit), 'row')}" if limit else ""
     value = row.get("value")
     detail = _brief(value) if not isinstance(value, Mapping | list) else ""
     return f"{str(row.get('what', '')).replace('_', ' ')}{f': {detail}' if detail else ''} ({cause_of(row)})", ""
-
-
-def _recovery(row: Row) -> tuple[str, str]:
-    what, why = _RECOVERIES.get(str(row.get("value")), str(row.get("value"))), cause_of(row)
-    limit = number(row.get("micro_batch"))
-    return f"{what}: {why}", f"micro-batches of at most {counted(int(limit), 'row')}" if limit else ""
 
 
 def _fault(row: Row) -> tuple[str, str]:

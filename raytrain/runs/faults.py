@@ -43,7 +43,6 @@ class Death:
 
     @property
     def title(self) -> str:
-        """Name and place in one line."""
         where = f" on {self.node}" if self.node else ""
         return f"{self.who}{where}{f' (pid {self.pid})' if self.pid else ''}"
 
@@ -96,7 +95,6 @@ class Fault:
         return f"{text} at {self.place}" if self.place else text
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as a plain mapping."""
         return asdict(self)
 
 

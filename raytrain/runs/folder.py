@@ -66,7 +66,6 @@ class Attempts:
         self._last_beat = -_BEAT_EVERY_S
 
     def found(self, owner: dict[str, Any]) -> None:
-        """Records the creator of the run folder."""
         self._store.create_exclusive("attempts/0000.json", _record(owner))
 
     def take_next(self, owner: dict[str, Any]) -> int:
@@ -77,7 +76,6 @@ class Attempts:
         return number
 
     def current(self) -> int:
-        """The newest number; 0 before the first attempt."""
         names = (entry.name for entry in self._store.entries("attempts"))
         return max((int(name[:-5]) for name in names if name[:-5].isdigit()), default=0)
 
@@ -254,7 +252,6 @@ class RunFolder:
         return sorted(int(name.removeprefix("step_")) for name in complete)
 
     def checkpoint_dir(self, step: int) -> str:
-        """The directory of the checkpoint after `step` steps."""
         return join(self.path, f"checkpoints/step_{step:08d}")
 
     # -- reading and writing ----------------------------------------------------------------------
@@ -382,7 +379,6 @@ class RunFolder:
         self._attempts.beat()
 
     def alive(self) -> dict[str, Any] | None:
-        """The owner if its process still works on this run, else None."""
         return self._attempts.alive(ended=self.store.changed("result.json"))
 
     def finished(self) -> bool:
@@ -561,12 +557,10 @@ class SweepFolder(RunFolder):
 
     @property
     def picture(self) -> str:
-        """The picture of the trials."""
         return join(self.path, "tune.png")
 
     @property
     def runs(self) -> str:
-        """The directory with the run folders of trials that are complete runs."""
         return join(self.path, "runs")
 
     def alive(self) -> dict[str, Any] | None:
@@ -576,7 +570,6 @@ class SweepFolder(RunFolder):
         return self._attempts.alive(ended=ended)
 
     def ended(self) -> list[dict[str, Any]]:
-        """The rows of trials.jsonl."""
         return self.read_rows(self.trials)
 
     def standing(self) -> list[dict[str, Any]]:
@@ -590,7 +583,6 @@ class SweepFolder(RunFolder):
         return [row for place, row in enumerate(rows) if row.get("deaths") == 1 and last[row["trial"]] == place]
 
     def record(self, row: dict[str, Any]) -> None:
-        """Appends the row of a trial that has ended."""
         writer = self.writer(self.trials)
         writer.write(row)
         writer.flush()

@@ -52,7 +52,6 @@ class StepRecord:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Any]:
-        """The row of `metrics.jsonl`."""
         columns = asdict(self)
         extra = columns.pop("extra")
         return {"kind": "train", **columns, **{name: extra[name] for name in extra if name not in columns}}
@@ -100,7 +99,6 @@ class EvalRecord:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Any]:
-        """The row of `metrics.jsonl`."""
         row: dict[str, Any] = {"kind": "eval", "step": self.step, "loss": self.loss}
         if self.accuracy is not None:
             row["accuracy"] = self.accuracy
@@ -115,7 +113,6 @@ def rate_of(row: Mapping[str, Any]) -> str:
 
 
 def event(kind: str, **fields: Any) -> dict[str, Any]:
-    """A row of `events.jsonl`; `time` is in unix seconds."""
     return {"kind": kind, "time": time.time(), **fields}
 
 

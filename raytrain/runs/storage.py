@@ -112,7 +112,6 @@ class LocalStore:
         self.uri = os.path.abspath(os.path.expanduser(root))
 
     def at(self, name: str) -> str:
-        """Absolute path of `name`."""
         return os.path.join(self.uri, name) if name else self.uri
 
     def read_bytes(self, name: str) -> bytes:
@@ -179,7 +178,6 @@ class LocalStore:
                 os.fsync(file.fileno())
 
     def local_copy(self, name: str, scratch: str) -> str:
-        """Path of a local file with this content: the file itself."""
         return self.at(name)
 
     def exists(self, name: str) -> bool:
@@ -247,7 +245,6 @@ class ObjectStore:
         self._root = root.rstrip("/")
 
     def at(self, name: str) -> str:
-        """Path of `name` inside the pyarrow filesystem."""
         return posixpath.join(self._root, name) if name else self._root
 
     def read_bytes(self, name: str) -> bytes:

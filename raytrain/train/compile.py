@@ -76,7 +76,19 @@ def parts_to_compile(
     elif asked == "blocks":
         parts = blocks_of(trainable, key=KEY)
     else:
-        parts = _named_part(module, asked)
+        every = {name: part for name, part in module.named_modules() if name}
+        chosen: list[Block] = []
+        for name in asked:
+            found = [(full, part) for full, part in every.items() if full == name or full.endswith(f".{name}")]
+            if not found:
+                ends = {full.rpartition(".")[2] for full in every if not full.rpartition(".")[2].isdigit()}
+                raise InputError(
+                    KEY, got=name, expected="auto, all, blocks, or names of the model's modules, or ends of such names",
+                    remedy=near_names(name, [*ends, *every], otherwise=sorted(ends)),
+                )  # fmt: skip
+            chosen += [block for full, part in found for block in called_modules(full, part)]
+        kept = {id(inner) for _, part in chosen for inner in part.modules() if inner is not part}
+        parts = list({id(part): (name, part) for name, part in chosen if id(part) not in kept}.values())
     if graphs and len(parts) > 1:
         raise InputError(
             KEY, got=f"{len(parts)} parts with loop.compile reduce-overhead on a GPU", expected="all, or loop.compile"
@@ -93,22 +105,6 @@ def parts_to_compile(
                     remedy="loop.compile_parts: blocks; a compiled part cannot contain blocks that backward recomputes",
                 )  # fmt: skip
     return parts
-
-
-def _named_part(module: nn.Module, names: Sequence[str]) -> list[Block]:
-    every = {name: part for name, part in module.named_modules() if name}
-    chosen: list[Block] = []
-    for name in names:
-        found = [(full, part) for full, part in every.items() if full == name or full.endswith(f".{name}")]
-        if not found:
-            ends = {full.rpartition(".")[2] for full in every if not full.rpartition(".")[2].isdigit()}
-            raise InputError(
-                KEY, got=name, expected="auto, all, blocks, or names of the model's modules, or ends of such names",
-                remedy=near_names(name, [*ends, *every], otherwise=sorted(ends)),
-            )  # fmt: skip
-        chosen += [block for full, part in found for block in called_modules(full, part)]
-    kept = {id(inner) for _, part in chosen for inner in part.modules() if inner is not part}
-    return list({id(part): (name, part) for name, part in chosen if id(part) not in kept}.values())
 
 
 # ---------------------------------------------------------------- compile
@@ -177,7 +173,6 @@ class PartStatus:
         return f"nothing in it could be traced: {', '.join(list(self.breaks_at)[:1]) or 'torch says no more'}"
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
         counts = {name: getattr(self, name) for name in ("graphs", "graph_breaks", "recompiles")}
         return {"name": self.name or "model", "kind": self.kind, "achieved": self.achieved, **counts,
                 "seconds": self.seconds, "reason": self.why}  # fmt: skip
@@ -252,7 +247,6 @@ class CompiledParts:
 
     @property
     def seconds(self) -> float:
-        """Total seconds spent in the compiler."""
         return sum(part.seconds for part in self.parts)
 
     def take_seconds(self) -> float:
@@ -500,7 +494,6 @@ class Switches:
             part.compare_kernels(device, policy.autocast_dtype or policy.master_dtype)
 
     def observe(self, batch: dict[str, Any]) -> None:
-        """Register a batch before the training step uses it."""
         off = self.cudnn.observe(batch)
         if off is not None:
             self._notices.append(("decision", {"what": "cudnn_benchmark", **off}))

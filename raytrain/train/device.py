@@ -78,7 +78,6 @@ class Platform:
     convolutions: str
 
     def to_json(self) -> dict[str, str]:
-        """A plain mapping."""
         return asdict(self)
 
 
@@ -227,7 +226,6 @@ class ProcessSettings:
         seed_everything(self.seed)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
         return asdict(self)
 
 
@@ -256,7 +254,6 @@ class CudnnBenchmark:
 
     @property
     def on(self) -> bool:
-        """Whether the search is on in torch."""
         return bool(torch.backends.cudnn.benchmark)
 
     def observe(self, batch: dict[str, Any]) -> dict[str, Any] | None:

@@ -149,7 +149,6 @@ class BatchLoader:
         self.batches.micro_batch = rows
 
     def global_batch(self, cursor: Cursor) -> GlobalBatch:
-        """The rows of the step at `cursor`."""
         batch = self.batches.global_batch(cursor)
         self._at = self.batches.begun(cursor)
         self._following = batch.next
@@ -325,7 +324,6 @@ class _OnHost:
 
 
 def data_plan(job: TrainJob) -> DataPlan:
-    """The storage and loading choices of a plan."""
     planned = {name: getattr(job.plan, name) for name in ("resident_rows", "loader_workers")}
     numbers = {name: int(choice.value) for name, choice in planned.items() if isinstance(choice, Resolved)}
     return DataPlan(job.planned("storage"), prefetch=job.data.prefetch, seed=job.seed, **numbers)

@@ -240,7 +240,9 @@ class TrainingLoop:
         while state.step < self.limits.max_steps:
             output = self._one_step(state)
             self._sleep(state.step)
-            self._clear(state.step)
+            if self.limits.clear_every and state.step % self.limits.clear_every == 0:
+                release_cached(self.step.device)
+                self._clears += 1
             last = state.step == self.limits.max_steps
             if last or self._row_due(state):
                 failed = self._log(state, output)
@@ -253,7 +255,7 @@ class TrainingLoop:
             if self.evaluate is not None and (last or (every and state.step % every == 0)):
                 self._evaluate(state)
             stop, save = self._stop_or_save(state.step, output)
-            plateau = self._plateau(state)
+            plateau = self.limits.patience is not None and state.evals_without_gain >= self.limits.patience
             ends, best = last or stop or plateau, state.best_step == state.step
             if ends or save or best:
                 self._save(state, final=ends, only_best=best and not (ends or save))
@@ -307,12 +309,6 @@ class TrainingLoop:
         for kind, fields in self.step.trainable.sleep(step, self.step):
             self.reporter.event(kind, **fields)
         self._charge("sleep", begin, step=step)
-
-    def _clear(self, step: int) -> None:
-        """Release cached memory where `loop.clear_every` asks for it; rows count how often, in this attempt."""
-        if self.limits.clear_every and step % self.limits.clear_every == 0:
-            release_cached(self.step.device)
-            self._clears += 1
 
     def _report_sent(self, names: list[str], *, step: int) -> None:
         """Report the buffers and parameters that are sent to all workers after every step from now on."""
@@ -420,7 +416,14 @@ class TrainingLoop:
             for kind, fields in row.model.events:
                 self.reporter.event(kind, **fields)
         if row.failed:
-            self._name_nonfinite(state.step, row.record.loss, row.record.aux_loss)
+            if not math.isfinite(row.record.loss):
+                self._culprit = f"the loss was {row.record.loss}"
+            elif row.record.aux_loss is not None and not math.isfinite(row.record.aux_loss):
+                self._culprit = f"the auxiliary loss was {row.record.aux_loss}"
+            else:
+                names = [*self.step.reduction.nonfinite(), *self.step.remote_nonfinite] or ["unknown parameters"]
+                self._culprit = f"the gradients of {abbreviated(names, NAMED_AT_MOST)}"
+            self.reporter.event("nonfinite", step=state.step, what=self._culprit)
         self._interval = LogInterval()
         self._nonfinite.reset_longest()
         return row.longest_failed
@@ -428,17 +431,6 @@ class TrainingLoop:
     def _counts(self, state: LoopState) -> dict[str, Any]:
         found: dict[str, Any] = {"ends_epoch": True} if self._ends_epoch(state) else {}
         return found | ({"memory_clears": self._clears} if self.limits.clear_every else {})
-
-    def _name_nonfinite(self, step: int, loss: float, aux_loss: float | None) -> None:
-        """Report what was not finite in the step that was just skipped; its gradients are still in the buffers."""
-        if not math.isfinite(loss):
-            self._culprit = f"the loss was {loss}"
-        elif aux_loss is not None and not math.isfinite(aux_loss):
-            self._culprit = f"the auxiliary loss was {aux_loss}"
-        else:
-            names = [*self.step.reduction.nonfinite(), *self.step.remote_nonfinite] or ["unknown parameters"]
-            self._culprit = f"the gradients of {abbreviated(names, NAMED_AT_MOST)}"
-        self.reporter.event("nonfinite", step=step, what=self._culprit)
 
     # -- evaluation -------------------------------------------------------------------------------
 
@@ -461,9 +453,6 @@ class TrainingLoop:
             state.best_eval_loss, state.best_step = loss, state.step
         state.last_eval = {"step": state.step, "loss": loss}
         self.reporter.metrics(record.to_row())
-
-    def _plateau(self, state: LoopState) -> bool:
-        return self.limits.patience is not None and state.evals_without_gain >= self.limits.patience
 
 
 def one_row_explained(error: BaseException, *, rows: int) -> str | None:

@@ -76,9 +76,12 @@ def told_weight(output: LossOutput, counted: CountedLabels, *, read: bool) -> fl
         elif kind == "Mean":
             plain.append(float(node._saved_self_sym_numel))
         elif kind == "Div":
-            plain.append(_divisor(node, output.loss))
+            # The count in `sum() / count`; a sum of nothing over `count.clamp(min=1)` is a mean over nothing.
+            count = float(node._saved_other)
+            plain.append(0.0 if count == 1.0 and float(output.loss.detach()) == 0.0 else count)
         elif kind.startswith("NllLoss"):
-            if _counts_labels(node, counted):
+            ignored = node._saved_ignore_index % 2**64 == IGNORED_LABEL % 2**64
+            if ignored and node._saved_weight is None and counted.are(node._saved_target):
                 return None
             named.append(float(node._saved_total_weight))
         else:
@@ -87,12 +90,6 @@ def told_weight(output: LossOutput, counted: CountedLabels, *, read: bool) -> fl
     if not found or (unknown and not named):
         return math.nan if hidden else None
     return found[0] if max(found) - min(found) <= ROUNDING * max(found) else math.nan
-
-
-def _divisor(node: Any, loss: Tensor) -> float:
-    """The count in `sum() / count`; a sum of nothing over `count.clamp(min=1)` is a mean over nothing."""
-    count = float(node._saved_other)
-    return 0.0 if count == 1.0 and float(loss.detach()) == 0.0 else count
 
 
 @contextlib.contextmanager
@@ -170,9 +167,3 @@ def _is_sum(node: Any) -> bool:
         return node._saved_reduction == SUM
     inner = [] if node is None else [below for below, _ in node.next_functions if below is not None]
     return kind == "Sum" or (kind in PASSED_THROUGH and bool(inner) and all(map(_is_sum, inner)))
-
-
-def _counts_labels(node: Any, counted: CountedLabels) -> bool:
-    """Whether an `nll_loss` averages over exactly the labels other than -100 that the loader has counted."""
-    ignored = node._saved_ignore_index % 2**64 == IGNORED_LABEL % 2**64
-    return ignored and node._saved_weight is None and counted.are(node._saved_target)

@@ -48,7 +48,12 @@ def check_module(trainable: Trainable, *, key: str, strategy: str) -> None:
     _refuse_untrainable(trainable.module, key)
     _refuse_unsaveable(trainable, key, strategy)
     if strategy == "fsdp":
-        _check_shards(trainable)
+        for what, names, expected, remedy in _unshardable(trainable):
+            if names:
+                raise InputError(
+                    SHARDS, got=f"fsdp with {what} ({abbreviated(names, 5)})", expected=expected,
+                    remedy=f"{remedy}{DATA_PARALLEL}",
+                )  # fmt: skip
 
 
 def _refuse_lazy(module: nn.Module, key: str) -> None:
@@ -151,17 +156,6 @@ def _refuse_unloadable(module: nn.Module, state: dict[str, Any], key: str, strat
             key, got=wrong, expected="a state from which the module can be restored",
             remedy="undo in a load_state_dict pre-hook what a hook of state_dict does",
         )  # fmt: skip
-
-
-def _check_shards(trainable: Trainable) -> None:
-    """What cannot be split by rows, block by block. What only a pass can show is named by
-    `raytrain.train.parallel.fsdp_passes`."""
-    for what, names, expected, remedy in _unshardable(trainable):
-        if names:
-            raise InputError(
-                SHARDS, got=f"fsdp with {what} ({abbreviated(names, 5)})", expected=expected,
-                remedy=f"{remedy}{DATA_PARALLEL}",
-            )  # fmt: skip
 
 
 def _unshardable(trainable: Trainable) -> Iterator[tuple[str, list[str], str, str]]:

@@ -112,7 +112,14 @@ class Session:
         self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr, blocks=blocks)
         if make:
             self.strategy.watch(self.optimizers)
-        self.loader = self._open_loader()
+        self.close()
+        self.source = prepare_source(
+            self.source, data_plan(self.job), device=self.device, device_name=device_name(self.device), report=self.say
+        )
+        own = {"workers": self.workers, "weight": self.trainable.weight, "dtype": self.policy.master_dtype}
+        self.loader = BatchLoader.open(
+            self.job, self.settings, self.source, device=self.device, whole=self.trainable.communicates, **own
+        )
         schedule = Schedule(
             optim, lr=lr, warmup_steps=int(job.planned("warmup_steps")), max_steps=int(job.planned("max_steps"))
         )
@@ -155,18 +162,7 @@ class Session:
             synced.watch(own["reduction"].order, names)  # pyright: ignore[reportAttributeAccessIssue]
         return own
 
-    def _open_loader(self) -> BatchLoader:
-        self.close()
-        self.source = prepare_source(
-            self.source, data_plan(self.job), device=self.device, device_name=device_name(self.device), report=self.say
-        )
-        own = {"workers": self.workers, "weight": self.trainable.weight, "dtype": self.policy.master_dtype}
-        return BatchLoader.open(
-            self.job, self.settings, self.source, device=self.device, whole=self.trainable.communicates, **own
-        )
-
     def close(self) -> None:
-        """Stop prefetching; may be called twice, and before `prepare`."""
         if hasattr(self, "loader"):
             self.loader.close()
 
@@ -216,7 +212,6 @@ class Session:
         return {**parts, **{f"part_{name}": part.state_dict() for name, part in own.items()}}
 
     def generator_state(self) -> dict[str, Any]:
-        """The states of this worker's random generators."""
         return rng_state(self.device)
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
@@ -245,7 +240,6 @@ class Session:
     # -- the loop ---------------------------------------------------------------------------------
 
     def limits(self) -> LoopLimits:
-        """The resolved numbers of the loop."""
         return limits_of(self.job)
 
     def loop(

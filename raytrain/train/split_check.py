@@ -47,13 +47,11 @@ class Passes(NamedTuple):
         return loss, apart / max(self.largest, other.largest, SMALL_GRADIENT)
 
     def equals(self, other: Passes, *, times: float = 1.0) -> bool:
-        """Whether they are equal within rounding."""
         loss, gradient = self.gaps(other, times=times)
         return loss <= LOSS and gradient <= GRADIENT
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
-    """The norm of all of them together."""
     return math.sqrt(sum(float(tensor.abs().square().sum()) for tensor in tensors))
 
 

@@ -36,7 +36,6 @@ class Clock:
         self.keep(step)
 
     def add(self, purpose: str, seconds: float) -> None:
-        """Charge seconds to a purpose."""
         self.seconds[purpose] += seconds
 
     def share(self, purpose: str) -> float:
@@ -116,12 +115,10 @@ class LoopState:
     weight_unit: float | None = None  # of the step (`TrainingStep.weight_unit`)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> LoopState:
-        """The inverse of `to_json`."""
         return cls(**{**record, "cursor": Cursor(**record["cursor"])})
 
 
@@ -172,7 +169,6 @@ class NeverSaves:
     """The saver of a loop whose state is not kept (measurements)."""
 
     def due(self, step: int) -> bool:
-        """Never."""
         return False
 
     def save(self, state: LoopState, *, final: bool, only_best: bool = False) -> None:
@@ -210,7 +206,6 @@ class NonFinite:
         return int(self._copies[(self._steps - self.LAG) % len(self._copies)].value())
 
     def reset_longest(self) -> None:
-        """Begin a new log interval."""
         self.longest = torch.zeros_like(self.longest)
 
 

@@ -181,7 +181,15 @@ class TrainingStep:
             for total in totals:
                 self._backward(total)
         self.gradients.check()
-        self._check_frozen()
+        # no optimizer has a parameter that was frozen at the start and is trained now
+        for name, parameter in self._frozen:
+            if parameter.requires_grad or parameter.grad is not None:
+                raise RunError(
+                    f"{name} was frozen at the start (requires_grad=False) and has been unfrozen by the model; the "
+                    "optimizer has only parameters that require a gradient at the start: build the model with "
+                    "requires_grad=True for it and freeze it in forward until it joins, or train it in a run of its "
+                    "own with model.init_from"
+                )
         return self._passed
 
     def _forwards(self, micro_batches: Iterable[MicroBatch], *, global_weight: int, passes: int) -> Iterator[Tensor]:
@@ -259,17 +267,6 @@ class TrainingStep:
             aux += output.aux.detach().double() * share
         self._passed = Passed(loss, aux, before + weight, ever or told)
         add_metrics(self._metrics, output, weight)
-
-    def _check_frozen(self) -> None:
-        """Raise RunError for a parameter that was frozen at the start and is trained now: no optimizer has it."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad or parameter.grad is not None:
-                raise RunError(
-                    f"{name} was frozen at the start (requires_grad=False) and has been unfrozen by the model; the "
-                    "optimizer has only parameters that require a gradient at the start: build the model with "
-                    "requires_grad=True for it and freeze it in forward until it joins, or train it in a run of its "
-                    "own with model.init_from"
-                )
 
     @property
     def collective_passes(self) -> bool:
@@ -434,7 +431,10 @@ def evaluate(
         {"loss": ..., "accuracy": ... where the model reports one, ...} as host floats; one device read.
     """
     result = step.reduction.run_or_shortage(lambda: _scored(step, batches, passes=passes, clear_every=clear_every))
-    names = _agreed_names(step, result, workers)
+    rows = workers.all_gather_object(None if isinstance(result, Shortage) else list(result))
+    if None in rows:
+        raise step.reduction.dropped(result)
+    names = list(dict.fromkeys(name for row in rows for name in row)) or ["loss"]
     assert not isinstance(result, Shortage)
     shortages = step.trainable.remote.shortages()
     if shortages:
@@ -471,12 +471,3 @@ def _scored(step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int, c
         for _ in range(passes if step.collective_passes else 0):
             step.idle()
     return total
-
-
-def _agreed_names(step: TrainingStep, result: MetricSums | Shortage, workers: Workers) -> list[str]:
-    """Names of the values that any worker has: one without eval rows still takes part in the sum.
-    Where one had a shortage (None), all raise here."""
-    rows = workers.all_gather_object(None if isinstance(result, Shortage) else list(result))
-    if None in rows:
-        raise step.reduction.dropped(result)
-    return list(dict.fromkeys(name for row in rows for name in row)) or ["loss"]

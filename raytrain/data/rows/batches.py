@@ -192,7 +192,6 @@ class StepBatches:
 
     @property
     def epoch_rows(self) -> int:
-        """Rows that one epoch trains on."""
         return len(self.split) - (len(self.split) % self.global_batch_size if self.drop_last else 0)
 
     @property

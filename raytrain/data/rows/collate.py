@@ -251,7 +251,6 @@ class CollatedSplit(SplitView):
         return [{name: value[0] for name, value in row.items() if not (adds_mask and name == MASK)} for row in rows]
 
     def batch(self, rows: list[Any]) -> Batch:
-        """These rows as one batch."""
         return self._function(rows)
 
     def gather(self, indices: np.ndarray) -> Batch:

@@ -58,7 +58,6 @@ class Split(ABC):
         return row_order(len(self), seed=seed, epoch=epoch)
 
     def eval_order(self) -> np.ndarray:
-        """Every index in file order."""
         return np.arange(len(self))
 
     @abstractmethod

@@ -92,7 +92,6 @@ class DatasetSplit(RowSplit):
         return tensor_bytes(leaves(self.items(np.zeros(1, np.int64))[0])) * len(self.rows)
 
     def items(self, indices: np.ndarray) -> list[Any]:
-        """The items as the dataset returns them."""
         indices = self.rows[indices].tolist()
         return self._many(indices) if self._many is not None else [self.dataset[index] for index in indices]
 
@@ -128,7 +127,6 @@ class DatasetSplit(RowSplit):
         return row if self.classes is None else {**row, "labels": torch.tensor(self.classes[row["labels"]])}
 
     def batch(self, rows: list[Any]) -> Batch:
-        """These rows as one batch."""
         if self.collate is not None:
             return self.collate(rows)
         return collate_rows(rows, key=self.key, masked=self.masked.names)
@@ -186,7 +184,6 @@ class PartialDataset(SplitView):
         return [kept[index] if index < len(kept) else self._moved(next(others)) for index in indices.tolist()]
 
     def batch(self, rows: list[Any]) -> Batch:
-        """These rows as one batch, on the device."""
         batch = self._dataset.batch(rows)
         return batch if self.collate is None else to_device(batch, self.device)
 

@@ -60,7 +60,6 @@ class TransferCounts:
 
     @classmethod
     def total(cls, counts: Iterable[TransferCounts]) -> TransferCounts:
-        """The sum of the counts of several workers."""
         return cls(*map(sum, zip(*(one.values() for one in counts), strict=True)))
 
     def describe(self, device: str) -> str:
@@ -230,11 +229,9 @@ class StreamSplit(SplitView):
             _INTO_PINNED.reset(token)
 
     def moved(self, host: Batch) -> Batch:
-        """A batch of the host, on the device."""
         return to_device(pin(host) if self.pinned else host, self.device)
 
     def to(self, device: torch.device | str, *, rows: int | None = None) -> Split:
-        """The same host data, streamed to another device."""
         if rows is not None:
             return self.split.to(device, rows=rows)
         return StreamSplit(self.split, device=device, pinned=self.pinned)

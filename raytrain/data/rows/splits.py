@@ -104,7 +104,6 @@ class TensorSplit(RowSplit):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns as stored."""
         return sum(column.numel() * column.element_size() for column in self.columns.values())
 
     def gather(self, indices: np.ndarray) -> Batch:
@@ -195,7 +194,6 @@ class TextSplit(Split):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens as stored."""
         return self._length * self.tokens.element_size()
 
     def order(self, seed: int, epoch: int) -> np.ndarray:

@@ -133,17 +133,6 @@ def is_own(source: str) -> bool:
     return ":" in source
 
 
-def check_source(source: str) -> None:
-    """Raise InputError unless `source` is a built-in source or a ``module:function``."""
-    if not is_own(source) and source not in SOURCES:
-        raise InputError(
-            "data.source",
-            got=source,
-            expected=f"one of {', '.join(SOURCES)}, or module:function",
-            remedy=suggestion(source, SOURCES),
-        )
-
-
 def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str) -> dict[str, Any]:
     """Return the values of all keys of a source, defaults included.
 
@@ -214,7 +203,13 @@ def source_keys(data: DataConfig) -> dict[str, Any]:
             got="no value",
             expected=f"one of {', '.join(SOURCES)}, module:function, or data.train",
         )
-    check_source(data.source)
+    if not is_own(data.source) and data.source not in SOURCES:
+        raise InputError(
+            "data.source",
+            got=data.source,
+            expected=f"one of {', '.join(SOURCES)}, or module:function",
+            remedy=suggestion(data.source, SOURCES),
+        )
     return data.keys if is_own(data.source) else check_keys(data.keys, SOURCES[data.source], owner=data.source)
 
 

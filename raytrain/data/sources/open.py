@@ -90,10 +90,7 @@ def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | Non
         return describe_bytes(size, context=context, fraction=fraction, origin=STDLIB, key="data.max_bytes")
     if data.source == "idx":
         return describe_idx(*idx_files(keys), fraction=fraction)
-    return _describe_table(data.source or "", keys, fraction=fraction)
-
-
-def _describe_table(kind: str, keys: Mapping[str, Any], *, fraction: float) -> DataFacts:
+    kind = data.source or ""
     (rows, row_bytes, by_groups), *held = _table_sizes(kind, keys)
     evaluation = held[0][0] if held else None
     return DataFacts.of_rows(

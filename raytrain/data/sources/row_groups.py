@@ -46,7 +46,6 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self.stop - self.start
 
 
@@ -136,12 +135,10 @@ class GroupSplit(Split):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all rows take in memory."""
         return len(self) * self._row_bytes
 
     @property
     def adds_mask(self) -> bool:
-        """See `RaggedSplit`."""
         return MASK not in _names(self._choice)
 
     def order(self, seed: int, epoch: int) -> Order:

@@ -39,7 +39,6 @@ class ColumnChoice:
     label: str | None
 
     def reads(self) -> dict[str, list[str]]:
-        """`Source.reads` of these columns."""
         return {"stacked": list(self.stacked), "named": list(self.named)}
 
 
@@ -284,7 +283,6 @@ def is_list(kind: Any) -> bool:
 
 
 def is_nested(kind: Any) -> bool:
-    """Whether a pyarrow type holds lists of lists, such as images."""
     return is_list(kind) and is_list(kind.value_type)
 
 

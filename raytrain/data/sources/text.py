@@ -50,7 +50,6 @@ class CharVocabulary:
 
     @property
     def size(self) -> int:
-        """Number of different characters."""
         return len(self.characters)
 
     def encode(self, text: str) -> list[int]:

@@ -244,7 +244,6 @@ class Tokenised:
 
 
 def is_tokenised(data: DataConfig) -> bool:
-    """Whether the text of a `data` section is tokenized with a tokenizer."""
     is_text = data.train is None and data.source in ("text", "jsonl")
     return is_text and any(data.keys.get(name) is not None for name in ("tokenizer", *FIELDS))
 

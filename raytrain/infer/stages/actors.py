@@ -47,7 +47,6 @@ class StageActor:
         """Returns once the process has a place in the cluster."""
 
     def load(self) -> None:
-        """Read the stage's tensors."""
         assert self._work.split is not None
         self._stage = load_stage(self._work.model, self._work.split, self._number, self._device)
 
@@ -147,7 +146,6 @@ class _FurtherStages:
         return StateLost(" ".join(str(error).split()))
 
     def end(self) -> None:
-        """End the actors."""
         import ray
 
         for actor in self._actors:

@@ -66,16 +66,12 @@ def measure_parts(work: Work, unit: Unit) -> PartTimes:
     except Exception as error:  # of a row
         return PartTimes(reason=f"a row failed: {type(error).__name__}")
     sums = _Sums(len(batches) - 1, predictor.answer_tokens)
-    for stage in range(_plan(work).stages):
+    assert work.split is not None
+    for stage in range(work.split.plan.stages):
         failed = _time_stage(work, stage, batches, sums)
         if failed is not None:
             return PartTimes(reason=f"a batch failed: {failed}")
     return PartTimes(tuple(sums.seconds), took_s=time.perf_counter() - began)
-
-
-def _plan(work: Work) -> Any:
-    assert work.split is not None
-    return work.split.plan
 
 
 def _chosen(predictor: Predictor, work: Work, unit: Unit) -> list[list[int]]:
@@ -117,13 +113,11 @@ class PassRecorder:
     _caches: Any = field(default_factory=itertools.count, repr=False)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any], cache: CacheUse | None = None) -> Tensor:
-        """As `StagePipeline.call`."""
         given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         self.passes.append(StagePass(tuple(args), dict(kwargs), cache))
         return torch.zeros(len(given), 1, 1) if self.generates else torch.zeros(len(given), 1)
 
     def new_cache(self) -> int:
-        """As `StagePipeline.new_cache`."""
         return next(self._caches)
 
     def end_cache(self, number: int) -> None:
@@ -197,7 +191,6 @@ class PartClock:
                 module.register_forward_hook(self._end_of(place))
 
     def take(self) -> list[float]:
-        """Of each part since the last call."""
         taken, self._seconds = self._seconds, [0.0] * len(self._seconds)
         self._began.clear()
         return taken

@@ -40,7 +40,6 @@ class ModelPart:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its modules."""
         return self.modules or (self.name,)
 
 
@@ -58,12 +57,10 @@ class StagePlan:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
         return len(self.bounds) - 1
 
     @property
     def bytes(self) -> list[int]:
-        """Of the parameters of each stage."""
         return [sum(part.bytes for part in self.parts[a:b]) for a, b in pairwise(self.bounds)]
 
     def describe(self, stage: int) -> str:
@@ -304,7 +301,6 @@ class InferenceMemory:
 
     @property
     def total(self) -> int:
-        """All of them together."""
         return self.weights + self.cache + self.activations
 
     def __str__(self) -> str:

@@ -103,7 +103,6 @@ def load_stage(model: InferenceModel, split: StageSplit, stage: int, device: tor
 
 
 def local_pipeline(model: InferenceModel, split: StageSplit, *, threads: int | None) -> StagePipeline:
-    """All stages in this process."""
     count = split.plan.stages
     devices = split.devices or (model.device,) * count
     stages = [load_stage(model, split, stage, torch.device(devices[stage])) for stage in range(count)]
@@ -142,7 +141,6 @@ class StageTimes:
         return max((p - 1) / (m + p - 1), 1 - in_flight / p)
 
     def add(self, other: StageTimes) -> None:
-        """Count another replica's."""
         self.busy_s = [own + more for own, more in zip(self.busy_s, other.busy_s, strict=True)]
         self.wall_s += other.wall_s
         self.passes += other.passes
@@ -232,7 +230,6 @@ class StagePipeline:
             return taken
 
     def close(self) -> None:
-        """End the stages."""
         self._here = []
         if self._close is not None:
             self._close()
@@ -249,13 +246,11 @@ class RemoteCache:
         self._use = CacheUse(pipeline.new_cache(), tuple(lengths), capacity)
 
     def keep(self, rows: list[int]) -> None:
-        """Keep these rows only, in this order."""
         before = self._use.keep
         kept = tuple(rows) if before is None else tuple(before[row] for row in rows)
         self._use = replace(self._use, keep=kept)
 
     def use(self) -> CacheUse:
-        """For the next pass."""
         use, self._use = self._use, replace(self._use, keep=None)
         return use
 

@@ -358,7 +358,8 @@ class ModelStage:
                 module = self.module.get_submodule(name)
                 key = _kind(module) if part.repeated else name  # blocks return the same, other parts each their own
                 if place < first:
-                    module.forward = _Skipped(self, key, _layer_number(name))
+                    leaf = name.rpartition(".")[2]
+                    module.forward = _Skipped(self, key, int(leaf) if leaf.isdigit() else None)
                 elif place >= end:
                     module.forward = _cut
                 else:
@@ -415,7 +416,12 @@ class ModelStage:
         args, kwargs = self._now.args, self._now.kwargs
         cache = None
         if message.cache is not None:
-            cache = self._cache(message.cache)
+            cache = self._caches.get(message.cache.number)
+            if cache is None:
+                cache = self._new_cache(message.cache)
+                self._caches[message.cache.number] = cache
+            elif message.cache.keep is not None:
+                cache.keep(list(message.cache.keep))
             kwargs = {**kwargs, self._cache_name: cache}
             if self._cache_name == CACHE_OF_TRANSFORMERS:
                 kwargs["use_cache"] = True
@@ -431,9 +437,6 @@ class ModelStage:
         if not last:
             part = self.plan.parts[self.plan.bounds[self.stage + 1]].name
             raise RunError(f"the model ended without calling {part}: it cannot be split there")
-        return replace(message, args=(), kwargs={}, outputs={}, hidden=self._output(output))
-
-    def _output(self, output: Any) -> Tensor:
         value = output[0] if isinstance(output, tuple) else output
         value = value.get("logits") if isinstance(value, dict) else getattr(value, "logits", value)
         if not isinstance(value, Tensor):
@@ -443,18 +446,9 @@ class ModelStage:
                 "the outputs are not finite; if they are without stages, a value reaches them past the input of "
                 "the first part of a stage, and this model cannot be split there"
             )
-        return value
+        return replace(message, args=(), kwargs={}, outputs={}, hidden=value)
 
     # ---------------------------------------------------------------- caches
-
-    def _cache(self, use: CacheUse) -> Any:
-        cache = self._caches.get(use.number)
-        if cache is None:
-            cache = self._new_cache(use)
-            self._caches[use.number] = cache
-        elif use.keep is not None:
-            cache.keep(list(use.keep))
-        return cache
 
     def _new_cache(self, use: CacheUse) -> Any:
         if self._cache_name == CACHE:
@@ -466,7 +460,6 @@ class ModelStage:
 
     @property
     def caches(self) -> int:
-        """Caches that it holds."""
         return len(self._caches)
 
     def skipped_output(self, key: str, layer: int | None, given: Sequence[Any]) -> Any:
@@ -507,17 +500,11 @@ class _Noted:
 
 
 def _cut(*args: Any, **kwargs: Any) -> NoReturn:
-    """The forward of a part that a later stage holds."""
     raise _CutReached(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
 
 
 def _kind(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-def _layer_number(name: str) -> int | None:
-    leaf = name.rpartition(".")[2]
-    return int(leaf) if leaf.isdigit() else None
 
 
 def _structure(output: Any) -> Structure:

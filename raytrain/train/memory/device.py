@@ -362,7 +362,6 @@ class Shortage:
     free_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -37,7 +37,6 @@ class HeldTensor:
     holder: str
 
     def describe(self) -> str:
-        """As text: `191 MiB float32 [50000000], gradient layers.0.weight`."""
         return f"{size(self.bytes)} {self.dtype} {list(self.shape)}{', ' if self.holder else ''}{self.holder}"
 
 

@@ -138,7 +138,6 @@ class _Lookups:
         self.seen[number].index_fill_(0, rows.reshape(-1).long(), 1)
 
     def reset(self) -> None:
-        """Forget what was looked up."""
         self.seen.zero_()
         self._before = None
 

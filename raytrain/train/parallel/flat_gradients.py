@@ -358,7 +358,6 @@ class HeldGradients(GradientBuffers):
             parameter.grad = None
 
     def release(self) -> None:
-        """As in `GradientBuffers`."""
         super().release()
         while self._last_hooks:
             self._last_hooks.pop().remove()
@@ -386,11 +385,9 @@ class HeldGradients(GradientBuffers):
         self.buffers = [rows for _, grad, rows in self._views if grad is not None]
 
     def unused(self) -> list[bool]:
-        """As in `GradientBuffers`."""
         return [parameter.grad is None for parameter, *_ in self._views]
 
     def sum_of_squares(self) -> Tensor:
-        """As in `GradientBuffers`, to the bit."""
         rows = self.buffers or [empty for *_, empty in self._empty]  # a worker may have no rows
         return sum_of_squares(rows)
 

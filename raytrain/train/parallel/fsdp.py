@@ -78,7 +78,6 @@ class TimedCollective:
         self._workers, self._meet = workers, meet
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the buffer of a collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _timed(self, start: float, work: Any, tensor: Tensor) -> Any:
@@ -137,16 +136,13 @@ class ShardGradients(GradientBuffers):
         return [id(parameter) not in self._used for parameter, *_ in self._views]
 
     def zero_(self) -> None:
-        """As in `GradientBuffers`."""
         super().zero_()
         self._used.clear()
 
     def own(self, parameter: nn.Parameter) -> Tensor:
-        """This worker's rows of it."""
         return local(parameter)
 
     def as_grad(self, parameter: nn.Parameter, view: Tensor) -> Tensor:
-        """The view as the gradient of the sharded parameter."""
         return like(parameter, view)
 
 
@@ -216,7 +212,6 @@ class ShardedReduction:
         return result
 
     def dropped(self, result: object) -> StepDropped:
-        """As in `Reduction`; for work outside the passes."""
         return step_dropped(self._workers, result)
 
     def overlap(self, wanted: bool) -> None:
@@ -535,12 +530,10 @@ class Sharded:
         self._master = policy.master_dtype
 
     def for_step(self, loader: BatchLoader) -> ForStep:
-        """As in `ParallelStrategy`."""
         reduction = ShardedReduction(self._trainable, workers=self._workers, device=self._device, passes=self.passes)
         return {"reduction": reduction, "filler": Filler(loader)}
 
     def watch(self, optimizers: Sequence[Any]) -> None:
-        """As in `ParallelStrategy`."""
         for optimizer in optimizers:
             watch_first_step(optimizer)
 
@@ -549,7 +542,6 @@ class Sharded:
         load_sharded(self._trainable.module, state)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """As in `ParallelStrategy`."""
         load_optimizer(optimizer, state)
 
     def full_module(self, build: Callable[[], Trainable]) -> nn.Module | None:
@@ -569,7 +561,6 @@ class Sharded:
         return self._saver
 
     def close_saves(self) -> None:
-        """As in `ParallelStrategy`."""
         if self._saver is not None:
             self._saver.close()
 

@@ -113,14 +113,12 @@ class BucketSums:
             wait()
         self._pending.clear()
         if self._order is None and self.overlaps:
-            self._learn(learn and len(self._received) > 0)
-
-    def _learn(self, seen: bool) -> None:
-        """Adopt rank 0's order: buckets by completion, then incomplete and late ones, then the first bucket."""
-        count = len(self._missing)
-        early = [bucket for bucket in self._complete if bucket and bucket not in self._late]
-        rest = [bucket for bucket in range(count - 1, 0, -1) if bucket not in early]
-        self._order = self._workers.broadcast_object([*early, *rest, 0] if seen else None)
+            count = len(self._missing)
+            early = [bucket for bucket in self._complete if bucket and bucket not in self._late]
+            rest = [bucket for bucket in range(count - 1, 0, -1) if bucket not in early]
+            self._order = self._workers.broadcast_object(
+                [*early, *rest, 0] if (learn and len(self._received) > 0) else None
+            )
 
     def add_gradient(self, bucket: int, place: int, parameter: nn.Parameter) -> None:
         """Record that a parameter received its gradient; called by its hook in every pass.
@@ -320,24 +318,20 @@ class FlatReduction:
         return contextlib.nullcontext()
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result | Shortage:
-        """As in `Reduction`."""
         result = run_or_shortage(passes, device=self._device, who=f"rank {self.workers.rank}")
         self._trainable.remote.end_passes(short=isinstance(result, Shortage))
         return result
 
     def dropped(self, result: object) -> StepDropped:
-        """As in `Reduction`."""
         error = step_dropped(self.workers, result)
         self.gradients.zero_()
         self._trainable.remote.discard()
         return error
 
     def overlap(self, wanted: bool) -> None:
-        """As in `Reduction`."""
         self.sums.overlaps = wanted
 
     def last_pass(self) -> None:
-        """As in `Reduction`."""
         self.sums.last_pass()
 
     def sum_of_squares(self) -> Tensor:
@@ -345,5 +339,4 @@ class FlatReduction:
         return self.gradients.sum_of_squares()
 
     def nonfinite(self) -> list[str]:
-        """As in `Reduction`."""
         return self.gradients.nonfinite(self._trainable.module)

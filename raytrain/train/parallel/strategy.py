@@ -132,7 +132,6 @@ class Replicated:
         self._trainable, self._workers, self._device = trainable, workers, device
 
     def place(self, policy: PrecisionPolicy, *, fp32_layers: Sequence[str]) -> None:
-        """As in `ParallelStrategy`; autocast casts weights when a layer computes."""
         module = self._trainable.module
         place(module, device=self._device, master=policy.master_dtype)
         self._workers.broadcast([*module.parameters(), *module.buffers()])
@@ -145,7 +144,6 @@ class Replicated:
         """As in `ParallelStrategy`: nothing."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """As in `ParallelStrategy`."""
         load_module(self._trainable.module, dict(state))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -177,5 +175,4 @@ class Replicated:
             parameter.data = parameter.data.new_empty(0)
 
     def facts(self) -> dict[str, Any]:
-        """As in `ParallelStrategy`."""
         return {}
