@@ -1,7 +1,7 @@
 """The search over batch size and precision. Pure: measurements in, the next proposals out; `batch_decision.decide`
 gives the answer.
 
-Its goals, measured by `raytrain bench tune`: at most 0.3 of the time of an exhaustive grid, and 0.4 of that of doubling
+Its goals, measured by `raytrain bench tune`: at most 0.25 of the time of an exhaustive grid, 0.4 of that of doubling
 the size until it fails; at least 0.95 of the throughput of the grid's best point; never above the memory budget; and
 the run afterwards is the same to the bit as without a search.
 
