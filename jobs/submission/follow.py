@@ -1,6 +1,6 @@
-"""A submitted job from the terminal: its log as it grows, Ctrl-C, stopping it, and the table of `submit status`.
+"""A submitted job from the terminal: its log as it grows, Ctrl-C, and stopping it.
 
-`jobs.submit` uses it after a submission and for `logs`, `stop` and `status`.
+`jobs.submit` uses it after a submission and for `logs` and `stop`.
 """
 
 from __future__ import annotations
