@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lab import Rows, class_rows, digest, make_session, optimizer_state
+from lab import Rows, by_step, class_rows, digest, make_session, optimizer_state, train_and_save
 from torch import Tensor, nn
 
 from raytrain.checkpoint.reader import load
-from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.export import export
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
@@ -97,20 +96,13 @@ def trained(
     run = RunFolder(folder)
     if resume is not None:
         session.restore(load(run.checkpoint_dir(resume)))
-    reporter = Rows()
-    loop = session.loop(reporter=reporter, should_stop=lambda: False)
-    saver = CheckpointSaver(
-        session, run, every=every, keep="all", asynchronous=True, reporter=reporter, clock=loop.clock, fence=None
-    )
-    loop.saver = saver
-    loop.run(session.state)
-    saver.close()
+    reporter, _ = train_and_save(session, run, every=every)
     module = session.full_module()
     if rank == 0 and module is not None:
         export(session, module, run)
     return {
-        "losses": dict(zip(reporter.of("train", "step"), reporter.losses, strict=True)),
-        "evals": dict(zip(reporter.of("eval", "step"), reporter.of("eval", "loss"), strict=True)),
+        "losses": by_step(reporter),
+        "evals": by_step(reporter, kind="eval"),
         "buffers": digest({name: tensor.clone() for name, tensor in session.trainable.module.named_buffers()}),
         "optimizer": digest(optimizer_state(session)) if strategy == "data_parallel" else "",
         "sent": [row["value"] for row in reporter.events if row.get("what") == "buffers"],

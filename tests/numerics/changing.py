@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lab import Rows, make_session
+from lab import make_session, train, train_and_save
 from torch import Tensor, nn
 
 from raytrain.checkpoint.reader import load
 from raytrain.errors import InputError
-from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 
@@ -254,15 +253,10 @@ def trained(
     )  # fmt: skip
     if resume is not None:
         session.restore(load(RunFolder(folder).checkpoint_dir(resume)))
-    rows = Rows()
-    run = session.loop(reporter=rows, should_stop=lambda: False)
-    saver = CheckpointSaver(
-        session, RunFolder(folder), every=1, keep="all", asynchronous=False, reporter=rows, clock=run.clock, fence=None
-    )
     if folder:
-        run.saver = saver
-    run.run(session.state)
-    saver.close()
+        rows, _ = train_and_save(session, RunFolder(folder), every=1, asynchronous=False)
+    else:
+        rows, _ = train(session)
     module = session.full_module()
     sent = [row["value"] for row in rows.events if row.get("what") == "buffers"]
     return {"losses": rows.losses, "state": {} if module is None else values(module), "sent": sent}

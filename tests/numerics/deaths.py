@@ -21,7 +21,7 @@ import pytest
 import torch
 from exchange import DATA, MOE, record
 from gang import LIMIT_S, PRELOAD
-from lab import Rows, make_job
+from lab import Rows, make_job, saver_of
 from torch import Tensor
 
 import experts.hosts.host
@@ -35,13 +35,11 @@ from experts.placement.policy import PlacementRules, first_placement
 from experts.placement.values import Placement
 from experts.transport import Header, Op
 from raytrain.errors import StateLost
-from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.recovery import RewindPolicy
 from raytrain.runs.faults import Death
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.state import Clock
 
 BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE, MOVE, CHANGE = (
     "before dispatch", "between dispatch and combine", "in backward", "between vote and commit", "during save",
@@ -365,9 +363,7 @@ def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], p
     fates = [fate for fate in fates if fate[2] == rank]
     while True:
         plant(session.trainable.remote.client, fates, pipe)  # type: ignore[union-attr]
-        saver = CheckpointSaver(
-            session, run, every=story.every, keep="all", asynchronous=True, reporter=rows, clock=Clock(), fence=None
-        )
+        saver = saver_of(session, run, every=story.every, reporter=rows)
         try:
             session.loop(reporter=rows, saver=saver, should_stop=lambda: False).run(session.state)
         except StateLost as error:

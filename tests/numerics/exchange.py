@@ -14,7 +14,7 @@ import nccl_stand_in
 import numpy as np
 import torch
 import torch.distributed as dist
-from lab import MOE, Rows, make_job, token_rows, train
+from lab import MOE, Rows, make_job, saver_of, token_rows, train
 
 from experts.config import ExpertsConfig, LayerShape
 from experts.exchange.host_server import HostServer
@@ -25,12 +25,10 @@ from experts.placement.policy import PlacementRules, first_placement
 from experts.placement.values import LayerPlacement, Placement
 from experts.transport import Header, JointGroup, Op, gloo
 from raytrain.checkpoint.reader import load
-from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
 from raytrain.train.device import ProcessSettings
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
 from raytrain.train.session import Session
-from raytrain.train.state import Clock
 from raytrain.trainable import Trainable
 
 
@@ -224,10 +222,7 @@ def act(rank: int, scene: Scene) -> Any:
         session.restore(load(RunFolder(scene.run_path).checkpoint_dir(scene.from_step)))
     saver = None
     if scene.every:
-        saver = CheckpointSaver(
-            session, RunFolder(scene.run_path), every=scene.every, keep="all", asynchronous=True, reporter=Rows(),
-            clock=Clock(), fence=None,
-        )  # fmt: skip
+        saver = saver_of(session, RunFolder(scene.run_path), every=scene.every)
     reporter, _ = train(session, saver=saver)
     if saver is not None:
         saver.close()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from exchange import GangConnection, Scene, weights_of_module
-from lab import make_job, train
+from exchange import GangConnection, Scene
+from lab import full_weights, make_job, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -206,9 +206,8 @@ def session_of(
 
 def record(session: Session) -> dict[str, Any]:
     reporter, _ = train(session)
-    whole = session.full_module()
-    weights = {} if whole is None else {name: value.numpy() for name, value in weights_of_module(whole).items()}
-    return {"loss": reporter.losses, "norm": reporter.of("train", "grad_norm"), "weights": weights}
+    norms = reporter.of("train", "grad_norm")
+    return {"loss": reporter.losses, "norm": norms, "weights": full_weights(session)}
 
 
 def trained(rank: int, world_size: int, jobs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Any]:

@@ -22,12 +22,13 @@ import raytrain.train.session
 from cluster.devices.inventory import Inventory, Node
 from jobs.driver.local_session import worker_job
 from raytrain.data.rows.contract import Source
+from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import TrainJob
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.state import LoopOutcome, Saver
+from raytrain.train.state import Clock, LoopOutcome, Saver
 
 ROOT = Path(raytrain.train.session.__file__).parents[2]
 PRODUCT = tuple(str(ROOT / package) for package in ("raytrain", "experts"))
@@ -152,6 +153,35 @@ def train(
     reporter = Rows()
     outcome = session.loop(reporter=reporter, saver=saver, should_stop=should_stop).run(session.state)
     return reporter, outcome
+
+
+def saver_of(session: Session, run: RunFolder, *, every: int | str, **options: Any) -> CheckpointSaver:
+    """A saver that keeps all checkpoints, of a session without Ray."""
+    options = {"keep": "all", "asynchronous": True, "reporter": Rows(), "clock": Clock(), "fence": None, **options}
+    return CheckpointSaver(session, run, every=every, **options)
+
+
+def train_and_save(
+    session: Session, run: RunFolder, *, every: int, should_stop: Callable[[], bool] = lambda: False, **options: Any
+) -> tuple[Rows, LoopOutcome]:
+    """As `train`, with a checkpoint every so many steps; `options` of the saver."""
+    reporter = Rows()
+    saver = saver_of(session, run, every=every, reporter=reporter, **options)
+    loop = session.loop(reporter=reporter, saver=saver, should_stop=should_stop, clock=saver.clock)
+    outcome = loop.run(session.state)
+    saver.close()
+    return reporter, outcome
+
+
+def by_step(reporter: Rows, name: str = "loss", *, kind: str = "train") -> dict[int, Any]:
+    """Step -> a column of the rows of a kind."""
+    return dict(zip(reporter.of(kind, "step"), reporter.of(kind, name), strict=True))
+
+
+def full_weights(session: Session) -> dict[str, np.ndarray]:
+    """Of the complete model, on rank 0; empty on other ranks. Collective."""
+    module = session.full_module()
+    return {} if module is None else {name: value.numpy().copy() for name, value in module.state_dict().items()}
 
 
 # ---------------------------------------------------------------- instruments

@@ -9,7 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab import GPT, MLP, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train, weights_of
+from lab import (
+    GPT,
+    MLP,
+    MOE,
+    Rows,
+    by_step,
+    class_rows,
+    digest,
+    make_session,
+    optimizer_state,
+    saver_of,
+    token_rows,
+    train,
+    weights_of,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -155,10 +169,10 @@ def life(rank: int, world_size: int, orders: dict[str, Any]) -> dict[str, Any]:
         "from_step": begin["step"],
         "from_scale": begin["scale"],
         "outcome": outcome.kind,
-        "losses": dict(zip(reporter.of("train", "step"), reporter.losses, strict=True)),
-        "norms": dict(zip(reporter.of("train", "step"), reporter.of("train", "grad_norm"), strict=True)),
-        "evals": dict(zip(reporter.of("eval", "step"), reporter.of("eval", "loss"), strict=True)),
-        "scales": dict(zip(reporter.of("train", "step"), reporter.of("train", "loss_scale"), strict=True)),
+        "losses": by_step(reporter),
+        "norms": by_step(reporter, "grad_norm"),
+        "evals": by_step(reporter, kind="eval"),
+        "scales": by_step(reporter, "loss_scale"),
         "rows": seen,
         "parts": {} if loaded is None else {name: sorted(part) for name, part in loaded.parts.items()},
         "digest": digest(session.trainable.module.state_dict(), optimizer_state(session)),
@@ -176,17 +190,7 @@ def _trained(session: Session, run: RunFolder, *, every: int | None) -> tuple[An
     loop = session.loop(reporter=reporter, should_stop=lambda: False)
     saver = None
     if every is not None:
-        saver = CheckpointSaver(
-            session,
-            run,
-            every=every,
-            keep="all",
-            asynchronous=True,
-            reporter=reporter,
-            clock=loop.clock,
-            fence=None,
-        )
-        loop.saver = saver
+        loop.saver = saver = saver_of(session, run, every=every, reporter=reporter, clock=loop.clock)
     return reporter, loop.run(session.state), saver
 
 

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from lab import Rows, make_session
+from lab import make_session, train_and_save
 from torch import Tensor, nn
 
 from raytrain.checkpoint.reader import load
 from raytrain.data.rows.contract import row_order
-from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
@@ -111,15 +110,10 @@ def dropping(rank: int, world: int, folder: str, start: int | None, micro: int) 
     """Two epochs of 23 rows in global batches of 6, without the last 5; a checkpoint every 2 steps."""
     data, loop = {"drop_last": True}, {"micro_batch_size": micro}
     session = session_of(Seen(), numbered(23), batch=6, data=data, loop=loop)
-    run, reporter = RunFolder(folder), Rows()
+    run = RunFolder(folder)
     if start is not None:
         session.restore(load(run.checkpoint_dir(start)))
-    made = session.loop(reporter=reporter, should_stop=lambda: False)
-    made.saver = CheckpointSaver(
-        session, run, every=2, keep="all", asynchronous=False, reporter=reporter, clock=made.clock, fence=None
-    )
-    made.run(session.state)
-    made.saver.close()
+    reporter, _ = train_and_save(session, run, every=2, asynchronous=False)
     return {"losses": reporter.losses, "rows": [rows for _, rows in session.trainable.module.batches]}
 
 

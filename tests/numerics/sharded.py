@@ -9,18 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab import GPT, Rows, digest, make_session, token_rows, train
+from lab import GPT, digest, full_weights, make_session, token_rows, train, train_and_save
 from torch import Tensor, nn
 
 import raytrain.train.parallel.fsdp
 from raytrain.checkpoint.reader import newest_valid
 from raytrain.errors import RunError
-from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.models.gpt import Block, FeedForward, language_loss
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import place_of
 from raytrain.train.session import Session
-from raytrain.train.state import Clock
 from raytrain.trainable import Trainable
 
 ROWS, STEPS = 53, 7
@@ -40,8 +38,7 @@ def session_of(strategy: str, *, precision: str = "fp64", **sections: Any) -> Se
 
 def found(session: Session) -> dict[str, Any]:
     rows, _ = train(session)
-    module = session.full_module()
-    weights = {} if module is None else {k: v.numpy().copy() for k, v in module.state_dict().items()}
+    weights = full_weights(session)
     own = {} if session.job.planned("strategy") != "fsdp" else session.strategy.facts()["sharded"]
     return {
         "losses": rows.losses, "norms": rows.of("train", "grad_norm"), "evals": rows.of("eval", "loss"),
@@ -145,14 +142,8 @@ def saved(rank: int, world_size: int, strategy: str, path: str, until: int, resu
         loaded = newest_valid(run, place=place_of(session.job, rank=rank, world_size=world_size)).checkpoint
         assert loaded is not None
         session.restore(loaded)
-    begun, reporter = session.state.step, Rows()
-    loop = session.loop(reporter=reporter, should_stop=lambda: session.state.step >= until, clock=Clock())
-    saver = CheckpointSaver(
-        session, run, every=2, keep="all", asynchronous=True, reporter=reporter, clock=loop.clock, fence=None
-    )
-    loop.saver = saver
-    loop.run(session.state)
-    saver.close()
+    begun = session.state.step
+    reporter, _ = train_and_save(session, run, every=2, should_stop=lambda: session.state.step >= until)
     weights = {name: own(value) for name, value in session.trainable.module.state_dict().items()}
     moments = [
         {name: own(value) for name, value in state.items()}
@@ -171,13 +162,8 @@ def unwritable(rank: int, _world: int, path: str) -> str:
 
     if rank == 1:
         raytrain.train.parallel.fsdp.write_parts = full
-    loop = session.loop(reporter=Rows(), should_stop=lambda: False, clock=Clock())
-    loop.saver = saver = CheckpointSaver(
-        session, RunFolder(path), every=1, keep="all", asynchronous=True, reporter=Rows(), clock=loop.clock, fence=None
-    )
     try:
-        loop.run(session.state)
-        saver.close()
+        train_and_save(session, RunFolder(path), every=1)
     except (RunError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

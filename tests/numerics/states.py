@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lab import Rows, digest, make_session
+from lab import digest, make_session, train_and_save
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from raytrain.checkpoint.reader import newest_valid
-from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.export import export
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import place_of
-from raytrain.train.state import Clock
 
 STEPS, BREAK = 7, 4
 
@@ -111,13 +109,8 @@ def life(
         found = newest_valid(run, place=place_of(session.job, rank=rank, world_size=world_size)).checkpoint
         assert found is not None
         session.restore(found)
-    begun, reporter = session.state.step, Rows()
-    loop = session.loop(reporter=reporter, should_stop=lambda: session.state.step >= until, clock=Clock())
-    loop.saver = saver = CheckpointSaver(
-        session, run, every=BREAK, keep="all", asynchronous=True, reporter=reporter, clock=loop.clock, fence=None
-    )
-    loop.run(session.state)
-    saver.close()
+    begun = session.state.step
+    reporter, _ = train_and_save(session, run, every=BREAK, should_stop=lambda: session.state.step >= until)
     module = session.full_module()
     if module is not None and rank == 0 and until == STEPS:
         export(session, module, run)

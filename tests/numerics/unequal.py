@@ -6,13 +6,12 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from lab import GPT, Rows, digest, make_session, optimizer_state, token_rows, train, weights_of
+from lab import GPT, Rows, by_step, digest, make_session, optimizer_state, token_rows, train, train_and_save, weights_of
 from torch import nn
 
 from raytrain.autotune import startup
 from raytrain.autotune.startup import Calibration, settle_shares
 from raytrain.checkpoint.reader import load
-from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.plan.shares import Shares, shares_of
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
@@ -72,15 +71,9 @@ def life(rank: int, world_size: int, orders: dict[str, Any]) -> dict[str, Any]:
         return inner(indices)
 
     session.loader.micro_batches = watched  # type: ignore[method-assign]
-    reporter = Rows()
-    loop = session.loop(reporter=reporter, should_stop=lambda: False)
-    loop.saver = saver = CheckpointSaver(
-        session, run, every=3, keep="all", asynchronous=False, reporter=reporter, clock=loop.clock, fence=None
-    )
-    loop.run(session.state)
-    saver.close()
+    reporter, _ = train_and_save(session, run, every=3, asynchronous=False)
     return {
-        "losses": dict(zip(reporter.of("train", "step"), reporter.losses, strict=True)),
+        "losses": by_step(reporter),
         "rows": seen,
         "digest": digest(session.trainable.module.state_dict(), optimizer_state(session)),
     }

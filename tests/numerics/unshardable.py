@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lab import make_session, train
+from lab import full_weights, make_session, train
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
@@ -146,10 +146,8 @@ def session_of(builder: str, strategy: str = "fsdp", *, evaluate: int = 0, **sec
 
 def found(session: Session) -> dict[str, Any]:
     told, _ = train(session)
-    module = session.full_module()
-    weights = {} if module is None else {name: value.numpy().copy() for name, value in module.state_dict().items()}
     return {"losses": told.losses, "norms": told.of("train", "grad_norm"), "evals": told.of("eval", "loss"),
-            "weights": weights}  # fmt: skip
+            "weights": full_weights(session)}  # fmt: skip
 
 
 def trained(_rank: int, _world: int, builder: str, strategy: str, sections: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,3 +19,21 @@ def no_ray_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
     if (hook := sys.modules.get("ray._private.auto_init_hook")) is not None:
         monkeypatch.setattr(hook, "enable_auto_connect", False)
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, from which code is imported first."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def ray_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that passes all of its checks ends with this error in the place of a start of Ray."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("jobs.driver.attempts.connected", refuse)

@@ -165,10 +165,8 @@ def test_built_in_models_and_data_are_sized_without_torch(tmp_path: Path) -> Non
     assert plan.parameters.value == plan.model_facts.parameters > 256 * 8
 
 
-def test_a_users_model_is_sized_only_when_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "own_plan_model.py", OWN_MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_users_model_is_sized_only_when_it_is_built(user_folder: Path) -> None:
+    write(user_folder / "own_plan_model.py", OWN_MODEL)
     mapping = {"model": {"builder": "own_plan_model:build"}, "data": {"source": "own_plan_model:rows"}}
     before = planned(mapping)
     assert isinstance(before.max_steps, Deferred)
@@ -186,11 +184,9 @@ def test_a_users_model_is_sized_only_when_it_is_built(tmp_path: Path, monkeypatc
     assert (on_cpu.parameters.value, on_cpu.parameters.reason) == (72, "built on the CPU")
 
 
-def test_a_builder_that_fails_is_the_inputs_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "own_bad_model.py", "def build():\n    return {}['missing']\n")
-    write(tmp_path / "own_plan_data.py", "def make():\n    return {'train': [{'x': 1.0}] * 40}\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_builder_that_fails_is_the_inputs_fault(user_folder: Path) -> None:
+    write(user_folder / "own_bad_model.py", "def build():\n    return {}['missing']\n")
+    write(user_folder / "own_plan_data.py", "def make():\n    return {'train': [{'x': 1.0}] * 40}\n")
     mapping = {"model": {"builder": "own_bad_model:build"}, "data": {"source": "own_plan_data:make"}}
     with pytest.raises(
         InputError,

@@ -50,12 +50,12 @@ def dense(num_features):
 """
 
 
-def job(
-    builder: str, hosts: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *, number: int | None = 4
-) -> LoadedSpec:
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder))
-    (folder / "own_experts.py").write_text(CODE)
+@pytest.fixture(autouse=True)
+def own_code(user_folder: Path) -> None:
+    (user_folder / "own_experts.py").write_text(CODE)
+
+
+def job(builder: str, hosts: Any, *, number: int | None = 4) -> LoadedSpec:
     made = {
         "model": {"builder": f"own_experts:{builder}"},
         "data": {"source": "own_experts:rows"},
@@ -64,8 +64,8 @@ def job(
     return load_spec(mapping=made)
 
 
-def check(builder: str, hosts: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *, number: int | None = 4) -> None:
-    check_on_driver(job(builder, hosts, folder, monkeypatch, number=number).spec)
+def check(builder: str, hosts: Any, *, number: int | None = 4) -> None:
+    check_on_driver(job(builder, hosts, number=number).spec)
 
 
 def why(plan: Plan) -> str:
@@ -73,42 +73,40 @@ def why(plan: Plan) -> str:
     return plan.hosts.reason
 
 
-def test_a_builder_that_ignores_the_hosts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_builder_that_ignores_the_hosts_is_refused() -> None:
     with pytest.raises(InputError, match=r"experts\.hosts: got 2 with own_experts:ignores.* auto or 0") as caught:
-        check("ignores", 2, tmp_path, monkeypatch)
+        check("ignores", 2)
     assert "experts.distribute.distribute" in str(caught.value)
     with pytest.raises(InputError, match=r"experts\.hosts: got 2 with own_experts:dense, which keeps its experts"):
-        check("dense", 2, tmp_path, monkeypatch, number=None)
+        check("dense", 2, number=None)
     with pytest.raises(InputError, match=r"experts\.hosts: got colocated with own_experts:ignores"):
-        check("ignores", "colocated", tmp_path, monkeypatch)
-    check("ignores", 0, tmp_path, monkeypatch)
-    check("ignores", "auto", tmp_path, monkeypatch)
+        check("ignores", "colocated")
+    check("ignores", 0)
+    check("ignores", "auto")
 
 
-def test_a_builder_that_hands_its_experts_over_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check("joins", 2, tmp_path, monkeypatch)
-    check("joins", "colocated", tmp_path, monkeypatch)
+def test_a_builder_that_hands_its_experts_over_passes() -> None:
+    check("joins", 2)
+    check("joins", "colocated")
 
 
-def test_a_builder_without_a_number_of_experts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_builder_without_a_number_of_experts_is_refused() -> None:
     with pytest.raises(InputError, match=r"experts\.num_experts: got 4 with own_experts:dense, which does not"):
-        check("dense", "auto", tmp_path, monkeypatch)
-    check("dense", "auto", tmp_path, monkeypatch, number=None)
+        check("dense", "auto")
+    check("dense", "auto", number=None)
 
 
-def test_plan_lists_what_it_does_not_know_of_a_builder_and_finds_it_with_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = job("ignores", 2, tmp_path, monkeypatch)
+def test_plan_lists_what_it_does_not_know_of_a_builder_and_finds_it_with_build() -> None:
+    asked = job("ignores", 2)
     assert "whether own_experts:ignores supports remote experts is checked at the start" in why(plan_job(asked))
     with pytest.raises(InputError, match=r"experts\.hosts: got 2 with own_experts:ignores"):
         plan_job(asked, build=True)
-    joins = plan_job(job("joins", 2, tmp_path, monkeypatch), build=True)
+    joins = plan_job(job("joins", 2), build=True)
     assert isinstance(joins.hosts, Resolved) and (joins.hosts.value, joins.hosts.reason) == (2, "experts.hosts")
-    assert "every worker holds the experts" in why(plan_job(job("ignores", "auto", tmp_path, monkeypatch)))
-    assert "experts.num_experts is null" in why(plan_job(job("dense", "auto", tmp_path, monkeypatch, number=None)))
+    assert "every worker holds the experts" in why(plan_job(job("ignores", "auto")))
+    assert "experts.num_experts is null" in why(plan_job(job("dense", "auto", number=None)))
 
 
-def test_experts_of_another_kind_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_another_kind_are_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"model\.builder: got Identity as the experts of a MoELayer"):
-        check("odd", 2, tmp_path, monkeypatch)
+        check("odd", 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -111,18 +110,11 @@ MISTAKES = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(user_folder: Path, ray_refused: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("Ray was started")
-
-    monkeypatch.setattr("jobs.driver.attempts.connected", refuse)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+        (user_folder / name).write_text(text)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return tmp_path
+    return user_folder
 
 
 @pytest.mark.parametrize("typed", MISTAKES)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import lab
 import pytest
 import torch
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows
@@ -37,8 +38,7 @@ def session_of(precision: str = "fp32", **loop: Any) -> Session:
 
 def saver_of(session: Session, folder: Path, *, every: int | str, **more: Any) -> tuple[CheckpointSaver, Rows]:
     reporter = Rows()
-    options = {"keep": "all", "asynchronous": True, "clock": Clock(), "fence": None, **more}
-    return CheckpointSaver(session, RunFolder(str(folder)), every=every, reporter=reporter, **options), reporter
+    return lab.saver_of(session, RunFolder(str(folder)), every=every, reporter=reporter, **more), reporter
 
 
 def run_with(session: Session, saver: CheckpointSaver, reporter: Rows, **more: Any) -> Any:

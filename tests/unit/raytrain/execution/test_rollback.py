@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from lab import MLP, Rows, class_rows, make_job, train
+from lab import MLP, class_rows, make_job, train, train_and_save
 from torch import Tensor, nn
 
 from raytrain.checkpoint.reader import newest_valid
 from raytrain.data.rows.batches import Cursor
 from raytrain.errors import StateLost
-from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.recovery import RewindPolicy, RollbackPolicy, rewind, roll_back, skipped_to
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import copy_of
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.fsdp import local
 from raytrain.train.session import Session
-from raytrain.train.state import Clock, LoopOutcome
+from raytrain.train.state import LoopOutcome
 from raytrain.trainable import LossOutput, Trainable
 
 BAD = LoopOutcome("rollback", "3 steps in a row were not finite", 3)
@@ -42,14 +41,6 @@ def session_of(run: RunFolder, *, model: Any = MLP, rows: int = 64, **sections: 
     session.say = lambda kind, **fields: run.append_event({"kind": kind, **fields})
     session.prepare(job.planned("precision"))
     return session
-
-
-def train_and_save(session: Session, run: RunFolder, *, every: int) -> None:
-    saver = CheckpointSaver(
-        session, run, every=every, keep="all", asynchronous=True, reporter=Rows(), clock=Clock(), fence=None
-    )
-    train(session, saver=saver)
-    saver.close()
 
 
 def held_bytes(session: Session) -> int:

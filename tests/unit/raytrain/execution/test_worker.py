@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lab import make_job, train
+from lab import by_step, make_job, train
 from ray import cloudpickle
 from torch import nn
 
@@ -108,7 +108,7 @@ def plain_losses(attempts: Attempts, step: int, cursor: Cursor | None) -> dict[i
     session.state.cursor = cursor or session.state.cursor
     rows, _ = train(session)
     session.close()
-    return dict(zip(rows.of("train", "step"), rows.losses, strict=True))
+    return by_step(rows)
 
 
 @pytest.mark.parametrize("skipped", [None, Cursor(0, 64), Cursor(2, 16)], ids=["none", "same epoch", "later epoch"])

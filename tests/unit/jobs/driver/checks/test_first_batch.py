@@ -140,16 +140,9 @@ def lost(fault=""):
 
 
 @pytest.fixture
-def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+def guest(user_folder: Path, ray_refused: None, request: pytest.FixtureRequest) -> str:
     name = f"first_batch_guest_{abs(hash(request.node.name))}"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / f"{name}.py").write_text(CODE)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("Ray was started")
-
-    monkeypatch.setattr("jobs.driver.attempts.connected", refuse)
+    (user_folder / f"{name}.py").write_text(CODE)
     return name
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -73,18 +72,11 @@ MISTAKES = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "checks_guest.py").write_text(CODE)
-    (tmp_path / "other").mkdir()
-    save_file({"a.weight": torch.zeros(3, 3)}, tmp_path / "other" / "model.safetensors")
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("Ray was started")
-
-    monkeypatch.setattr("jobs.driver.attempts.connected", refuse)
-    return tmp_path
+def folder(user_folder: Path, ray_refused: None) -> Path:
+    (user_folder / "checks_guest.py").write_text(CODE)
+    (user_folder / "other").mkdir()
+    save_file({"a.weight": torch.zeros(3, 3)}, user_folder / "other" / "model.safetensors")
+    return user_folder
 
 
 def message(*arguments: str) -> str:

@@ -28,17 +28,15 @@ IMPORTS = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "imports_guest_other.py").write_text("def made():\n    import ray\n    return ray\n")
-    (tmp_path / "rayon_guest.py").write_text("raying = 1\n")
-    deep = tmp_path / "imports_package" / "deep"
+def folder(user_folder: Path) -> Path:
+    (user_folder / "imports_guest_other.py").write_text("def made():\n    import ray\n    return ray\n")
+    (user_folder / "rayon_guest.py").write_text("raying = 1\n")
+    deep = user_folder / "imports_package" / "deep"
     deep.mkdir(parents=True)
-    (tmp_path / "imports_package" / "__init__.py").write_text("")
+    (deep.parent / "__init__.py").write_text("")
     (deep / "__init__.py").write_text("from ..reader import made\n")
-    (tmp_path / "imports_package" / "reader.py").write_text("def made():\n    from ray import data\n    return data\n")
-    return tmp_path
+    (deep.parent / "reader.py").write_text("def made():\n    from ray import data\n    return data\n")
+    return user_folder
 
 
 @pytest.mark.parametrize("how", IMPORTS)
