@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raytrain.accelerator import seconds_of
 from raytrain.autotune.batch_search import LEAST_PASSES, Contest, Proposal
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.autotune.precision import GateReport, PrecisionTrial, has_winner
 from raytrain.autotune.state_guard import preserve_model, preserve_optimizers
 from raytrain.autotune.step_probe import StepProbe, computing_as, run_agreed
 from raytrain.errors import OutOfMemory, RunError, first_line
-from raytrain.train.device import rng_state, seconds_of, set_rng_state
+from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.memory.device import is_out_of_memory, let_go
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from raytrain.accelerator import seconds_of
 from raytrain.autotune.batch_search import NEAR
 from raytrain.autotune.measurement import Candidate
 from raytrain.autotune.state_guard import preserve_model, preserve_skipped
 from raytrain.autotune.step_probe import StepProbe, computing_as
 from raytrain.plan.choice import Resolved
-from raytrain.train.device import seconds_of
 from raytrain.train.loader import BatchLoader
 from raytrain.train.session import Session
 
