@@ -87,8 +87,11 @@ class ClusterLost(RunError):
     """One of Ray's own processes died, and the run with it: the driver starts the next attempt."""
 
 
-class ResourcesTaken(ClusterLost):
-    """The workers find no room in the cluster: what the run holds is given back, and it waits for all of it again."""
+class ResourcesTaken(RunError):
+    """The workers find no room in the cluster: what the run holds is given back, and it waits for all of it again.
+
+    Nothing failed: it is no fault, and costs none of the restarts that `retry` allows.
+    """
 
 
 class WorkersChange(ResourcesTaken):

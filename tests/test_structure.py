@@ -25,8 +25,8 @@ PACKAGES = ["cluster", "raytrain", "experts", "jobs"]
 LAYERS = {
     "": PACKAGES,
     "raytrain": [
-        "errors", "trainable", "config", "runs", "plan", "checkpoint", "models", "data", "train", "autotune",
-        "infer", "report", "execution",
+        "errors", "accelerator", "trainable", "config", "runs", "plan", "checkpoint", "models", "data", "train",
+        "autotune", "infer", "report", "execution",
     ],
     "experts": [
         "config", "transport", "placement", "sizes", "router", "grouped", "expert_state", "lifecycle", "member",
@@ -288,6 +288,16 @@ def test_torch_stays_out_of_what_must_be_light() -> None:
         if package_of(found.target) in ("torch", "safetensors") and "numpy" not in found.target
     ]
     assert not wrong, wrong
+
+
+def test_training_names_no_kind_of_gpu() -> None:
+    """Only `raytrain.accelerator` knows how they differ; CUDA graphs, in inference, are a feature of CUDA alone."""
+    named = {
+        module.name
+        for module in modules()
+        if module.name.startswith("raytrain.") and re.search(r'torch\.cuda\.\w|\.type [!=]= "cuda"', module.text)
+    }
+    assert named == {"raytrain.infer.generate", "raytrain.autotune.step_probe"}
 
 
 def test_matplotlib_is_imported_in_one_module() -> None:

@@ -150,7 +150,7 @@ class RunAttempts:
             try:
                 self._connect_and_fit()
                 return
-            except ClusterLost as error:
+            except (ClusterLost, ResourcesTaken) as error:
                 change = error if isinstance(error, WorkersChange) else None
                 kept = self._address != "connected" or change is not None  # the connection is the caller's
                 if self.opened is None or not kept:
@@ -212,13 +212,15 @@ class RunAttempts:
             opened.run.append_event(event("dashboard", url=url, reason=f"Ray's dashboard is at {url}"))
 
 
-def next_attempt(opened: OpenRun, error: ClusterLost, *, retry: RetryConfig, fallback: bool) -> OpenRun:
+def next_attempt(
+    opened: OpenRun, error: ClusterLost | ResourcesTaken, *, retry: RetryConfig, fallback: bool
+) -> OpenRun:
     """The run with the number of its next attempt, whose workers a new connection to Ray starts.
 
     Workers of the old connection that are still alive stop before they write.
 
     Args:
-        error: what was lost. `ResourcesTaken` is no fault: nothing failed, the run waits for its turn again.
+        error: why the attempt before has ended.
         retry, fallback: the `retry` section and `precision.fallback`.
 
     Raises:
@@ -232,7 +234,7 @@ def next_attempt(opened: OpenRun, error: ClusterLost, *, retry: RetryConfig, fal
     attempt = run.current_attempt()
     if run.owner_of(attempt) != this_process():
         raise RunError(f"attempt {attempt} of another command has taken over {run.path}")
-    if not isinstance(error, ResourcesTaken):
+    if isinstance(error, ClusterLost):
         write_fault(run, lost_cluster(attempt, str(error), time=time.time()))
         step = max((info.step for info in list_checkpoints(run) if info.complete), default=0)
         faults = read_faults(run, since=opened.attempt)

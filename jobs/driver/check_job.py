@@ -45,8 +45,8 @@ from raytrain.train.compile import parts_to_compile
 from raytrain.train.job import TrainJob, differences, source_facts
 from raytrain.train.module_checks import check_module
 from raytrain.train.optim import hidden_matrices, muons_blocks
+from raytrain.train.placing import make_sendable
 from raytrain.train.precision import parts_named
-from raytrain.train.sending import make_sendable
 from raytrain.trainable import Trainable
 
 # ---------------------------------------------------------------- sendable

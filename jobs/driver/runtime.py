@@ -19,7 +19,7 @@ from cluster.network import answers, head_problem, loopback_only
 from cluster.preflight import is_submitted
 from cluster.ray_runtime import LONGEST_BASE, PATIENT, SHORT_BASE, end_daemons, last_words, private_folder, private_ray
 from jobs.driver.signals import restored_handlers
-from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError, first_line
+from raytrain.errors import ClusterLost, InputError, RunError, first_line
 from raytrain.plan.choice import Resolved
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.plan import Plan
@@ -348,8 +348,6 @@ def _explained_to_notebook(cluster: Cluster) -> Iterator[Cluster]:
     try:
         with _ray_errors_explained():
             yield cluster
-    except ResourcesTaken:
-        raise
     except ClusterLost as error:
         cluster.ended.set()
         ray.shutdown()  # Ray ends a process whose connection is lost, after a minute

@@ -214,7 +214,7 @@ def fit_watched(
     activity.begin("")
     try:
         result = _watched(fitting, spec, opened, signals=signals, console=console)
-    except ClusterLost as error:
+    except (ClusterLost, ResourcesTaken) as error:
         if not fitting.end(END_FIT_S, lost=True):
             raise RunError(f"{error}, and Ray Train did not end within {END_FIT_S:.0f} s: resume the run") from error
         raise

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.environment import package_version
+from raytrain.accelerator import device_bytes, device_name
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.autotune.micro_batch import measure_micro_batch, memory_budget, micro_batch_sizes, spare_memory
 from raytrain.autotune.step_probe import StepProbe
@@ -21,7 +22,6 @@ from raytrain.config.decode import encode
 from raytrain.config.sections import LoopConfig, ModelConfig, OptimConfig, TuneFound
 from raytrain.data.rows.map_style import longest_row
 from raytrain.plan.choice import digits_text, size_text
-from raytrain.train.device import device_bytes, device_name
 from raytrain.train.session import Session
 
 LOOP_KEYS = ("compile", "activation_checkpointing", "deterministic")

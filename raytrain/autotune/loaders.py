@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from raytrain.accelerator import seconds_of
 from raytrain.autotune.measurement import Candidate, LoaderRate, LoaderRates
 from raytrain.autotune.size_curve import NEAR
 from raytrain.autotune.state_guard import preserve_model, preserve_skipped
 from raytrain.autotune.step_probe import StepProbe, computing_as
 from raytrain.plan.choice import Resolved
-from raytrain.train.device import seconds_of
 from raytrain.train.loader import BatchLoader
 from raytrain.train.session import Session
 

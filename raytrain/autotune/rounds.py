@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from raytrain.accelerator import seconds_of
 from raytrain.autotune.state_guard import preserve_model
-from raytrain.train.device import rng_state, seconds_of, set_rng_state
+from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.parallel.collectives import Workers
 from raytrain.trainable import Trainable
 

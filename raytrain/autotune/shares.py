@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raytrain.accelerator import device_name, seconds_of
 from raytrain.autotune.state_guard import preserve_model
 from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import Shares, gain_over_equal
-from raytrain.train.device import device_name, seconds_of
 from raytrain.train.session import Session
 from raytrain.trainable import MicroBatch
 

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from cluster.wording import counted
+from raytrain.accelerator import device_name
 from raytrain.autotune.found import confirm
 from raytrain.autotune.fp32_layers import measure_layers
 from raytrain.autotune.measurement import Candidate
@@ -29,7 +30,6 @@ from raytrain.plan.shares import shares_of
 from raytrain.plan.speed import FEW_STEPS, too_few
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder
-from raytrain.train.device import device_name
 from raytrain.train.memory.device import StepDropped
 from raytrain.train.parallel.reduction import could_overlap
 from raytrain.train.precision import policy_for

@@ -20,6 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from raytrain.accelerator import device_name, seconds_of
 from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
 from raytrain.autotune.rounds import BUDGET_S, ArmTimes, TimedArm, timed_arms
 from raytrain.autotune.state_guard import preserve_model, preserve_optimizers, preserve_skipped
@@ -30,7 +31,6 @@ from raytrain.errors import OutOfMemory, first_line
 from raytrain.plan.batch import EVAL_MICRO_BATCHES
 from raytrain.plan.choice import size_text
 from raytrain.train.compile import forget_graphs
-from raytrain.train.device import device_name, seconds_of
 from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memory, let_go
 from raytrain.train.parallel.collectives import Workers

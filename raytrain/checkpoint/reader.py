@@ -27,7 +27,6 @@ __all__ = ["best_checkpoint", "list_checkpoints", "load", "newest_valid", "read_
 
 
 # ---------------------------------------------------------------- reader
-# Lists, verifies and loads checkpoints.
 
 
 FORMAT = 1

@@ -68,7 +68,6 @@ class HashingStream:
 
 
 def sha256_of(pieces: Iterable[bytes]) -> str:
-    """The hash of a file read in pieces."""
     digest = hashlib.sha256()
     for piece in pieces:
         WORK.add()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raytrain.accelerator import gpu_module, on_gpu
 from raytrain.checkpoint.safetensors import DTYPE_NAMES
 from raytrain.errors import CheckpointError
 
@@ -176,13 +177,14 @@ def split_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 CHUNK, ALIGNED = 2 * 2**20, 512
 """Bytes of pinned memory: the least that is allocated, and what the places of its tensors are multiples of."""
 
-_UNREAD: list[torch.cuda.Event] = []
+_UNREAD: list[tuple[torch.device, torch.Event]] = []
 
 
-def before_update(device: torch.device) -> None:
-    """Lets the optimizer step that is queued next wait, on its device, until no copy of a `Staging` needs the state."""
+def before_update() -> None:
+    """Lets the optimizer step that is queued next wait, on the device, until no copy of a `Staging` needs the state."""
     while _UNREAD:
-        torch.cuda.current_stream(device).wait_event(_UNREAD.pop())
+        device, arrived = _UNREAD.pop()
+        gpu_module(device).current_stream(device).wait_event(arrived)
 
 
 class Staging:
@@ -195,12 +197,11 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._arrived: list[torch.cuda.Event] = []
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._arrived: list[torch.Event] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory that the buffers are in."""
         memory = {buffer.untyped_storage()._cdata: buffer.untyped_storage() for buffer in self._buffers.values()}
         return sum(storage.nbytes() for storage in memory.values())
 
@@ -208,23 +209,24 @@ class Staging:
         """Copies part -> name -> tensor; what an earlier call returned is overwritten."""
         wanted = {(part, name): tensor for part, named in parts.items() for name, tensor in named.items()}
         self._allocate(wanted)
-        for device in {tensor.device for tensor in wanted.values() if tensor.is_cuda}:
-            training = torch.cuda.current_stream(device)
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        for device in {tensor.device for tensor in wanted.values() if on_gpu(tensor.device)}:
+            gpu = gpu_module(device)
+            training = gpu.current_stream(device)
+            stream = self._streams.setdefault(device, gpu.Stream(device))
             stream.wait_stream(training)  # the copies run after all work that the training has queued so far
             for late in (False, True):
-                with torch.cuda.stream(stream):
+                with gpu.stream(stream):
                     for key, tensor in wanted.items():
                         if tensor.device == device and (key[0] == "optimizer") is late:
                             self._buffers[key].copy_(tensor, non_blocking=True)
                             tensor.record_stream(stream)  # it may be a copy that only a state_dict refers to
                 if not late:
                     training.wait_stream(stream)
-            self._arrived.append(torch.cuda.Event(blocking=True))
+            self._arrived.append(gpu.Event(blocking=True))
             self._arrived[-1].record(stream)
-        _UNREAD.extend(self._arrived)
+            _UNREAD.append((device, self._arrived[-1]))
         for key, tensor in wanted.items():
-            if not tensor.is_cuda:
+            if not on_gpu(tensor.device):
                 self._buffers[key].copy_(tensor)
         return {part: {name: self._buffers[part, name] for name in named} for part, named in parts.items()}
 
@@ -240,8 +242,9 @@ class Staging:
         shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in wanted.items()}
         self._buffers = {key: one for key, one in self._buffers.items() if shapes.get(key) == (one.shape, one.dtype)}
         missing = {key: tensor for key, tensor in wanted.items() if key not in self._buffers}
-        self._buffers |= {key: torch.empty(t.shape, dtype=t.dtype) for key, t in missing.items() if not t.is_cuda}
-        sizes = {key: ALIGNED * max(1, -(-t.nbytes // ALIGNED)) for key, t in missing.items() if t.is_cuda}
+        pinned = {key: tensor for key, tensor in missing.items() if on_gpu(tensor.device)}
+        self._buffers |= {key: torch.empty(t.shape, dtype=t.dtype) for key, t in missing.items() if key not in pinned}
+        sizes = {key: ALIGNED * max(1, -(-tensor.nbytes // ALIGNED)) for key, tensor in pinned.items()}
         left, chunk = sum(sizes.values()), torch.empty(0, dtype=torch.uint8)
         for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
             if size > len(chunk):

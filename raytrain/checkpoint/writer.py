@@ -28,7 +28,6 @@ from raytrain.runs.storage import Store, open_store
 from raytrain.trainable import RemoteCheckpoint
 
 # ---------------------------------------------------------------- files
-# Writes a snapshot as the files of a checkpoint, in the order that `raytrain.checkpoint.writer` describes.
 
 
 def write_checkpoint(
@@ -138,7 +137,6 @@ def discard_after(run: RunFolder, step: int) -> list[int]:
 
 
 # ---------------------------------------------------------------- writer
-# Writes checkpoints in the background.
 
 
 class _Delay:

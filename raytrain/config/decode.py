@@ -191,7 +191,6 @@ def dump_yaml(mapping: Mapping[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------- decode
-# Mappings to sections and back: `load_yaml`, `parse_override`, `apply_overrides`, `decode`, `encode`.
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from cluster.ray_runtime import keep_parents_objects
+from raytrain.accelerator import gpu_module, on_gpu
 from raytrain.data.rows.contract import Batch
 from raytrain.data.rows.map_style import DatasetSplit, seeded_batch
 from raytrain.data.rows.residency import dense, rebuild, tensors_of
@@ -136,7 +137,6 @@ class Prefetcher(Generic[Result]):
         return result
 
     def stop(self) -> None:
-        """Discard what was prefetched."""
         if self._next is not None:
             self._next[1].cancel()
             self._next = None
@@ -165,7 +165,7 @@ class BatchUploader(Generic[Made]):
 
     def __init__(self, device: torch.device, *, parts: Callable[[Made], Any]) -> None:
         self._device, self._parts = device, parts
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = gpu_module(device).Stream(device) if on_gpu(device) else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
 
     def begin(self, make: Callable[[], Made], unwanted: Callable[[], object] = lambda: None) -> PendingUpload[Made]:
@@ -176,7 +176,8 @@ class BatchUploader(Generic[Made]):
     def _made(self, make: Callable[[], Made]) -> tuple[Made, torch.Event | None]:
         if self._stream is None:
             return make(), None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        gpu = gpu_module(self._device)
+        with gpu.device(self._device), gpu.stream(self._stream):
             made = make()
             return made, self._stream.record_event()
 
@@ -191,7 +192,7 @@ class PendingUpload(Generic[Made]):
     def __init__(
         self,
         future: Future[tuple[Made, torch.Event | None]],
-        stream: torch.cuda.Stream | None,
+        stream: torch.Stream | None,
         *,
         parts: Callable[[Made], Any],
         unwanted: Callable[[], object],
@@ -201,8 +202,8 @@ class PendingUpload(Generic[Made]):
     def result(self) -> Made:
         """The batch. Kernels that are queued from now on wait for its copies; the host does not."""
         made, copied = self._future.result()
-        if copied is not None:
-            current = torch.cuda.current_stream()
+        if self._stream is not None and copied is not None:
+            current = gpu_module(self._stream.device).current_stream(self._stream.device)
             current.wait_event(copied)
             for _, tensor in tensors_of(self._parts(made), ""):
                 tensor.record_stream(current)  # its memory belongs to the other stream
@@ -359,7 +360,6 @@ class LoaderPool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def begin(self, request: BatchRequest) -> PendingRead:
-        """Request a batch."""
         number, self._sent = self._sent, self._sent + 1
         self._open.add(number)
         self.high_water = max(self.high_water, len(self._open))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raytrain.accelerator import synchronize
 from raytrain.config.messages import abbreviated
 from raytrain.data.prefetch import LoaderPool
 from raytrain.data.rows.contract import Batch, Source, Split
@@ -207,8 +208,7 @@ def prepare_source(
     report("preparation", phase="start", rows=rows, reason=f"preparing {described}: {plan.storage}", **where)
     begin, copied = time.perf_counter(), replace(TRANSFERS)
     placed = _place_all(splits, plan, device=device, report=report)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # once, so that every row has arrived
+    synchronize(device)  # once, so that every row has arrived
     seconds, kept = time.perf_counter() - begin, _kept_bytes(placed, plan)
     report(
         "preparation",
@@ -260,7 +260,6 @@ def _placed(
 
 
 def _kept_bytes(placed: dict[str, Split], plan: DataPlan) -> float:
-    """Bytes that stay on the device."""
     if plan.storage == "resident":
         return sum(split.nbytes for split in placed.values() if not isinstance(split, StreamSplit))
     if plan.storage == "partial":

@@ -21,7 +21,6 @@ from cluster.telemetry.processes import WORK, own_stacks, stack_of, thread_named
 from raytrain.runs.folder import RunFolder
 
 # ---------------------------------------------------------------- driver channel
-# Communication between the driver and rank 0: a stop request, progress, printed lines, and the result of an attempt.
 
 
 #: Phases of a run in which no worker can report: before the workers are connected, and after one failed.

@@ -117,7 +117,16 @@ def write_weights(
                 os.replace(f"{path}.tmp", path)
         if tokenizer is not None:
             open_tokenizer(tokenizer).save_pretrained(folder)
-        _publish(folder, target)
+        store = open_store(target)
+        store.make_dir("")
+        for name in sorted(os.listdir(folder), key=lambda name: name.endswith(".safetensors")):
+            source = os.path.join(folder, name)
+            os.chmod(source, 0o644)  # safetensors creates files that only their owner can read
+            if store.is_local:
+                os.replace(source, os.path.join(store.uri, name))
+                continue
+            with open(source, "rb") as file, store.open_write(name) as copy:
+                shutil.copyfileobj(file, copy, 16 * 2**20)
 
 
 def checkpoint_of(run: RunFolder, step: int | str) -> CheckpointInfo:
@@ -166,17 +175,3 @@ def export_checkpoint(
     own = build_export(found) if about.get("own_format") else None
     write_weights(found.tensors, target, own=own, tokenizer=about.get("tokenizer"), notes=notes)
     return notes
-
-
-def _publish(folder: str, target: str) -> None:
-    """Copy the files of `folder` to `target`, the weights last: if they exist, the export is complete."""
-    store = open_store(target)
-    store.make_dir("")
-    for name in sorted(os.listdir(folder), key=lambda name: name.endswith(".safetensors")):
-        source = os.path.join(folder, name)
-        os.chmod(source, 0o644)  # safetensors creates files that only their owner can read
-        if store.is_local:
-            os.replace(source, os.path.join(store.uri, name))
-            continue
-        with open(source, "rb") as file, store.open_write(name) as copy:
-            shutil.copyfileobj(file, copy, 16 * 2**20)

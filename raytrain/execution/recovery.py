@@ -77,7 +77,14 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
     if newest.final:
         return RecoveryDecision("stop", what)
     if _is_halvable(newest):
-        return _after_out_of_memory(newest, what, resumed_from[-1])
+        where = f"rank {newest.rank} ran out of memory at step {newest.step} ({what})"
+        if newest.micro_batch and newest.micro_batch > 1:
+            half = halved(newest.micro_batch)
+            where = f"attempt {newest.attempt} failed: {where}"
+            return RecoveryDecision(
+                "go_on", f"{where}; {restarted_from(resumed_from[-1])} with micro-batches of {half}"
+            )
+        return RecoveryDecision("stop", f"{where} with loop.micro_batch_size 1")
     compared = newest.traceback and newest.error not in TRANSIENT_ERRORS
     alike = [fault for fault in faults[:-1] if compared and _same_place(fault, newest)]
     if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
@@ -100,7 +107,6 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
 
 
 def failed_attempt(fault: Fault) -> str:
-    """Which attempt failed, where and why, as words."""
     if fault.error in CAUSES:  # Ray was lost, or a process died: the message names which
         when = "" if fault.step is None else f" after step {fault.step - 1}"
         return f"attempt {fault.attempt} failed{when}: {fault.message}"
@@ -111,7 +117,6 @@ def failed_attempt(fault: Fault) -> str:
 
 
 def restarted_from(step: int) -> str:
-    """Where an attempt starts, as words."""
     start = f"the checkpoint of step {step}" if step else "step 0: there is no valid checkpoint yet"
     return f"restarted from {start}"
 
@@ -132,15 +137,6 @@ def origins(faults: list[Fault], rows: Iterable[Mapping[str, Any]], *, step: int
 def _is_halvable(fault: Fault) -> bool:
     """Whether the fault is an out-of-memory error in code that uses micro-batches, which can be made smaller."""
     return fault.out_of_memory and fault.micro_batch is not None
-
-
-def _after_out_of_memory(fault: Fault, what: str, step: int) -> RecoveryDecision:
-    where = f"rank {fault.rank} ran out of memory at step {fault.step} ({what})"
-    if fault.micro_batch and fault.micro_batch > 1:
-        half = halved(fault.micro_batch)
-        where = f"attempt {fault.attempt} failed: {where}"
-        return RecoveryDecision("go_on", f"{where}; {restarted_from(step)} with micro-batches of {half}")
-    return RecoveryDecision("stop", f"{where} with loop.micro_batch_size 1")
 
 
 def _same_place(one: Fault, other: Fault) -> bool:

@@ -25,7 +25,6 @@ from raytrain.runs.folder import MirroredFolder, RunFolder
 from raytrain.runs.records import event, rate_of
 
 # ---------------------------------------------------------------- observers
-# Observers receive every logged row on rank 0 and cannot change the run.
 
 
 class Observers:
@@ -100,12 +99,9 @@ class TensorBoard:
         self._folder = folder
         self._writer = SummaryWriter(folder.path, flush_secs=5)
         self._error: OSError | None = None
-        self._keep_thread()
-
-    def _keep_thread(self) -> None:
-        """An error of the disk ends the thread of tensorboardX (2.6) that writes, and `add_scalar` would then wait for
-        room in its queue forever: here the thread goes on, and `metrics` raises the error. The names are private; a
-        version without them is left as it is."""
+        # An error of the disk ends the thread of tensorboardX (2.6) that writes, and `add_scalar` would then wait for
+        # room in its queue forever: here the thread goes on, and `metrics` raises the error. The names are private; a
+        # version without them is left as it is.
         file: Any = self._writer.file_writer
         events = getattr(getattr(file, "event_writer", None), "_ev_writer", None)
         if events is None:
@@ -215,7 +211,6 @@ class RankZeroReporter:
             raise Superseded(f"attempt {newest} has taken over {self.run.path}; attempt {self.attempt} ends")
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """Write one row of metrics.jsonl, immediately."""
         self.fence()
         self.run.writer(self.run.metrics).write(row)
         self._observers.metrics(row)
@@ -236,7 +231,6 @@ class RankZeroReporter:
             self._report_progress({"row": row})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one row of events.jsonl."""
         self.fence()
         row = event(kind, attempt=self.attempt, **fields)
         self.run.append_event(row)
@@ -287,7 +281,6 @@ class StepReports:
         self._over.set()
 
     def report(self) -> None:
-        """Send the progress, if it has changed."""
         progress = self._current()
         if progress != self._reported:
             self._reported = progress

@@ -102,7 +102,6 @@ class NodeChoice:
 
 
 # ---------------------------------------------------------------- trainer
-# `fit`: run a `TrainJob` with Ray Train's `TorchTrainer` and return rank 0's result.
 
 
 def fit(
@@ -200,7 +199,6 @@ def accelerator_type(plan: Plan, *, local: bool) -> str | None:
 
 
 def workers_need(plan: Plan, number: int) -> Need:
-    """What so many workers of a plan need of a cluster."""
     each, kind = worker_resources(plan, local=False), accelerator_type(plan, local=False)
     return Need(
         "scale.workers", "worker", number, each | ({} if kind is None else {f"accelerator_type:{kind}": TYPE_SHARE})

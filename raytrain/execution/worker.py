@@ -28,6 +28,7 @@ from torch import nn
 
 from cluster.ray_runtime import keep_parents_objects
 from cluster.telemetry.warnings import HIGH
+from raytrain.accelerator import on_gpu, platform
 from raytrain.autotune.startup import Calibration, resolve_choices
 from raytrain.checkpoint.writer import discard_after
 from raytrain.config.user_code import import_from, pass_over_breakpoints, raised_at, resolve, users_place
@@ -59,7 +60,6 @@ from raytrain.execution.reporter import (
 from raytrain.execution.telemetry import node_telemetry
 from raytrain.runs.faults import NOT_EXPORTED, Fault, read_faults, record_of, write_fault
 from raytrain.runs.folder import MirroredFolder, RunFolder, shell_command
-from raytrain.train.device import platform
 from raytrain.train.job import StepSettings, TrainJob
 from raytrain.train.memory.device import is_out_of_memory, keep_freed_memory, memory_in_use, process_budget
 from raytrain.train.memory.retry import NOT_SPLIT
@@ -399,11 +399,9 @@ class Worker:
         return AttemptResult(status, reason, steps=self.committed())
 
     def committed(self) -> int:
-        """Steps that this attempt has complete, with those before it."""
         return self.session.state.step if self.session else self.from_step
 
     def _step(self) -> int:
-        """The step that was running; 0 before the first."""
         return self.session.state.step + 1 if self.session else 0
 
     def _print_error(self, error: BaseException) -> None:
@@ -431,7 +429,7 @@ class Worker:
             error, attempt=self.attempt, rank=self.workers.rank, step=self._step(), from_step=self.from_step,
             precision=(session.precision or "") if session else "", node=self._node,
             micro_batch=session.loader.micro_batch if session and session.precision else None,
-            device=session.device if session and session.device.type == "cuda" else None,
+            device=session.device if session and on_gpu(session.device) else None,
         )  # fmt: skip
         if fault.out_of_memory and self.job.loop.micro_batch_size == "whole":  # no restart with half of it
             fault = replace(fault, final=True, micro_batch=None, message=f"{fault.message}; {NOT_SPLIT}")

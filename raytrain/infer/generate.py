@@ -312,7 +312,6 @@ def record(run: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[]
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of the stop texts."""
     found = [at for at in (text.find(one) for one in stop) if at >= 0]
     return text[: min(found)] if found else text
 

@@ -79,7 +79,6 @@ class Prompt:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that it names, once each."""
         return tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
 
     def texts(self, table: Any) -> list[str]:
@@ -381,7 +380,6 @@ class InferenceModel:
         return ByteVocabulary() if characters is None else CharVocabulary(characters)
 
     def on(self, device: str) -> InferenceModel:
-        """The same model for another device."""
         return replace(self, device=device)
 
 
@@ -411,7 +409,6 @@ def _named_parameters(module: nn.Module) -> list[str]:
 
 
 def required_parameters(module: nn.Module) -> list[str]:
-    """Parameters of a module's forward that have no default."""
     import inspect
 
     parameters = inspect.signature(module.forward).parameters.values()

@@ -145,7 +145,6 @@ class OutputFolder:
         return any(name.endswith(".parquet") and not name.startswith(".") for name in names)
 
     def forget(self) -> None:
-        """Remove what a command wrote that computed nothing."""
         if not self.has_parts():
             for name in (CONVERTED, PARTS):
                 self.store.delete_tree(name)
@@ -338,7 +337,14 @@ def merge(
     for found, what in ((expected - names, "missing"), (names - expected, "of no unit of this input")):
         if found:
             raise RunError(_listed(list(found), f"files in {output.parts} are {what}"))
-    facts = _facts(output, units, job)
+    facts, wrong = list[PartFacts](), list[InputError]()
+    for unit in units:
+        try:
+            facts.append(part_facts(output.parts, unit, job))
+        except InputError as error:
+            wrong.append(error)
+    if wrong:
+        raise RunError(_listed([error.got for error in wrong], f"files in {output.parts} are not of this job"))
     # a unit whose rows all failed has no type of prediction
     schema = pa.unify_schemas([one.schema for one in facts], promote_options="permissive")
     name = f"predictions.{kind}"
@@ -379,18 +385,6 @@ def remove_work(output: OutputFolder) -> None:
         output.store.delete_tree(name)
 
 
-def _facts(output: OutputFolder, units: Sequence[Unit], job: str) -> list[PartFacts]:
-    facts, wrong = list[PartFacts](), list[InputError]()
-    for unit in units:
-        try:
-            facts.append(part_facts(output.parts, unit, job))
-        except InputError as error:
-            wrong.append(error)
-    if wrong:
-        raise RunError(_listed([error.got for error in wrong], f"files in {output.parts} are not of this job"))
-    return facts
-
-
 def _listed(found: Sequence[str], what: str) -> str:
     some = ", ".join(sorted(found)[:NAMED_AT_MOST])
     more = " ..." if len(found) > NAMED_AT_MOST else ""
@@ -412,7 +406,6 @@ class _MergedFile:
             self._writer = (parquet.ParquetWriter if kind == "parquet" else _CsvWriter)(self._sink, schema)
 
     def write(self, table: Any) -> None:
-        """Append the columns that the file has."""
         own = table.select(self._names)
         if self._writer is not None:
             self._writer.write_table(own)
@@ -440,7 +433,6 @@ class _CsvWriter:
         self.write_table(schema.empty_table(), names=schema.names)
 
     def write_table(self, table: Any, *, names: Sequence[str] = ()) -> None:
-        """Append rows; before them a row of `names`."""
         import pyarrow as pa
 
         pc: Any = importlib.import_module("pyarrow.compute")  # its functions are made at run time

@@ -350,7 +350,6 @@ class RowPredictor(Predictor):
         return self._names(flat.argmax(1).tolist())
 
     def _names(self, numbers: list[int]) -> list[Any]:
-        """Classes by their names, where they have some."""
         return numbers if self.classes is None else [self.classes[number] for number in numbers]
 
 
@@ -364,7 +363,6 @@ def _as_trained(values: Any, dtype: torch.dtype) -> Any:
 
 
 def outputs_of(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The tensor of `named_outputs`."""
     return named_outputs(module, batch)[1]
 
 

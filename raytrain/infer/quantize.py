@@ -202,7 +202,6 @@ def same_answer(a: Any, b: Any) -> bool:
 
 
 def _answers(predictor: Predictor, table: Any) -> list[Any]:
-    """The answer to each row; all rows at once if none fails."""
     numbers = range(table.num_rows)
     try:
         return predictor.predict(table, numbers).values

@@ -115,7 +115,9 @@ class UnitRunner:
         seconds = time.perf_counter() - began
         if failed is None:
             self._tried = True  # a model that has answered is no wrong one
-            _record(answers, batch, results, seconds, again)
+            for place, row in enumerate(batch):
+                tokens = 0 if answers.tokens is None else answers.tokens[place]
+                results[row] = RowResult(answers.values[place], None, seconds, len(batch), tokens, again)
             return
         if isinstance(failed, StateLost):  # no row is the cause: the model is loaded again
             raise failed
@@ -182,12 +184,6 @@ def let_go_of_batch(error: Exception, device: torch.device, rows: Sequence[int])
         f"one of the rows {min(rows)} to {max(rows)} ended the context of the GPU ({first_line(error)}); "
         "infer.batch_size=1 or scale.mode=cpu tells which"
     ) from lost
-
-
-def _record(answers: Answers, batch: list[int], results: list[RowResult], seconds: float, again: bool) -> None:
-    for place, row in enumerate(batch):
-        tokens = 0 if answers.tokens is None else answers.tokens[place]
-        results[row] = RowResult(answers.values[place], None, seconds, len(batch), tokens, again)
 
 
 # ---------------------------------------------------------------- errors of the model's code

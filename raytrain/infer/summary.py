@@ -80,7 +80,6 @@ class TableFigures:
             self._quality.add(label, prediction)
 
     def figures(self) -> dict[str, Any]:
-        """For summary.json."""
         values, counts = (np.concatenate(one) for one in zip(*self._seconds, strict=True))
         return {
             "rows": self.rows, "tokens": self.tokens, "computed_again": self.again,

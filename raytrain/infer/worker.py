@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrain.accelerator import make_current
 from raytrain.config.sections import InferConfig
 from raytrain.infer.input import InputRows, Unit, UnitReport
 from raytrain.infer.model import InferenceModel
@@ -80,15 +81,13 @@ class InferenceWorker:
     _quantized: str = field(default="", init=False, repr=False)
 
     def load(self) -> UnitRunner:
-        """The model, ready to run."""
         if self._runner is None:
             began = time.perf_counter()
             work = self.work
             if work.threads is not None:
                 torch.set_num_threads(work.threads)
             device = torch.device(work.model.device)
-            if device.type == "cuda":  # kernels of a model's own may use the current device
-                torch.cuda.set_device(device)
+            make_current(device)
             limit_device_memory(device, fraction=work.memory_fraction, limit=work.memory_limit)
             module: nn.Module | None = None
             remote: RemoteState = LocalState()
@@ -159,7 +158,6 @@ class InferenceWorker:
 
 
 def kept_columns(infer: InferConfig) -> list[str]:
-    """Input columns that are written beside the predictions."""
     return list(dict.fromkeys([*infer.keep, *([infer.label] if infer.label else [])]))
 
 

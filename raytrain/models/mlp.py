@@ -47,7 +47,6 @@ def row_loss(module: nn.Module, batch: Batch) -> LossOutput:
 
 
 def supervised(outputs_BC: Tensor, labels: Tensor, *, training: bool) -> LossOutput:
-    """The loss of `row_loss`, from the module's outputs."""
     if outputs_BC.dtype in (torch.bfloat16, torch.float16):
         outputs_BC = outputs_BC.float()
     if not is_integer(labels):

@@ -200,7 +200,6 @@ def _cnn_facts(**keys: Any) -> ModelFacts:
 
 
 def facts(parameters: int, activations: int, flops: float, reason: str) -> ModelFacts:
-    """ModelFacts of a model that trains every parameter."""
     return ModelFacts(
         parameters=parameters,
         trainable_bytes=FLOAT_BYTES * parameters,

@@ -210,7 +210,6 @@ def translator(module: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[st
 
 
 # ---------------------------------------------------------------- transformers
-# Builders for Hugging Face transformers models in a local folder; an optional extra, nothing is downloaded.
 
 
 NEAR = 1e-5

@@ -17,7 +17,6 @@ from raytrain.plan.choice import Choice, Deferred, Resolved, size_text
 from raytrain.plan.facts import DataFacts
 
 # ---------------------------------------------------------------- batch
-# Plan rules about batches, the length of a run, and how often it evaluates and saves.
 
 
 REFERENCE_BATCH = 32
@@ -187,7 +186,6 @@ def choose_lr(optim: OptimConfig, *, global_batch: int) -> Resolved:
 
 
 def choose_warmup(optim: OptimConfig, max_steps: Choice, warnings: list[str]) -> Choice:
-    """Number of steps over which the learning rate rises."""
     if optim.warmup_steps != "auto":
         if isinstance(max_steps, Resolved) and optim.warmup_steps >= max_steps.value:
             run = max_steps.value
@@ -286,7 +284,6 @@ def choose_export(save: SaveConfig, loop: LoopConfig, *, data_facts: DataFacts |
 
 
 def choose_checkpoint_every(save: SaveConfig, max_steps: Choice) -> Choice:
-    """Steps between checkpoints."""
     if save.every != "auto":
         return Resolved(save.every, "save.every")
     last = max_steps.value_or(None)

@@ -13,7 +13,6 @@ from typing import Any
 from cluster.wording import size as size_text
 
 # ---------------------------------------------------------------- choice
-# The decisions of a plan: resolved values with their reasons, and those deferred to a measurement.
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
 
 # ---------------------------------------------------------------- accelerators
-# Accelerator types by the names that people, drivers and Ray give them, and the peaks of their data sheets.
 
 
 PEAKS = ("fp32", "tf32", "bf16", "fp16", "memory")
@@ -140,7 +139,6 @@ class DevicePool:
 
     @property
     def unit(self) -> str:
-        """What one process gets, in messages."""
         return "GPU" if self.per_gpu == 1 else "GPU share"
 
     @property
@@ -430,7 +428,6 @@ def _unable(dtype: str, machines: DevicePool, capability: tuple[int, int] | None
 
 
 # ---------------------------------------------------------------- workers
-# Plan rules about workers: how many there are, on which nodes, and how many threads each has.
 
 
 GPU_THREADS = 8
@@ -450,7 +447,19 @@ def count_workers(
             that contradicts the mode.
     """
     if isinstance(scale.workers, tuple):
-        return _count_elastic(scale.workers, scale, machines, inventory, global_batch=global_batch)
+        # `scale.workers: [min, max]`: as many as there are GPUs for them, on CPUs cores, of which each takes
+        # `scale.threads` of one node.
+        least, most = scale.workers
+        _check_requested(least, scale, machines, inventory, global_batch=global_batch)
+        single = "single_gpu" in (machines.mode.value, scale.mode)
+        each = scale.threads if isinstance(scale.threads, int) and not machines.on_gpu else 1
+        cores = sum(node.cpus // each for node in inventory.nodes)
+        there = 1 if single else len(machines.gpus) if machines.on_gpu else cores
+        have = counted(there, machines.unit if machines.on_gpu else "CPU core")
+        if each > 1:
+            have = f"{counted(inventory.cpus, 'CPU core')}, room for {counted(there, 'worker')} of {each} threads"
+        reason = f"scale.workers [{least}, {most}], and the machines have {have}"
+        return Resolved(max(least, min(most, there, global_batch)), reason)
     requested = scale.workers if isinstance(scale.workers, int) else None
     mode = machines.mode.value
     if requested is not None:
@@ -474,24 +483,6 @@ def count_workers(
         )
         return Resolved(global_batch, f"one per row of the global batch; {count} could run")
     return Resolved(count, reason)
-
-
-def _count_elastic(
-    bounds: tuple[int, int], scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int
-) -> Resolved:
-    """As many workers of `scale.workers: [min, max]` as there are GPUs for them, on CPUs cores, of which each takes
-    `scale.threads` of one node."""
-    least, most = bounds
-    _check_requested(least, scale, machines, inventory, global_batch=global_batch)
-    single = "single_gpu" in (machines.mode.value, scale.mode)
-    each = scale.threads if isinstance(scale.threads, int) and not machines.on_gpu else 1
-    cores = sum(node.cpus // each for node in inventory.nodes)
-    there = 1 if single else len(machines.gpus) if machines.on_gpu else cores
-    have = counted(there, machines.unit if machines.on_gpu else "CPU core")
-    if each > 1:
-        have = f"{counted(inventory.cpus, 'CPU core')}, room for {counted(there, 'worker')} of {each} threads"
-    reason = f"scale.workers [{least}, {most}], and the machines have {have}"
-    return Resolved(max(least, min(most, there, global_batch)), reason)
 
 
 def _check_requested(

@@ -226,7 +226,6 @@ class PlanInputs:
 
     @property
     def recomputed(self) -> bool:
-        """Whether blocks are recomputed in backward."""
         return bool(self.loop.activation_checkpointing)
 
     def estimate(

@@ -17,7 +17,6 @@ from raytrain.report.figures import compile_gain, outcome, time_account
 from raytrain.report.records import Row, RunRecords, number, percentile
 
 # ---------------------------------------------------------------- finding
-# `Finding`: one diagnosis of a run, with its evidence and remedy.
 
 
 Severity = Literal["error", "warning", "info", "good"]

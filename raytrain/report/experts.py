@@ -109,23 +109,19 @@ def loads_of(records: RunRecords) -> ExpertLoads | None:
     first, last = rows[0], rows[-1]
     used: list[list[int | None]] = [[None] * size for size in _shape(last)]
     for row in rows:
-        _note_use(used, row)
+        idle = listed(row.get("idle"))
+        for layer, counts in enumerate(row["layers"]):
+            steps = listed(idle[layer]) if layer < len(idle) else []
+            for expert, count in enumerate(counts):
+                back = steps[expert] if expert < len(steps) else (0 if count else None)
+                if back is not None:
+                    used[layer][expert] = int(row["step"]) - int(back)
     return ExpertLoads(
         begin=max(0, int(first["step"]) - int(number(first.get("steps")) or 0)),
         ends=[int(row["step"]) for row in rows],
         layers=[[[int(count) for count in layer] for layer in row["layers"]] for row in rows],
         last_used=used,
     )
-
-
-def _note_use(used: list[list[int | None]], row: Row) -> None:
-    idle = listed(row.get("idle"))
-    for layer, counts in enumerate(row["layers"]):
-        steps = listed(idle[layer]) if layer < len(idle) else []
-        for expert, count in enumerate(counts):
-            back = steps[expert] if expert < len(steps) else (0 if count else None)
-            if back is not None:
-                used[layer][expert] = int(row["step"]) - int(back)
 
 
 def _shape(row: Row) -> list[int]:

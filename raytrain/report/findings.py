@@ -31,7 +31,6 @@ from raytrain.runs.faults import CAUSES, NOT_EXPORTED, RAY_NOT_STARTED
 from raytrain.runs.folder import resume_command, shell_command
 
 # ---------------------------------------------------------------- training
-# Findings about the course of the training: loss, overfitting, non-finite steps, experts.
 
 
 #: No number format is wider where it matters.
@@ -153,7 +152,6 @@ def experts(records: RunRecords) -> list[Finding]:
 
 
 # ---------------------------------------------------------------- memory
-# Findings about memory: a run that it ended, and steps that were retried after an out-of-memory.
 
 
 HELD = re.compile(
@@ -266,7 +264,6 @@ def memory_warnings(records: RunRecords) -> list[Finding]:
 
 
 # ---------------------------------------------------------------- failures
-# Findings about failures: why a run failed, restarts, fall-backs.
 
 
 def failure(records: RunRecords) -> list[Finding]:
@@ -412,7 +409,6 @@ def unusable_devices(records: RunRecords) -> list[Finding]:
 
 
 # ---------------------------------------------------------------- rules
-# The list of all rules, and `diagnose`, which runs them.
 
 
 RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (

@@ -122,7 +122,6 @@ def _trace(
 
 
 # ---------------------------------------------------------------- page
-# The report page of one run: records in, HTML out.
 
 
 TONES = {"done": "good", "failed": "error", "interrupted": "warning", "running": "info", "lost": "warning"}
@@ -346,7 +345,6 @@ def result_snippet(figures: Mapping[str, Any], history: Sequence[Row]) -> str:
 
 
 # ---------------------------------------------------------------- build
-# Builds the report of a run from its folder.
 
 
 def build_report(run: RunFolder) -> str:

@@ -94,6 +94,9 @@ def read_records(run: RunFolder) -> RunRecords:
     nodes = [mapping(node) for node in listed(mapping(plan.get("inventory")).get("nodes"))]
     sources = mapping(plan.get("sources"))
     leaves = _leaves(mapping(plan.get("config")), "")
+    files = [entry.name for entry in run.store.entries("telemetry") if entry.name.endswith(".jsonl")]
+    rows = [row for name in files for row in _rows(run, join(run.path, f"telemetry/{name}"), unreadable)]
+    known = [row for row in rows if isinstance(row.get("devices"), list) and number(row.get("time")) is not None]
     return RunRecords(
         name=run.path.rstrip("/").rsplit("/", 1)[-1],
         path=run.path,
@@ -111,20 +114,13 @@ def read_records(run: RunFolder) -> RunRecords:
         train=_by_step(row for row in metrics if row.get("kind") == "train"),
         evals=_by_step(row for row in metrics if row.get("kind") == "eval"),
         loads=_by_step(row for row in _rows(run, run.experts, unreadable) if row.get("kind") == "load"),
-        telemetry=_telemetry(run, unreadable),
+        telemetry=sorted(known, key=lambda row: number(row.get("time")) or 0.0),
         events=events,
         result=_mapping(run, run.result, unreadable) or None,
         sample=_mapping(run, run.sample, unreadable) or None,
         alive=_alive(run, unreadable),
         unreadable=unreadable,
     )
-
-
-def _telemetry(run: RunFolder, unreadable: list[str]) -> list[Row]:
-    files = [entry.name for entry in run.store.entries("telemetry") if entry.name.endswith(".jsonl")]
-    rows = [row for name in files for row in _rows(run, join(run.path, f"telemetry/{name}"), unreadable)]
-    known = [row for row in rows if isinstance(row.get("devices"), list) and number(row.get("time")) is not None]
-    return sorted(known, key=lambda row: number(row.get("time")) or 0.0)
 
 
 def number(value: Any) -> float | None:

@@ -98,7 +98,12 @@ def batch_spec(
         peak = [(row["micro_batch_size"], row["measured_peak"] / MIB) for row in own if row["measured_peak"]]
         drawn = [(row["micro_batch_size"], row["predicted_peak"] / MIB) for row in own if row["predicted_peak"]]
         if timed:
-            speed = _gapped([(row["micro_batch_size"], row["rows_per_s"]) for row in timed], sizes)
+            points = [(row["micro_batch_size"], row["rows_per_s"]) for row in timed]
+            speed: list[tuple[int | None, float | None]] = []
+            for place, (x, y) in enumerate(points):
+                if place and any(points[place - 1][0] < other < x for other in sizes):
+                    speed.append((None, None))
+                speed.append((x, y))
             intervals = [(row["micro_batch_size"], max(0.0, row["low"]), row["high"]) for row in timed]
             speeds.append({**_line(precision, speed), "hue": hue, "intervals": intervals})
         peaks += [{**_line(f"{precision} measured", peak), "hue": hue, "kind": "dot"}] if peak else []
@@ -118,18 +123,7 @@ def batch_spec(
     return {"title": f"{name}: {chosen[0]} with micro-batches of {rows}", "panels": [left, right]}
 
 
-def _gapped(points: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[tuple[int | None, float | None]]:
-    """`points` with (None, None) between two points that are not neighbours among `sizes`."""
-    found: list[tuple[int | None, float | None]] = []
-    for place, (x, y) in enumerate(points):
-        if place and any(points[place - 1][0] < other < x for other in sizes):
-            found.append((None, None))
-        found.append((x, y))
-    return found
-
-
 # ---------------------------------------------------------------- sweep
-# The page of a search (`raytrain tune`): what was chosen and why, its picture, and every trial.
 
 
 TRIALS, OUTCOME, PLOT, PICTURE, BEST = "trials.jsonl", "tune.json", "tune_plot.json", "tune.png", "best.yaml"

@@ -16,7 +16,6 @@ from raytrain.report.records import ConfigRow, PlanRow, Row, RunRecords, first_t
 from raytrain.report.style import esc
 
 # ---------------------------------------------------------------- tables
-# Sections of the report that are tables: plan, time, epochs, machine, workers, configuration.
 
 
 PART_COLOURS = {
@@ -57,7 +56,6 @@ def shown(value: Any, name: str = "") -> str:
 
 
 def label(key: str) -> str:
-    """The title of a column; its unit is shown with the values."""
     if key in _LABELS:
         return _LABELS[key]
     rate, per_s, part = key.partition("_per_s")
@@ -234,7 +232,6 @@ def _config_table(lines: Sequence[ConfigRow]) -> str:
 
 
 # ---------------------------------------------------------------- timeline
-# The timeline of the report: what happened in a run, in order and in words.
 
 
 _EVENTS_SHOWN = 200

@@ -169,6 +169,5 @@ def _rank(fault: Fault) -> tuple[bool, bool, float]:
 
 
 def fallen_precision(run: RunFolder) -> str | None:
-    """The precision that this run last fell back to, if any."""
     rows = [row for row in run.read_rows(run.events) if row["kind"] == "decision" and row.get("precision")]
     return rows[-1]["precision"] if rows else None

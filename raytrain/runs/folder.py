@@ -134,7 +134,6 @@ def _record(owner: dict[str, Any]) -> bytes:
 
 
 # ---------------------------------------------------------------- folder
-# The run folder: the paths of its files, reading and writing them, and its owner.
 
 
 RESERVE_BYTES = 1 << 18
@@ -542,12 +541,10 @@ class SweepFolder(RunFolder):
 
     @property
     def trials(self) -> str:
-        """One row for each trial that has ended."""
         return join(self.path, "trials.jsonl")
 
     @property
     def best(self) -> str:
-        """The job with the values found; `train` can run it unchanged."""
         return join(self.path, "best.yaml")
 
     @property

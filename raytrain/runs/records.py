@@ -22,7 +22,6 @@ from raytrain.errors import RunError
 from raytrain.runs.storage import ObjectStore, explained_writes, join
 
 # ---------------------------------------------------------------- records
-# The rows of `metrics.jsonl` and `events.jsonl`, and their readers and writers.
 
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -186,7 +185,6 @@ class JsonlWriter:
             self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one row."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} was closed")
         data = memoryview(to_line(row))

@@ -24,7 +24,6 @@ from cluster.preflight import is_submitted
 from raytrain.errors import InputError, RunError, first_line
 
 # ---------------------------------------------------------------- storage
-# File storage: a local directory or an object store with the same interface.
 
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raytrain.models.blocks import blocks_of
-from raytrain.train.changeable import may_change
+from raytrain.train.placing import may_change
 from raytrain.trainable import Trainable
 
 _RESERVED: ContextVar[bool] = ContextVar("forward_will_be_recomputed", default=False)

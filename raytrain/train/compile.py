@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from cluster.devices.inventory import missing_for_compile
+from raytrain.accelerator import on_gpu
 from raytrain.config.messages import near_names
 from raytrain.config.sections import LoopConfig
 from raytrain.data.rows.contract import Source
@@ -37,7 +38,6 @@ from raytrain.train.precision import PrecisionPolicy
 from raytrain.trainable import Trainable
 
 # ---------------------------------------------------------------- compile parts
-# Resolves `loop.compile_parts` to modules.
 
 
 KEY = "loop.compile_parts"
@@ -108,7 +108,6 @@ def parts_to_compile(
 
 
 # ---------------------------------------------------------------- compile
-# Compiles parts of a model, records the result of each, and switches back to eager.
 
 
 Lower = Callable[[Any, list[Any]], Callable[..., Any]]
@@ -238,7 +237,6 @@ class CompiledParts:
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
-        """Inside, every part runs its original forward."""
         self.on = False
         try:
             yield
@@ -250,7 +248,6 @@ class CompiledParts:
         return sum(part.seconds for part in self.parts)
 
     def take_seconds(self) -> float:
-        """Seconds spent in the compiler since the last call."""
         spent, self._taken = self.seconds - self._taken, self.seconds
         return spent
 
@@ -286,8 +283,8 @@ def forget_graphs() -> None:
         torch._dynamo.reset()  # resetting the graphs alone would leave compiled code that refers to them
         _watch()
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
 
 def _keep_eager(part: nn.Module) -> None:
@@ -476,8 +473,8 @@ class Switches:
             refused = {"requested": job.loop.compile, "achieved": "off", "reasons": [why], "seconds": 0.0, "parts": []}
             self._notices.append(("compile", refused))
             return
-        on_gpu, sharded = device.type == "cuda", job.planned("strategy") == "fsdp"
-        parts = parts_to_compile(trainable, job.loop, on_gpu=on_gpu, sharded=sharded)
+        sharded = job.planned("strategy") == "fsdp"
+        parts = parts_to_compile(trainable, job.loop, on_gpu=on_gpu(device), sharded=sharded)
         if trainable.reads_weight and any(part is trainable.module for _, part in parts):
             # a compiled graph would hide what the loss is a mean over (`raytrain.train.mean_weight`)
             for function in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
@@ -499,11 +496,9 @@ class Switches:
             self._notices.append(("decision", {"what": "cudnn_benchmark", **off}))
 
     def compile_seconds(self) -> float:
-        """Seconds spent in the compiler since the last call."""
         return 0.0 if self.compiled is None else self.compiled.take_seconds()
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the events (kind, fields) since the last call."""
         notices, self._notices = self._notices, []
         for part in self._comparing:
             notices += [("fallback", {"what": "kernels", "reason": line}) for line in part.take_fallbacks()]

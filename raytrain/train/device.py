@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,90 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from cluster.devices.limits import memory_bytes
+from raytrain.accelerator import gpu_module, on_gpu
 from raytrain.config.messages import abbreviated
 from raytrain.errors import DevicePlacementError
 
 # ---------------------------------------------------------------- device
-# A worker's device as the plan selects it, determinism, and random generators.
-
-
-def worker_device(kind: str, *, local_rank: int) -> torch.device:
-    """The device of this worker; a GPU always has an explicit index, so `cuda` and `cuda:0` never mix.
-
-    Args:
-        kind: "cpu" or "cuda" (also ROCm), as planned.
-        local_rank: rank among the workers of this node; Ray Train makes all worker GPUs of a node visible to each.
-
-    Raises:
-        DevicePlacementError: the plan selects a GPU and torch sees none.
-    """
-    if kind == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        raise DevicePlacementError(
-            f"the plan gives this worker a GPU, but torch {torch.__version__} (built for {platform().name}) sees none "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); "
-            "install a torch build for this machine's driver or set scale.mode=cpu"
-        )
-    visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    if count <= local_rank and count < len(visible):
-        raise DevicePlacementError(
-            f"scale.workers: got {local_rank + 1} or more workers on {socket.gethostname()}, where CUDA shows a "
-            f"process {count} of the devices {','.join(visible)} (of GPUs that MIG divides it shows one), expected at "
-            f"most {count} on this node; use fewer workers, or switch MIG off there"
-        )
-    device = torch.device("cuda", local_rank if local_rank < count else 0)
-    torch.cuda.set_device(device)
-    return device
-
-
-def seconds_of(device: torch.device) -> float:
-    """Read a monotonic clock after the device has finished its queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-@dataclass(frozen=True)
-class Platform:
-    """The accelerator platform of this torch build.
-
-    Attributes:
-        name: "cuda", "rocm" or "cpu".
-        version: version of CUDA or HIP.
-        collectives, convolutions: the libraries that torch calls `nccl` and `cudnn`.
-    """
-
-    name: str
-    version: str
-    collectives: str
-    convolutions: str
-
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
-
-
-def platform(version: Any = torch.version) -> Platform:
-    """Distinguish ROCm from CUDA: torch calls both `cuda`, and only `torch.version` shows which one it is."""
-    if getattr(version, "hip", None):
-        return Platform("rocm", str(version.hip), collectives="RCCL", convolutions="MIOpen")
-    if getattr(version, "cuda", None):
-        return Platform("cuda", str(version.cuda), collectives="NCCL", convolutions="cuDNN")
-    return Platform("cpu", "", collectives="gloo", convolutions="oneDNN")
-
-
-def device_name(device: torch.device) -> str:
-    """ "cpu", or the name of the GPU."""
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
-def device_bytes(device: torch.device) -> int:
-    """Total memory of a GPU; on a CPU the machine memory available to this process."""
-    if device.type == "cpu":
-        return memory_bytes()[0]
-    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def need_data(module: nn.Module) -> None:
@@ -149,8 +68,8 @@ def rng_state(device: torch.device) -> dict[str, Any]:
         },
         "python": {"version": version, "state": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if on_gpu(device):
+        state[device.type] = gpu_module(device).get_rng_state(device)
     return state
 
 
@@ -168,8 +87,8 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     )
     python = state["python"]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].to(torch.uint8), device)
+    if on_gpu(device) and device.type in state:
+        gpu_module(device).set_rng_state(state[device.type].to(torch.uint8), device)
 
 
 # ---------------------------------------------------------------- process settings
@@ -202,7 +121,6 @@ class ProcessSettings:
 
     @classmethod
     def current(cls) -> ProcessSettings:
-        """Those of this process."""
         return cls(
             deterministic=torch.are_deterministic_algorithms_enabled(),
             cublas_workspace=os.environ.get(CUBLAS_WORKSPACE),
@@ -214,7 +132,6 @@ class ProcessSettings:
         )
 
     def apply(self) -> None:
-        """Set them in this process."""
         if torch.are_deterministic_algorithms_enabled() != self.deterministic:  # the call imports torch's compiler
             torch.use_deterministic_algorithms(self.deterministic)
         if self.cublas_workspace is not None:
@@ -247,7 +164,7 @@ class CudnnBenchmark:
     """
 
     def __init__(self, asked: bool | str, *, device: torch.device, deterministic: bool) -> None:
-        on = device.type == "cuda" and not deterministic if asked == "auto" else bool(asked)
+        on = on_gpu(device) and not deterministic if asked == "auto" else bool(asked)
         torch.backends.cudnn.benchmark = on
         self._counting = on and asked == "auto"
         self._shapes: set[tuple[Any, ...]] = set()

@@ -148,7 +148,6 @@ class StepSettings:
 
 
 def limits_of(job: TrainJob) -> LoopLimits:
-    """The resolved numbers of the loop."""
     every = job.planned("eval_every")
     return LoopLimits(
         max_steps=int(job.planned("max_steps")),

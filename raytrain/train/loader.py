@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raytrain.accelerator import on_gpu
 from raytrain.data.prefetch import (
     UPLOAD_DEPTH,
     BatchRequest,
@@ -108,7 +109,7 @@ class BatchLoader:
         # a function that weighs resident rows reads the device: in the upload's stream, that does not wait for training
         copied = data.storage in ("pinned", "partial") or (data.storage == "resident" and weight is not None)
         # a dataset read in this process shares its random generators with the model: never prefetch its rows
-        ahead = device.type == "cuda" and copied and (pool or not reads_items(source))
+        ahead = on_gpu(device) and copied and (pool or not reads_items(source))
         uploads: BatchUploader[MicroBatch] | None = (
             BatchUploader(device, parts=lambda micro: micro.batch) if ahead else None
         )
@@ -235,7 +236,6 @@ class BatchLoader:
         return self.one(rows).weight if known is None else known
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the events (kind, fields) since the last call."""
         notices, self._notices = self._notices, []
         return notices
 

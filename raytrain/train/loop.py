@@ -31,7 +31,6 @@ from raytrain.train.step import StepOutput, TrainingStep
 from raytrain.trainable import IntervalRow, MicroBatch
 
 # ---------------------------------------------------------------- row
-# Builds the logged row of a log interval: one device read, one collective, one `StepRecord`.
 
 
 #: Step times that a row's quantiles are taken from; without rows for long, the times before are only summed.
@@ -61,7 +60,6 @@ class LogInterval:
     since: float = field(default_factory=lambda: time.perf_counter())
 
     def add(self, step_s: float, fetching: Fetching, *, waited_s: float, samples: int, tokens: int) -> None:
-        """Add one step."""
         self.steps += 1
         self.recent_s.append(step_s)
         self.step_s += step_s
@@ -174,7 +172,6 @@ def _means(step: TrainingStep, own: dict[str, tuple[float, float]], workers: lis
 
 
 # ---------------------------------------------------------------- loop
-# The training loop.
 
 
 #: Parameters that a message about nonfinite gradients names.

@@ -38,12 +38,10 @@ class CountedLabels(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> CountedLabels:
-        """Those of a batch."""
         labels = batch.get("labels")
         return cls(labels, labels._version if isinstance(labels, Tensor) else 0)
 
     def are(self, target: Tensor) -> bool:
-        """Whether a loss function got exactly these."""
         labels = self.labels
         if not isinstance(labels, Tensor) or labels._version != self.version:
             return False

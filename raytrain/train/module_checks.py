@@ -19,9 +19,8 @@ from raytrain.config.messages import abbreviated
 from raytrain.errors import CheckpointError, InputError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.weights.stored import is_extra
-from raytrain.train.changeable import limited_weights
 from raytrain.train.job import copy_of
-from raytrain.train.placing import is_trained
+from raytrain.train.placing import is_trained, limited_weights
 from raytrain.trainable import Trainable
 
 SHARDS = "scale.strategy"
@@ -38,27 +37,7 @@ def check_module(trainable: Trainable, *, key: str, strategy: str) -> None:
     Raises:
         InputError: naming the part of the module, and what to change.
     """
-    _refuse_lazy(trainable.module, key)
-    scripted = [name for name, part in trainable.module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-    if scripted and key == "model.module":  # torch does not copy their parameters as parameters
-        raise InputError(
-            key, got=f"a module with TorchScript parts ({abbreviated(scripted, 3)}), which cannot be copied to workers",
-            expected="parts of torch.nn", remedy="script them in a function that builds the model: model.builder",
-        )  # fmt: skip
-    _refuse_untrainable(trainable.module, key)
-    _refuse_unsaveable(trainable, key, strategy)
-    if strategy == "fsdp":
-        for what, names, expected, remedy in _unshardable(trainable):
-            if names:
-                raise InputError(
-                    SHARDS, got=f"fsdp with {what} ({abbreviated(names, 5)})", expected=expected,
-                    remedy=f"{remedy}{DATA_PARALLEL}",
-                )  # fmt: skip
-
-
-def _refuse_lazy(module: nn.Module, key: str) -> None:
-    """Parameters without sizes can be neither sent, nor shared out, nor given to an optimizer."""
-    for name, part in module.named_modules():
+    for name, part in trainable.module.named_modules():
         for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise InputError(
@@ -66,11 +45,13 @@ def _refuse_lazy(module: nn.Module, key: str) -> None:
                     expected="parameters and buffers with sizes",
                     remedy="call it with one batch where it is made, or replace the Lazy class by one with sizes",
                 )  # fmt: skip
-
-
-def _refuse_untrainable(module: nn.Module, key: str) -> None:
-    """Parameters that an update would change several times, or that hold quantized values."""
-    for name, parameter in module.named_parameters():
+    scripted = [name for name, part in trainable.module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted and key == "model.module":  # torch does not copy their parameters as parameters
+        raise InputError(
+            key, got=f"a module with TorchScript parts ({abbreviated(scripted, 3)}), which cannot be copied to workers",
+            expected="parts of torch.nn", remedy="script them in a function that builds the model: model.builder",
+        )  # fmt: skip
+    for name, parameter in trainable.module.named_parameters():
         wrong = ""
         if parameter.numel() and any(
             stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
@@ -83,6 +64,14 @@ def _refuse_untrainable(module: nn.Module, key: str) -> None:
                 key, got=wrong, expected="parameters of float16, bfloat16, float32, float64 or their complex "
                 "counterparts, with memory of their own", remedy="clone() it, or requires_grad_(False)",
             )  # fmt: skip
+    _refuse_unsaveable(trainable, key, strategy)
+    if strategy == "fsdp":
+        for what, names, expected, remedy in _unshardable(trainable):
+            if names:
+                raise InputError(
+                    SHARDS, got=f"fsdp with {what} ({abbreviated(names, 5)})", expected=expected,
+                    remedy=f"{remedy}{DATA_PARALLEL}",
+                )  # fmt: skip
 
 
 def _refuse_unsaveable(trainable: Trainable, key: str, strategy: str) -> None:

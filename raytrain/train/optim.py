@@ -104,7 +104,6 @@ class Muon(Eager, torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient."""
         assert closure is None, "closures are not supported: gradients are computed before"
         skip = None if self.found_inf is None else self.found_inf != 0
         for group in self.param_groups:
@@ -212,7 +211,6 @@ def _own_part(update: Tensor, parameter: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------- build
-# Parameter groups, the built-in optimizers and the learning-rate schedule.
 
 
 def parameter_groups(

@@ -1,10 +1,19 @@
-"""Puts a module on its device for training: which of its tensors change their dtype, and which parts their mode."""
+"""A user's module in training: put on its device and into training mode, what its passes may change, sent by pickle."""
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+#: Dtypes whose tensors torch pickles but does not read again, as their storages have no type -> one of the same size.
+_SENT_AS = {
+    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.int8, torch.float8_e5m2: torch.int8, torch.float8_e8m0fnu: torch.int8,
+}  # fmt: skip
 #: Bytes of an element of the formats in which weights are trained; narrower ones (float8) hold quantized values.
 TRAINED_BYTES = (2, 4, 8)
 
@@ -84,3 +93,62 @@ def fills_memory(tensor: Tensor) -> bool:
             return tensor.numel() == 0
         expected *= size
     return True
+
+
+def limited_weights(module: nn.Module) -> dict[nn.Parameter, list[nn.Embedding | nn.EmbeddingBag]]:
+    """The weights of embeddings with `max_norm`, each with those that look up its rows."""
+    found: dict[nn.Parameter, list[nn.Embedding | nn.EmbeddingBag]] = {}
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            weight = part._parameters.get("weight")
+            if weight is not None:  # a parametrized weight is computed anew for each lookup
+                found.setdefault(weight, []).append(part)
+    return found
+
+
+def may_change(module: nn.Module) -> list[nn.Parameter]:
+    """What passes may change, as far as it is known before any: frozen parameters where they are no larger than the
+    others (a teacher is as large as what it learns from, a frozen base is larger than its adapters), and embeddings
+    with `max_norm`. Shards are never changed."""
+    own = [one for one in module.parameters() if not is_sharded(one)]
+    frozen, trained = (sum(one.nbytes for one in own if one.requires_grad is how) for how in (False, True))
+    limited = limited_weights(module)
+    return [one for one in own if one in limited or (not one.requires_grad and frozen <= trained)]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a shard of `fsdp`; without the import of torch's, which takes a second."""
+    return hasattr(tensor, "to_local")
+
+
+def make_sendable(module: nn.Module) -> None:
+    """Let pickle send a module, with its parametrized parts as such.
+
+    Torch gives each parametrized module (weight_norm, spectral_norm, orthogonal, a user's own) a class of its own, made
+    at run time, whose instances refuse to be pickled.
+    """
+    for part in module.modules():
+        if parametrize.is_parametrized(part) and "__getstate__" in vars(type(part)):
+            copyreg.pickle(type(part), _reduced)  # pyright: ignore[reportArgumentType]  (of six values, as pickle takes)
+    if any(tensor.dtype in _SENT_AS for tensor in (*module.parameters(), *module.buffers())):
+        copyreg.pickle(Tensor, _reduced_tensor)  # pyright: ignore[reportArgumentType]
+
+
+def _reduced(part: Any) -> tuple[Any, ...]:
+    """Begins with a bare object of the original class: what refers back to it, such as a hook, finds it."""
+    original: Any = type(part).__bases__[0]
+    state = original.__getstate__(part), list(part.parametrizations)
+    return object.__new__, (original,), state, None, None, _set
+
+
+def _set(part: Any, state: tuple[Any, list[str]]) -> None:
+    held, names = state
+    part.__setstate__(held)
+    parametrize._inject_new_class(part)
+    for name in names:
+        parametrize._inject_property(part, name)
+
+
+def _reduced_tensor(tensor: Tensor) -> Any:
+    sent_as = _SENT_AS.get(tensor.dtype)
+    return tensor.__reduce_ex__(5) if sent_as is None else (Tensor.view, (tensor.view(sent_as), tensor.dtype))

@@ -19,7 +19,6 @@ from raytrain.errors import InputError
 from raytrain.models.blocks import called_modules
 
 # ---------------------------------------------------------------- policy
-# Mixed-precision policies: the dtypes of computation and of weights, and the loss scale.
 
 
 #: The fallback of each precision when it fails, with more mantissa or range.

@@ -12,21 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrain.accelerator import device_name, empty_cache, gpu_module, on_gpu, worker_device
 from raytrain.checkpoint.reader import LoadedCheckpoint
 from raytrain.data.prepare import ReportEvent, prepare_source, verify_placement
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import open_source
 from raytrain.plan.machines import peak_of
 from raytrain.train.compile import Switches
-from raytrain.train.device import (
-    device_name,
-    need_data,
-    rng_state,
-    seed_everything,
-    set_determinism,
-    set_rng_state,
-    worker_device,
-)
+from raytrain.train.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state
 from raytrain.train.job import StepSettings, TrainJob, build_of, limits_of, restore_remote, source_facts
 from raytrain.train.loader import BatchLoader, data_plan
 from raytrain.train.loop import TrainingLoop
@@ -175,8 +168,7 @@ class Session:
             optimizer.state.clear()
         self.step.reduction.gradients.release()
         self.strategy.release()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self.device)
 
     def use(self, settings: StepSettings) -> None:
         """Use these settings from now on; needs `prepare`. The next session after a rewind takes them over."""
@@ -291,9 +283,9 @@ class Session:
     def peak_memory(self) -> int:
         """Peak bytes of this worker since the last call: the device allocator's on a GPU, the process's resident set on
         a CPU (since the process started if the kernel cannot reset the peak)."""
-        if self.device.type == "cuda":
-            peak = int(torch.cuda.max_memory_allocated(self.device))
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if on_gpu(self.device):
+            peak = int(gpu_module(self.device).max_memory_allocated(self.device))
+            gpu_module(self.device).reset_peak_memory_stats(self.device)
             return peak
         from cluster.telemetry.processes import process_memory, reset_peak
 

@@ -82,7 +82,12 @@ def split_changes(
         synchronized: batch norms share their statistics between workers, so that they are left out.
     """
     norms = [part for part in trainable.module.modules() if isinstance(part, _BatchNorm) and part.training]
-    _leave_out_dropout(trainable)
+    # dropout ends, also where a module keeps its rate as a number (`dropout`, `drop_prob`)
+    for part in trainable.module.modules():
+        part.training = part.training and not isinstance(part, _DropoutNd)
+        for name, value in list(vars(part).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
     for part in norms if synchronized else ():
         part.training = False
     if not all(value.ndim and len(value) == rows for _, value in tensors_of(batch, "")):
@@ -157,12 +162,3 @@ def _cut(value: Any, rows: int, part: slice) -> Any:
     if isinstance(value, Tensor) or (isinstance(value, list) and len(value) == rows):
         return value[part]
     return rebuild(value, lambda inner: _cut(inner, rows, part))
-
-
-def _leave_out_dropout(trainable: Trainable) -> None:
-    """Also where a module keeps its rate as a number (`dropout`, `drop_prob`)."""
-    for part in trainable.module.modules():
-        part.training = part.training and not isinstance(part, _DropoutNd)
-        for name, value in list(vars(part).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(part, name, 0.0)

@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from raytrain.accelerator import gpu_module, on_gpu
 from raytrain.data.rows.batches import Cursor
 
 # ---------------------------------------------------------------- clock
-# Counts the seconds of an attempt by purpose, and those of fetching batches.
 
 
 Item = TypeVar("Item")
@@ -82,7 +82,6 @@ class Fetching:
 
 
 # ---------------------------------------------------------------- state
-# The loop's limits, its state, and the interfaces through which it reports and saves.
 
 
 @dataclass(frozen=True)
@@ -213,17 +212,16 @@ class HostCopy:
     """A float64 scalar on its way from a device to the host; zero before the first."""
 
     def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._host = torch.zeros((), dtype=torch.float64, pin_memory=on_gpu)
+        self._host = torch.zeros((), dtype=torch.float64, pin_memory=on_gpu(device))
         self._value = self._host.numpy()  # the same memory
         self._device = device
-        self._arrived = torch.cuda.Event(blocking=True) if on_gpu else None
+        self._arrived = gpu_module(device).Event(blocking=True) if on_gpu(device) else None
 
     def start(self, value: Tensor) -> None:
         """Copy `value` as it will be after the work queued so far."""
         self._host.copy_(value, non_blocking=True)
         if self._arrived is not None:
-            self._arrived.record(torch.cuda.current_stream(self._device))
+            self._arrived.record(gpu_module(self._device).current_stream(self._device))
 
     def value(self) -> float:
         """The value; waits until it has arrived."""

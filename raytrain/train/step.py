@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cluster.telemetry.processes import WORK
+from raytrain.accelerator import make_current
 from raytrain.checkpoint.snapshot import before_update
 from raytrain.data.prepare import DeviceGuard
 from raytrain.errors import InputError, RunError
@@ -31,7 +32,6 @@ from raytrain.train.precision import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable, in_eval
 
 # ---------------------------------------------------------------- step
-# One optimizer step: micro-batches, one reduction, one agreement, one commit.
 
 
 MetricSums = dict[str, tuple[Tensor, float]]
@@ -282,8 +282,7 @@ class TrainingStep:
             total = interleaver.run_interleaved(partial(self._backward_in_thread, total), partial(next, totals, None))
 
     def _backward_in_thread(self, total: Tensor) -> None:
-        if self.device.type == "cuda":  # a new thread starts with device 0
-            torch.cuda.set_device(self.device)
+        make_current(self.device)  # a new thread starts with device 0
         self._backward(total)
 
     def _backward(self, total: Tensor) -> None:
@@ -375,7 +374,6 @@ class TrainingStep:
         return global_weight / weight
 
     def _waited(self) -> float:
-        """Host seconds spent waiting for other processes so far."""
         return self.workers.wait_s + self.trainable.remote.waited_s()
 
     def commit(self, agreed: GlobalStep, *, step: int) -> float:
@@ -390,7 +388,7 @@ class TrainingStep:
 
     def update(self, agreed: GlobalStep, *, step: int) -> float:
         """The part of a commit that computes: clip, and step the optimizers unless skipped. Returns the lr."""
-        before_update(self.device)
+        before_update()
         if self.max_grad_norm is not None:
             coefficient = (self.max_grad_norm / (agreed.norm + 1e-6)).clamp(max=1.0)
             # gradients of a skipped step are not scaled, so that the nonfinite ones can be named

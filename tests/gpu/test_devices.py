@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raytrain.accelerator import worker_device
 from raytrain.data.rows.residency import TRANSFERS
 from raytrain.plan.choice import Resolved
-from raytrain.train.device import worker_device
 from raytrain.train.session import Session
 from raytrain.train.state import LoopState
 

@@ -15,8 +15,9 @@ from experts.config import LayerShape
 from experts.grouped import GroupedExperts, Shape, why_not
 from experts.member.shard import ExpertShard
 from experts.placement.policy import first_placement
+from raytrain.accelerator import device_memory
 from raytrain.config.sections import OptimConfig
-from raytrain.train.memory.device import Shortage, device_memory, is_out_of_memory, run_or_shortage
+from raytrain.train.memory.device import Shortage, is_out_of_memory, run_or_shortage
 from raytrain.train.session import Session
 
 GPU = torch.cuda.is_available()

@@ -33,7 +33,7 @@ def session_of(
     overlap: bool, *, bucket: int = BUCKET, shares: dict[str, Any] | None = None, **sections: Any
 ) -> Session:
     """A session with buckets of this size, overlapping or not."""
-    raytrain.train.parallel.reduction.BUCKET_BYTES = {"cpu": bucket}
+    raytrain.train.parallel.reduction.CPU_BUCKET_BYTES = bucket
     given = {"model": GPT, "precision": "fp64", **sections}
     model = given.pop("model")
     tokens = {"train": token_rows(ROWS, ragged=True, empty=range(3)), "eval": token_rows(9, seed=5)}

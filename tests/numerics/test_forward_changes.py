@@ -13,10 +13,10 @@ from gang import run_gang
 from torch import nn
 
 from raytrain.errors import InputError
-from raytrain.train.changeable import may_change
 from raytrain.train.module_checks import check_module
 from raytrain.train.parallel.buffers import ForwardChanges
 from raytrain.train.parallel.sync_batchnorm import synchronize
+from raytrain.train.placing import may_change
 from raytrain.trainable import Trainable
 
 SYNCED: dict[str, Any] = {"scale": {"sync_batchnorm": True}}

@@ -93,7 +93,6 @@ def check_budget(train: Split, evaluation: Split | None, budget: int | None) -> 
 
 
 # ---------------------------------------------------------------- batches
-# Choose the rows of each step and of each rank, as pure functions of (seed, epoch, position).
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from raytrain.data.rows.splits import (
 from raytrain.errors import InputError
 
 # ---------------------------------------------------------------- collate
-# Convert nested items to rows, and collate rows into batches.
 
 
 NUMBERS = (bool, int, float, np.number, np.bool_)

@@ -37,7 +37,6 @@ from raytrain.errors import InputError
 from raytrain.plan.facts import DataFacts
 
 # ---------------------------------------------------------------- map style
-# Map-style datasets: items of any nesting, read on demand, or read once and kept.
 
 
 SAMPLED_ROWS = 64

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from cluster.wording import counted
+from raytrain.accelerator import on_gpu
 from raytrain.data.rows.contract import Batch, Order, Split, SplitView
 
 # ---------------------------------------------------------------- transfer
-# Move batches to a device, and count the copies.
 
 
 @dataclass
@@ -316,7 +316,7 @@ class PartialTensor:
     def _take_flat(self, flat: np.ndarray, in_head: np.ndarray) -> Tensor:
         if in_head.all():
             return self.head.index_select(0, _index_tensor(flat, self.device))
-        streamed = _select(self.tail, flat[~in_head] - self.head.shape[0], pinned=self.device.type == "cuda")
+        streamed = _select(self.tail, flat[~in_head] - self.head.shape[0], pinned=on_gpu(self.device))
         streamed = to_device(streamed, self.device)
         if not in_head.any():
             return streamed

@@ -18,7 +18,6 @@ from raytrain.data.rows.residency import Column, PartialTensor, full_tensor, pla
 from raytrain.errors import InputError
 
 # ---------------------------------------------------------------- splits
-# Splits stored as tensors: rows of fixed shape, and windows of one long text.
 
 
 def is_integer(tensor: Column) -> bool:
@@ -258,7 +257,6 @@ class Ragged:
     offsets: np.ndarray
 
     def select(self, rows: np.ndarray) -> Ragged:
-        """Copy these rows into a new column."""
         lengths = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         index = np.repeat(self.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])

@@ -107,7 +107,6 @@ def _check_counts(images: int, labels: int, *, path: str, key: str) -> None:
 def describe_idx(
     images: str, labels: str, eval_images: str | None, eval_labels: str | None, *, fraction: float
 ) -> DataFacts:
-    """Return the sizes from the file headers."""
     rows, row_bytes = _shape_of_pair(images, labels, prefix="data.")
     evaluation = None
     if eval_images is not None and eval_labels is not None:

@@ -114,7 +114,26 @@ def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) ->
         InputError: an unsupported object, no rows, different row counts, NaN or infinity in a float column.
     """
     if isinstance(data, Mapping):
-        return _columns(data, key=key)
+        dense, ragged, rows = {}, {}, {}
+        for name, values in data.items():
+            column = _column(str(name), values, key=key)
+            if isinstance(column, Ragged):
+                ragged[str(name)] = column
+                check_finite(name, full_tensor(column.values), key=key, rows=column.offsets)
+                rows[str(name)] = len(column.offsets) - 1
+            else:
+                dense[str(name)] = column
+                rows[str(name)] = column.shape[0]
+                check_finite(name, column, key=key)
+        if not rows or not max(rows.values()):
+            raise InputError(key, got="0 rows", expected="at least one row")
+        if len(set(rows.values())) > 1:
+            seen = ", ".join(f"{count} in '{name}'" for name, count in rows.items())
+            raise InputError(key, got=f"different numbers of rows: {seen}", expected="the same number in every column")
+        labels = dense.get("labels")
+        if labels is not None and labels.ndim == 1 and is_integer(labels):
+            check_classes(labels.numpy(), name="labels", key=key)
+        return columns_split(dense, ragged)
     if is_table(data):
         table = as_table(data, key=key)
         choice = choose_columns(table.schema, features=None, label=None, key=key)
@@ -156,29 +175,6 @@ def as_table(data: Any, *, key: str) -> Any:
     if not table.num_rows:
         raise InputError(key, got="a table of 0 rows", expected="at least one row")
     return table
-
-
-def _columns(data: Mapping[str, Any], *, key: str) -> RowSplit:
-    dense, ragged, rows = {}, {}, {}
-    for name, values in data.items():
-        column = _column(str(name), values, key=key)
-        if isinstance(column, Ragged):
-            ragged[str(name)] = column
-            check_finite(name, full_tensor(column.values), key=key, rows=column.offsets)
-            rows[str(name)] = len(column.offsets) - 1
-        else:
-            dense[str(name)] = column
-            rows[str(name)] = column.shape[0]
-            check_finite(name, column, key=key)
-    if not rows or not max(rows.values()):
-        raise InputError(key, got="0 rows", expected="at least one row")
-    if len(set(rows.values())) > 1:
-        seen = ", ".join(f"{count} in '{name}'" for name, count in rows.items())
-        raise InputError(key, got=f"different numbers of rows: {seen}", expected="the same number in every column")
-    labels = dense.get("labels")
-    if labels is not None and labels.ndim == 1 and is_integer(labels):
-        check_classes(labels.numpy(), name="labels", key=key)
-    return columns_split(dense, ragged)
 
 
 def _column(name: str, values: Any, *, key: str) -> torch.Tensor | Ragged:

@@ -129,7 +129,6 @@ def refuse_class(data: Any, *, key: str) -> None:
 
 
 def is_own(source: str) -> bool:
-    """Whether a source is the user's own ``module:function``."""
     return ":" in source
 
 

@@ -368,7 +368,6 @@ def _open_memory(
 
 
 def _open_own(data: DataConfig, collate: UsersCollate | None, *, on_driver: bool) -> Source:
-    """Call the user's function and open what it returns."""
     from raytrain.config.user_code import resolve
     from raytrain.data.sources.in_memory import KINDS, memory_source
     from raytrain.data.sources.ray_dataset import imports_ray, written_datasets

@@ -25,7 +25,6 @@ from raytrain.plan.facts import DataFacts
 from raytrain.runs.storage import file_size, read_bytes
 
 # ---------------------------------------------------------------- text
-# Text as tokens (bytes or characters), from files or memory.
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,6 @@ def cut(tokens: int, fraction: float) -> int:
 def describe_text(
     paths: list[str], eval_paths: list[str], *, context: int | None, fraction: float, vocabulary: str
 ) -> DataFacts:
-    """Return the sizes of text files from their file sizes alone."""
     length = check_context(context)
     sizes = sum(file_size(path, key="data.path") for path in paths)
     eval_sizes = sum(file_size(path, key="data.eval_path") for path in eval_paths)

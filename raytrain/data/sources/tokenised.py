@@ -210,7 +210,6 @@ def share_rows(lengths: np.ndarray, *, room: int) -> list[list[int]]:
 
 
 # ---------------------------------------------------------------- tokenised
-# Tokenize text and JSON lines with a model's tokenizer, once on the driver, which sends the tokens to the workers.
 
 
 FIELDS = ("text_field", "prompt_field", "completion_field", "label_field")
@@ -480,17 +479,6 @@ def _resolve_rows(data: DataConfig, keys: dict[str, Any], model: ModelConfig) ->
             expected = "data.text_field as well, or data.prompt_field and data.completion_field"
             raise InputError(f"data.{extra}", got="this key without a text field", expected=expected)
         return {}
-    _check_fields(data, keys, fields, model)
-    names = starting_names(model) if "label_field" in fields and keys["class_names"] == "auto" else None
-    return {
-        **({} if names is None else {"class_names": list(names)}),
-        "tokenizer": _resolve_tokenizer(keys["tokenizer"] or "auto", model),
-        "max_length": _resolve_length(keys["max_length"], model),
-        "labels": _resolve_labels(keys["labels"], model, usual="same"),
-    }
-
-
-def _check_fields(data: DataConfig, keys: dict[str, Any], fields: list[str], model: ModelConfig) -> None:
     expected = "text_field, text_field and label_field, or prompt_field and completion_field"
     if fields not in (["text_field"], ["text_field", "label_field"], ["prompt_field", "completion_field"]):
         raise InputError(f"data.{fields[-1]}", got=" and ".join(fields), expected=expected)
@@ -510,6 +498,13 @@ def _check_fields(data: DataConfig, keys: dict[str, Any], fields: list[str], mod
         name = (model.builder or "").rpartition(":")[2]
         seen = f"{' and '.join(fields)} with {name}"
         raise InputError("data.label_field", got=seen, expected="label_field with classifier, and only there")
+    names = starting_names(model) if "label_field" in fields and keys["class_names"] == "auto" else None
+    return {
+        **({} if names is None else {"class_names": list(names)}),
+        "tokenizer": _resolve_tokenizer(keys["tokenizer"] or "auto", model),
+        "max_length": _resolve_length(keys["max_length"], model),
+        "labels": _resolve_labels(keys["labels"], model, usual="same"),
+    }
 
 
 def _resolve_tokenizer(given: str, model: ModelConfig) -> str:

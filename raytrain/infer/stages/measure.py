@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from raytrain.accelerator import empty_cache, seconds_of
 from raytrain.infer.input import Unit, batches_of
 from raytrain.infer.predictor import Predictor, TextPredictor
 from raytrain.infer.stages.split import SplitModule, load_stage, skeleton_of
@@ -171,8 +172,7 @@ def _time_stage(work: Work, number: int, batches: list[list[StagePass]], sums: _
     sums.add(first, later)
     del stage, clock
     gc.collect()  # hooks and modules refer to each other
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache(device)
     return None
 
 
@@ -195,16 +195,11 @@ class PartClock:
         self._began.clear()
         return taken
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
     def _begin(self, module: nn.Module, args: Any) -> None:
-        self._began.append(self._now())
+        self._began.append(seconds_of(self._device))
 
     def _end_of(self, place: int) -> Any:
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            self._seconds[place] += self._now() - self._began.pop()
+            self._seconds[place] += seconds_of(self._device) - self._began.pop()
 
         return end

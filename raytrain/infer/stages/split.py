@@ -92,7 +92,6 @@ def stored_weights(model: InferenceModel) -> StoredWeights:
 
 
 def load_stage(model: InferenceModel, split: StageSplit, stage: int, device: torch.device) -> ModelStage:
-    """One stage with its tensors, of which no others are read."""
     module, stored = skeleton_of(model).module, stored_weights(model)
     check_weights(module, stored)
     reader = fill_stage(module, stored, split.plan, stage, device=device)
@@ -220,7 +219,6 @@ class StagePipeline:
         self._ended.append(number)
 
     def take_times(self) -> StageTimes:
-        """What was measured since the last call."""
         with self._lock:
             taken, self._times = self._times, StageTimes([0.0] * self.stages)
             if self._in_flight:  # a round goes on

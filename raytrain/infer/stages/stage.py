@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from raytrain.accelerator import make_current, seconds_of
 from raytrain.checkpoint.safetensors import DTYPE_NAMES
 from raytrain.errors import InputError, RunError, first_line
 from raytrain.infer.stages.partition import KEY, ModelPart, StagePlan
@@ -150,7 +151,6 @@ class RangedTensors:
     _headers: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def read(self, name: str) -> Tensor:
-        """A tensor on the CPU, in the format of its file."""
         name = self.stored.aliases.get(name, name)
         files = [self.stored.file_of[name]]
         if name in self.stored.split:  # each file has some of its rows
@@ -387,8 +387,7 @@ class ModelStage:
             return replace(message, seconds=(*message.seconds, 0.0))
         began = time.perf_counter()
         try:
-            if self.device.type == "cuda":  # kernels of a model's own may use the current device
-                torch.cuda.set_device(self.device)
+            make_current(self.device)
             made = self._forward(message)
             return replace(made, seconds=(*message.seconds, self._seconds_since(began)))
         except Exception as error:  # of the model or of a row: it belongs to the caller
@@ -405,9 +404,7 @@ class ModelStage:
             self._now = StagePass()
 
     def _seconds_since(self, began: float) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        seconds = time.perf_counter() - began
+        seconds = seconds_of(self.device) - began
         self.busy_s += seconds
         return seconds
 

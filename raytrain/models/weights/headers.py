@@ -104,7 +104,16 @@ def _from_folder(store: Store, path: str, *, key: str) -> StoredWeights:
     if "COMPLETE" in names and "manifest.json" in names:
         return _from_checkpoint(store, key=key)
     if INDEX in names:
-        return _from_index(store, names, path, key=key)
+        file_of = json.loads(store.read_bytes(INDEX))["weight_map"]
+        files = sorted(set(file_of.values()))
+        for file in files:
+            if file not in names:
+                raise InputError(key, got=f"no {file} in {path}", expected=f"every file that {INDEX} names")
+        found = _from_files(store, files, origin=path, key=key)
+        for name, file in file_of.items():
+            if name not in found.shapes:
+                raise InputError(key, got=f"no tensor {name} in {path}", expected=f"it in {file}, as {INDEX} says")
+        return found
     files = [f"model{SUFFIX}"] if f"model{SUFFIX}" in names else [name for name in names if name.endswith(SUFFIX)]
     if files:
         return _from_files(store, files, origin=path, key=key)
@@ -115,19 +124,6 @@ def _from_folder(store: Store, path: str, *, key: str) -> StoredWeights:
         expected=EXPECTED,
         remedy=f"{pickles[0]} may run code when it is read: save it as safetensors first" if pickles else "",
     )
-
-
-def _from_index(store: Store, names: list[str], path: str, *, key: str) -> StoredWeights:
-    file_of = json.loads(store.read_bytes(INDEX))["weight_map"]
-    files = sorted(set(file_of.values()))
-    for file in files:
-        if file not in names:
-            raise InputError(key, got=f"no {file} in {path}", expected=f"every file that {INDEX} names")
-    found = _from_files(store, files, origin=path, key=key)
-    for name, file in file_of.items():
-        if name not in found.shapes:
-            raise InputError(key, got=f"no tensor {name} in {path}", expected=f"it in {file}, as {INDEX} says")
-    return found
 
 
 def _from_checkpoint(store: Store, *, key: str) -> StoredWeights:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from cluster.devices.limits import cpu_description
+from raytrain.accelerator import gpu_module, on_gpu, synchronize
 from raytrain.train.precision import policy_for
 
 ROWS = 1024
@@ -72,8 +73,8 @@ def memory_rate(device: torch.device) -> float:
 
 def formats_of(device: torch.device) -> Sequence[str]:
     """Number formats worth measuring on a device, those that jobs use most first."""
-    if device.type == "cuda":
-        major, _ = torch.cuda.get_device_capability(device)
+    if on_gpu(device):
+        major, _ = gpu_module(device).get_device_capability(device)
         return ("bf16", "fp16", "tf32", "fp32", "fp64") if major >= 8 else ("fp16", "fp32", "fp64")
     return ("fp32", "bf16", "fp64") if any(cpu_description()[1].values()) else ("fp32", "fp64")
 
@@ -81,14 +82,13 @@ def formats_of(device: torch.device) -> Sequence[str]:
 def _best(work: Callable[[], object], device: torch.device, *, budget_s: float) -> float:
     """Seconds of the fastest of a few repetitions, after one that is not counted."""
     work()
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
+    synchronize(device)
     best, until = float("inf"), time.perf_counter() + budget_s
     for repeat in range(64):
         began = time.perf_counter()
         if began > until and (repeat >= REPEATS or best > budget_s):
             break
         work()
-        synchronize()
+        synchronize(device)
         best = min(best, time.perf_counter() - began)
     return best

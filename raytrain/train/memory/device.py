@@ -22,6 +22,7 @@ import torch
 
 from cluster.devices.limits import ROOT, memory_bytes
 from cluster.telemetry.processes import is_own_limit, limit_memory, process_memory, process_sizes, reset_peak
+from raytrain.accelerator import device_bytes, device_memory, empty_cache, gpu_module, on_gpu, synchronize
 from raytrain.errors import CollectiveFailed, OutOfMemory, message_of
 
 if TYPE_CHECKING:
@@ -121,14 +122,13 @@ def _glibc(name: str) -> Callable[..., int] | None:
 
 def release_cached(device: torch.device) -> None:
     """Release what the device's allocator, or on a CPU the C library, has cached."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if on_gpu(device):
+        empty_cache(device)
     else:
         give_back_free_pages()
 
 
 # ---------------------------------------------------------------- device
-# Memory of this process on its device: peaks, budget, limit, and detection of out-of-memory errors.
 
 
 #: On a CPU torch raises a plain RuntimeError when memory runs out. It counts as out of memory if at least this fraction
@@ -163,38 +163,34 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            give_back_free_pages()
+        release_cached(device)
         self.floor = self.now()
         """Bytes in use when the meter was created, without freed memory that the allocator still cached."""
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        if on_gpu(device):
+            gpu_module(device).reset_peak_memory_stats(device)
         else:
             self._resets = reset_peak()
 
     def now(self) -> int:
-        """Bytes in use now."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.memory_reserved(self.device))
+        if on_gpu(self.device):
+            return int(gpu_module(self.device).memory_reserved(self.device))
         return process_memory().rss
 
     def peak(self) -> int:
         """Peak bytes since the meter was created (since the process started if the kernel cannot reset the peak)."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_reserved(self.device))
+        if on_gpu(self.device):
+            return int(gpu_module(self.device).max_memory_reserved(self.device))
         return process_memory().peak
 
 
 @contextlib.contextmanager
 def exact_memory(device: torch.device) -> Iterator[None]:
     """Context in which cached free memory does not hide new allocations."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+    if on_gpu(device):
+        synchronize(device)
+        empty_cache(device)
         yield
-        torch.cuda.empty_cache()
+        empty_cache(device)
         return
     with freed_at_once():
         yield
@@ -208,9 +204,9 @@ def process_budget(device: torch.device, *, fraction: float, limit: int | None, 
         limit: `cluster.memory_limit`, per process.
         processes: number of processes of this kind that share the device, or on a CPU the node's memory.
     """
-    if device.type == "cuda":
+    if on_gpu(device):
         free, _ = device_memory(device)
-        room = fraction * (free / processes + torch.cuda.memory_reserved(device))
+        room = fraction * (free / processes + gpu_module(device).memory_reserved(device))
     else:
         _, free = memory_bytes()
         room = fraction * (free / processes + process_memory().rss) if free else 0.0
@@ -227,24 +223,23 @@ def limit_device_memory(
         The fraction of the device that was set. None on a CPU, where only `limit` is enforced, on this process: a
         measured peak above the rest of the budget counts as out of memory.
     """
-    if device.type != "cuda":
+    if not on_gpu(device):
         limit_memory(limit)
         return None
-    total = torch.cuda.get_device_properties(device).total_memory
     share = fraction / processes
-    share = share if limit is None else min(share, limit / total)
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    share = share if limit is None else min(share, limit / device_bytes(device))
+    gpu_module(device).set_per_process_memory_fraction(share, device)
     return share
 
 
 def room_on(device: torch.device) -> int | None:
     """Bytes that this process can allocate in addition to what it uses, less what libraries may allocate at a time;
     None on a CPU. Releases the allocator's cache, whose blocks may be too small."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return None
-    torch.cuda.empty_cache()
-    free, total = device_memory(device)
-    share = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
+    empty_cache(device)
+    (free, total), gpu = device_memory(device), gpu_module(device)
+    share = gpu.get_per_process_memory_fraction(device) * total - gpu.memory_reserved(device)
     return max(0, int(min(free, share)) - _little(total))
 
 
@@ -273,7 +268,7 @@ def is_out_of_memory(error: BaseException, *, device: torch.device | None, budge
         return True
     if device is None:
         return False
-    if device.type == "cuda":
+    if on_gpu(device):
         return LIBRARY_FAILED.search(message_of(error)) is not None and _little_is_free(device)
     return type(error) is RuntimeError and any(used >= PRESSED * allowed for used, allowed in _use_and_limits(budget))
 
@@ -296,26 +291,12 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
 
     On a CPU, whose allocator keeps no account, the process's pages without mapped files, and its whole resident set.
     """
-    if device.type == "cuda":
-        used, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    if on_gpu(device):
+        used, held = gpu_module(device).memory_allocated(device), gpu_module(device).memory_reserved(device)
     else:
         memory = process_memory()
         used, held = memory.anonymous, memory.rss
     return {"memory_allocated_bytes": int(used), "memory_reserved_bytes": int(held)}
-
-
-def device_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of a GPU. On one that shares the machine's memory (Jetson, GB10), CUDA counts only unused
-    pages as free, although the kernel would give it those of its page cache too: there, the machine's figure counts.
-
-    Raises:
-        RuntimeError: CUDA fails.
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
-        _, available = memory_bytes()
-        free = max(free, min(available or 0, total))
-    return free, total
 
 
 def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[int, int]]:
@@ -332,9 +313,9 @@ def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[
 def processes_sharing(device: torch.device, workers: Workers) -> int:
     """Number of workers that share this worker's memory, including itself: those on the same GPU, or on a CPU those of
     the node (`LOCAL_WORLD_SIZE`, set by the launcher). Collective on GPUs."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    own = f"{socket.gethostname()} {gpu_module(device).get_device_properties(device).uuid}"
     return workers.all_gather_object(own).count(own)
 
 
@@ -401,10 +382,10 @@ def shortage_of(error: BaseException, *, device: torch.device, who: str) -> Shor
     """Describe an out-of-memory error where it is caught."""
     lines = message_of(error).splitlines()
     message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    if device.type != "cuda":
+    if not on_gpu(device):
         return Shortage(who, message)
     free, _ = device_memory(device)
-    return Shortage(who, message, torch.cuda.memory_allocated(device), free)
+    return Shortage(who, message, gpu_module(device).memory_allocated(device), free)
 
 
 def let_go(error: BaseException | None, device: torch.device) -> None:
@@ -418,8 +399,7 @@ def let_go(error: BaseException | None, device: torch.device) -> None:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache(device)
 
 
 def step_dropped(workers: Workers, result: object) -> StepDropped:

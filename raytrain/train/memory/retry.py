@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from raytrain.accelerator import gpu_module, on_gpu
 from raytrain.errors import RunError
-from raytrain.train.changeable import may_change
 from raytrain.train.memory.device import StepDropped
 from raytrain.train.memory.micro_batch import MicroBatchSize
+from raytrain.train.placing import may_change
 
 if TYPE_CHECKING:
     from raytrain.train.loader import BatchLoader
@@ -188,7 +189,7 @@ class SavedState:
         quiet = all(map(torch.equal, self._torch, self._torch_states()))
         torch.set_rng_state(self._torch[0])
         for state in self._torch[1:]:
-            torch.cuda.set_rng_state(state, self._device)
+            gpu_module(self._device).set_rng_state(state, self._device)
         if self._host is not None and not _same_host(self._host, _host_states()):
             quiet = False
             if self._quiet < QUIET_STEPS:
@@ -209,8 +210,8 @@ class SavedState:
             self._moving = [(one, one.detach().clone()) for one in known]
 
     def _torch_states(self) -> list[Tensor]:
-        cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
-        return [torch.get_rng_state(), *cuda]
+        own = [gpu_module(self._device).get_rng_state(self._device)] if on_gpu(self._device) else []
+        return [torch.get_rng_state(), *own]
 
 
 def _host_states() -> tuple[Any, Any]:

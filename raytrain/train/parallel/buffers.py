@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from raytrain.train.changeable import is_sharded, limited_weights
 from raytrain.train.parallel.collectives import Workers
+from raytrain.train.placing import is_sharded, limited_weights
 
 # ---------------------------------------------------------------- forward changes
 # Parameters that forward itself changes: teachers that follow the weights, and embeddings with `max_norm`.

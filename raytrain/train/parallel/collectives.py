@@ -21,7 +21,6 @@ from torch import Tensor
 from raytrain.errors import StateLost, lost_in
 
 # ---------------------------------------------------------------- collectives
-# Collectives over the workers: sums, integers, bytes and objects, on replaceable process groups.
 
 
 #: Maximum seconds until every worker learns why a group was abandoned.

@@ -53,7 +53,6 @@ class SquareSum:
         self._outs = [out.view(view.shape[:-1]) for out, view in zip(outs, self._rows, strict=True)]
 
     def __call__(self) -> Tensor:
-        """The sum as a float64 scalar on the device of the tensors."""
         if self._device.type != "cpu":
             return sum_on_device(self._others)
         sums = [_exact_sum(one) for one in self._others]
@@ -155,7 +154,6 @@ def _squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 # ---------------------------------------------------------------- flat gradients
-# Gradients as views into flat buffers with a fixed order of summation.
 
 
 BUCKET_BYTES = 64 * 2**20

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from cluster.telemetry.processes import WORK
+from raytrain.accelerator import on_gpu
 from raytrain.checkpoint.safetensors import SHARD_BYTES, ShardPosition, WrittenFile, rows_of
 from raytrain.checkpoint.snapshot import Staging, take_snapshot
 from raytrain.checkpoint.writer import write_parts
@@ -93,7 +94,6 @@ class TimedAllGather(TimedCollective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Same signature and result as `dist.all_gather_single`."""
         start = time.perf_counter()
         self._meet()
         work = _gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -106,7 +106,6 @@ class TimedReduceScatter(TimedCollective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """Same signature and result as `dist.reduce_scatter_single`."""
         start = time.perf_counter()
         self._meet()
         work = _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
@@ -281,7 +280,7 @@ def shard(
     whole = sum(parameter.nbytes for parameter in module.parameters())
     largest = max(sum(parameter.nbytes for parameter in block.parameters()) for _, block in blocks)
     if not dist.is_initialized():  # a single worker gets its own group, without a socket
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     half = MixedPrecisionPolicy(policy.autocast_dtype, policy.master_dtype, cast_forward_inputs=False)
@@ -294,7 +293,7 @@ def shard(
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=master if id(block) in kept else half)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=master)
     keep_parameters(module, originals)
-    configure(cast(FSDPModule, module), workers, overlap=device.type == "cuda", order=order)
+    configure(cast(FSDPModule, module), workers, overlap=on_gpu(device), order=order)
     own = sum(local(parameter).nbytes for parameter in module.parameters())
     size = sum(parameter.nbytes for _, parameter in rest)
     return ShardingSizes(len(blocks), whole, own, largest, size, tuple(name for name, _ in rest))
@@ -503,7 +502,6 @@ def _whole(value: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------- strategy
-# The `fsdp` strategy: each worker holds shards of the model.
 
 
 class Sharded:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from raytrain.accelerator import on_gpu
 from raytrain.errors import RunError
 from raytrain.train.memory.device import Shortage, StepDropped, run_or_shortage, step_dropped
 from raytrain.train.parallel.collectives import Workers
@@ -26,9 +27,9 @@ from raytrain.trainable import Trainable
 # All-reduces of a step's gradients, bucket by bucket: after the last backward, or overlapped with it.
 
 
-#: Size at which a bucket is closed, in bytes, by device type. On a CPU (gloo, loopback), buckets of 1 MiB took up to
+#: Size at which a bucket is closed, in bytes. On a CPU (gloo, loopback), buckets of 1 MiB took up to
 #: three times as long as a single all-reduce, buckets of 4 MiB no longer; the GPU size is that of torch's DDP.
-BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
+CPU_BUCKET_BYTES, GPU_BUCKET_BYTES = 4 * 2**20, 25 * 2**20
 
 
 def could_overlap(gradients: GradientBuffers, workers: Workers) -> bool:
@@ -278,7 +279,7 @@ class FlatReduction:
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         own = [parameter for parameter in trainable.module.parameters() if parameter.requires_grad]
-        size = BUCKET_BYTES["cpu" if device.type == "cpu" else "cuda"]
+        size = GPU_BUCKET_BYTES if on_gpu(device) else CPU_BUCKET_BYTES
         several = workers.world_size > 1
         self.gradients = GradientBuffers(own, bucket_bytes=size, with_flags=True) if several else HeldGradients(own)
         self.workers = workers

@@ -147,7 +147,6 @@ class Replicated:
         load_module(self._trainable.module, dict(state))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """As in `ParallelStrategy`."""
         optimizer.load_state_dict(dict(state))
         for parameter, held in optimizer.state.items():
             for name, value in held.items():

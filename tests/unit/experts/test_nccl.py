@@ -24,7 +24,7 @@ from experts.transport import (
     gloo,
     nccl,
 )
-from raytrain.train.parallel.reduction import BUCKET_BYTES
+from raytrain.train.parallel.reduction import GPU_BUCKET_BYTES
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ def test_a_group_for_collectives_runs_them_in_the_meeting(played: type[Played]) 
     """The largest sum has more bytes than a bucket of gradients, whose first sum would otherwise connect them."""
     group = opened(limit_s=20.0, size=2, collectives=True)
     sizes = [size for dtype, size in group.sums if dtype == torch.float32]
-    assert sizes == [1, 2**12, 2**18, 2**23] and 4 * sizes[-1] > BUCKET_BYTES["cuda"]
+    assert sizes == [1, 2**12, 2**18, 2**23] and 4 * sizes[-1] > GPU_BUCKET_BYTES
     assert {dtype for dtype, _ in group.sums} == {torch.float32, torch.float64}
     assert played.happened[-1] == "broadcast" and set(group.devices) == {CPU}
 

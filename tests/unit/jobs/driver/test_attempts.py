@@ -36,7 +36,7 @@ class Command:
         attempt = self.run.next_attempt(this_process())
         self.opened = OpenRun(self.run, plan=None, attempt=attempt, claimed=attempt)  # type: ignore[arg-type]
 
-    def loses(self, error: ClusterLost = LOST, *, limit: int = 3) -> int:
+    def loses(self, error: ClusterLost | ResourcesTaken = LOST, *, limit: int = 3) -> int:
         """The number of the next attempt."""
         retry = RetryConfig(restarts_without_progress=limit)
         self.opened = next_attempt(self.opened, error, retry=retry, fallback=True)

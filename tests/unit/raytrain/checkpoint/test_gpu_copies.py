@@ -163,7 +163,7 @@ def test_passes_and_update_change_nothing_that_a_snapshot_holds(gpu: Gpu, elemen
         add(state["part_load"])
         gpu.training.run()
         assert len(staging._streams[CUDA].work) == 3, "the optimizers' two copies, and that they have arrived"
-        before_update(CUDA)
+        before_update()
         add(state["optimizer"])
         gpu.training.run()
         staging.wait()
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_a_gpu_is_written_with_and_without_a_thread(
             writer.save(state, {}, step=step)
             for changed in ("model", "part_load"):
                 add(state[changed])
-            before_update(CUDA)
+            before_update()
             add(state["optimizer"])
             gpu.training.run()
         assert (writer.staged_bytes > 0) is asynchronous

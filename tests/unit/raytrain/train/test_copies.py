@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm as new_weight_norm
 
 from jobs.driver.check_job import _pickler
 from raytrain.train.job import copy_of
-from raytrain.train.sending import make_sendable
+from raytrain.train.placing import make_sendable
 
 
 class Symmetric(nn.Module):

@@ -12,11 +12,12 @@ import torch
 from lab import MLP, Rows, class_rows, make_session, optimizer_state, train
 from torch import Tensor, nn
 
+from raytrain.accelerator import worker_device
 from raytrain.checkpoint.snapshot import flatten, unflatten
 from raytrain.data.prepare import DeviceGuard
 from raytrain.data.rows.residency import tensors_of
 from raytrain.errors import DevicePlacementError
-from raytrain.train.device import rng_state, seed_everything, set_determinism, set_rng_state, worker_device
+from raytrain.train.device import rng_state, seed_everything, set_determinism, set_rng_state
 
 CPU = torch.device("cpu")
 DATA = {"train": class_rows(64), "eval_fraction": 0.0}

@@ -15,7 +15,8 @@ from lab import MOE, make_session, token_rows, train
 from cluster.devices.inventory import TorchBuild, local_inventory, missing_for_compile
 from experts import grouped
 from experts import grouped as grouped_check
-from raytrain.train.device import SHAPES_AT_MOST, CudnnBenchmark, platform
+from raytrain.accelerator import platform
+from raytrain.train.device import SHAPES_AT_MOST, CudnnBenchmark
 
 
 @pytest.fixture(autouse=True)

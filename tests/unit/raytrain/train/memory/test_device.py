@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from cluster.telemetry.processes import process_memory
+from raytrain.accelerator import device_memory
 from raytrain.errors import CollectiveFailed, OutOfMemory, RunError
 from raytrain.execution.worker import fault_of
 from raytrain.train.memory.device import (
     Shortage,
-    device_memory,
     is_out_of_memory,
     limit_device_memory,
     process_budget,
@@ -128,7 +128,7 @@ def test_a_failed_collective_is_judged_by_its_cause(monkeypatch: pytest.MonkeyPa
 
 def test_a_gpu_that_shares_the_machines_memory_has_what_the_kernel_can_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA counts the pages of the page cache as used there."""
-    monkeypatch.setattr("raytrain.train.memory.device.memory_bytes", lambda: (120 * GIB, 90 * GIB))
+    monkeypatch.setattr("raytrain.accelerator.memory_bytes", lambda: (120 * GIB, 90 * GIB))
     gpu_with(monkeypatch, 100 * MIB, total=119 * GIB, integrated=True)
     assert device_memory(GPU) == (90 * GIB, 119 * GIB)
     assert not is_out_of_memory(RuntimeError(BLAS), device=GPU)
