@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from click.testing import CliRunner
+
+from jobs.__main__ import main
 
 STOPS = """
 import os
@@ -50,23 +52,35 @@ def answers(place: Path) -> list[dict[str, Any]]:
     return parquet.read_table(place / "out/predictions.parquet").to_pylist()
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_output_folder_alone_is_enough(tmp_path: Path, elsewhere: bool) -> None:
-    begun(tmp_path)
-    begin = tmp_path / "other" if elsewhere else tmp_path
-    begin.mkdir(exist_ok=True)
-    again = infer(begin, "--resume", str(tmp_path / "out") if elsewhere else "out")
+def resumed(place: Path, out: str) -> None:
+    """The rest is computed by a command that is given the folder alone."""
+    again = infer(place, "--resume", out)
     assert again.returncode == 0, again.stdout + again.stderr
-    found = answers(tmp_path)
+
+
+def assert_answered(place: Path) -> None:
+    found = answers(place)
     assert [row["name"] for row in found] == [f"row {number}" for number in range(70)]
     assert [row["prediction"] for row in found] == [1] + [0] * 69
-    complete = infer(begin, "--resume", str(tmp_path / "out"))
-    assert complete.returncode == 0 and "is complete; nothing is left to compute" in complete.stdout
 
 
-def test_other_answers_are_still_refused_and_an_unknown_folder_is_named(tmp_path: Path) -> None:
+def test_the_output_folder_alone_is_enough_and_other_answers_are_refused(tmp_path: Path) -> None:
     begun(tmp_path)
     other = infer(tmp_path, "--resume", "out", "infer.batch_size=7")
     assert other.returncode == 2 and "computed with batch_size 5" in other.stderr
-    none = infer(tmp_path, "--resume", "nowhere")
-    assert none.returncode == 2 and "--resume: got nowhere" in none.stderr and not (tmp_path / "nowhere").exists()
+    resumed(tmp_path, "out")
+    assert_answered(tmp_path)
+    complete = infer(tmp_path, "--resume", "out")
+    assert complete.returncode == 0 and "is complete; nothing is left to compute" in complete.stdout
+
+
+def test_it_is_enough_from_any_folder(tmp_path: Path) -> None:
+    begun(tmp_path)
+    (tmp_path / "other").mkdir()
+    resumed(tmp_path / "other", str(tmp_path / "out"))
+    assert_answered(tmp_path)
+
+
+def test_an_unknown_folder_is_named(user_folder: Path) -> None:
+    none = CliRunner().invoke(main, ["infer", "--resume", "nowhere"])
+    assert none.exit_code == 2 and "--resume: got nowhere" in none.stderr and not (user_folder / "nowhere").exists()

@@ -203,6 +203,8 @@ def test_other_faults_count_as_before_and_keep_the_smaller_size() -> None:
     third = decided(*deaths, died(), starts=[0] * 6)
     assert third.action == "stop" and "3 restarts without progress" in third.reason
     assert decided(died()).micro_batch is None
+    grown = [short(8), died(), short(16), died()]
+    assert decided(*grown, starts=[0] * 5).micro_batch == 4, "the size that fits, also where it has grown since"
 
 
 def test_out_of_memory_before_there_are_micro_batches_is_an_error_as_any_other() -> None:
