@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from jobs.bench.harness.sessions import SessionArm
 from raytrain.models.gpt import gpt
@@ -38,6 +41,7 @@ VOCAB = 512 if TINY else 50304
 BATCH = 4 if TINY else 16
 STEPS, BLOCKS = (3, 2) if TINY else (20, 3)
 MISSED: list[str] = []
+CUDNN, FLASH, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
 
 
 def tell(name: str, **values: Any) -> None:
@@ -238,13 +242,18 @@ def step() -> None:
         "ours compiled, all": lambda: ours(loop__compile="default", loop__compile_parts="all"),
         "ours compiled, blocks": lambda: ours(loop__compile="default", loop__compile_parts="blocks"),
         "ours reduce-overhead": lambda: ours(loop__compile="reduce-overhead"),
+        "ours compiled, cuDNN": lambda: ours(loop__compile="default", loop__compile_parts="all"),
     }
     wanted = [one for one in sys.argv[2:] if not one.startswith("--")]
     for name, make in arms.items():
         if wanted and not any(one in name for one in wanted):
             continue
         free()
+        kernels = contextlib.ExitStack()
         try:
+            if name.endswith("cuDNN"):  # the compiler's caches do not know by which kernel attention was traced
+                kernels.enter_context(torch.compiler.config.patch(force_disable_caches=True))
+                kernels.enter_context(sdpa_kernel([CUDNN, FLASH, MATH], set_priority=True))
             made = make()
             module = made.module if isinstance(made, Plain) else made.session.trainable.module
             flops = 6 * sum(p.numel() for p in module.parameters())
@@ -267,6 +276,7 @@ def step() -> None:
             MISSED.append(name)
             print(f"E   {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         made = module = None
+        kernels.close()
         torch._dynamo.reset()
     for one, other in (("ours eager", "plain eager"), ("ours compiled, all", "plain compiled")):
         if {one, other} <= found.keys():

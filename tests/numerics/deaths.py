@@ -78,7 +78,7 @@ GROWS = {
     "num_experts": 4, "top_k": 2,
     "lifecycle": {
         "max_experts": 6, "every": 2, "birth": {"uncertainty": 0.0, "cooldown_steps": 4},
-        "prune": {"idle_steps": 7, "least_share": 0.15},
+        "prune": {"idle_steps": 4, "least_share": 0.2},
     },
 }  # fmt: skip
 
