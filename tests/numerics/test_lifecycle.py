@@ -317,6 +317,27 @@ def rows_of(session: Session, layer: MoELayer, slot: int) -> list[Tensor]:
     return [value for state in states for value in state.values() if value.ndim]
 
 
+@pytest.mark.covers("SLP-07")
+def test_a_merge_is_the_mean_of_weights_and_moments_weighted_by_uses() -> None:
+    session = make_session(MOE, DATA, experts=EXPERTS, loop={"max_steps": 4}, precision="fp64")
+    train(session)
+    lifecycle, layer = lifecycle_of(session), layers_of(session)[1]
+    table = lifecycle.table.count_uses([[0] * 6, [5, 40, 5, 10, 0, 0]], step=4, least_share=0.0)
+    uses = {row.id: row.uses for row in table.layers[1]}
+    change = change_of(table, "merge", 1, (1, 3))
+    survivor, gone = change.ids
+    share = uses[survivor] / (uses[1] + uses[3])
+    assert survivor == 1 and 0.5 < share < 1
+    one, other = ([value.clone() for value in rows_of(session, layer, slot)] for slot in (survivor, gone))
+    experts = LocalExperts(lifecycle._experts, session.optimizers)
+    change_experts(experts, [change], table, step=5, held=lambda _: True, fetched={})
+    change_router(layer.router, session.optimizers, change, table, step=5)
+    for now, first, second in zip(rows_of(session, layer, survivor), one, other, strict=True):
+        torch.testing.assert_close(now, share * first + (1 - share) * second, rtol=0, atol=EXACT)
+        assert first.any() and not torch.equal(first, second)
+    assert table.after([change], step=5).row(1, survivor).uses == uses[1] + uses[3]
+
+
 @pytest.mark.covers("EXP-14")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_newcomer_is_like_its_parent_and_not_the_same(seed: int) -> None:
