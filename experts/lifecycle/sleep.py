@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -352,7 +352,7 @@ class SleepCycle:
         self.config, self.least = living.cycle, living.config.least_living
         self.replay_config, self.routers = self.config.replay, living.loads.routers
         assert self.replay_config.bytes is not None
-        self.layers = [cast(GroupedExperts | UnevenExperts, layer) for layer in living.experts]
+        self.layers = living.experts
         self.reservoir = Reservoir(self.replay_config.bytes, living.table.seed)
         self.graph = ExpertGraph()
         self.cycles, self.next_step, self.births_before = 0, self.replay_config.every, 0
