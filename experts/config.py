@@ -247,6 +247,11 @@ class ExpertsConfig(Section):
         examples=[200],
         description="steps between decisions to move experts; null keeps the first placement",
     )
+    graph_routing: NonNegative = Field(
+        default=0.0,
+        examples=[0.5],
+        description="weight of the graph of experts in routing: experts linked to likely ones become likelier",
+    )
     lifecycle: LifecycleConfig = LifecycleConfig()
 
     @property

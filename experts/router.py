@@ -121,6 +121,8 @@ class TopKRouter(nn.Module):
         self.forced: list[int] | None = None
         """For measurements: experts that all tokens go to, regardless of the scores: the first `top_k`, or, with a
         capacity, all in turn."""
+        self.prior_EE: Tensor | None = None
+        """For selection only, as the bias: [i, j] is what j gains from the score of i (`experts.graph_routing`)."""
         self.traced = False
         self.seen: tuple[Tensor, Tensor, Tensor | None] | None = None
         """If `traced`: indices_BSK, weights_BSK and valid_BS of the first training forward after a reset to None."""
@@ -137,7 +139,8 @@ class TopKRouter(nn.Module):
         """
         logits_BSE = self._closed(self._logits(x_BSD))
         scores_BSE = self._scores(self._perturbed(logits_BSE))
-        indices_BSK = self._closed(scores_BSE + self.bias_E).topk(self.top_k, dim=-1).indices
+        wanted_BSE = scores_BSE if self.prior_EE is None else scores_BSE + scores_BSE @ self.prior_EE.to(scores_BSE)
+        indices_BSK = self._closed(wanted_BSE + self.bias_E).topk(self.top_k, dim=-1).indices
         if self.forced is not None:
             indices_BSK = self._forced(indices_BSK, self.forced)
         weights_BSK = scores_BSE.gather(-1, indices_BSK)

@@ -92,6 +92,11 @@ def _check_lifecycle(experts: ExpertsConfig, number: int | None) -> None:
     """Raises InputError for keys of `experts.lifecycle` that contradict each other or other keys."""
     cycle, key = experts.lifecycle, "experts.lifecycle"
     if not cycle.enabled:
+        if experts.graph_routing:
+            raise InputError(
+                "experts.graph_routing", got=f"{experts.graph_routing:g} without {key}.max_experts", expected="0",
+                remedy="the graph of experts is made by their lifecycle",
+            )  # fmt: skip
         if cycle != type(cycle)():
             raise InputError(
                 f"{key}.max_experts", got="null with other keys of experts.lifecycle", expected="a number with them",
@@ -112,6 +117,11 @@ def _check_lifecycle(experts: ExpertsConfig, number: int | None) -> None:
     if number is not None and least > number:
         raise InputError(f"{key}.min_experts", got=str(least), expected=f"at most {first}")
     replay = cycle.replay
+    if experts.graph_routing and replay.bytes is None:
+        raise InputError(
+            "experts.graph_routing", got=f"{experts.graph_routing:g} without {key}.replay.bytes", expected="0",
+            remedy="sleep cycles make the graph of experts, and they need the rows that are kept in that memory",
+        )  # fmt: skip
     if replay.bytes is None and replay != type(replay)():
         raise InputError(
             f"{key}.replay.bytes", got="null with other keys of experts.lifecycle.replay",

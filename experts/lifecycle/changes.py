@@ -216,15 +216,13 @@ class LearningRates:
 
 
 def scaled_experts(
-    layers: Sequence[Callable[[int], tuple[GroupedExperts, int]] | None], table: ExpertTable,
-    held: Callable[[Key], bool],
+    layers: Sequence[Callable[[int], tuple[GroupedExperts, int]]], table: ExpertTable, held: Callable[[Key], bool],
 ) -> list[tuple[nn.Parameter, int, float]]:  # fmt: skip
     """The targets of `LearningRates` among the experts held here; `layers[l](slot)` is (stack, place)."""
     found = []
     for layer, rows in enumerate(table.layers):
-        slot_of = layers[layer]
         for row in rows:
-            if row.rate != 1.0 and slot_of is not None and held((layer, row.slot)):
-                stack, place = slot_of(row.slot)
+            if row.rate != 1.0 and held((layer, row.slot)):
+                stack, place = layers[layer](row.slot)
                 found += [(getattr(stack, name), place, row.rate) for name in stack.names]
     return found

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
+from experts.grouped import GroupedExperts, UnevenExperts
 from experts.lifecycle.changes import LearningRates, LocalExperts, change_experts, change_router, scaled_experts
 from experts.lifecycle.policy import LayerStatistics, decide
 from experts.lifecycle.table import Change, ExpertTable, TableMismatch
@@ -62,7 +63,7 @@ class Lifecycle:
         self.sleep: Callable[[int], Sequence[Change]] | None = None
         self.took: Callable[[Sequence[Change]], None] | None = None
         """Is called with the changes that were done."""
-        self.experts = experts
+        self.experts = [layer for layer in experts if isinstance(layer, GroupedExperts | UnevenExperts)]
         self._optimizers: list[torch.optim.Optimizer] = []
         self._size = sum(loads.sizes)
         self._first: list[float | None] = [None] * number
@@ -80,8 +81,7 @@ class Lifecycle:
             LearningRates(self._scaled).attach(optimizers)
 
     def _scaled(self) -> list[tuple[nn.Parameter, int, float]]:
-        slots = [layer.slot for layer in self.experts]
-        return scaled_experts(slots, self.table, lambda _key: True)
+        return scaled_experts([layer.slot for layer in self.experts], self.table, lambda _key: True)
 
     def counts(self) -> Tensor:
         """This worker's counts since the last commit, see `extra_counts`; int64."""

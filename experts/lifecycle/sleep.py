@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -352,7 +352,7 @@ class SleepCycle:
         self.config, self.least = living.cycle, living.config.least_living
         self.replay_config, self.routers = self.config.replay, living.loads.routers
         assert self.replay_config.bytes is not None
-        self.layers = [cast(GroupedExperts | UnevenExperts, layer) for layer in living.experts]
+        self.layers = living.experts
         self.reservoir = Reservoir(self.replay_config.bytes, living.table.seed)
         self.graph = ExpertGraph()
         self.cycles, self.next_step, self.births_before = 0, self.replay_config.every, 0
@@ -404,6 +404,7 @@ class SleepCycle:
             self._sleep(brain, found)
         self.recorder.asleep = False
         self.recorder.take()
+        self._set_priors()
         training.workers.broadcast(list(training.trainable.module.parameters()))
         self._before = step
         found.living_after = self._living()
@@ -642,6 +643,20 @@ class SleepCycle:
                 self.graph.renew([Link(change.layer, *change.ids, "dependency", 1.0)])
             elif change.kind in ("merge", "prune") and nodes[-1] in self.graph.experts:
                 self.graph.remove(nodes[-1], heir=nodes[0] if change.kind == "merge" else None)
+        if self.cycles:
+            self._set_priors()
+
+    def _set_priors(self) -> None:
+        """Have each router prefer experts that the graph links to those with high scores, if the section says so."""
+        weight = self.living.config.graph_routing
+        for layer, router in enumerate(self.routers if weight else ()):
+            prior = torch.zeros(router.num_experts, router.num_experts)
+            for one in self.living.table.layers[layer]:
+                for other in self.living.table.layers[layer]:
+                    if one is not other:
+                        prior[one.slot, other.slot] = self.graph.affinity((layer, one.id), (layer, other.id))
+            sums = prior.sum(1, keepdim=True).clamp(min=1e-12)
+            router.prior_EE = (weight * prior / sums).to(router.weight.device)
 
     def _alive(self, link: Link) -> bool:
         return {(link.layer, link.one), (link.layer, link.other)} <= set(self.graph.experts)
@@ -674,6 +689,8 @@ class SleepCycle:
         self.cycles, self.next_step, self.births_before, self._before, self._first = state["numbers"]
         self.living.threshold = state["threshold"]
         self._centres = list(state["centres"])
+        if self.cycles:
+            self._set_priors()
 
 
 def _saved(own: dict[str, Tensor] | None) -> bytes:

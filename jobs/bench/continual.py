@@ -32,18 +32,18 @@ class ContinualOptions(BenchOptions):
     QUICK: ClassVar[dict[str, Any]] = {"tasks": 2, "steps": 12, "rows": 100, "test_rows": 50, "blocks": 1}
     IN_ALL: ClassVar[bool] = False
 
-    blocks: Count = Field(5, description="seeds; each trains every arm on the same tasks")
+    blocks: Count = Field(3, description="seeds; each trains every arm on the same tasks")
     threads: Count | Literal["auto"] = Field(1, description="threads of one process; products this small gain none")
     suites: list[Suite] = Field(["permuted", "split", "rotating"], description="kinds of tasks")
-    tasks: Count = Field(5, description="of each suite; split needs at least as many pairs of classes")
+    tasks: Count = Field(4, description="of each suite; split needs at least as many pairs of classes")
     steps: Count = Field(120, description="of training on each task, 32 rows each")
     rows: Count = Field(1000, description="of each task, for training")
     test_rows: Count = Field(500, description="of each task, for its accuracy")
     images: Text | None = Field(None, description="an IDX file of images; null draws them")
     labels: Text | None = Field(None, description="the IDX file of their labels")
     memory: Count = Field(400_000, description="bytes of rows kept for replay, the same for both arms that replay")
-    sleep_every: Count = Field(30, description="steps between two sleep cycles")
-    sleep_rows: Count = Field(480, description="rows that a cycle replays")
+    sleep_every: Count = Field(20, description="steps between two sleep cycles")
+    sleep_rows: Count = Field(640, description="rows that a cycle replays: as many as plain replay in those steps")
     ewc: NonNegative = Field(1000.0, description="weight of EWC's penalty")
     lr: Positive = Field(0.002, description="learning rate of every arm, and of the replay")
 

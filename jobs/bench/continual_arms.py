@@ -242,7 +242,7 @@ def learn_tasks(
         parts = session.parts()
         session.close()
     assert session is not None
-    living = cycles[-1]["living_after"] if cycles else [max(experts or [START])] * 2
+    living = cycles[-1]["living_after"] if cycles else [job["experts"]["num_experts"]] * 2
     kept = replay.kept.bytes if arm == "replay" else max((cycle["kept_bytes"] for cycle in cycles), default=0)
     return {
         "matrix": matrix, "untrained": untrained, "experts": living, "kept_bytes": kept,

@@ -434,6 +434,12 @@ def _check_across(spec: JobSpec) -> None:
         )
     check_section(experts)
     check_used(experts, model.builder)
+    if experts.lifecycle.enabled and spec.scale.strategy == "fsdp":
+        raise InputError(
+            "experts.lifecycle.max_experts", got=f"{experts.lifecycle.max_experts} with scale.strategy fsdp",
+            expected="null, as each worker holds a part of every expert",
+            remedy="scale.strategy auto shares the experts out whole",
+        )  # fmt: skip
 
 
 def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:

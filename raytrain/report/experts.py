@@ -34,12 +34,14 @@ class ExpertLoads:
         ends: last step of each interval.
         layers: [interval][layer][expert] rows.
         last_used: [layer][expert] step of its last row, None = never.
+        empty: places for experts that come and go in which none was at the end.
     """
 
     begin: int
     ends: list[int]
     layers: list[list[list[int]]]
     last_used: list[list[int | None]]
+    empty: frozenset[Name] = frozenset()
 
     @property
     def totals(self) -> list[list[int]]:
@@ -56,12 +58,14 @@ class ExpertLoads:
             (layer, expert)
             for layer, rows in enumerate(self.late())
             for expert, count in enumerate(rows)
-            if count == 0 and sum(rows)
+            if count == 0 and sum(rows) and (layer, expert) not in self.empty
         ]
 
     def imbalance(self) -> list[float]:
         """Busiest expert over the mean, for each layer in the last intervals; 1 where nothing was routed."""
-        return [max(rows) * len(rows) / sum(rows) if sum(rows) else 1.0 for rows in self.late()]
+        sizes = [len(rows) - sum(place[0] == layer for place in self.empty) for layer, rows in enumerate(self.late())]
+        pairs = zip(self.late(), sizes, strict=True)
+        return [max(rows) * size / sum(rows) if sum(rows) else 1.0 for rows, size in pairs]
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,12 @@ def loads_of(records: RunRecords) -> ExpertLoads | None:
         ends=[int(row["step"]) for row in rows],
         layers=[[[int(count) for count in layer] for layer in row["layers"]] for row in rows],
         last_used=used,
+        empty=frozenset(
+            (layer, place)
+            for layer, ids in enumerate(listed(last.get("ids")))
+            for place, one in enumerate(ids)
+            if one is None
+        ),
     )
 
 

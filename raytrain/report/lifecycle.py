@@ -161,7 +161,8 @@ def _last_step(records: RunRecords) -> int:
 
 
 def _panel(title: str, y_label: str, *series: Mapping[str, Any], kind: str = "line", x_label: str = "step") -> Row:
-    return {"title": title, "x_label": x_label, "y_label": y_label, "kind": kind, "series": list(series)}
+    drawn = [{"hue": place, **one} for place, one in enumerate(series)]
+    return {"title": title, "x_label": x_label, "y_label": y_label, "kind": kind, "series": drawn}
 
 
 def _line(label: str, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:

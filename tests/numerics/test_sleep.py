@@ -27,11 +27,12 @@ CYCLE = {
 
 def session_of(
     *, replay: dict[str, Any] | None = None, workers: Workers | None = None, steps: int = 60, model: str = "mlp",
-    top_k: int = 2, lr: float = 0.003, **cycle: Any,
+    top_k: int = 2, lr: float = 0.003, graph_routing: float = 0.0, **cycle: Any,
 ) -> Session:  # fmt: skip
     torch.manual_seed(5)
     section = {**CYCLE, **cycle, "replay": {**REPLAY, **(replay or {})}}
-    experts = {"num_experts": 3, "top_k": top_k, "hosts": 0, "hidden": 16, "lifecycle": section}
+    experts = {"num_experts": 3, "top_k": top_k, "hosts": 0, "hidden": 16, "lifecycle": section,
+               "graph_routing": graph_routing}  # fmt: skip
     sizes: dict[str, Any] = {"builder": "experts.models:moe_mlp", "width": 16, "layers": 2, "num_features": 12,
                              "num_classes": 4}  # fmt: skip
     rows = class_rows(1_000)
@@ -373,6 +374,37 @@ def test_the_graph_of_a_run_has_the_living_experts_and_edges_of_every_type() -> 
         living = {(layer, row.id) for layer, rows in enumerate(sleep.living.table.layers) for row in rows}
         assert set(sleep.graph.experts) == living, "changes outside of cycles reach it too"
     assert kinds == {"similarity", "composition", "dependency", "specialization_split", "specialization"}
+
+
+@pytest.mark.covers("KG-06")
+def test_the_graph_shifts_the_choices_of_a_router_to_linked_experts_and_only_where_it_is_asked_to() -> None:
+    shares = {}
+    for weight in (0.0, 4.0):
+        session = session_of(
+            replay={"every": 20}, merge={"similarity": None}, birth={"uncertainty": 1.0}, steps=20, top_k=1,
+            graph_routing=weight,
+        )  # fmt: skip
+        sleep = sleep_of(session)
+        train(session)
+        router = sleep.routers[0]
+        x = torch.randn(400, 1, 16, generator=torch.Generator().manual_seed(1))
+        assert (router.prior_EE is None) == (weight == 0.0)
+        with torch.no_grad():
+            shares[weight] = router.eval()(x).counts_E
+            scores = router.scores(x).squeeze(1)
+        if router.prior_EE is not None:
+            wanted = (scores + scores @ router.prior_EE + router.bias_E)[:, :3].argmax(1)
+            assert torch.equal(torch.bincount(wanted, minlength=6), shares[weight])
+            for a in range(3):
+                for b in range(3):
+                    linked = a != b and sleep.graph.affinity((0, a), (0, b)) > 0
+                    assert (float(router.prior_EE[a, b]) > 0) == linked
+            again = session_of(replay={"every": 20}, steps=20, top_k=1, graph_routing=weight)
+            sleep_of(again).living.table = sleep.living.table
+            sleep_of(again).load_state_dict(sleep.state_dict())
+            assert torch.equal(sleep_of(again).routers[0].prior_EE, router.prior_EE)  # type: ignore[arg-type]
+    moved = int((shares[4.0] - shares[0.0]).abs().sum()) / 2
+    assert moved > 20, shares
 
 
 # ---------------------------------------------------------------- resume

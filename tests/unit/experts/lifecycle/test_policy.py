@@ -11,7 +11,7 @@ from experts.config import BirthConfig, LifecycleConfig, MergeConfig, PruneConfi
 from experts.lifecycle.policy import LayerStatistics, decide
 from experts.lifecycle.table import Change, ExpertTable
 
-DOUBTFUL = {"uncertainty": 0.9, "first": 1.0, "lowest": 0.5}
+DOUBTFUL: dict[str, Any] = {"uncertainty": 0.9, "first": 1.0, "lowest": 0.5}
 
 
 def config(**keys: Any) -> LifecycleConfig:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from experts.placement.lpt import copy_counts
-from experts.placement.policy import eplb_physical, new_expert_host, place
+from experts.placement.policy import (
+    PlacementRules,
+    Policy,
+    eplb_physical,
+    new_expert_host,
+    newcomer_home,
+    place,
+    place_first,
+)
 from experts.placement.rebalance import MARGIN, decide, instalments, predict, step_seconds
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError
@@ -357,4 +366,34 @@ def test_the_forecast_weighs_windows_by_age_and_not_by_length() -> None:
     assert predict([[[1.0, 1.0]], [[1.0, 1.0, 2.0]]]) == [pytest.approx([1.0, 1.0, 2.0])], "another number of experts"
     assert predict([[[1.0, 3.0]], [[0.0, 0.0]]])[0] == pytest.approx([0.25, 0.75]), (
         "an interval without rows does not count"
+    )
+
+
+@pytest.mark.parametrize("policy", ["auto", "fewest"])
+def test_living_experts_and_empty_slots_are_both_spread_over_the_hosts(policy: Policy) -> None:
+    for hosts, living, slots in ((2, 4, 8), (3, 4, 9), (4, 3, 8)):
+        rules = PlacementRules(policy, living=living)
+        placement = place_first(rules, [[COST] * slots] * 2, hosts_of(*[1.0] * hosts))
+        placement.validate([slots] * 2)
+        for layer in placement.layers:
+            for number in (living, slots):
+                held = [sum(copies == (host,) for copies in layer.copies[:number]) for host in range(hosts)]
+                assert max(held) - min(held) <= 1, (hosts, living, slots, held)
+
+
+def test_a_newcomer_goes_to_the_least_loaded_host_with_room_or_to_the_one_with_the_fewest() -> None:
+    hosts = hosts_of(1.0, 1.0, 1.0)
+    copies = ((0,), (1,), (2,), (2,), (0,), (1,))
+    placement = Placement(1, 3, (LayerPlacement(copies, ((1.0,),) * 6),))
+    costs, load = [[COST] * 6], [50.0, 40.0, 1.0, 1.0, 0.0, 0.0]
+
+    def home(*, load: list[float] | None, living: list[int], hosts: list[HostSpec] = hosts) -> int:
+        return newcomer_home(placement, 0, 4, living=living, load=load, hosts=hosts, costs=costs)
+
+    assert home(load=load, living=[0, 1, 2, 3]) == 2
+    assert home(load=None, living=[0, 1, 2, 3]) == 0, "by their number, whatever they do"
+    assert home(load=None, living=[0, 2, 3]) == 1, "empty slots do not count"
+    full = [replace(spec, memory_bytes=2 * COST.home_bytes) for spec in hosts]
+    assert home(load=load, living=[0, 1, 2, 3], hosts=full) == 0, (
+        "its slot is there already, and no other host has room"
     )
