@@ -182,7 +182,7 @@ def kept_at_most(limit: int, row_bytes: int) -> int:
     """
     if row_bytes > limit:
         raise InputError(
-            "experts.lifecycle.replay.bytes", got=limit, expected=f"at least {row_bytes}, the bytes of one row"
+            "experts.lifecycle.replay.bytes", got=str(limit), expected=f"at least {row_bytes}, the bytes of one row"
         )
     return limit // row_bytes
 

@@ -7,14 +7,14 @@ Every worker runs the same cycle on the same rows, so that nothing has to be agr
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -478,18 +478,21 @@ class SleepCycle:
         for value, one, other in sorted(pairs, key=lambda pair: (-pair[0], pair[1:])):
             if value < wanted or gone & {one, other} or len(self.living.table.ids(layer)) <= self.least:
                 continue
-            restore = brain.save()
             reason = f"outputs on {len(view.x_TD)} replayed tokens with a cosine of {value:.4f}"
-            change = policy.merge(self.living.table, layer, one, other, reason)
-            brain.apply(change)
-            after = brain.loss(held)
-            if after > WORSE * before:
+            weighted = policy.merge(self.living.table, layer, one, other, reason)
+            # experts that compute the same with their hidden units in another order have no useful mean
+            for change in (weighted, replace(weighted, share=1.0, reason=f"{reason}; the survivor's weights alone")):
+                restore = brain.save()
+                brain.apply(change)
+                after = brain.loss(held)
+                if after <= WORSE * before:
+                    self._stays(change, brain.step)
+                    gone |= {one, other}
+                    before, found.merged = after, found.merged + 1
+                    break
                 restore()
+            else:
                 found.undone.append(f"merge of {one} and {other} in layer {layer}: loss {before:.4f} to {after:.4f}")
-                continue
-            self._stays(change, brain.step)
-            gone |= {one, other}
-            before, found.merged = after, found.merged + 1
 
     def _split(self, brain: Brain, found: CycleRecord, held: Batch, layer: int) -> list[Link]:
         """Move the router's rows of the two experts that overlap most along the line between their rows' centres."""
@@ -640,7 +643,8 @@ class SleepCycle:
             if change.kind == "birth":
                 for node in nodes:
                     self.graph.experts.add_node(node)
-                self.graph.renew([Link(change.layer, *change.ids, "dependency", 1.0)])
+                parent, newcomer = change.ids
+                self.graph.renew([Link(change.layer, parent, newcomer, "dependency", 1.0)])
             elif change.kind in ("merge", "prune") and nodes[-1] in self.graph.experts:
                 self.graph.remove(nodes[-1], heir=nodes[0] if change.kind == "merge" else None)
         if self.cycles:
@@ -694,13 +698,11 @@ class SleepCycle:
 
 
 def _saved(own: dict[str, Tensor] | None) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({name: value.detach().cpu().clone() for name, value in (own or {}).items()}, buffer)
-    return buffer.getvalue()
+    return safetensors.torch.save({name: value.detach().cpu().contiguous() for name, value in (own or {}).items()})
 
 
 def _loaded(payload: bytes) -> dict[str, Tensor]:
-    return torch.load(io.BytesIO(payload), weights_only=True)
+    return safetensors.torch.load(payload)
 
 
 def _short(centre: Tensor) -> list[float]:

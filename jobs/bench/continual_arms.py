@@ -276,7 +276,7 @@ def job_of(arm: str, options: ContinualOptions, *, seed: int, experts: int, feat
         section["lifecycle"] = {
             "max_experts": MOST, "every": options.sleep_every, "birth": {"cooldown_steps": options.sleep_every},
             "replay": {"bytes": options.memory, "every": options.sleep_every, "rows": options.sleep_rows,
-                       "batch_size": BATCH, "lr": options.lr},
+                       "batch_size": BATCH, "lr": options.lr, "priority": "uniform"},
         }  # fmt: skip
     return {
         "name": f"continual-{arm}", "seed": seed,
