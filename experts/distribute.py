@@ -89,7 +89,8 @@ class LoadLog:
             self.loads.trace.forget()
 
     def close(self, step: int, device: list[float], workers: list[list[float]]) -> IntervalRow:
-        """Return the row; metrics: `transport_s` (per step, mean of the workers), `host_imbalance` (max over mean)."""
+        """Return the row; metrics: `transport_s` (per step, mean of the workers), `host_imbalance` (max over mean), and
+        with a lifecycle `experts` (living ones of a layer, mean of the layers)."""
         loads, half = self.loads, len(device) // 2
         counts, used = self._by_layer(device[:half]), self._by_layer(device[half:])
         row: dict[str, Any] = {
@@ -102,7 +103,8 @@ class LoadLog:
         }
         metrics: dict[str, float] = {}
         if self.lifecycle is not None:
-            row["ids"] = self.lifecycle.ids()
+            row["ids"] = ids = self.lifecycle.ids()
+            metrics["experts"] = sum(one is not None for layer in ids for one in layer) / len(ids)
         if self.client is not None:
             row["workers"] = {"wait_s": [one[0] for one in workers]}
             row["hosts"] = self._hosts(workers)

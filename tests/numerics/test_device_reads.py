@@ -22,10 +22,12 @@ from raytrain.train.step import StepOutput
 LAYERS, STEPS, LOG_EVERY = 2, 12, 5
 SPARSE_STEPS = 56
 EXPERTS = {"experts": {"num_experts": 4, "top_k": 2, "hosts": 0}}
+GROWING = {"experts": {**EXPERTS["experts"], "lifecycle": {"max_experts": 6}}}
 CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], int]] = {
     "mlp": (MLP, class_rows, {}, 0),
     "gpt": (GPT, token_rows, {}, 0),
     "moe_gpt": (MOE, token_rows, EXPERTS, LAYERS),
+    "moe_gpt, lifecycle": (MOE, token_rows, GROWING, LAYERS),
     "moe_gpt, muon": (MOE, token_rows, {**EXPERTS, "optim": {"name": "muon"}}, LAYERS),
 }
 """Model, rows, sections, and the reads a forward pass is allowed: one for each layer of experts."""

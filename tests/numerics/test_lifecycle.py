@@ -455,6 +455,8 @@ def test_a_real_run_keeps_bounds_and_cooldown() -> None:
         assert max(numbers) == 5 and min(numbers) >= 2
         assert set(np.abs(np.diff(numbers))) == {1}
     ids = [row["ids"] for row in reporter.intervals]
+    living = reporter.of("train", "experts")
+    assert living[0] == 3 and living == [sum(one is not None for layer in row for one in layer) / 2 for row in ids]
     assert [[one for one in layer if one is not None] for layer in ids[-1]] == [
         sorted(lifecycle_of(session).table.ids(layer), key=lifecycle_of(session).table.ids_by_slot(layer).index)
         for layer in range(2)

@@ -131,9 +131,14 @@ def test_every_value_has_a_source(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "experts: {hosts: {A100: 4}}")
     loaded = load_spec(path, ["experts.hosts.T4=8", "seed=1"])
     sections = {name: value for name, value in encode(loaded.spec).items() if isinstance(value, dict)}
-    keys = {f"{name}.{key}" for name, section in sections.items() for key in section}
+
+    def leaves(values: dict[str, Any], prefix: str = "") -> set[str]:
+        inner = {f"{prefix}{name}": value for name, value in values.items()}
+        deeper = (leaves(value, f"{key}.") for key, value in inner.items() if isinstance(value, dict) and value)
+        return {key for key, value in inner.items() if not (isinstance(value, dict) and value)}.union(*deeper)
+
     hosts = {"experts.hosts.A100": "file", "experts.hosts.T4": "command line"}
-    assert set(loaded.sources) == keys - {"experts.hosts"} | {*hosts, "name", "seed"}
+    assert set(loaded.sources) == leaves(sections) | {"name", "seed"}
     assert hosts.items() <= loaded.sources.items()
     assert loaded.sources["model.width"] == "file"
     assert set(loaded.sources.values()) == {"default", "file", "command line"}
