@@ -727,7 +727,7 @@ FLAGS = {
     "experts.lifecycle.replay.rows": sleeps("8", "3"),
     "experts.lifecycle.replay.batch_size": sleeps("32", "2"),
     "experts.lifecycle.replay.lr": sleeps("0.0001", "0.1"),
-    "experts.lifecycle.replay.priority": sleeps("uncertainty", "uniform"),
+    "experts.lifecycle.replay.priority": sleeps("uncertainty", "uniform", "loop.max_steps=24"),
     "experts.lifecycle.replay.targets": sleeps("labels", "teacher"),
     "experts.lifecycle.min_experts": lives("4", "2", EVERY, SOON, DEMANDING, NO_BIRTH),
     "experts.lifecycle.every": lives("1", "2", ALWAYS, AT_ONCE),
