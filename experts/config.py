@@ -148,15 +148,15 @@ class PruneConfig(Section):
 
 
 class ReplayConfig(Section):
-    """What is kept of the rows of each layer, and the sleep cycles that replay it."""
+    """What is kept of the rows that the model was trained on, and the sleep cycles that replay them."""
 
     bytes: Count | None = Field(
         default=None,
         examples=[16777216],
-        description="most bytes of host memory for the kept rows of a layer; null keeps none, and there is no sleep",
+        description="most bytes of host memory for the kept rows; null keeps none, and there is no sleep",
     )
     every: Count = Field(default=1000, description="steps between two sleep cycles")
-    rows: Count = Field(default=512, description="rows that a cycle replays in each layer")
+    rows: Count = Field(default=512, description="rows that a cycle replays")
     batch_size: Count = Field(default=32, description="rows of a replayed batch")
     lr: Positive = Field(default=1e-4, description="learning rate of the replay")
     priority: Literal["uncertainty", "uniform"] = Field(

@@ -23,7 +23,8 @@ from experts.grouped import GroupedExperts, UnevenExperts
 from experts.hand_over import check_hand_over, shape_of
 from experts.layer import MoELayer
 from experts.lifecycle.controller import Lifecycle
-from experts.lifecycle.sleep import Recorder, SleepCycle
+from experts.lifecycle.replayed_model import Recorder
+from experts.lifecycle.sleep import SleepCycle
 from experts.member.checkpoint import locate
 from experts.member.shard import empty_experts, stacked_names
 from experts.placement.policy import PlacementRules, costs_of

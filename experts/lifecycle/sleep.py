@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import safetensors.torch
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from experts.grouped import GroupedExperts, UnevenExperts, run_expert
 from experts.lifecycle import policy
-from experts.lifecycle.changes import LocalExperts, change_experts, change_router
 from experts.lifecycle.controller import Lifecycle
 from experts.lifecycle.graph import EDGE_TYPES, ExpertGraph, Link
 from experts.lifecycle.measures import (
@@ -33,17 +30,20 @@ from experts.lifecycle.measures import (
     specialisation,
 )
 from experts.lifecycle.replay import Reservoir
+from experts.lifecycle.replayed_model import (
+    TEACHER,
+    LayerView,
+    Recorder,
+    ReplayedModel,
+    answer_of,
+    row_uncertainty,
+)
 from experts.lifecycle.table import Change
-from experts.router import Routing, TopKRouter
 from raytrain.train.step import TrainingStep
-from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, MicroBatch, Notice, in_eval, is_integer, rows
+from raytrain.trainable import Batch, Notice, in_eval, rows
 
 RECORD_EVERY = 4
 """Steps between those whose rows are offered to the reservoir: copying them to the host waits for the device."""
-ROWS_A_STEP = 64
-"""Rows of such a step that are offered, at most."""
-MEASURED_TOKENS = 512
-"""Tokens of the replayed rows that experts are compared on."""
 WORSE = 1.01
 """A change is undone where it raises the replay loss by more than this factor."""
 BETTER = 0.99
@@ -75,233 +75,6 @@ def next_threshold(threshold: float, *, births: int, steps: int) -> float:
     rate, (low, high) = 1000 * births / max(1, steps), BIRTHS_PER_1000
     factor = THRESHOLD_STEP if rate > high else 1 / THRESHOLD_STEP if rate < low else 1.0
     return min(1.0, max(0.05, threshold * factor))
-
-
-# ---------------------------------------------------------------- rows
-
-
-TEACHER = "teacher_logits"
-
-
-class Recorder:
-    """Wraps a model's loss: the first rows of the last micro-batch of each step are kept until its end."""
-
-    def __init__(self, loss: Callable[..., LossOutput]) -> None:
-        self._loss = loss
-        self.rows: dict[str, Tensor] | None = None
-        self.asleep = False
-
-    def __call__(self, module: nn.Module, batch: Batch, **given: Any) -> LossOutput:
-        """The loss, as without it."""
-        if module.training and not self.asleep:
-            self.rows = {name: value[:ROWS_A_STEP] for name, value in batch.items() if isinstance(value, Tensor)}
-        return self._loss(module, batch, **given)
-
-    def take(self) -> dict[str, Tensor] | None:
-        """The rows since the last call."""
-        rows, self.rows = self.rows, None
-        return rows
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a model returned: `logits` (B, ..., C), and the sum of its auxiliary losses, or None."""
-
-    logits: Tensor
-    aux: Tensor | None
-
-
-def answer_of(training: TrainingStep, batch: Batch) -> Answer:
-    """Run a model that returns a dict with "logits", or a tuple (outputs, aux), without labels."""
-    module = training.trainable.module
-    with training.policy.autocast(training.device):
-        found = module(**{name: value for name, value in batch.items() if name != "labels"})
-    return Answer(*found) if isinstance(found, tuple) else Answer(found["logits"], found.get("aux"))
-
-
-def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each row, (B,): mean over its labels; 0 for a row without any."""
-    if not is_integer(labels):
-        return (logits.float() - labels.view_as(logits).float()).square().flatten(1).mean(1)
-    losses = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL,
-                             reduction="none").view(labels.shape)  # fmt: skip
-    counted = (labels != IGNORED_LABEL).view(len(labels), -1).sum(1).clamp(min=1)
-    return losses.view(len(labels), -1).sum(1) / counted
-
-
-def row_uncertainty(losses_B: Tensor) -> Tensor:
-    """How unsure a model is of each row, 0 to 1: one minus the probability (geometric mean) of its labels."""
-    return 1.0 - torch.exp(-losses_B)
-
-
-# ---------------------------------------------------------------- one layer
-
-
-@dataclass(frozen=True)
-class LayerView:
-    """What the replayed rows show of one layer.
-
-    Attributes:
-        x_TD: inputs. scores_TE, chosen_TK: of the router. row_T: the replayed row that each token is of.
-    """
-
-    x_TD: Tensor
-    scores_TE: Tensor
-    chosen_TK: Tensor
-    row_T: Tensor
-
-
-@dataclass
-class Brain:
-    """The model during a cycle: its layers, their experts, and its optimizers; every member changes its own copy."""
-
-    training: TrainingStep
-    living: Lifecycle
-    layers: list[GroupedExperts | UnevenExperts]
-    step: int
-
-    @property
-    def routers(self) -> list[TopKRouter]:
-        """Of the layers."""
-        return self.living.loads.routers
-
-    def apply(self, change: Change) -> None:
-        """Carry out a change."""
-        optimizers, table = self.training.optimizers, self.living.table
-        states = LocalExperts(self.layers, optimizers)
-        change_experts(states, [change], table, step=self.step, held=lambda key: True, fetched={})
-        change_router(self.routers[change.layer], optimizers, change, table, step=self.step)
-        self.living.table = table.after([change], step=self.step)
-
-    def save(self) -> Callable[[], None]:
-        """Remember weights, buffers, optimizer state and table; returns what restores them."""
-        table = self.living.table
-        with torch.no_grad():
-            held = [(value, value.clone()) for value in self.training.trainable.module.state_dict().values()]
-            states = [
-                (state, {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()})
-                for optimizer in self.training.optimizers
-                for state in optimizer.state.values()
-            ]
-
-        @torch.no_grad()
-        def restore() -> None:
-            for value, before in held:
-                value.copy_(before)
-            for state, before in states:
-                for name, value in before.items():
-                    if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
-                        state[name].copy_(value)
-                    else:
-                        state[name] = value
-            self.living.table = table
-
-        return restore
-
-    def losses(self, batch: Batch) -> Tensor:
-        """The loss of each row in evaluation, (B,), on the host."""
-        found = []
-        with torch.no_grad(), in_eval(self.training.trainable.module):
-            for part in batches(batch, 256):
-                found.append(row_losses(answer_of(self.training, part).logits, part["labels"]).cpu())
-        return torch.cat(found)
-
-    def loss(self, batch: Batch) -> float:
-        """The mean of `losses`."""
-        return float(self.losses(batch).double().mean())
-
-    def replay(self, batch: Batch, teacher: Tensor | None, *, lr: float, size: int) -> int:
-        """Train on these rows once, in batches of `size`, towards their labels or the teacher's logits. The run's
-        optimizers take the steps, at another learning rate. Returns their number."""
-        number, training = 0, self.training
-        peak = max(group["lr"] for optimizer in training.optimizers for group in optimizer.param_groups) or 1.0
-        for start in range(0, rows(batch), size):
-            part = {name: value[start : start + size] for name, value in batch.items()}
-            goal = None if teacher is None else teacher[start : start + size].to(training.device)
-            if goal is None:
-                training.backward([MicroBatch(part, 1, last=True)], global_weight=1)
-            else:
-                self._backward_to(part, goal)
-            self._optimizer_step(lr / peak)
-            number += 1
-        for router in self.routers:
-            router.pending_counts.zero_()
-        return number
-
-    def _backward_to(self, part: Batch, goal: Tensor) -> None:
-        """Backward of the divergence from the teacher's answer, in place of the labels' loss."""
-        training = self.training
-        training.gradients.zero_()
-        answer = answer_of(training, part)
-        own, theirs = answer.logits.float().log_softmax(-1), goal.log_softmax(-1)
-        loss = F.kl_div(own.flatten(0, -2), theirs.flatten(0, -2), log_target=True, reduction="batchmean")
-        total = loss if answer.aux is None else loss + answer.aux
-        training.gradients.attach()
-        training.scale.scale(total).backward()
-        training.gradients.take()
-
-    @torch.no_grad()
-    def _optimizer_step(self, factor: float) -> None:
-        training = self.training
-        if training.scale.enabled:
-            training.gradients.scale_(training.scale.inverse)
-        norm = training.reduction.sum_of_squares().sqrt()
-        if training.max_grad_norm:
-            training.gradients.scale_((training.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-        if not bool(torch.isfinite(norm)):
-            return
-        for optimizer in training.optimizers:
-            if hasattr(optimizer, "found_inf"):
-                optimizer.found_inf = torch.zeros((), device=training.device)  # pyright: ignore[reportAttributeAccessIssue]
-            before = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * factor
-            optimizer.step()
-            for group, lr in zip(optimizer.param_groups, before, strict=True):
-                group["lr"] = lr
-
-    @torch.no_grad()
-    def view(self, batch: Batch) -> list[LayerView]:
-        """Run as many of the rows in evaluation as it takes to see `MEASURED_TOKENS`, and look at each layer."""
-        tokens = max(1, batch["labels"].numel() // rows(batch))
-        batch = next(batches(batch, max(16, MEASURED_TOKENS // tokens)))
-        seen: list[tuple[Tensor, Tensor] | None] = [None] * len(self.routers)
-        module = self.training.trainable.module
-        with ExitStack() as stack:
-            for number, router in enumerate(self.routers):
-
-                def look(router: nn.Module, args: Any, routing: Routing, number: int = number) -> None:
-                    seen[number] = (args[0].detach(), routing.indices_TK)
-
-                stack.callback(router.register_forward_hook(look).remove)
-            stack.enter_context(in_eval(module))
-            answer_of(self.training, batch)
-        return [self._layer_view(router, *one) for router, one in zip(self.routers, seen, strict=True) if one]
-
-    def _layer_view(self, router: TopKRouter, x_BSD: Tensor, chosen_TK: Tensor) -> LayerView:
-        tokens = x_BSD.shape[0] * x_BSD.shape[1]
-        picked = torch.arange(0, tokens, max(1, -(-tokens // MEASURED_TOKENS)), device=x_BSD.device)
-        x_TD = x_BSD.reshape(tokens, -1)[picked]
-        scores = router.scores(x_TD.unsqueeze(1)).squeeze(1)
-        row_T = (picked // x_BSD.shape[1]).cpu()
-        return LayerView(x_TD.float(), scores.double().cpu(), chosen_TK[picked].cpu(), row_T)
-
-    @torch.no_grad()
-    def outputs(self, layer: int, x_TD: Tensor) -> Tensor:
-        """What each living expert answers to the same inputs, (living, T, D), in the order of their ids."""
-        experts = self.layers[layer]
-        answers = []
-        for row in self.living.table.layers[layer]:
-            stack, place = experts.slot(row.slot)
-            weights = {name: value.float() for name, value in stack.weights_of(place).items()}
-            answers.append(run_expert(x_TD.float(), weights, experts.activation))
-        return torch.stack(answers)
-
-
-def batches(batch: Batch, size: int) -> Iterator[Batch]:
-    """The rows in pieces of at most `size`."""
-    for start in range(0, rows(batch), size):
-        yield {name: value[start : start + size] for name, value in batch.items()}
 
 
 # ---------------------------------------------------------------- the cycle
@@ -395,13 +168,13 @@ class SleepCycle:
         """Run a cycle. Collective: every worker runs it on the same rows, and ends with rank 0's weights."""
         begin, self.cycles = time.perf_counter(), self.cycles + 1
         self.living.pending = []  # what was decided a moment ago, before the replay
-        brain = Brain(training, self.living, self.layers, step)
+        model = ReplayedModel(training, self.living, self.layers, step)
         found = CycleRecord(step, self.cycles, living_before=self._living())
         self.recorder.asleep = True
         # hooks look into layers; torch's compiler takes two seconds to import where nothing is compiled
         compiles = "torch._dynamo" in sys.modules
         with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
-            self._sleep(brain, found)
+            self._sleep(model, found)
         self.recorder.asleep = False
         self.recorder.take()
         self._set_priors()
@@ -416,25 +189,25 @@ class SleepCycle:
         found.seconds = time.perf_counter() - begin
         return found
 
-    def _sleep(self, brain: Brain, found: CycleRecord) -> None:
-        config, device = self.replay_config, brain.training.device
+    def _sleep(self, model: ReplayedModel, found: CycleRecord) -> None:
+        config, device = self.replay_config, model.training.device
         picked = self.reservoir.draw(config.rows, seed=self.cycles, priority=config.priority == "uncertainty")
         held = {name: value.to(device) for name, value in self.reservoir.rows(picked).items()}
         teacher = held.pop(TEACHER, None)
-        losses = brain.losses(held)
+        losses = model.losses(held)
         self.reservoir.update(picked, row_uncertainty(losses))
         found.uncertainty = torch.histc(row_uncertainty(losses), 10, 0, 1).int().tolist()
         found.rows, found.loss_before = len(picked), float(losses.double().mean())
-        found.batches = brain.replay(held, teacher, lr=config.lr, size=config.batch_size)
-        losses = brain.losses(held)
+        found.batches = model.replay(held, teacher, lr=config.lr, size=config.batch_size)
+        losses = model.losses(held)
         self.reservoir.update(picked, row_uncertainty(losses))
         found.loss_replayed = float(losses.double().mean())
         links = [
-            link for layer, view in enumerate(brain.view(held)) for link in self._tidy(brain, found, held, layer, view)
+            link for layer, view in enumerate(model.view(held)) for link in self._tidy(model, found, held, layer, view)
         ]
-        self._specialist(brain, found, held, teacher)
-        found.loss_after = brain.loss(held)
-        links += self._look(brain, found, held)
+        self._specialist(model, found, held, teacher)
+        found.loss_after = model.loss(held)
+        links += self._look(model, found, held)
         self._adapt(found)
         self.graph.renew([link for link in links if self._alive(link)])
         self.graph.fade(links)
@@ -445,35 +218,35 @@ class SleepCycle:
 
     # -- the parts of a cycle -----------------------------------------------------------------------
 
-    def _tidy(self, brain: Brain, found: CycleRecord, held: Batch, layer: int, view: LayerView) -> list[Link]:
+    def _tidy(self, model: ReplayedModel, found: CycleRecord, held: Batch, layer: int, view: LayerView) -> list[Link]:
         """Merge twins, prune the dormant and move overlapping experts apart, in one layer."""
-        self._merge(brain, found, held, layer, view)
+        self._merge(model, found, held, layer, view)
         idle = [
             policy.LayerStatistics((0,) * router.num_experts) for router in self.routers
         ]  # no births without an uncertainty
-        for change in policy.decide(idle, self.living.table, self.config, step=brain.step, least=self.least):
+        for change in policy.decide(idle, self.living.table, self.config, step=model.step, least=self.least):
             if change.layer == layer:
                 slot = self.living.table.slot(layer, change.ids[0])
                 found.pruned_share += float(view.scores_TE[:, slot].mean())
-                brain.apply(change)
-                self._stays(change, brain.step)
+                model.apply(change)
+                self._stays(change, model.step)
                 found.pruned += 1
-        return self._split(brain, found, held, layer)
+        return self._split(model, found, held, layer)
 
-    def _merge(self, brain: Brain, found: CycleRecord, held: Batch, layer: int, view: LayerView) -> None:
+    def _merge(self, model: ReplayedModel, found: CycleRecord, held: Batch, layer: int, view: LayerView) -> None:
         wanted = self.config.merge.similarity
         ids = self.living.table.ids(layer)
         if wanted is None or len(ids) <= self.least:
             return
-        values = output_similarity(brain.outputs(layer, view.x_TD))
+        values = output_similarity(model.outputs(layer, view.x_TD))
         pairs = [(float(values[a, b]), ids[a], ids[b]) for a in range(len(ids)) for b in range(a + 1, len(ids))]
-        before = brain.loss(held)
+        before = model.loss(held)
         # a newcomer is a copy of its parent: it has the cool-down of births to become another
         young = self.config.birth.cooldown_steps
         gone = {
             row.id
             for row in self.living.table.layers[layer]
-            if row.parent is not None and brain.step - row.born < young
+            if row.parent is not None and model.step - row.born < young
         }
         for value, one, other in sorted(pairs, key=lambda pair: (-pair[0], pair[1:])):
             if value < wanted or gone & {one, other} or len(self.living.table.ids(layer)) <= self.least:
@@ -482,11 +255,11 @@ class SleepCycle:
             weighted = policy.merge(self.living.table, layer, one, other, reason)
             # experts that compute the same with their hidden units in another order have no useful mean
             for change in (weighted, replace(weighted, share=1.0, reason=f"{reason}; the survivor's weights alone")):
-                restore = brain.save()
-                brain.apply(change)
-                after = brain.loss(held)
+                restore = model.save()
+                model.apply(change)
+                after = model.loss(held)
                 if after <= WORSE * before:
-                    self._stays(change, brain.step)
+                    self._stays(change, model.step)
                     gone |= {one, other}
                     before, found.merged = after, found.merged + 1
                     break
@@ -494,10 +267,10 @@ class SleepCycle:
             else:
                 found.undone.append(f"merge of {one} and {other} in layer {layer}: loss {before:.4f} to {after:.4f}")
 
-    def _split(self, brain: Brain, found: CycleRecord, held: Batch, layer: int) -> list[Link]:
+    def _split(self, model: ReplayedModel, found: CycleRecord, held: Batch, layer: int) -> list[Link]:
         """Move the router's rows of the two experts that overlap most along the line between their rows' centres."""
         table = self.living.table
-        view = brain.view(held)[layer]
+        view = model.view(held)[layer]
         overlap = shared_rows(view.scores_TE, view.chosen_TK)
         living = table.layers[layer]
         pairs = [(float(overlap[a.slot, b.slot]), a, b) for n, a in enumerate(living) for b in living[n + 1 :]]
@@ -512,15 +285,15 @@ class SleepCycle:
         apart = x[first == one.slot].mean(0) - x[first == other.slot].mean(0)
         if float(apart.square().sum()) < 1e-12:
             return []
-        restore, loss = brain.save(), brain.loss(held)
+        restore, loss = model.save(), model.loss(held)
         weight = self.routers[layer].weight
         with torch.no_grad():  # the difference of their logits at the two centres grows by 1
             move = (apart / (2 * apart.square().sum())).to(weight)
             weight[one.slot] += move
             weight[other.slot] -= move
-        view = brain.view(held)[layer]
+        view = model.view(held)[layer]
         after = float(shared_rows(view.scores_TE, view.chosen_TK)[one.slot, other.slot])
-        if after >= before or brain.loss(held) > WORSE * loss:
+        if after >= before or model.loss(held) > WORSE * loss:
             restore()
             found.undone.append(
                 f"split of {one.id} and {other.id} in layer {layer}: overlap {before:.3f} to {after:.3f}"
@@ -529,19 +302,19 @@ class SleepCycle:
         found.split += 1
         return [Link(layer, one.id, other.id, "specialization_split", 1.0 - after)]
 
-    def _specialist(self, brain: Brain, found: CycleRecord, held: Batch, teacher: Tensor | None) -> None:
+    def _specialist(self, model: ReplayedModel, found: CycleRecord, held: Batch, teacher: Tensor | None) -> None:
         """Try an expert for the cluster of rows that the model does worst on; layers take turns."""
         layer = self.cycles % len(self.routers)
         table = self.living.table
         free, born = table.free_slots(layer), table.born[layer]
         if not free or len(table.ids(layer)) >= (self.config.max_experts or 0):
             return
-        if born is not None and brain.step - born < self.config.birth.cooldown_steps:
+        if born is not None and model.step - born < self.config.birth.cooldown_steps:
             return
-        view = brain.view(held)[layer]
+        view = model.view(held)[layer]
         x = view.x_TD.double().cpu()
         centres, belongs = clusters(x, CONCEPTS, seed=self.cycles)
-        losses = brain.losses(held)[view.row_T].double()
+        losses = model.losses(held)[view.row_T].double()
         means = torch.stack([losses[belongs == number].mean() for number in range(len(centres))])
         worst = int(means.argmax())
         slots = view.chosen_TK[belongs == worst, 0]
@@ -552,31 +325,31 @@ class SleepCycle:
         )
         change = Change("birth", layer, (parent.id, table.next_ids[layer]), reason, slot=free[0])
         lr, size = self.replay_config.lr, self.replay_config.batch_size
-        restore = brain.save()
-        brain.replay(held, teacher, lr=lr, size=size)
-        without = brain.loss(held)
+        restore = model.save()
+        model.replay(held, teacher, lr=lr, size=size)
+        without = model.loss(held)
         restore()
-        brain.apply(change)
+        model.apply(change)
         weight = self.routers[layer].weight
         with torch.no_grad():  # its rows prefer it to its parent by 1, the others are as undecided as before
             towards = centres[worst] - x.mean(0)
             weight[free[0]] += (towards / towards.square().sum().clamp(min=1e-12)).to(weight)
-        brain.replay(held, teacher, lr=lr, size=size)
-        with_it = brain.loss(held)
+        model.replay(held, teacher, lr=lr, size=size)
+        with_it = model.loss(held)
         if with_it > BETTER * without:
             restore()
             found.undone.append(f"specialist in layer {layer}: loss {with_it:.4f}, {without:.4f} without it")
             return
-        self._stays(change, brain.step)
+        self._stays(change, model.step)
         found.born += 1
 
-    def _look(self, brain: Brain, found: CycleRecord, held: Batch) -> list[Link]:
+    def _look(self, model: ReplayedModel, found: CycleRecord, held: Batch) -> list[Link]:
         """Measure the experts as they are now: links, concepts, learning rates, drift."""
         links: list[Link] = []
         self._set_nodes()
-        for layer, view in enumerate(brain.view(held)):
+        for layer, view in enumerate(model.view(held)):
             living, E = self.living.table.layers[layer], self.routers[layer].num_experts
-            values, together = output_similarity(brain.outputs(layer, view.x_TD)), coactivation(view.chosen_TK, E)
+            values, together = output_similarity(model.outputs(layer, view.x_TD)), coactivation(view.chosen_TK, E)
             centres, belongs = clusters(view.x_TD, CONCEPTS, seed=0)
             first = view.chosen_TK[:, 0]
             narrow = specialisation(first, belongs, E)
@@ -610,7 +383,7 @@ class SleepCycle:
             for row in living:
                 change = Change("rate", layer, (row.id,), "its specialisation", factor=rates[row.id])
                 if rates[row.id] != row.rate:
-                    brain.apply(change)
+                    model.apply(change)
             found.rates.append(rates)
             found.load.append({row.id: float((first == row.slot).double().mean()) for row in living})
             found.drift.append(self._drift(layer, view.x_TD))

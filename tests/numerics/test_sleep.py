@@ -10,7 +10,8 @@ import torch
 from gang import run_gang
 from lab import Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 
-from experts.lifecycle.sleep import SleepCycle, next_threshold, row_losses, row_uncertainty, steps_to_next
+from experts.lifecycle.replayed_model import row_losses, row_uncertainty
+from experts.lifecycle.sleep import SleepCycle, next_threshold, steps_to_next
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
