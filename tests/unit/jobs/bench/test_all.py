@@ -31,8 +31,8 @@ def test_claims_and_ratios_with_a_goal_become_rows_with_their_verdicts(
     assert count_line(rows).startswith("7 claims: 1 reproduced, 3 not reproduced, 3 not measurable here")
 
 
-def test_all_selects_every_bench_except_lr_and_itself_and_passes_their_keys_on() -> None:
-    assert set(chosen(AllOptions())) == set(find_benches()) - {"all", "lr"}
+def test_all_selects_every_bench_but_the_longest_and_itself_and_passes_their_keys_on() -> None:
+    assert set(chosen(AllOptions())) == set(find_benches()) - {"all", "lr", "continual"}
     assert chosen(AllOptions(only=["tune", "loop"], skip=["tune"])) == ["loop"]
     options = options_of("all", ["loop.blocks=3", "tune.blocks=4", "loop.workers=[1]", "dir=x"], quick=False)
     assert isinstance(options, AllOptions) and options.dir == "x"

@@ -48,7 +48,7 @@ def test_quick_values_are_keys_of_the_bench_and_the_command_line_wins(name: str)
     usual, quick = options_of(name, [], quick=False), options_of(name, [], quick=True)
     assert set(kind.QUICK) <= set(kind.model_fields) and quick.blocks <= usual.blocks
     assert options_of(name, ["blocks=7"], quick=True).blocks == 7
-    costly = ("recovery", "startup")  # a block is a process
+    costly = ("recovery", "startup", "continual")  # a block is a process, or trains every arm on all tasks
     assert name in costly or usual.blocks >= 15, "an interval needs repetitions"
 
 
