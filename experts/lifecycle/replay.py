@@ -16,8 +16,6 @@ from raytrain.errors import InputError
 
 __all__ = ["Reservoir", "kept_at_most"]
 
-#: Bytes of a row besides its tensors: its uncertainty and the step that it is of.
-OWN_BYTES = 12
 UNCERTAINTY, STEP = "uncertainty", "step"
 
 
