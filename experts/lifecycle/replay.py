@@ -1,4 +1,4 @@
-"""The reservoir: a uniform sample of the rows that a model was trained on, bounded in bytes, in host memory.
+"""The reservoir: a uniform sample of the rows that it was offered, bounded in bytes, in host memory.
 
 Rows are kept as the model received them, not as a layer saw them: a cycle recomputes what each layer gets with the
 weights of that moment, so that nothing that is replayed is stale.
