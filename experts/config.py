@@ -153,8 +153,8 @@ class ReplayConfig(Section):
     bytes: Count | None = Field(
         default=None,
         examples=[16777216],
-        description="most bytes of host memory for the kept rows, a sample of every fourth step's first ones; null keeps "
-        "none, and there is no sleep",
+        description="most bytes of host memory for the kept rows, a sample of every fourth step's first ones; null "
+        "keeps none, and there is no sleep",
     )
     every: Count = Field(default=1000, description="steps between two sleep cycles")
     rows: Count = Field(default=512, description="rows that a cycle replays")
