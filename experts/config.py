@@ -153,14 +153,16 @@ class ReplayConfig(Section):
     bytes: Count | None = Field(
         default=None,
         examples=[16777216],
-        description="most bytes of host memory for the kept rows; null keeps none, and there is no sleep",
+        description="most bytes of host memory for the kept rows, a sample of every fourth step's first ones; null "
+        "keeps none, and there is no sleep",
     )
     every: Count = Field(default=1000, description="steps between two sleep cycles")
     rows: Count = Field(default=512, description="rows that a cycle replays")
     batch_size: Count = Field(default=32, description="rows of a replayed batch")
     lr: Positive = Field(default=1e-4, description="learning rate of the replay")
     priority: Literal["uncertainty", "uniform"] = Field(
-        default="uncertainty", description="which kept rows are replayed more often"
+        default="uncertainty",
+        description="which kept rows are replayed more often; a row counts as fully uncertain until its first replay",
     )
     targets: Literal["labels", "teacher"] = Field(
         default="labels", description="what replayed rows are trained towards: their labels or the model's logits then"

@@ -127,6 +127,11 @@ def _check_lifecycle(experts: ExpertsConfig, number: int | None) -> None:
             f"{key}.replay.bytes", got="null with other keys of experts.lifecycle.replay",
             expected="a number with them", remedy="rows are replayed only where there is memory for them",
         )  # fmt: skip
+    if replay.bytes is None and cycle.merge.similarity not in (None, type(cycle.merge)().similarity):
+        raise InputError(
+            f"{key}.merge.similarity", got=f"{cycle.merge.similarity:g} without {key}.replay.bytes",
+            expected="null, or a number for that too", remedy="sleep cycles compare experts, on the rows that are kept",
+        )  # fmt: skip
     if replay.bytes is not None and experts.hosts != 0:
         raise InputError(
             "experts.hosts", got=f"{experts.hosts} with {key}.replay.bytes {replay.bytes}", expected="0",

@@ -22,6 +22,7 @@ from experts.lifecycle.policy import LayerStatistics, decide
 from experts.lifecycle.table import Change, ExpertTable, TableMismatch
 from experts.router import UNCERTAINTY_UNIT, LoadTracker
 from experts.sizes import first_experts
+from raytrain.errors import InputError
 from raytrain.trainable import GlobalStep, Notice
 
 EVENTS = {"birth": "expert_born", "merge": "expert_merged", "prune": "expert_pruned", "rate": "expert_rate"}
@@ -75,10 +76,28 @@ class Lifecycle:
     # -- a step -------------------------------------------------------------------------------------------
 
     def use(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Change the state of these optimizers with their parameters."""
+        """Change the state of these optimizers with their parameters.
+
+        Raises:
+            InputError: the routers have other slots open than the table says, as weights of a run that grew do.
+        """
+        self._check_open()
         self._optimizers = optimizers
         if self.local:
             LearningRates(self._scaled).attach(optimizers)
+
+    def _check_open(self) -> None:
+        """Weights have no table of experts; with one of a new model a birth would overwrite experts that are alive."""
+        for layer, router in enumerate(self.loads.routers):
+            assert router.open_E is not None
+            seen = router.open_E.nonzero().flatten().tolist()
+            expected = sorted(row.slot for row in self.table.layers[layer])
+            if seen != expected:
+                raise InputError(
+                    "model.init_from", got=f"weights whose layer {layer} has experts in slots {seen}",
+                    expected=f"experts in slots {expected}, as a run with these experts.num_experts starts",
+                    remedy="go on with the run that they are of (--resume), or name one whose experts did not change",
+                )  # fmt: skip
 
     def _scaled(self) -> list[tuple[nn.Parameter, int, float]]:
         return scaled_experts([layer.slot for layer in self.experts], self.table, lambda _key: True)

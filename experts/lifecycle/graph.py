@@ -91,8 +91,10 @@ class ExpertGraph:
                 self.experts.add_edge(one, other, key=link.type, weight=min(1.0, link.weight), **own)
 
     def fade(self, renewed: Iterable[Link] = ()) -> None:
-        """End a cycle: multiply the weight of all edges but the renewed ones by `DECAY`; weak ones go."""
-        kept = {(*sorted([(one.layer, one.one), (one.layer, one.other)]), one.type) for one in renewed}
+        """End a cycle: multiply the weight of all edges but the renewed ones by `DECAY`; weak ones go. A link below
+        `LEAST_WEIGHT` renews none: what is measured as absent fades too."""
+        found = [link for link in renewed if link.weight >= LEAST_WEIGHT]
+        kept = {(*sorted([(one.layer, one.one), (one.layer, one.other)]), one.type) for one in found}
         for one, other, kind, edge in list(self.experts.edges(keys=True, data=True)):
             if (*sorted([one, other]), kind) not in kept:
                 edge["weight"] *= DECAY

@@ -1,4 +1,4 @@
-"""The reservoir: a uniform sample of the rows that a model was trained on, bounded in bytes, in host memory.
+"""The reservoir: a uniform sample of the rows that it was offered, bounded in bytes, in host memory.
 
 Rows are kept as the model received them, not as a layer saw them: a cycle recomputes what each layer gets with the
 weights of that moment, so that nothing that is replayed is stale.
@@ -16,8 +16,6 @@ from raytrain.errors import InputError
 
 __all__ = ["Reservoir", "kept_at_most"]
 
-#: Bytes of a row besides its tensors: its uncertainty and the step that it is of.
-OWN_BYTES = 12
 UNCERTAINTY, STEP = "uncertainty", "step"
 
 

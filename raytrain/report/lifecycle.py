@@ -25,12 +25,27 @@ class Life:
     heir: int | None = None
 
 
+def events_of(records: RunRecords, *kinds: str) -> list[Row]:
+    """Events of these kinds that have a step, in order; those of steps that the run went back behind are dropped, as
+    the attempt, rewind or rollback that repeats the steps writes them again."""
+    kept: list[Row] = []
+    for row in records.events:
+        start = number(row.get("from_step")) if row.get("kind") == "attempt" else None
+        if row.get("kind") == "decision" and row.get("what") in ("rewind", "rollback"):
+            start = number(row.get("value"))
+        if start is not None:
+            kept = [one for one in kept if one["step"] <= start]
+        elif row.get("kind") in kinds and number(row.get("step")) is not None:
+            kept.append(row)
+    return kept
+
+
 def lives_of(records: RunRecords) -> list[Life]:
     """Every expert of a run with a lifecycle, by layer and id; empty for other runs."""
     first = next((row for row in records.loads if row.get("ids")), None)
     if first is None:
         return []
-    events = [row for row in records.of_kind(*EVENTS) if number(row.get("step")) is not None]
+    events = events_of(records, *EVENTS)
     lives: dict[tuple[int, int], Life] = {}
     removed = {(int(row["layer"]), int(row["ids"][-1])) for row in events if row["kind"] != "expert_born"}
     born = {(int(row["layer"]), int(row["ids"][-1])) for row in events if row["kind"] == "expert_born"}
@@ -65,13 +80,13 @@ def lives_spec(records: RunRecords) -> dict[str, Any] | None:
         steps = sorted({0, last, *(one.born for one in own), *(one.ended for one in own if one.ended is not None)})
         counts = [sum(key[0] == layer for key in living_at(lives, step)) for step in steps]
         panels.append({"layer": layer, "lives": [vars(one) for one in own], "steps": steps, "counts": counts})
-    counted = {name: len(records.of_kind(kind)) for kind, name in EVENTS.items()}
+    counted = {name: len(events_of(records, kind)) for kind, name in EVENTS.items()}
     return {"title": records.name, "last": last, "events": counted, "panels": panels}
 
 
 def cycles_of(records: RunRecords) -> list[Row]:
     """The records of the sleep cycles, in order."""
-    return [row for row in records.of_kind("sleep_cycle") if number(row.get("step")) is not None]
+    return events_of(records, "sleep_cycle")
 
 
 def sleep_spec(records: RunRecords) -> dict[str, Any] | None:

@@ -55,6 +55,16 @@ def test_an_edge_that_is_not_renewed_goes_after_the_cycles_of_the_closed_form(we
     assert graph.affinity((0, 1), (0, 2)) == weight  # renewed in each cycle: it has not faded
 
 
+def test_an_edge_that_is_measured_as_absent_fades() -> None:
+    weak, still = Link(0, 0, 1, "similarity", LEAST_WEIGHT - 0.01), Link(0, 1, 2, "similarity", LEAST_WEIGHT)
+    graph = graph_of(3, [Link(0, 0, 1, "similarity", 0.9), Link(0, 1, 2, "similarity", 0.9)])
+    for cycle in range(1, 4):
+        graph.renew([weak, still])
+        graph.fade([weak, still])
+        assert graph.affinity((0, 0), (0, 1)) == pytest.approx(0.9 * DECAY**cycle)
+        assert graph.affinity((0, 1), (0, 2)) == LEAST_WEIGHT
+
+
 @pytest.mark.covers("KG-07")
 def test_the_edges_of_a_removed_expert_move_to_its_heir_and_keep_their_mass() -> None:
     links = [Link(0, 0, 2, "similarity", 0.3), Link(0, 1, 2, "similarity", 0.4), Link(0, 1, 3, "similarity", 0.6),

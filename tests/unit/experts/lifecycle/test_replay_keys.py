@@ -24,6 +24,10 @@ from raytrain.errors import InputError
             {"lifecycle": {"max_experts": 8, "replay": {"every": 5}}},
             r"experts\.lifecycle\.replay\.bytes.*null with other",
         ),
+        (
+            {"lifecycle": {"max_experts": 8, "merge": {"similarity": 0.9}}},
+            r"experts\.lifecycle\.merge\.similarity.*0\.9 without.*replay\.bytes",
+        ),
         ({"hosts": 0, "graph_routing": 1.0}, r"experts\.graph_routing.*max_experts"),
         ({"hosts": 0, "graph_routing": 1.0, "lifecycle": {"max_experts": 8}}, r"experts\.graph_routing.*replay\.bytes"),
     ],
@@ -38,3 +42,6 @@ def test_a_contradiction_is_named_with_the_key_that_fixes_it(section: dict[str, 
         "lifecycle": {"max_experts": 8, "replay": {"bytes": 900}},
     }
     assert check_section(ExpertsConfig.model_validate(whole)) == 4
+    for similarity in (0.95, None):  # the default, as a recorded job spells it out, and no merges
+        unused = {"num_experts": 4, "lifecycle": {"max_experts": 8, "merge": {"similarity": similarity}}}
+        assert check_section(ExpertsConfig.model_validate(unused)) == 4

@@ -142,6 +142,24 @@ def test_one_graph_for_each_epoch_with_the_experts_that_live_then(tmp_path: Path
     assert first != second
 
 
+@pytest.mark.parametrize(
+    "back",
+    [
+        {"kind": "attempt", "attempt": 2, "from_step": 12},
+        {"kind": "decision", "what": "rewind", "value": 12},
+        {"kind": "decision", "what": "rollback", "value": 12},
+    ],
+)
+def test_what_the_run_went_back_behind_is_counted_once(back: dict[str, Any]) -> None:
+    log = sorted([*EVENTS, *CYCLES], key=lambda row: row["step"])
+    lost = [row for row in log if row["step"] < 31]
+    lost.append({"kind": "expert_pruned", "step": 31, "layer": 0, "ids": [3], "reason": "r", "count": 2})
+    again = [row for row in log if row["step"] > 12]
+    repeated = records_of([{"kind": "attempt", "attempt": 1, "from_step": 0}, *lost, back, *again])
+    for of in (lives_spec, sleep_spec, drift_spec, graph_specs):
+        assert of(repeated) == of(records_of(log))
+
+
 def test_an_empty_place_for_an_expert_is_no_expert_without_rows() -> None:
     loads = loads_of(records_of([]))
     assert loads is not None
