@@ -28,12 +28,12 @@ CYCLE = {
 
 def session_of(
     *, replay: dict[str, Any] | None = None, workers: Workers | None = None, steps: int = 60, model: str = "mlp",
-    top_k: int = 2, lr: float = 0.003, graph_routing: float = 0.0, **cycle: Any,
+    top_k: int = 2, lr: float = 0.003, graph_routing: float = 0.0, noise: float = 0.0, **cycle: Any,
 ) -> Session:  # fmt: skip
     torch.manual_seed(5)
     section = {**CYCLE, **cycle, "replay": {**REPLAY, **(replay or {})}}
     experts = {"num_experts": 3, "top_k": top_k, "hosts": 0, "hidden": 16, "lifecycle": section,
-               "graph_routing": graph_routing}  # fmt: skip
+               "graph_routing": graph_routing, "noise": noise}  # fmt: skip
     sizes: dict[str, Any] = {"builder": "experts.models:moe_mlp", "width": 16, "layers": 2, "num_features": 12,
                              "num_classes": 4}  # fmt: skip
     rows = class_rows(1_000)
@@ -60,8 +60,8 @@ def cycles_of(reporter: Rows) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- when
 
 
-def slept(rank: int, world_size: int) -> dict[str, Any]:
-    session = session_of(workers=Workers())
+def slept(rank: int, world_size: int, noise: float) -> dict[str, Any]:
+    session = session_of(workers=Workers(), noise=noise)
     seen: list[int] = []
     sleep = sleep_of(session)
     run = sleep.run
@@ -70,18 +70,22 @@ def slept(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "steps": seen, "losses": reporter.losses, "table": sleep.living.table.to_json(),
         "weights": digest(session.trainable.module.state_dict()), "kept": digest(sleep.reservoir.state_dict()),
+        "moments": digest(optimizer_state(session)), "generator": digest(torch.get_rng_state()),
         "next": [cycle["next_step"] for cycle in cycles_of(reporter)],
     }  # fmt: skip
 
 
 @pytest.mark.covers("SLP-01", "SLP-14")
-def test_a_cycle_happens_in_the_scheduled_step_on_both_workers_and_leaves_them_equal() -> None:
-    first, second = run_gang(slept, world_size=2)
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_a_cycle_happens_in_the_scheduled_step_on_both_workers_and_leaves_them_equal(noise: float) -> None:
+    """Also where each worker draws noise of its own, before a cycle and after it."""
+    first, second = run_gang(slept, noise, world_size=2)
     assert len(first["steps"]) >= 3
     assert first["steps"] == second["steps"] == [12, *first["next"][:-1]], "the first one, and then as announced"
     assert first["next"] == second["next"] or not second["next"]
-    for name in ("weights", "kept", "table"):
+    for name in ("weights", "kept", "table", "moments"):
         assert first[name] == second[name], name
+    assert first["generator"] != second["generator"]
 
 
 @pytest.mark.covers("SLP-02")
