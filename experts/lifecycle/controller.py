@@ -161,10 +161,17 @@ class Lifecycle:
         )  # fmt: skip
 
     def _change(self, step: int, workers: int, total: int) -> None:
-        """Do the pending changes in what this worker holds."""
+        """Do the pending changes, if all workers have the same."""
+        if total != workers * self.next_table(step).hash():
+            raise TableMismatch(f"step {step}: the tables of experts of {workers} workers differ after {self.pending}")
+        self.carry_out(step)
+
+    @torch.no_grad()
+    def carry_out(self, step: int) -> None:
+        """Do the pending changes in what this worker holds; does nothing where there are none."""
         changes, after = self.pending, self.next_table(step)
-        if total != workers * after.hash():
-            raise TableMismatch(f"step {step}: the tables of experts of {workers} workers differ after {changes}")
+        if not changes:
+            return
         if self.local:
             experts = LocalExperts(self.experts, self._optimizers)
             change_experts(experts, changes, self.table, step=step, held=lambda _key: True, fetched={})

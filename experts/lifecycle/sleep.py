@@ -168,7 +168,7 @@ class SleepCycle:
     def run(self, step: int, training: TrainingStep) -> CycleRecord:
         """Run a cycle. Collective: every worker runs it on the same rows, and ends with rank 0's weights."""
         begin, self.cycles = time.perf_counter(), self.cycles + 1
-        self.living.pending = []  # what was decided a moment ago, before the replay
+        self.living.carry_out(step)  # what was decided a moment ago; the tables are compared after the cycle
         model = ReplayedModel(training, self.living, self.layers, step)
         found = CycleRecord(step, self.cycles, living_before=self._living())
         self.recorder.asleep = True

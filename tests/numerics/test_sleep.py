@@ -111,6 +111,18 @@ def test_the_birth_threshold_keeps_births_in_their_band() -> None:
     assert all(0.5 <= rate <= 10 for rate in rates[-20:])
 
 
+def test_a_birth_that_is_decided_in_the_step_of_a_cycle_happens_before_it() -> None:
+    session = session_of(
+        replay={"every": 10, "lr": 1e-6}, every=10, birth={"uncertainty": 0.0, "cooldown_steps": 1}, steps=10,
+        merge={"similarity": None}, prune={"idle_steps": None},
+    )  # fmt: skip
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    born = [(event["step"], event["layer"]) for event in reporter.events if "most rows" in event.get("reason", "")]
+    assert born == [(10, 0), (10, 1)] and cycle["living_before"] == [4, 4]
+    assert not sleep_of(session).living.pending
+
+
 def test_the_controller_reaches_the_births_of_a_run() -> None:
     births = {}
     for name, threshold in (("always", 0.0), ("never", 1.0)):
