@@ -133,7 +133,14 @@ class Lifecycle:
         self.pending += changes
 
     def _decide(self, step: int) -> list[Change]:
-        """Close the interval that ends with `step`; one read from the device."""
+        statistics = self.close_interval(step)
+        return decide(
+            statistics, self.next_table(step + 1), self.cycle, step=step, least=self.config.least_living,
+            threshold=self.threshold,
+        )  # fmt: skip
+
+    def close_interval(self, step: int) -> list[LayerStatistics]:
+        """Count the uses of the interval that ends with `step`, and begin another; one read from the device."""
         values, start, statistics = self._window.tolist(), 0, []
         self._window = torch.zeros_like(self._window)
         rows = []
@@ -155,10 +162,7 @@ class Lifecycle:
             )  # fmt: skip
         self.similarity = [{} for _ in statistics]
         self.table = self.table.count_uses(rows, step=step, least_share=self.cycle.prune.least_share)
-        return decide(
-            statistics, self.next_table(step + 1), self.cycle, step=step, least=self.config.least_living,
-            threshold=self.threshold,
-        )  # fmt: skip
+        return statistics
 
     def _change(self, step: int, workers: int, total: int) -> None:
         """Do the pending changes, if all workers have the same."""

@@ -168,6 +168,7 @@ class SleepCycle:
     def run(self, step: int, training: TrainingStep) -> CycleRecord:
         """Run a cycle. Collective: every worker runs it on the same rows, and ends with rank 0's weights."""
         begin, self.cycles = time.perf_counter(), self.cycles + 1
+        self.living.close_interval(step)  # a cycle prunes by the uses until now, and slots may change hands in it
         self.living.carry_out(step)  # what was decided a moment ago; the tables are compared after the cycle
         model = ReplayedModel(training, self.living, self.layers, step)
         found = CycleRecord(step, self.cycles, living_before=self._living())

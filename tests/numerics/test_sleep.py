@@ -321,6 +321,19 @@ def test_a_dormant_expert_is_pruned_in_a_cycle_down_to_the_minimum() -> None:
     assert [(event["step"], event["count"]) for event in pruned] == [(24, 2), (24, 2)]
 
 
+def test_a_cycle_between_two_decisions_prunes_no_expert_in_use_and_counts_each_row_once() -> None:
+    session = session_of(
+        replay={"every": 24}, every=30, prune={"idle_steps": 20, "least_share": 0.05}, min_experts=2,
+        merge={"similarity": None}, birth={"uncertainty": 1.0}, steps=30, max_experts=3,
+    )  # fmt: skip
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    assert cycle["pruned"] == 0 and cycle["living_after"] == [3, 3]
+    for rows in sleep_of(session).living.table.layers:
+        assert sum(row.uses for row in rows) == 30 * 32 * 2
+        assert {row.used for row in rows} <= {24, 30}
+
+
 @pytest.mark.covers("SLP-10")
 @pytest.mark.parametrize(("better", "stays"), [(0.5, False), (2.0, True)])
 def test_a_specialist_stays_only_where_it_lowers_the_loss_by_the_margin(
