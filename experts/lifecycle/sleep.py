@@ -414,7 +414,9 @@ class SleepCycle:
         births = sum(next_id - self._first for next_id in self.living.table.next_ids)
         now = self.living.threshold if self.living.threshold is not None else self.config.birth.uncertainty
         steps = (found.step - self._before) * len(self.routers)
-        if now > 0:  # at 0 a layer is filled whatever the router says
+        layers = range(len(self.routers))
+        room = any(len(self.living.table.ids(layer)) < (self.config.max_experts or 0) for layer in layers)
+        if now > 0 and room:  # at 0 a layer is filled whatever the router says; a full one has no births to steer
             self.living.threshold = next_threshold(now, births=births - self.births_before, steps=steps)
         self.births_before, found.threshold = births, self.living.threshold
 

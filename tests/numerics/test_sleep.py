@@ -111,6 +111,18 @@ def test_the_birth_threshold_keeps_births_in_their_band() -> None:
     assert all(0.5 <= rate <= 10 for rate in rates[-20:])
 
 
+@pytest.mark.parametrize(("most", "moves"), [(3, False), (4, True)])
+def test_the_threshold_stays_while_no_layer_has_room(most: int, moves: bool) -> None:
+    session = session_of(
+        max_experts=most, birth={"uncertainty": 0.9, "cooldown_steps": 1_000}, merge={"similarity": None},
+        prune={"idle_steps": None}, every=1_000, steps=12,
+    )  # fmt: skip
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    assert cycle["born"] == 0 and cycle["living_after"] == [3, 3]
+    assert (cycle["threshold"] is not None) is moves
+
+
 def test_a_birth_that_is_decided_in_the_step_of_a_cycle_happens_before_it() -> None:
     session = session_of(
         replay={"every": 10, "lr": 1e-6}, every=10, birth={"uncertainty": 0.0, "cooldown_steps": 1}, steps=10,
