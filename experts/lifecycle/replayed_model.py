@@ -6,6 +6,7 @@ can be restored. Every member does so to its own copy.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,13 +42,22 @@ class Recorder:
     def __call__(self, module: nn.Module, batch: Batch, **given: Any) -> LossOutput:
         """The loss, as without it."""
         if module.training and not self.asleep:
-            self.rows = {name: value[:ROWS_A_STEP] for name, value in batch.items() if isinstance(value, Tensor)}
+            known = _inputs(module, batch)
+            self.rows = {name: value[:ROWS_A_STEP] for name, value in known.items() if isinstance(value, Tensor)}
         return self._loss(module, batch, **given)
 
     def take(self) -> dict[str, Tensor] | None:
         """The rows since the last call."""
         rows, self.rows = self.rows, None
         return rows
+
+
+def _inputs(module: nn.Module, batch: Batch) -> Batch:
+    """The labels and the columns that `module.forward` takes: a replay calls it with them by name."""
+    takes = inspect.signature(module.forward).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        return batch
+    return {name: value for name, value in batch.items() if name in takes or name == "labels"}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ CYCLE = {
 
 def session_of(
     *, replay: dict[str, Any] | None = None, workers: Workers | None = None, steps: int = 60, model: str = "mlp",
-    top_k: int = 2, lr: float = 0.003, graph_routing: float = 0.0, noise: float = 0.0, **cycle: Any,
+    top_k: int = 2, lr: float = 0.003, graph_routing: float = 0.0, noise: float = 0.0,
+    extra: dict[str, torch.Tensor] | None = None, **cycle: Any,
 ) -> Session:  # fmt: skip
     torch.manual_seed(5)
     section = {**CYCLE, **cycle, "replay": {**REPLAY, **(replay or {})}}
@@ -36,7 +37,7 @@ def session_of(
                "graph_routing": graph_routing, "noise": noise}  # fmt: skip
     sizes: dict[str, Any] = {"builder": "experts.models:moe_mlp", "width": 16, "layers": 2, "num_features": 12,
                              "num_classes": 4}  # fmt: skip
-    rows = class_rows(1_000)
+    rows = {**class_rows(1_000), **(extra or {})}
     if model == "gpt":
         sizes = {"builder": "experts.models:moe_gpt", "layers": 2, "heads": 2, "width": 16, "context": 12,
                  "vocab_size": 31, "dropout": 0.1}  # fmt: skip
@@ -177,6 +178,15 @@ def test_a_cycle_replays_kept_rows_and_leaves_one_complete_record(model: str, ta
     kept = sleep_of(session).reservoir
     assert ("teacher_logits" in kept.columns) == (targets == "teacher")
     assert kept.uncertainty().max() <= 1 and kept.uncertainty().min() >= 0
+
+
+@pytest.mark.parametrize("targets", ["labels", "teacher"])
+def test_a_column_that_the_model_does_not_take_is_not_kept(targets: str) -> None:
+    session = session_of(extra={"weight_of_row": torch.ones(1_000)}, replay={"targets": targets}, steps=12)
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    assert cycle["rows"] == 96
+    assert set(sleep_of(session).reservoir.columns) - {"teacher_logits"} == {"x", "labels"}
 
 
 @pytest.mark.covers("SLP-04")
