@@ -86,6 +86,15 @@ def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.view(len(labels), -1).sum(1) / counted
 
 
+def _divergence(logits: Tensor, goal: Tensor, labels: Tensor) -> Tensor:
+    """How far an answer is from the teacher's: of classes where there is a label, or the squared error of numbers."""
+    if not is_integer(labels):
+        return F.mse_loss(logits, goal)
+    counted = labels.flatten() != IGNORED_LABEL
+    own, theirs = (one.log_softmax(-1).flatten(0, -2)[counted] for one in (logits, goal))
+    return F.kl_div(own, theirs, log_target=True, reduction="sum") / counted.sum().clamp(min=1)
+
+
 def row_uncertainty(losses_B: Tensor) -> Tensor:
     """How unsure a model is of each row, 0 to 1: one minus the probability (geometric mean) of its labels."""
     return 1.0 - torch.exp(-losses_B)
@@ -190,8 +199,7 @@ class ReplayedModel:
         training = self.training
         training.gradients.zero_()
         answer = answer_of(training, part)
-        own, theirs = answer.logits.float().log_softmax(-1), goal.log_softmax(-1)
-        loss = F.kl_div(own.flatten(0, -2), theirs.flatten(0, -2), log_target=True, reduction="batchmean")
+        loss = _divergence(answer.logits.float(), goal, part["labels"])
         total = loss if answer.aux is None else loss + answer.aux
         training.gradients.attach()
         training.scale.scale(total).backward()

@@ -10,7 +10,7 @@ import torch
 from gang import run_gang
 from lab import Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 
-from experts.lifecycle.replayed_model import row_losses, row_uncertainty
+from experts.lifecycle.replayed_model import ReplayedModel, answer_of, row_losses, row_uncertainty
 from experts.lifecycle.sleep import SleepCycle, next_threshold, steps_to_next
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
@@ -214,6 +214,40 @@ def test_replay_lowers_the_loss_on_old_rows_that_were_held_out(seed: int, target
         with torch.no_grad():
             losses[every] = float(loss(session.trainable.module, held_out).loss)
     assert losses[15] < (0.9 if targets == "labels" else 1.0) * losses[10_000], losses
+
+
+def _taught(labels: torch.Tensor, teacher: torch.Tensor, *, steps: int = 1) -> tuple[list[torch.Tensor], float]:
+    """The weights after some replays towards a teacher, and the squared error of the answers that are left."""
+    session = session_of()
+    sleep, held = sleep_of(session), {"x": class_rows(64)["x"], "labels": labels}
+    model = ReplayedModel(session.step, sleep.living, sleep.layers, 1)
+    for group in session.optimizers[0].param_groups:
+        group["lr"] = 0.003
+    for _ in range(steps):
+        model.replay(held, teacher, lr=0.003, size=64)
+    session.trainable.module.eval()
+    with torch.no_grad():
+        answers = answer_of(session.step, held).logits
+    return [one.detach().clone() for one in session.trainable.module.parameters()], float(
+        (answers - teacher).square().mean()
+    )
+
+
+def test_a_teacher_of_numbers_is_followed_in_its_numbers() -> None:
+    teacher = torch.full((64, 4), 2.0)  # as probabilities of classes it says nothing
+    labels = torch.zeros(64, 4)
+    assert _taught(labels, teacher, steps=100)[1] < 0.5 * _taught(labels, teacher, steps=0)[1]
+
+
+def test_a_teacher_is_not_followed_where_there_is_no_label() -> None:
+    labels = class_rows(64)["labels"].clone()
+    labels[:16] = -100
+    teachers = [torch.randn(64, 4, generator=torch.Generator().manual_seed(1)) for _ in range(3)]
+    teachers[1][:16] *= -9.0
+    teachers[2][16:] *= -9.0
+    plain, masked, counted = (_taught(labels, teacher)[0] for teacher in teachers)
+    assert all(torch.equal(a, b) for a, b in zip(plain, masked, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(plain, counted, strict=True))
 
 
 def _batches(rows: dict[str, torch.Tensor], number: int, *, times: int) -> list[dict[str, torch.Tensor]]:
