@@ -152,7 +152,14 @@ class Lifecycle:
         self.pending += changes
 
     def _decide(self, step: int) -> list[Change]:
-        """Close the interval that ends with `step`; one read from the device."""
+        statistics = self.close_interval(step)
+        return decide(
+            statistics, self.next_table(step + 1), self.cycle, step=step, least=self.config.least_living,
+            threshold=self.threshold,
+        )  # fmt: skip
+
+    def close_interval(self, step: int) -> list[LayerStatistics]:
+        """Count the uses of the interval that ends with `step`, and begin another; one read from the device."""
         values, start, statistics = self._window.tolist(), 0, []
         self._window = torch.zeros_like(self._window)
         rows = []
@@ -174,16 +181,20 @@ class Lifecycle:
             )  # fmt: skip
         self.similarity = [{} for _ in statistics]
         self.table = self.table.count_uses(rows, step=step, least_share=self.cycle.prune.least_share)
-        return decide(
-            statistics, self.next_table(step + 1), self.cycle, step=step, least=self.config.least_living,
-            threshold=self.threshold,
-        )  # fmt: skip
+        return statistics
 
     def _change(self, step: int, workers: int, total: int) -> None:
-        """Do the pending changes in what this worker holds."""
+        """Do the pending changes, if all workers have the same."""
+        if total != workers * self.next_table(step).hash():
+            raise TableMismatch(f"step {step}: the tables of experts of {workers} workers differ after {self.pending}")
+        self.carry_out(step)
+
+    @torch.no_grad()
+    def carry_out(self, step: int) -> None:
+        """Do the pending changes in what this worker holds; does nothing where there are none."""
         changes, after = self.pending, self.next_table(step)
-        if total != workers * after.hash():
-            raise TableMismatch(f"step {step}: the tables of experts of {workers} workers differ after {changes}")
+        if not changes:
+            return
         if self.local:
             experts = LocalExperts(self.experts, self._optimizers)
             change_experts(experts, changes, self.table, step=step, held=lambda _key: True, fetched={})

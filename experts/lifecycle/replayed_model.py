@@ -6,6 +6,7 @@ can be restored. Every member does so to its own copy.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,13 +42,22 @@ class Recorder:
     def __call__(self, module: nn.Module, batch: Batch, **given: Any) -> LossOutput:
         """The loss, as without it."""
         if module.training and not self.asleep:
-            self.rows = {name: value[:ROWS_A_STEP] for name, value in batch.items() if isinstance(value, Tensor)}
+            known = _inputs(module, batch)
+            self.rows = {name: value[:ROWS_A_STEP] for name, value in known.items() if isinstance(value, Tensor)}
         return self._loss(module, batch, **given)
 
     def take(self) -> dict[str, Tensor] | None:
         """The rows since the last call."""
         rows, self.rows = self.rows, None
         return rows
+
+
+def _inputs(module: nn.Module, batch: Batch) -> Batch:
+    """The labels and the columns that `module.forward` takes: a replay calls it with them by name."""
+    takes = inspect.signature(module.forward).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        return batch
+    return {name: value for name, value in batch.items() if name in takes or name == "labels"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,15 @@ def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
                              reduction="none").view(labels.shape)  # fmt: skip
     counted = (labels != IGNORED_LABEL).view(len(labels), -1).sum(1).clamp(min=1)
     return losses.view(len(labels), -1).sum(1) / counted
+
+
+def _divergence(logits: Tensor, goal: Tensor, labels: Tensor) -> Tensor:
+    """How far an answer is from the teacher's: of classes where there is a label, or the squared error of numbers."""
+    if not is_integer(labels):
+        return F.mse_loss(logits, goal)
+    counted = labels.flatten() != IGNORED_LABEL
+    own, theirs = (one.log_softmax(-1).flatten(0, -2)[counted] for one in (logits, goal))
+    return F.kl_div(own, theirs, log_target=True, reduction="sum") / counted.sum().clamp(min=1)
 
 
 def row_uncertainty(losses_B: Tensor) -> Tensor:
@@ -180,8 +199,7 @@ class ReplayedModel:
         training = self.training
         training.gradients.zero_()
         answer = answer_of(training, part)
-        own, theirs = answer.logits.float().log_softmax(-1), goal.log_softmax(-1)
-        loss = F.kl_div(own.flatten(0, -2), theirs.flatten(0, -2), log_target=True, reduction="batchmean")
+        loss = _divergence(answer.logits.float(), goal, part["labels"])
         total = loss if answer.aux is None else loss + answer.aux
         training.gradients.attach()
         training.scale.scale(total).backward()

@@ -7,10 +7,11 @@ Every worker runs the same cycle on the same rows, so that nothing has to be agr
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ from experts.lifecycle.replayed_model import (
     answer_of,
     row_uncertainty,
 )
-from experts.lifecycle.table import Change
+from experts.lifecycle.table import Change, TableMismatch
 from raytrain.train.step import TrainingStep
 from raytrain.trainable import Batch, Notice, in_eval, rows
 
@@ -167,17 +168,20 @@ class SleepCycle:
     def run(self, step: int, training: TrainingStep) -> CycleRecord:
         """Run a cycle. Collective: every worker runs it on the same rows, and ends with rank 0's weights."""
         begin, self.cycles = time.perf_counter(), self.cycles + 1
-        self.living.pending = []  # what was decided a moment ago, before the replay
+        self.living.close_interval(step)  # a cycle prunes by the uses until now, and slots may change hands in it
+        self.living.carry_out(step)  # what was decided a moment ago; the tables are compared after the cycle
         model = ReplayedModel(training, self.living, self.layers, step)
         found = CycleRecord(step, self.cycles, living_before=self._living())
         self.recorder.asleep = True
         # hooks look into layers; torch's compiler takes two seconds to import where nothing is compiled
         compiles = "torch._dynamo" in sys.modules
-        with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+        with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), self._one_generator(training):
             self._sleep(model, found)
         self.recorder.asleep = False
         self.recorder.take()
         self._set_priors()
+        if len(set(training.workers.all_gather_object(self.living.table.hash()))) > 1:
+            raise TableMismatch(f"step {step}: the tables of experts differ after sleep cycle {self.cycles}")
         training.workers.broadcast(list(training.trainable.module.parameters()))
         self._before = step
         found.living_after = self._living()
@@ -188,6 +192,15 @@ class SleepCycle:
         found.kept_rows, found.kept_bytes = len(self.reservoir), self.reservoir.bytes
         found.seconds = time.perf_counter() - begin
         return found
+
+    @contextmanager
+    def _one_generator(self, training: TrainingStep) -> Iterator[None]:
+        """Draw the same noise and dropout on every worker; afterwards each goes on with its own generator."""
+        device, text = training.device, f"{self.living.table.seed} sleep {self.cycles}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            yield
 
     def _sleep(self, model: ReplayedModel, found: CycleRecord) -> None:
         config, device = self.replay_config, model.training.device
@@ -401,7 +414,9 @@ class SleepCycle:
         births = sum(next_id - self._first for next_id in self.living.table.next_ids)
         now = self.living.threshold if self.living.threshold is not None else self.config.birth.uncertainty
         steps = (found.step - self._before) * len(self.routers)
-        if now > 0:  # at 0 a layer is filled whatever the router says
+        layers = range(len(self.routers))
+        room = any(len(self.living.table.ids(layer)) < (self.config.max_experts or 0) for layer in layers)
+        if now > 0 and room:  # at 0 a layer is filled whatever the router says; a full one has no births to steer
             self.living.threshold = next_threshold(now, births=births - self.births_before, steps=steps)
         self.births_before, found.threshold = births, self.living.threshold
 

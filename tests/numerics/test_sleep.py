@@ -10,7 +10,7 @@ import torch
 from gang import run_gang
 from lab import Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 
-from experts.lifecycle.replayed_model import row_losses, row_uncertainty
+from experts.lifecycle.replayed_model import ReplayedModel, answer_of, row_losses, row_uncertainty
 from experts.lifecycle.sleep import SleepCycle, next_threshold, steps_to_next
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
@@ -28,15 +28,16 @@ CYCLE = {
 
 def session_of(
     *, replay: dict[str, Any] | None = None, workers: Workers | None = None, steps: int = 60, model: str = "mlp",
-    top_k: int = 2, lr: float = 0.003, graph_routing: float = 0.0, **cycle: Any,
+    top_k: int = 2, lr: float = 0.003, graph_routing: float = 0.0, noise: float = 0.0,
+    extra: dict[str, torch.Tensor] | None = None, **cycle: Any,
 ) -> Session:  # fmt: skip
     torch.manual_seed(5)
     section = {**CYCLE, **cycle, "replay": {**REPLAY, **(replay or {})}}
     experts = {"num_experts": 3, "top_k": top_k, "hosts": 0, "hidden": 16, "lifecycle": section,
-               "graph_routing": graph_routing}  # fmt: skip
+               "graph_routing": graph_routing, "noise": noise}  # fmt: skip
     sizes: dict[str, Any] = {"builder": "experts.models:moe_mlp", "width": 16, "layers": 2, "num_features": 12,
                              "num_classes": 4}  # fmt: skip
-    rows = class_rows(1_000)
+    rows = {**class_rows(1_000), **(extra or {})}
     if model == "gpt":
         sizes = {"builder": "experts.models:moe_gpt", "layers": 2, "heads": 2, "width": 16, "context": 12,
                  "vocab_size": 31, "dropout": 0.1}  # fmt: skip
@@ -60,8 +61,8 @@ def cycles_of(reporter: Rows) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- when
 
 
-def slept(rank: int, world_size: int) -> dict[str, Any]:
-    session = session_of(workers=Workers())
+def slept(rank: int, world_size: int, noise: float) -> dict[str, Any]:
+    session = session_of(workers=Workers(), noise=noise)
     seen: list[int] = []
     sleep = sleep_of(session)
     run = sleep.run
@@ -70,18 +71,22 @@ def slept(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "steps": seen, "losses": reporter.losses, "table": sleep.living.table.to_json(),
         "weights": digest(session.trainable.module.state_dict()), "kept": digest(sleep.reservoir.state_dict()),
+        "moments": digest(optimizer_state(session)), "generator": digest(torch.get_rng_state()),
         "next": [cycle["next_step"] for cycle in cycles_of(reporter)],
     }  # fmt: skip
 
 
 @pytest.mark.covers("SLP-01", "SLP-14")
-def test_a_cycle_happens_in_the_scheduled_step_on_both_workers_and_leaves_them_equal() -> None:
-    first, second = run_gang(slept, world_size=2)
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_a_cycle_happens_in_the_scheduled_step_on_both_workers_and_leaves_them_equal(noise: float) -> None:
+    """Also where each worker draws noise of its own, before a cycle and after it."""
+    first, second = run_gang(slept, noise, world_size=2)
     assert len(first["steps"]) >= 3
     assert first["steps"] == second["steps"] == [12, *first["next"][:-1]], "the first one, and then as announced"
     assert first["next"] == second["next"] or not second["next"]
-    for name in ("weights", "kept", "table"):
+    for name in ("weights", "kept", "table", "moments"):
         assert first[name] == second[name], name
+    assert first["generator"] != second["generator"]
 
 
 @pytest.mark.covers("SLP-02")
@@ -105,6 +110,30 @@ def test_the_birth_threshold_keeps_births_in_their_band() -> None:
         rates.append(births)
         threshold = next_threshold(threshold, births=births, steps=1000)
     assert all(0.5 <= rate <= 10 for rate in rates[-20:])
+
+
+@pytest.mark.parametrize(("most", "moves"), [(3, False), (4, True)])
+def test_the_threshold_stays_while_no_layer_has_room(most: int, moves: bool) -> None:
+    session = session_of(
+        max_experts=most, birth={"uncertainty": 0.9, "cooldown_steps": 1_000}, merge={"similarity": None},
+        prune={"idle_steps": None}, every=1_000, steps=12,
+    )  # fmt: skip
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    assert cycle["born"] == 0 and cycle["living_after"] == [3, 3]
+    assert (cycle["threshold"] is not None) is moves
+
+
+def test_a_birth_that_is_decided_in_the_step_of_a_cycle_happens_before_it() -> None:
+    session = session_of(
+        replay={"every": 10, "lr": 1e-6}, every=10, birth={"uncertainty": 0.0, "cooldown_steps": 1}, steps=10,
+        merge={"similarity": None}, prune={"idle_steps": None},
+    )  # fmt: skip
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    born = [(event["step"], event["layer"]) for event in reporter.events if "most rows" in event.get("reason", "")]
+    assert born == [(10, 0), (10, 1)] and cycle["living_before"] == [4, 4]
+    assert not sleep_of(session).living.pending
 
 
 def test_the_controller_reaches_the_births_of_a_run() -> None:
@@ -151,6 +180,15 @@ def test_a_cycle_replays_kept_rows_and_leaves_one_complete_record(model: str, ta
     assert kept.uncertainty().max() <= 1 and kept.uncertainty().min() >= 0
 
 
+@pytest.mark.parametrize("targets", ["labels", "teacher"])
+def test_a_column_that_the_model_does_not_take_is_not_kept(targets: str) -> None:
+    session = session_of(extra={"weight_of_row": torch.ones(1_000)}, replay={"targets": targets}, steps=12)
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    assert cycle["rows"] == 96
+    assert set(sleep_of(session).reservoir.columns) - {"teacher_logits"} == {"x", "labels"}
+
+
 @pytest.mark.covers("SLP-04")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("targets", ["labels", "teacher"])
@@ -176,6 +214,40 @@ def test_replay_lowers_the_loss_on_old_rows_that_were_held_out(seed: int, target
         with torch.no_grad():
             losses[every] = float(loss(session.trainable.module, held_out).loss)
     assert losses[15] < (0.9 if targets == "labels" else 1.0) * losses[10_000], losses
+
+
+def _taught(labels: torch.Tensor, teacher: torch.Tensor, *, steps: int = 1) -> tuple[list[torch.Tensor], float]:
+    """The weights after some replays towards a teacher, and the squared error of the answers that are left."""
+    session = session_of()
+    sleep, held = sleep_of(session), {"x": class_rows(64)["x"], "labels": labels}
+    model = ReplayedModel(session.step, sleep.living, sleep.layers, 1)
+    for group in session.optimizers[0].param_groups:
+        group["lr"] = 0.003
+    for _ in range(steps):
+        model.replay(held, teacher, lr=0.003, size=64)
+    session.trainable.module.eval()
+    with torch.no_grad():
+        answers = answer_of(session.step, held).logits
+    return [one.detach().clone() for one in session.trainable.module.parameters()], float(
+        (answers - teacher).square().mean()
+    )
+
+
+def test_a_teacher_of_numbers_is_followed_in_its_numbers() -> None:
+    teacher = torch.full((64, 4), 2.0)  # as probabilities of classes it says nothing
+    labels = torch.zeros(64, 4)
+    assert _taught(labels, teacher, steps=100)[1] < 0.5 * _taught(labels, teacher, steps=0)[1]
+
+
+def test_a_teacher_is_not_followed_where_there_is_no_label() -> None:
+    labels = class_rows(64)["labels"].clone()
+    labels[:16] = -100
+    teachers = [torch.randn(64, 4, generator=torch.Generator().manual_seed(1)) for _ in range(3)]
+    teachers[1][:16] *= -9.0
+    teachers[2][16:] *= -9.0
+    plain, masked, counted = (_taught(labels, teacher)[0] for teacher in teachers)
+    assert all(torch.equal(a, b) for a, b in zip(plain, masked, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(plain, counted, strict=True))
 
 
 def _batches(rows: dict[str, torch.Tensor], number: int, *, times: int) -> list[dict[str, torch.Tensor]]:
@@ -303,6 +375,19 @@ def test_a_dormant_expert_is_pruned_in_a_cycle_down_to_the_minimum() -> None:
     assert 0 < cycle["pruned_share"] < 2, "the router's mass on them"
     pruned = [event for event in reporter.events if event["kind"] == "expert_pruned"]
     assert [(event["step"], event["count"]) for event in pruned] == [(24, 2), (24, 2)]
+
+
+def test_a_cycle_between_two_decisions_prunes_no_expert_in_use_and_counts_each_row_once() -> None:
+    session = session_of(
+        replay={"every": 24}, every=30, prune={"idle_steps": 20, "least_share": 0.05}, min_experts=2,
+        merge={"similarity": None}, birth={"uncertainty": 1.0}, steps=30, max_experts=3,
+    )  # fmt: skip
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    assert cycle["pruned"] == 0 and cycle["living_after"] == [3, 3]
+    for rows in sleep_of(session).living.table.layers:
+        assert sum(row.uses for row in rows) == 30 * 32 * 2
+        assert {row.used for row in rows} <= {24, 30}
 
 
 @pytest.mark.covers("SLP-10")
