@@ -282,7 +282,7 @@ def test_states_and_statistics_follow_the_ids_through_fifty_random_changes(seed:
         change = change_of(table, kind, layer, tuple(chosen))
         if kind == "merge":
             change = replace(change, share=1.0)
-        experts = LocalExperts(lifecycle._experts, session.optimizers)
+        experts = LocalExperts(lifecycle.experts, session.optimizers)
         change_experts(experts, [change], table, step=step, held=lambda _: True, fetched={})
         change_router(layers[layer].router, session.optimizers, change, table, step=step)
         if kind != "birth":
@@ -329,7 +329,7 @@ def test_a_merge_is_the_mean_of_weights_and_moments_weighted_by_uses() -> None:
     share = uses[survivor] / (uses[1] + uses[3])
     assert survivor == 1 and 0.5 < share < 1
     one, other = ([value.clone() for value in rows_of(session, layer, slot)] for slot in (survivor, gone))
-    experts = LocalExperts(lifecycle._experts, session.optimizers)
+    experts = LocalExperts(lifecycle.experts, session.optimizers)
     change_experts(experts, [change], table, step=5, held=lambda _: True, fetched={})
     change_router(layer.router, session.optimizers, change, table, step=5)
     for now, first, second in zip(rows_of(session, layer, survivor), one, other, strict=True):

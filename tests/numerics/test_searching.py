@@ -12,6 +12,7 @@ from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 from torch import Tensor, nn
 
+from raytrain import accelerator
 from raytrain.autotune.batch_decision import BatchDecision, decide
 from raytrain.autotune.batch_search import next_proposals
 from raytrain.autotune.batch_space import BatchSpace, SearchResults, sizes_dividing
@@ -22,7 +23,6 @@ from raytrain.autotune.startup import measure_precision
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.report.plots import figure
 from raytrain.report.sweep import batch_spec
-from raytrain.train import device
 from raytrain.train.session import Session
 
 
@@ -100,7 +100,7 @@ def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times
     off: float, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """8 to 128 rows in fp32 and bf16: 64 rows have 0.99 of the throughput of 128, 32 have 0.967, 16 have 0.93."""
-    monkeypatch.setattr(device, "time", CLOCK)
+    monkeypatch.setattr(accelerator, "time", CLOCK)
     session = paced({torch.bfloat16: off}, {torch.bfloat16: 0.5})
     space = BatchSpace(("bf16", "fp32"), (8, 16, 32, 64, 128), 128, 1 << 40)
     decision, measurements = searched(session, space)
@@ -122,7 +122,7 @@ def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times
 @pytest.mark.covers("PERF-08")
 def test_the_curve_rises_with_the_micro_batch_and_the_picture_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass costs 6 ms whatever its size, so that a larger one computes more rows per second, up to the knee."""
-    monkeypatch.setattr(device, "time", CLOCK)
+    monkeypatch.setattr(accelerator, "time", CLOCK)
     sizes = (8, 16, 32, 64, 128)
     space = BatchSpace(("fp32",), sizes, 128, 1 << 40)
     decision, _ = searched(paced({}, {}), space)
@@ -159,7 +159,7 @@ def test_of_three_precisions_one_is_refused_and_the_others_still_compete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """In a search, and as the start of a run chooses."""
-    monkeypatch.setattr(device, "time", CLOCK)
+    monkeypatch.setattr(accelerator, "time", CLOCK)
     shares = {BF16: SHARES["bf16"], FP16: SHARES["fp16"]}
     names = ("bf16", "fp16", "fp32")
     others = tuple(name for name in names if name != refused)
