@@ -28,8 +28,8 @@ from raytrain.checkpoint.reader import list_checkpoints, read_manifest
 from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
 from raytrain.data.rows.batches import check_budget
-from raytrain.data.rows.contract import Source
-from raytrain.data.rows.map_style import observed_facts
+from raytrain.data.rows.contract import Source, Split
+from raytrain.data.rows.map_style import DatasetSplit, generators_kept, observed_facts, spread_rows
 from raytrain.data.sources.in_memory import check_kind
 from raytrain.data.sources.open import check_label, read_on_driver, source_from_driver
 from raytrain.errors import CheckpointError, InputError, first_line
@@ -256,6 +256,8 @@ def check_on_driver(
     with users_errors(partial(data_key, spec), "while the data was opened"):
         source = source_from_driver(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
         check_budget(source.train, source.eval, spec.data.tokens_per_batch)
+        if spec.experts.lifecycle.replay.bytes is not None:
+            check_one_length(source.train)
         shapes = source_facts(source)
     trainable, where = build(spec, shapes)
     check_module(trainable, key=spec.model.origin, strategy=spec.scale.strategy)
@@ -294,6 +296,30 @@ def check_on_driver(
     data_facts = observed_facts(source.facts, source.train)
     handed, notes = sent or source.worker_data, (found.skipped, found.unanswered, found.split)
     return Checked(source, handed, model_facts, data_facts, shapes, *notes)
+
+
+ITEMS_COMPARED = 16
+
+
+def check_one_length(train: Split) -> None:
+    """Check that rows can be kept for replay: that all have one shape. Of a dataset of items a sample is read.
+
+    Raises:
+        InputError: rows differ in length, or items in shape.
+    """
+    order = train.eval_order()
+    lengths = train.lengths(order)
+    seen = [] if lengths is None else [f"{tokens} tokens" for tokens in sorted({*lengths.tolist()})]
+    if lengths is None and isinstance(train, DatasetSplit) and len(train):
+        with generators_kept():
+            sample = [train.gather(order[[row]]) for row in spread_rows(len(train), ITEMS_COMPARED)]
+        shapes = [sorted({tuple(row[name].shape[1:]) for row in sample}) for name in sample[0]]
+        seen = [f"shape {shape}" for shape in max(shapes, key=len)]
+    if len(seen) > 1:
+        raise InputError(
+            "experts.lifecycle.replay.bytes", got=f"rows of {seen[0]} and of {seen[-1]}", expected="rows of one shape",
+            remedy="pad them to one length in data.source, or leave the key out: nothing is replayed then",
+        )  # fmt: skip
 
 
 def check_fits(module: nn.Module, run: RunFolder) -> None:
