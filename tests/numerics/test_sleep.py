@@ -520,7 +520,7 @@ def test_a_run_resumed_around_a_cycle_is_the_unbroken_one_bit_for_bit(tmp_path: 
 
 
 def test_without_replay_no_row_is_kept_and_nothing_is_hooked_in() -> None:
-    section = {name: value for name, value in CYCLE.items() if name != "replay"}
+    section = {name: value for name, value in CYCLE.items() if name not in ("replay", "merge")}
     session = make_session(
         {"builder": "experts.models:moe_mlp", "width": 16, "layers": 2, "num_features": 12, "num_classes": 4},
         {"train": class_rows(200), "eval_fraction": 0.0},
