@@ -201,12 +201,30 @@ class Lifecycle:
         before = self.table
         for change in changes:
             table = before.after([change], step=step)
+            self.clear(change, before)
             change_router(self.loads.routers[change.layer], self._optimizers, change, before, step=step)
             self.announce(change, table, step=step)
             before = table
         self.table, self.pending = after, []
         if self.took is not None:
             self.took(changes)
+
+    def clear(self, change: Change, table: ExpertTable) -> None:
+        """Have the statistics of slots follow a change: an expert that goes leaves none to the next one in its slot,
+        and its rows are its survivor's after a merge. `table` is that of before the change."""
+        if change.kind not in ("merge", "prune"):
+            return
+        layer, start = change.layer, sum(self.loads.sizes[: change.layer])
+        gone, first = (start + table.slot(layer, expert) for expert in (change.ids[-1], change.ids[0]))
+        window, used = self._window.clone(), self.loads.used.clone()  # a checkpoint may still read the old ones
+        if change.kind == "merge":
+            window[first] += window[gone]
+            used[first] = torch.maximum(used[first], used[gone])
+        else:  # the doubt of its tokens goes too, so that the mean stays
+            total = window[start : start + self.loads.sizes[layer] - 1].sum().clamp(min=1)
+            window[self._size + layer] *= 1 - window[gone] / total
+        window[gone] = used[gone] = 0.0
+        self._window, self.loads.used = window, used
 
     def announce(self, change: Change, table: ExpertTable, *, step: int) -> None:
         """Have an event written for a change; `table` is that of after it."""

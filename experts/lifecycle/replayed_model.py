@@ -135,13 +135,14 @@ class ReplayedModel:
         """Carry out a change."""
         optimizers, table = self.training.optimizers, self.living.table
         states = LocalExperts(self.layers, optimizers)
+        self.living.clear(change, table)
         change_experts(states, [change], table, step=self.step, held=lambda key: True, fetched={})
         change_router(self.routers[change.layer], optimizers, change, table, step=self.step)
         self.living.table = table.after([change], step=self.step)
 
     def save(self) -> Callable[[], None]:
         """Remember weights, buffers, optimizer state and table; returns what restores them."""
-        table = self.living.table
+        table, used = self.living.table, self.living.loads.used
         with torch.no_grad():
             held = [(value, value.clone()) for value in self.training.trainable.module.state_dict().values()]
             states = [
@@ -160,7 +161,7 @@ class ReplayedModel:
                         state[name].copy_(value)
                     else:
                         state[name] = value
-            self.living.table = table
+            self.living.table, self.living.loads.used = table, used
 
         return restore
 

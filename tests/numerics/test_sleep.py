@@ -12,6 +12,7 @@ from lab import Rows, class_rows, digest, make_session, optimizer_state, token_r
 
 from experts.lifecycle.replayed_model import ReplayedModel, answer_of, row_losses, row_uncertainty
 from experts.lifecycle.sleep import SleepCycle, next_threshold, steps_to_next
+from experts.lifecycle.table import Change
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
@@ -434,6 +435,21 @@ def test_the_learning_rate_of_a_specialist_reaches_the_optimizer() -> None:
     assert min(rate for rates in cycle["rates"] for rate in rates.values()) < 1.0
     moved = [float((sleep.layers[0].w1[slot].detach() - before[slot]).abs().max()) for slot in range(3)]
     assert moved[1] == 0.0 and min(moved[0], moved[2]) > 0.0
+
+
+def test_the_statistics_of_a_slot_end_with_its_expert() -> None:
+    session = session_of(replay={"every": 100}, every=100, steps=8)
+    train(session)
+    living = sleep_of(session).living
+    before = living.rows_since()
+    assert all(before[layer][slot] > 0 for layer in range(2) for slot in range(3))
+    living.request([Change("prune", 0, (1,), ""), Change("merge", 1, (0, 2), "")])
+    living.carry_out(8)
+    after = living.rows_since()
+    assert after[0][:3] == [before[0][0], 0.0, before[0][2]]
+    assert after[1][:3] == [before[1][0] + before[1][2], before[1][1], 0.0]
+    E = len(before[0]) + 1
+    assert living.loads.used[1] == living.loads.used[E + 2] == 0 and living.loads.used[E] == 8
 
 
 # ---------------------------------------------------------------- the graph
