@@ -165,7 +165,9 @@ def attach_lifecycle(trainable: Trainable, lifecycle: Lifecycle) -> None:
 
 def attach_sleep(trainable: Trainable, lifecycle: Lifecycle) -> None:
     """Have the model keep rows and replay them (`experts.lifecycle.replay`); its experts are in this process."""
-    recorder = Recorder(trainable.loss)
+    limit = lifecycle.cycle.replay.bytes
+    assert limit is not None
+    recorder = Recorder(trainable.loss, limit)
     cycle = SleepCycle(lifecycle, recorder)
     lifecycle.took, before = cycle.took, trainable.state_parts
     assert before is not None

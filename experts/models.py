@@ -178,6 +178,7 @@ def moe_layer(
         noise=experts.noise,
         temperature=experts.temperature,
         living=first_experts(experts) if experts.lifecycle.enabled else None,
+        prior=experts.graph_routing > 0,
     )
     kind = {"activation": experts.activation, "bias": experts.bias, "residual_scale": residual_scale}
     shared = None

@@ -69,14 +69,17 @@ class TopKRouter(nn.Module):
         living: experts 0 to `living` - 1 are open and the others closed, until `open_E` is changed; None = all are
             open, and stay so. A closed expert is as one that does not exist: its logit is minus infinity, and losses,
             capacity and the bias are those of a router for the open ones.
+        prior: keep `prior_EE`, for selection only, as the bias: [i, j] is what j gains from the score of i
+            (`experts.graph_routing`).
 
     The bias is added for selection only and moves at a commit, from the step's global counts. State kept in
-    checkpoints: `bias_E`, `shares_E` (the last committed step's) and `open_E`; pending counts are not.
+    checkpoints: `bias_E`, `shares_E` (the last committed step's), `open_E` and `prior_EE`; pending counts are not.
     """
 
     bias_E: Tensor
     shares_E: Tensor
     open_E: Tensor | None
+    prior_EE: Tensor | None
     pending_counts: Tensor
 
     def __init__(
@@ -97,6 +100,7 @@ class TopKRouter(nn.Module):
         noise: float = 0.0,
         temperature: float = 1.0,
         living: int | None = None,
+        prior: bool = False,
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
@@ -114,6 +118,7 @@ class TopKRouter(nn.Module):
         first = torch.full((num_experts,), 1 / num_experts) if open_E is None else open_E / open_E.sum()
         self.register_buffer("shares_E", first)
         self.register_buffer("open_E", open_E)
+        self.register_buffer("prior_EE", torch.zeros(num_experts, num_experts) if prior else None)
         # after the experts drops, and with `living` the tokens' uncertainty; int64, so that sums over ranks are exact
         # and casts leave it alone
         pending = torch.zeros(num_experts + (1 if living is None else 2), dtype=torch.int64)
@@ -121,8 +126,6 @@ class TopKRouter(nn.Module):
         self.forced: list[int] | None = None
         """For measurements: experts that all tokens go to, regardless of the scores: the first `top_k`, or, with a
         capacity, all in turn."""
-        self.prior_EE: Tensor | None = None
-        """For selection only, as the bias: [i, j] is what j gains from the score of i (`experts.graph_routing`)."""
         self.traced = False
         self.seen: tuple[Tensor, Tensor, Tensor | None] | None = None
         """If `traced`: indices_BSK, weights_BSK and valid_BS of the first training forward after a reset to None."""
@@ -451,6 +454,22 @@ class LoadTracker:
         done = counts.double() * ~torch.as_tensor(skipped, device=counts.device)
         self.window = self.window.to(done.device) + done
         self.used = torch.where(done > 0, float(self.step), self.used.to(done.device))
+
+    def forget(self, layer: int, slot: int, *, heir: int | None) -> None:
+        """End the statistics of a slot whose expert goes: they become those of the slot `heir`, if there is one."""
+        start = sum(self.sizes[:layer])
+        gone, kept = start + slot, None if heir is None else start + heir
+        window, used = self.window.clone(), self.used.clone()  # a checkpoint may still read the old ones
+        average = [part.clone() for part in self.average]
+        if kept is not None and heir is not None:
+            window[kept] += window[gone]
+            used[kept] = torch.maximum(used[kept], used[gone])
+            if average:
+                average[layer][heir] += average[layer][slot]
+        window[gone] = used[gone] = 0.0
+        if average:
+            average[layer][slot] = 0.0
+        self.window, self.used, self.average = window, used, average
 
     def state_dict(self) -> dict[str, Tensor]:
         """For a checkpoint."""

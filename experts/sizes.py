@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from cluster.devices.inventory import Device
+from cluster.wording import size as size_text
 from experts.config import DEFAULT_EXPERTS, ExpertsConfig, LayerShape, row_work, weight_shapes
 from experts.placement.policy import MEMORY_SHARE, PlacementRules, costs_of_sizes, place_first
 from experts.placement.values import Costs, ExpertCost, HostSpec, equal_hosts
@@ -281,6 +282,7 @@ def expert_part(layers: int, width: int, experts: ExpertsConfig, *, tokens: int)
         rows_per_sample=experts.top_k * tokens,
         kept_bytes_per_row=round(FLOAT_BYTES * (width + KEPT[experts.activation] * hidden)),
         note=_lifecycle_note(experts),
+        replay_bytes=experts.lifecycle.replay.bytes or 0,
     )
 
 
@@ -290,10 +292,14 @@ def _lifecycle_note(experts: ExpertsConfig) -> str:
         return ""
     number = first_experts(experts)
     fewest = "experts" if experts.placement == "fewest" else "rows for its speed"
-    return (
+    note = (
         f"{number} in each layer at the start, then {experts.least_living} to {experts.lifecycle.max_experts}, with "
         f"room from the start; on hosts, a newcomer goes to one with room and the fewest {fewest}"
     )
+    if experts.lifecycle.replay.bytes is None:
+        return note
+    kept = size_text(experts.lifecycle.replay.bytes)
+    return f"{note}; each worker keeps up to {kept} of rows in host memory, and in a sleep cycle a copy of its state"
 
 
 def gate_bytes(width: int, number: int) -> int:

@@ -69,9 +69,11 @@ class Lifecycle:
         self._size = sum(loads.sizes)
         self._first: list[float | None] = [None] * number
         self._lowest = [1.0] * number
-        self._window = torch.zeros(self._size + number, dtype=torch.float64)
+        self.window = torch.zeros(self._size + number, dtype=torch.float64)
+        """Counts of all layers since the last decision, and behind them the uncertainty of each."""
         self._vote: tuple[int, Tensor] | None = None
-        self._notices: list[Notice] = []
+        self.pending_notices: list[Notice] = []
+        """Events that `notices` has not returned yet."""
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class Lifecycle:
         step = self.loads.step
         if counts is not None:
             done = counts[:-2].double() * ~torch.as_tensor(agreed.skip, device=counts.device)
-            self._window = self._window.to(done.device) + done
+            self.window = self.window.to(done.device) + done
             if self.pending:
                 self._change(step, *counts[-2:].tolist())
         wanted = [] if self.sleep is None else self.sleep(step)
@@ -160,8 +162,8 @@ class Lifecycle:
 
     def close_interval(self, step: int) -> list[LayerStatistics]:
         """Count the uses of the interval that ends with `step`, and begin another; one read from the device."""
-        values, start, statistics = self._window.tolist(), 0, []
-        self._window = torch.zeros_like(self._window)
+        values, start, statistics = self.window.tolist(), 0, []
+        self.window = torch.zeros_like(self.window)
         rows = []
         for layer, (router, size) in enumerate(zip(self.loads.routers, self.loads.sizes, strict=True)):
             own = [int(count) for count in values[start : start + size - 1]]
@@ -215,31 +217,31 @@ class Lifecycle:
         if change.kind not in ("merge", "prune"):
             return
         layer, start = change.layer, sum(self.loads.sizes[: change.layer])
-        gone, first = (start + table.slot(layer, expert) for expert in (change.ids[-1], change.ids[0]))
-        window, used = self._window.clone(), self.loads.used.clone()  # a checkpoint may still read the old ones
+        slots = [table.slot(layer, expert) for expert in (change.ids[-1], change.ids[0])]
+        self.loads.forget(layer, slots[0], heir=slots[1] if change.kind == "merge" else None)
+        window, (gone, first) = self.window.clone(), (start + slot for slot in slots)  # as in `forget`
         if change.kind == "merge":
             window[first] += window[gone]
-            used[first] = torch.maximum(used[first], used[gone])
         else:  # the doubt of its tokens goes too, so that the mean stays
             total = window[start : start + self.loads.sizes[layer] - 1].sum().clamp(min=1)
             window[self._size + layer] *= 1 - window[gone] / total
-        window[gone] = used[gone] = 0.0
-        self._window, self.loads.used = window, used
+        window[gone] = 0.0
+        self.window = window
 
     def announce(self, change: Change, table: ExpertTable, *, step: int) -> None:
         """Have an event written for a change; `table` is that of after it."""
         row = {"step": step, "layer": change.layer, "ids": list(change.ids), "reason": change.reason}
-        self._notices.append((EVENTS[change.kind], {**row, "count": len(table.layers[change.layer])}))
+        self.pending_notices.append((EVENTS[change.kind], {**row, "count": len(table.layers[change.layer])}))
 
     # -- what others read ---------------------------------------------------------------------------------
 
     def rows_since(self) -> list[list[float]]:
         """Rows of each layer's slots since the last decision; reads the device."""
-        return [part[:-1].tolist() for part in self._window[: self._size].split(self.loads.sizes)]
+        return [part[:-1].tolist() for part in self.window[: self._size].split(self.loads.sizes)]
 
     def notices(self) -> list[Notice]:
         """An event for each change since the last call, as (kind, fields)."""
-        taken, self._notices = self._notices, []
+        taken, self.pending_notices = self.pending_notices, []
         return taken
 
     def ids(self) -> list[list[int | None]]:
@@ -252,7 +254,7 @@ class Lifecycle:
             "table": self.table.to_json(), "pending": [change.to_json() for change in self.pending],
             "first": self._first, "lowest": self._lowest, "threshold": self.threshold,
         }  # fmt: skip
-        return {"json": json.dumps(own), "window": self._window}
+        return {"json": json.dumps(own), "window": self.window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
@@ -260,5 +262,5 @@ class Lifecycle:
         self.table = ExpertTable.from_json(own["table"])
         self.pending = [Change.from_json(row) for row in own["pending"]]
         self._first, self._lowest, self.threshold = own["first"], own["lowest"], own["threshold"]
-        self._window = state["window"].clone()
-        self._notices, self._vote = [], None
+        self.window = state["window"].clone()
+        self.pending_notices, self._vote = [], None

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from raytrain.errors import InputError
 
-__all__ = ["Reservoir", "kept_at_most"]
+__all__ = ["OWN_BYTES", "Reservoir", "kept_at_most", "row_bytes"]
 
 UNCERTAINTY, STEP = "uncertainty", "step"
+OWN_BYTES = 12
+"""Of the two, for each row."""
 
 
 class Reservoir:
@@ -53,7 +55,7 @@ class Reservoir:
     @property
     def bytes(self) -> int:
         """Bytes of the rows that are kept."""
-        return self._kept * _row_bytes(self._columns) if self._columns else 0
+        return self._kept * row_bytes(self._columns) if self._columns else 0
 
     @property
     def columns(self) -> list[str]:
@@ -137,7 +139,7 @@ class Reservoir:
             column[: self._kept] = given[name][: self._kept]
 
     def _allocate(self, given: Mapping[str, Tensor]) -> None:
-        self.capacity = kept_at_most(self.limit, _row_bytes(given))
+        self.capacity = kept_at_most(self.limit, row_bytes(given))
         shapes = {name: (self.capacity, *value.shape[1:]) for name, value in given.items()}
         self._columns = {name: torch.empty(shape, dtype=given[name].dtype) for name, shape in shapes.items()}
 
@@ -185,7 +187,8 @@ def kept_at_most(limit: int, row_bytes: int) -> int:
     return limit // row_bytes
 
 
-def _row_bytes(columns: Mapping[str, Tensor]) -> int:
+def row_bytes(columns: Mapping[str, Tensor]) -> int:
+    """Bytes of one row of these tensors."""
     return sum(column.element_size() * int(np.prod(column.shape[1:])) for column in columns.values())
 
 

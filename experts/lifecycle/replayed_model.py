@@ -7,7 +7,7 @@ can be restored. Every member does so to its own copy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from experts.grouped import GroupedExperts, UnevenExperts, run_expert
 from experts.lifecycle.changes import LocalExperts, change_experts, change_router
 from experts.lifecycle.controller import Lifecycle
+from experts.lifecycle.replay import OWN_BYTES, kept_at_most, row_bytes
 from experts.lifecycle.table import Change
 from experts.router import Routing, TopKRouter
 from raytrain.train.step import TrainingStep
-from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, MicroBatch, in_eval, is_integer, rows
+from raytrain.trainable import IGNORED_LABEL, Batch, GlobalStep, LossOutput, MicroBatch, in_eval, is_integer, rows
 
 ROWS_A_STEP = 64
 """Rows of a step that are recorded, at most."""
@@ -32,23 +33,35 @@ TEACHER = "teacher_logits"
 
 
 class Recorder:
-    """Wraps a model's loss: the first rows of the last micro-batch of each step are kept until its end."""
+    """Wraps a model's loss: the first rows of the last micro-batch of each step are kept until its end.
 
-    def __init__(self, loss: Callable[..., LossOutput]) -> None:
-        self._loss = loss
+    Raises InputError in its first pass where not even one of these rows fits into the reservoir.
+
+    Args:
+        limit: bytes of the reservoir.
+
+    Attributes:
+        micro_batch: rows of the largest micro-batch of the last step, which is known to fit into memory.
+    """
+
+    def __init__(self, loss: Callable[..., LossOutput], limit: int) -> None:
+        self._loss, self._limit, self._fits = loss, limit, False
         self.rows: dict[str, Tensor] | None = None
         self.asleep = False
+        self.micro_batch = self._largest = 0
 
     def __call__(self, module: nn.Module, batch: Batch, **given: Any) -> LossOutput:
         """The loss, as without it."""
         if module.training and not self.asleep:
             known = _inputs(module, batch)
+            self._largest = max(self._largest, rows(batch))
             self.rows = {name: value[:ROWS_A_STEP] for name, value in known.items() if isinstance(value, Tensor)}
+            self._fits = self._fits or kept_at_most(self._limit, row_bytes(self.rows) + OWN_BYTES) > 0
         return self._loss(module, batch, **given)
 
     def take(self) -> dict[str, Tensor] | None:
-        """The rows since the last call."""
-        rows, self.rows = self.rows, None
+        """End a step: its rows."""
+        rows, self.rows, self.micro_batch, self._largest = self.rows, None, self._largest, 0
         return rows
 
 
@@ -119,12 +132,17 @@ class LayerView:
 
 @dataclass
 class ReplayedModel:
-    """The model during a cycle: its layers, their experts, and its optimizers; every member changes its own copy."""
+    """The model during a cycle: its layers, their experts, and its optimizers; every member changes its own copy.
+
+    Attributes:
+        at_once: rows that go through the model together.
+    """
 
     training: TrainingStep
     living: Lifecycle
     layers: list[GroupedExperts | UnevenExperts]
     step: int
+    at_once: int
 
     @property
     def routers(self) -> list[TopKRouter]:
@@ -140,28 +158,33 @@ class ReplayedModel:
         change_router(self.routers[change.layer], optimizers, change, table, step=self.step)
         self.living.table = table.after([change], step=self.step)
 
+    def tensors(self) -> list[Tensor]:
+        """The weights and buffers, and the optimizers' state, in an order that is the same on every worker."""
+        held = [one for one in self.training.trainable.module.state_dict().values() if isinstance(one, Tensor)]
+        for optimizer in self.training.optimizers:
+            states = (optimizer.state.get(one, {}) for group in optimizer.param_groups for one in group["params"])
+            held += [state[name] for state in states for name in sorted(state) if isinstance(state[name], Tensor)]
+        return held
+
     def save(self) -> Callable[[], None]:
-        """Remember weights, buffers, optimizer state and table; returns what restores them."""
-        table, used = self.living.table, self.living.loads.used
-        with torch.no_grad():
-            held = [(value, value.clone()) for value in self.training.trainable.module.state_dict().values()]
-            states = [
-                (state, {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()})
-                for optimizer in self.training.optimizers
-                for state in optimizer.state.values()
-            ]
+        """Remember weights, buffers, optimizer state and table, in host memory; returns what restores them."""
+        table, loads = self.living.table, self.living.loads
+        statistics = loads.window, loads.used, loads.average
+        held = [value.detach().to("cpu", copy=True) for value in self.tensors()]
+        numbers = [
+            (state, {name: value for name, value in state.items() if not isinstance(value, Tensor)})
+            for optimizer in self.training.optimizers
+            for state in optimizer.state.values()
+        ]
 
         @torch.no_grad()
         def restore() -> None:
-            for value, before in held:
+            for value, before in zip(self.tensors(), held, strict=True):  # a change may have replaced the tensor
                 value.copy_(before)
-            for state, before in states:
-                for name, value in before.items():
-                    if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
-                        state[name].copy_(value)
-                    else:
-                        state[name] = value
-            self.living.table, self.living.loads.used = table, used
+            for state, before in numbers:
+                state.update(before)
+            self.living.table = table
+            loads.window, loads.used, loads.average = statistics
 
         return restore
 
@@ -169,7 +192,7 @@ class ReplayedModel:
         """The loss of each row in evaluation, (B,), on the host."""
         found = []
         with torch.no_grad(), in_eval(self.training.trainable.module):
-            for part in batches(batch, 256):
+            for part in batches(batch, self.at_once):
                 found.append(row_losses(answer_of(self.training, part).logits, part["labels"]).cpu())
         return torch.cat(found)
 
@@ -184,65 +207,78 @@ class ReplayedModel:
         peak = max(group["lr"] for optimizer in training.optimizers for group in optimizer.param_groups) or 1.0
         for start in range(0, rows(batch), size):
             part = {name: value[start : start + size] for name, value in batch.items()}
-            goal = None if teacher is None else teacher[start : start + size].to(training.device)
-            if goal is None:
-                training.backward([MicroBatch(part, 1, last=True)], global_weight=1)
+            if teacher is not None:
+                part[TEACHER] = teacher[start : start + size].to(training.device)
+            pieces = list(batches(part, self.at_once))
+            weights = [_labels(piece["labels"]) for piece in pieces]
+            micros = [
+                MicroBatch(piece, weight, last=piece is pieces[-1])
+                for piece, weight in zip(pieces, weights, strict=True)
+            ]
+            if not sum(weights):
+                continue
+            if teacher is None:
+                passed = training.backward(micros, global_weight=sum(weights))
+                if passed.told and passed.weight > 0:  # the loss is a mean over something else
+                    training.gradients.scale_(torch.tensor(sum(weights) / passed.weight, device=training.device))
             else:
-                self._backward_to(part, goal)
+                self._backward_to(micros, sum(weights))
             self._optimizer_step(lr / peak)
             number += 1
         for router in self.routers:
             router.pending_counts.zero_()
         return number
 
-    def _backward_to(self, part: Batch, goal: Tensor) -> None:
+    def _backward_to(self, micros: Sequence[MicroBatch], weight: int) -> None:
         """Backward of the divergence from the teacher's answer, in place of the labels' loss."""
-        training = self.training
+        training, size = self.training, sum(rows(micro.batch) for micro in micros)
         training.gradients.zero_()
-        answer = answer_of(training, part)
-        loss = _divergence(answer.logits.float(), goal, part["labels"])
-        total = loss if answer.aux is None else loss + answer.aux
-        training.gradients.attach()
-        training.scale.scale(total).backward()
-        training.gradients.take()
+        for number, micro in enumerate(micros):
+            goal = micro.batch.pop(TEACHER)
+            answer = answer_of(training, micro.batch)
+            loss = _divergence(answer.logits.float(), goal, micro.batch["labels"])
+            total = loss * (micro.weight / weight)
+            if answer.aux is not None:  # a mean over all rows, as they have no labels here
+                total = total + answer.aux * (rows(micro.batch) / size)
+            training.gradients.several = number > 0 or not micro.last
+            training.gradients.attach()
+            training.scale.scale(total).backward()
+            training.gradients.take()
 
     @torch.no_grad()
     def _optimizer_step(self, factor: float) -> None:
         training = self.training
         if training.scale.enabled:
             training.gradients.scale_(training.scale.inverse)
-        norm = training.reduction.sum_of_squares().sqrt()
-        if training.max_grad_norm:
-            training.gradients.scale_((training.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-        if not bool(torch.isfinite(norm)):
-            return
-        for optimizer in training.optimizers:
-            if hasattr(optimizer, "found_inf"):
-                optimizer.found_inf = torch.zeros((), device=training.device)  # pyright: ignore[reportAttributeAccessIssue]
-            before = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * factor
-            optimizer.step()
-            for group, lr in zip(optimizer.param_groups, before, strict=True):
-                group["lr"] = lr
+        squares = training.reduction.sum_of_squares()
+        groups = [group for optimizer in training.optimizers for group in optimizer.param_groups]
+        before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+        training.step_optimizers(GlobalStep(norm=squares.sqrt(), skip=~torch.isfinite(squares), counts=None))
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr
 
     @torch.no_grad()
     def view(self, batch: Batch) -> list[LayerView]:
         """Run as many of the rows in evaluation as it takes to see `MEASURED_TOKENS`, and look at each layer."""
         tokens = max(1, batch["labels"].numel() // rows(batch))
         batch = next(batches(batch, max(16, MEASURED_TOKENS // tokens)))
-        seen: list[tuple[Tensor, Tensor] | None] = [None] * len(self.routers)
+        inputs, chosen = ([[] for _ in self.routers] for _ in range(2))
         module = self.training.trainable.module
         with ExitStack() as stack:
             for number, router in enumerate(self.routers):
 
                 def look(router: nn.Module, args: Any, routing: Routing, number: int = number) -> None:
-                    seen[number] = (args[0].detach(), routing.indices_TK)
+                    inputs[number].append(args[0].detach())
+                    chosen[number].append(routing.indices_TK)
 
                 stack.callback(router.register_forward_hook(look).remove)
             stack.enter_context(in_eval(module))
-            answer_of(self.training, batch)
-        return [self._layer_view(router, *one) for router, one in zip(self.routers, seen, strict=True) if one]
+            for part in batches(batch, self.at_once):
+                answer_of(self.training, part)
+        seen = zip(self.routers, inputs, chosen, strict=True)
+        return [self._layer_view(router, torch.cat(x), torch.cat(picked)) for router, x, picked in seen if x]
 
     def _layer_view(self, router: TopKRouter, x_BSD: Tensor, chosen_TK: Tensor) -> LayerView:
         tokens = x_BSD.shape[0] * x_BSD.shape[1]
@@ -262,6 +298,11 @@ class ReplayedModel:
             weights = {name: value.float() for name, value in stack.weights_of(place).items()}
             answers.append(run_expert(x_TD.float(), weights, experts.activation))
         return torch.stack(answers)
+
+
+def _labels(labels: Tensor) -> int:
+    """How many labels a loss is a mean over; rows, where they are numbers."""
+    return int((labels != IGNORED_LABEL).sum()) if is_integer(labels) else len(labels)
 
 
 def batches(batch: Batch, size: int) -> Iterator[Batch]:

@@ -2,7 +2,7 @@
 
 A cycle replays rows of the reservoir, then merges twins, prunes the dormant, moves overlapping experts apart, and tries
 a specialist for the rows that the model does worst on. Each of these is undone where it does not bring what it is for.
-Every worker runs the same cycle on the same rows, so that nothing has to be agreed on but the result.
+Every worker runs the same cycle on the same rows, and ends with what rank 0 has made of them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -39,7 +40,9 @@ from experts.lifecycle.replayed_model import (
     answer_of,
     row_uncertainty,
 )
-from experts.lifecycle.table import Change, TableMismatch
+from experts.lifecycle.table import Change
+from raytrain.checkpoint.snapshot import before_update
+from raytrain.train.memory.device import Shortage
 from raytrain.train.step import TrainingStep
 from raytrain.trainable import Batch, Notice, in_eval, rows
 
@@ -88,6 +91,7 @@ class CycleRecord:
     step: int
     cycle: int
     rows: int = 0
+    rows_at_once: int = 0
     batches: int = 0
     seconds: float = 0.0
     kept_rows: int = 0
@@ -169,20 +173,17 @@ class SleepCycle:
         """Run a cycle. Collective: every worker runs it on the same rows, and ends with rank 0's weights."""
         begin, self.cycles = time.perf_counter(), self.cycles + 1
         self.living.close_interval(step)  # a cycle prunes by the uses until now, and slots may change hands in it
-        self.living.carry_out(step)  # what was decided a moment ago; the tables are compared after the cycle
-        model = ReplayedModel(training, self.living, self.layers, step)
-        found = CycleRecord(step, self.cycles, living_before=self._living())
+        self.living.carry_out(step)  # what was decided a moment ago
+        before_update()
+        # the size of a step's micro-batches is known to fit, also after it was halved for want of memory
+        sizes = [size for size in training.workers.all_gather_object(self.recorder.micro_batch) if size]
+        model = ReplayedModel(training, self.living, self.layers, step, at_once=min(sizes, default=1))
         self.recorder.asleep = True
-        # hooks look into layers; torch's compiler takes two seconds to import where nothing is compiled
-        compiles = "torch._dynamo" in sys.modules
-        with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), self._one_generator(training):
-            self._sleep(model, found)
+        found = self._attempt(model)
         self.recorder.asleep = False
         self.recorder.take()
+        self._take_rank_0(model)
         self._set_priors()
-        if len(set(training.workers.all_gather_object(self.living.table.hash()))) > 1:
-            raise TableMismatch(f"step {step}: the tables of experts differ after sleep cycle {self.cycles}")
-        training.workers.broadcast(list(training.trainable.module.parameters()))
         self._before = step
         found.living_after = self._living()
         mean = sum(found.living_after) / len(found.living_after)
@@ -192,6 +193,66 @@ class SleepCycle:
         found.kept_rows, found.kept_bytes = len(self.reservoir), self.reservoir.bytes
         found.seconds = time.perf_counter() - begin
         return found
+
+    def _attempt(self, model: ReplayedModel) -> CycleRecord:
+        """Run the cycle, with half of the rows at once where a worker has no memory for it; the last resort is a record
+        that says so. Collective."""
+        training, before = model.training, self._everything(model)
+        record = CycleRecord(model.step, self.cycles, living_before=self._living())
+        while True:
+            found = replace(record, rows_at_once=model.at_once, undone=[*record.undone])
+            short = training.reduction.run_or_shortage(partial(self._sleep_eagerly, model, found))
+            if not any(training.workers.all_gather_object(isinstance(short, Shortage))):
+                return found
+            record.undone.append(
+                f"all: {training.reduction.dropped(short)}; it went on with half of {model.at_once} rows at once"
+                if model.at_once > 1 else f"all: {training.reduction.dropped(short)}"
+            )  # fmt: skip
+            before()
+            if model.at_once == 1:
+                return record
+            model.at_once //= 2
+
+    def _everything(self, model: ReplayedModel) -> Callable[[], None]:
+        """Remember all that a cycle changes; returns what restores it."""
+        restore, reservoir, living = model.save(), self.reservoir.uncertainty(), self.living
+        graph, centres, births = self.graph.to_json(), list(self._centres), self.births_before
+        threshold, window, notices = living.threshold, living.window, list(living.pending_notices)
+
+        def put_back() -> None:
+            restore()
+            self.reservoir.update(torch.arange(len(reservoir)), reservoir)
+            self.graph, self._centres, self.births_before = ExpertGraph.from_json(graph), list(centres), births
+            living.threshold, living.window, living.pending_notices = threshold, window, list(notices)
+
+        return put_back
+
+    def _take_rank_0(self, model: ReplayedModel) -> None:
+        """Go on with rank 0's result on every worker: sums on a device may differ in their last bits, and a decision
+        with them. Collective."""
+        workers, living = model.training.workers, self.living
+        if workers.world_size == 1:
+            return
+        centres = [None if centre is None else centre.tolist() for centre in self._centres]
+        own = [living.state_dict()["json"], self.graph.to_json(), centres, self.births_before]
+        state, graph, centres, births = workers.broadcast_object(own)
+        if workers.rank:
+            living.load_state_dict({"json": state, "window": living.window})
+            self.graph, self.births_before = ExpertGraph.from_json(graph), births
+            self._centres = [None if centre is None else torch.tensor(centre).double() for centre in centres]
+        kept = self.reservoir.uncertainty()
+        statistics = [living.window, living.loads.window, living.loads.used, *living.loads.average]
+        workers.broadcast([*model.tensors(), *statistics, kept])
+        self.reservoir.update(torch.arange(len(kept)), kept)
+
+    def _sleep_eagerly(self, model: ReplayedModel, found: CycleRecord) -> None:
+        # hooks look into layers; torch's compiler takes two seconds to import where nothing is compiled
+        compiles = "torch._dynamo" in sys.modules
+        with (
+            torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
+            self._one_generator(model.training),
+        ):
+            self._sleep(model, found)
 
     @contextmanager
     def _one_generator(self, training: TrainingStep) -> Iterator[None]:
@@ -448,7 +509,8 @@ class SleepCycle:
                     if one is not other:
                         prior[one.slot, other.slot] = self.graph.affinity((layer, one.id), (layer, other.id))
             sums = prior.sum(1, keepdim=True).clamp(min=1e-12)
-            router.prior_EE = (weight * prior / sums).to(router.weight.device)
+            assert router.prior_EE is not None
+            router.prior_EE.copy_(weight * prior / sums)
 
     def _alive(self, link: Link) -> bool:
         return {(link.layer, link.one), (link.layer, link.other)} <= set(self.graph.experts)

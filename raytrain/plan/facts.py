@@ -17,6 +17,7 @@ class ExpertFacts:
         rows_per_sample: rows that one sample sends through the experts of one layer.
         kept_bytes_per_row: bytes that the process with the expert keeps of a row for backward, in fp32.
         note: what else the plan says about them.
+        replay_bytes: of the rows that each worker keeps for sleep cycles, in host memory.
     """
 
     parameters: tuple[tuple[int, ...], ...]
@@ -24,6 +25,7 @@ class ExpertFacts:
     rows_per_sample: int
     kept_bytes_per_row: int
     note: str = ""
+    replay_bytes: int = 0
 
     @property
     def total(self) -> int:

@@ -145,6 +145,8 @@ def estimate_bytes(
     elif held:
         activations = max(0, activations - kept)
     parts |= {"activations": activations, "data": resident, "process": 0 if on_gpu else PROCESS_BYTES}
+    if facts is not None and facts.replay_bytes and not on_gpu:
+        parts |= {"rows to replay": facts.replay_bytes, "a copy in a sleep cycle": here.weights + here.optimizer}
     unsaid = "; its blocks are unknown" if sharded and not model_facts.blocks else ""
     unsaid += ("" if activations else "; activations unknown") + ("; without CUDA's own" if on_gpu else "")
     host_memory = Resolved(None, "no separate hosts")

@@ -388,21 +388,25 @@ class TrainingStep:
 
     def update(self, agreed: GlobalStep, *, step: int) -> float:
         """The part of a commit that computes: clip, and step the optimizers unless skipped. Returns the lr."""
+        lr = self.schedule.apply(self.optimizers, step)
+        self.step_optimizers(agreed)
+        return lr
+
+    def step_optimizers(self, agreed: GlobalStep) -> None:
+        """Clip by the agreed norm, and step the optimizers with their learning rates as they are, unless skipped."""
         before_update()
         if self.max_grad_norm is not None:
             coefficient = (self.max_grad_norm / (agreed.norm + 1e-6)).clamp(max=1.0)
             # gradients of a skipped step are not scaled, so that the nonfinite ones can be named
             self.gradients.scale_(torch.where(agreed.skip, torch.ones_like(coefficient), coefficient))
-        lr = self.schedule.apply(self.optimizers, step)
         if self.skips_on_device:
             found = agreed.skip.to(torch.float32)
             for optimizer in self.optimizers:
                 optimizer.found_inf, optimizer.grad_scale = found, None  # pyright: ignore[reportAttributeAccessIssue]
         elif bool(agreed.skip):  # a device read: this optimizer cannot skip on the device
-            return lr
+            return
         for optimizer in self.optimizers:
             optimizer.step()
-        return lr
 
 
 # ---------------------------------------------------------------- evaluation

@@ -10,9 +10,11 @@ import torch
 from gang import run_gang
 from lab import Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 
+from experts.lifecycle import sleep as sleep_module
 from experts.lifecycle.replayed_model import ReplayedModel, answer_of, row_losses, row_uncertainty
 from experts.lifecycle.sleep import SleepCycle, next_threshold, steps_to_next
 from experts.lifecycle.table import Change
+from experts.router import TopKRouter
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
@@ -30,7 +32,7 @@ CYCLE = {
 def session_of(
     *, replay: dict[str, Any] | None = None, workers: Workers | None = None, steps: int = 60, model: str = "mlp",
     top_k: int = 2, lr: float = 0.003, graph_routing: float = 0.0, noise: float = 0.0,
-    extra: dict[str, torch.Tensor] | None = None, **cycle: Any,
+    extra: dict[str, torch.Tensor] | None = None, loop: dict[str, Any] | None = None, **cycle: Any,
 ) -> Session:  # fmt: skip
     torch.manual_seed(5)
     section = {**CYCLE, **cycle, "replay": {**REPLAY, **(replay or {})}}
@@ -45,7 +47,7 @@ def session_of(
         rows = token_rows(300, ragged=True)
     return make_session(
         sizes, {"train": rows, "eval_fraction": 0.0}, workers=workers, experts=experts,
-        loop={"max_steps": steps, "global_batch_size": 32}, optim={"lr": lr},
+        loop={"max_steps": steps, "global_batch_size": 32, **(loop or {})}, optim={"lr": lr},
     )  # fmt: skip
 
 
@@ -217,11 +219,13 @@ def test_replay_lowers_the_loss_on_old_rows_that_were_held_out(seed: int, target
     assert losses[15] < (0.9 if targets == "labels" else 1.0) * losses[10_000], losses
 
 
-def _taught(labels: torch.Tensor, teacher: torch.Tensor, *, steps: int = 1) -> tuple[list[torch.Tensor], float]:
+def _taught(
+    labels: torch.Tensor, teacher: torch.Tensor | None, *, steps: int = 1, at_once: int = 256
+) -> tuple[list[torch.Tensor], float]:
     """The weights after some replays towards a teacher, and the squared error of the answers that are left."""
     session = session_of()
     sleep, held = sleep_of(session), {"x": class_rows(64)["x"], "labels": labels}
-    model = ReplayedModel(session.step, sleep.living, sleep.layers, 1)
+    model = ReplayedModel(session.step, sleep.living, sleep.layers, 1, at_once=at_once)
     for group in session.optimizers[0].param_groups:
         group["lr"] = 0.003
     for _ in range(steps):
@@ -229,9 +233,8 @@ def _taught(labels: torch.Tensor, teacher: torch.Tensor, *, steps: int = 1) -> t
     session.trainable.module.eval()
     with torch.no_grad():
         answers = answer_of(session.step, held).logits
-    return [one.detach().clone() for one in session.trainable.module.parameters()], float(
-        (answers - teacher).square().mean()
-    )
+    left = 0.0 if teacher is None else float((answers - teacher).square().mean())
+    return [one.detach().clone() for one in session.trainable.module.parameters()], left
 
 
 def test_a_teacher_of_numbers_is_followed_in_its_numbers() -> None:
@@ -396,9 +399,7 @@ def test_a_cycle_between_two_decisions_prunes_no_expert_in_use_and_counts_each_r
 def test_a_specialist_stays_only_where_it_lowers_the_loss_by_the_margin(
     better: float, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import experts.lifecycle.sleep as module
-
-    monkeypatch.setattr(module, "BETTER", better)
+    monkeypatch.setattr(sleep_module, "BETTER", better)
     session = session_of(replay={"every": 20}, merge={"similarity": None}, birth={"uncertainty": 1.0}, steps=20)
     reporter, _ = train(session)
     (cycle,) = cycles_of(reporter)
@@ -450,6 +451,141 @@ def test_the_statistics_of_a_slot_end_with_its_expert() -> None:
     assert after[1][:3] == [before[1][0] + before[1][2], before[1][1], 0.0]
     E = len(before[0]) + 1
     assert living.loads.used[1] == living.loads.used[E + 2] == 0 and living.loads.used[E] == 8
+
+
+# ---------------------------------------------------------------- memory, and several workers
+
+
+def _limited(session: Session, most: int, *, runs: int = 10**9) -> list[int]:
+    """Has the model run out of memory in a cycle with more rows than `most`, `runs` times at most; returns the rows of
+    each pass of a cycle, as they come."""
+    seen: list[int] = []
+    module, recorder = session.trainable.module, sleep_of(session).recorder
+    failed: list[int] = []
+
+    def forward(_: Any, args: Any, given: dict[str, Any]) -> None:
+        number = len(next(iter([*args, *given.values()])))
+        if not recorder.asleep:
+            return
+        seen.append(number)
+        if number > most and len(failed) < runs:
+            failed.append(number)
+            raise torch.OutOfMemoryError("no room")
+
+    module.register_forward_pre_hook(forward, with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("targets", ["labels", "teacher"])
+def test_a_cycle_takes_no_more_rows_at_once_than_a_step(targets: str) -> None:
+    session = session_of(replay={"targets": targets}, loop={"micro_batch_size": 8}, steps=36)
+    seen = _limited(session, 10**9)
+    reporter, _ = train(session)
+    assert max(seen) == 8 and {cycle["rows_at_once"] for cycle in cycles_of(reporter)} == {8}
+    assert max(cycle["rows"] for cycle in cycles_of(reporter)) > 32, "and replays more in a batch"
+
+
+@pytest.mark.parametrize("teacher", [None, torch.randn(64, 4, generator=torch.Generator().manual_seed(1))])
+def test_a_replayed_batch_in_uneven_parts_is_one_step(teacher: torch.Tensor | None) -> None:
+    labels = class_rows(64)["labels"].clone()
+    labels[10:25] = -100
+    whole, parts = (_taught(labels, teacher, steps=3, at_once=rows)[0] for rows in (256, 20))
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cycle_without_memory_starts_again_with_half_of_the_rows_at_once() -> None:
+    """Its first try fails near its end, after a replay, two prunes and measured uncertainties."""
+    results = []
+    for short in (False, True):
+        session = session_of(
+            replay={"every": 24}, every=1_000, prune={"idle_steps": 20, "least_share": 0.9}, min_experts=2,
+            birth={"uncertainty": 1.0}, merge={"similarity": None}, loop={"micro_batch_size": 8}, steps=30,
+        )  # fmt: skip
+        sleep = sleep_of(session)
+        look, run, tries = sleep._look, sleep.run, []
+
+        def fails_once(*args: Any, look: Any = look, tries: list[int] = tries) -> Any:
+            tries.append(1)
+            if len(tries) == 1:
+                raise torch.OutOfMemoryError("no room")
+            return look(*args)
+
+        def smaller(step: int, training: Any, run: Any = run, sleep: SleepCycle = sleep) -> Any:
+            sleep.recorder.micro_batch = 4
+            return run(step, training)
+
+        if short:
+            sleep._look = fails_once  # type: ignore[method-assign]
+        else:
+            sleep.run = smaller  # type: ignore[method-assign]
+        reporter, _ = train(session)
+        (cycle,) = cycles_of(reporter)
+        assert cycle["rows_at_once"] == 4 and cycle["pruned"] == 2 and cycle["rows"] == 48
+        lines = [one for one in cycle["undone"] if one.startswith("all: ")]
+        assert len(lines) == short and all("rank 0: OutOfMemoryError: no room" in one for one in lines)
+        pruned = [event for event in reporter.events if event["kind"] == "expert_pruned"]
+        assert len(pruned) == cycle["pruned"], "those of the first try are not told"
+        same = {name: value for name, value in cycle.items() if name not in ("undone", "seconds")}
+        state = [digest(session.trainable.module.state_dict()), digest(optimizer_state(session))]
+        results.append([same, state, digest(sleep.reservoir.state_dict()), sleep.living.state_dict()["json"]])
+    assert results[0] == results[1]
+
+
+def test_a_cycle_that_does_not_fit_at_all_is_left_out_and_says_so() -> None:
+    states = {}
+    for every in (12, 10_000):
+        session = session_of(replay={"every": every}, steps=14, loop={"micro_batch_size": 8})
+        seen = _limited(session, 0)
+        reporter, outcome = train(session)
+        assert outcome.kind == "done"
+        states[every] = [digest(session.trainable.module.state_dict()), digest(optimizer_state(session))]
+        for cycle in cycles_of(reporter):
+            assert seen == [8, 4, 2, 1] and cycle["rows"] == 0 and len(cycle["undone"]) == 4
+            assert cycle["next_step"] == 24 and cycle["living_after"] == [3, 3]
+    assert states[12] == states[10_000]
+
+
+def _slept_apart(rank: int, world_size: int, what: str) -> dict[str, Any]:
+    session = session_of(workers=Workers(), steps=14, merge={"similarity": None}, birth={"uncertainty": 1.0})
+    sleep = sleep_of(session)
+    if what == "memory" and rank == 1:
+        _limited(session, 8, runs=1)
+    if what == "decisions":  # a specialist stays on rank 0, and goes on rank 1, whose losses rise with it
+        sleep_module.BETTER, inner = 2.0, ReplayedModel.loss
+        factor = 10.0 if rank else 1.0
+        ReplayedModel.loss = lambda self, batch: inner(self, batch) * factor ** len(self.living.table.ids(1))  # type: ignore[method-assign]
+    reporter, _ = train(session)
+    (cycle,) = cycles_of(reporter)
+    return {
+        "state": [digest(session.trainable.module.state_dict()), digest(optimizer_state(session)),
+                  digest(sleep.reservoir.state_dict()), sleep.living.table.to_json(), sleep.graph.to_json()],
+        "born": cycle["born"], "rows_at_once": cycle["rows_at_once"], "losses": reporter.losses,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["memory", "decisions"])
+def test_workers_that_differ_in_a_cycle_go_on_with_the_same_state(what: str) -> None:
+    first, second = run_gang(_slept_apart, what, world_size=2)
+    assert first["state"] == second["state"]
+    if what == "memory":
+        assert first["rows_at_once"] == second["rows_at_once"] == 8, "of micro-batches of 16"
+    else:
+        assert (first["born"], second["born"]) == (1, 0), "else they did not differ"
+
+
+def test_the_rows_of_an_interval_are_those_of_the_experts_in_it() -> None:
+    session = session_of(replay={"every": 100}, every=100, steps=8, loop={"log_every": 100})
+    train(session)
+    living = sleep_of(session).living
+    loads = living.loads
+    loads.window = torch.arange(1.0, 15.0, dtype=torch.float64)  # 2 layers of 6 slots, and what each has dropped
+    loads.average = [torch.arange(1.0, 8.0, dtype=torch.float64), torch.arange(8.0, 15.0, dtype=torch.float64)]
+    living.request([Change("prune", 0, (1,), ""), Change("merge", 1, (0, 2), "")])
+    living.carry_out(8)
+    expected = [[1, 0, 3, 4, 5, 6, 7], [8 + 10, 9, 0, 11, 12, 13, 14]]
+    assert loads.window.tolist() == expected[0] + expected[1]
+    assert [part.tolist() for part in loads.average] == expected
 
 
 # ---------------------------------------------------------------- the graph
@@ -505,6 +641,10 @@ def test_the_graph_shifts_the_choices_of_a_router_to_linked_experts_and_only_whe
             sleep_of(again).living.table = sleep.living.table
             sleep_of(again).load_state_dict(sleep.state_dict())
             assert torch.equal(sleep_of(again).routers[0].prior_EE, router.prior_EE)  # type: ignore[arg-type]
+            alone = session_of(steps=20, top_k=1, graph_routing=weight).trainable.module  # as `infer` builds it
+            alone.load_state_dict(session.trainable.module.state_dict())
+            routed = [part for part in alone.modules() if isinstance(part, TopKRouter)]
+            assert torch.equal(routed[0].eval()(x).counts_E, shares[weight])
     moved = int((shares[4.0] - shares[0.0]).abs().sum()) / 2
     assert moved > 20, shares
 

@@ -388,6 +388,25 @@ def test_the_verb_estimates_the_memory_of_a_full_model_on_one_a100_part_by_part(
     assert by_sgd[1]["optimizer"] == pytest.approx(4 * state, rel=0.005)
 
 
+def test_rows_for_replay_and_a_copy_of_the_state_are_planned_where_the_worker_is_in_host_memory(tmp_path: Path) -> None:
+    found = {}
+    for limit in (None, 64 << 20):
+        cycle: dict[str, object] = {"max_experts": 4, **({"replay": {"bytes": limit}} if limit else {})}
+        one = job(tmp_path, experts={"num_experts": 2, "hosts": 0, "lifecycle": cycle})
+        one["model"] |= {"builder": "experts.models:moe_gpt"}
+        file, nodes = write(tmp_path / "job.yaml", json.dumps(one)), write(tmp_path / "nodes.yaml", A100)
+        for machine in ("cpu", "auto"):
+            words = [str(file), "--inventory", str(nodes), "--json", f"scale.mode={machine}"]
+            done = CliRunner().invoke(main, ["plan", *words])
+            assert done.exit_code == 0, done.output
+            plan = Plan.from_json(json.loads(done.output))
+            found[machine, limit is not None] = plan
+    more = found["cpu", True].memory.value_or(0) - found["cpu", False].memory.value_or(0)
+    assert more == (64 << 20) + 3 * 4 * found["cpu", True].parameters.value_or(0)
+    assert found["auto", True].memory.value_or(1) == found["auto", False].memory.value_or(0), "a GPU's holds no rows"
+    assert "up to 64 MiB of rows in host memory" in found["auto", True].experts.reason  # type: ignore[union-attr]
+
+
 def test_the_verb_plans_for_machines_one_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))
     nodes = write(tmp_path / "nodes.yaml", NODES)

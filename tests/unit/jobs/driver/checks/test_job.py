@@ -221,3 +221,22 @@ def test_rows_of_differing_length_are_refused_where_they_are_to_be_replayed(
         checked(varied, {"bytes": 100_000})
     checked(varied, {})
     checked([8] * 40, {"bytes": 100_000})
+
+
+@pytest.mark.parametrize("length", [6, 8])
+def test_memory_for_less_than_one_row_is_refused_before_anything_starts(length: int) -> None:
+    needed = 2 * 8 * length + 12  # two columns of int64, and what the reservoir keeps of a row
+
+    def checked(limit: int) -> None:
+        rows = [{"input_ids": torch.arange(length) % 9, "labels": torch.arange(length) % 9} for _ in range(40)]
+        mapping = {
+            "model": {"builder": "experts.models:moe_gpt", "layers": 1, "heads": 2, "width": 16, "context": 16,
+                      "vocab_size": 9},
+            "data": {"train": Items(rows)},
+            "experts": {"num_experts": 3, "hosts": 0, "lifecycle": {"max_experts": 6, "replay": {"bytes": limit}}},
+        }  # fmt: skip
+        check_on_driver(load_spec(mapping=mapping).spec)
+
+    checked(needed)
+    with pytest.raises(InputError, match=rf"replay\.bytes: got {needed - 1}, expected at least {needed}"):
+        checked(needed - 1)
