@@ -554,6 +554,8 @@ def _slept_apart(rank: int, world_size: int, what: str) -> dict[str, Any]:
     if what == "decisions":  # a specialist stays on rank 0, and goes on rank 1, whose losses rise with it
         sleep_module.BETTER, inner = 2.0, ReplayedModel.loss
         factor = 10.0 if rank else 1.0
+        losses = ReplayedModel.losses
+        ReplayedModel.losses = lambda self, batch: losses(self, batch) * (1 + 0.01 * rank)  # type: ignore[method-assign]
         ReplayedModel.loss = lambda self, batch: inner(self, batch) * factor ** len(self.living.table.ids(1))  # type: ignore[method-assign]
     reporter, _ = train(session)
     (cycle,) = cycles_of(reporter)
