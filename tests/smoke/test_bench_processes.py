@@ -68,6 +68,22 @@ def test_experts_move_and_the_losses_stay_the_same_bit_for_bit(tmp_path: Path) -
     )
 
 
+def test_the_cost_of_a_lifecycle_is_measured_idle_in_its_changes_and_in_its_cycles(tmp_path: Path) -> None:
+    out = tmp_path / "lifecycle.json"
+    assert bench_verb("lifecycle", ["steps=50"], out=str(out), quick=True, as_json=False) == 0
+    document = json.loads(out.read_text())
+    assert document["gate"]["passed"] and set(document["arms"]) == {"without", "idle"}
+    values = document["values"]
+    assert len(values["step_times"]) == 50
+    kinds = [kind for kind, _ in values["changes"]]
+    assert sorted({*kinds}) == ["birth", "merge", "prune"] and len(kinds) == 9, "one every five steps, done in the next"
+    assert len(values["cycles"]) == 2 and all(cycle["rows"] == 32 for cycle in values["cycles"])
+    ratios = [cycle["seconds"] / 32 / values["pass_s_a_row"] for cycle in values["cycles"]]
+    assert min(ratios) <= values["cycle_over_pass"]["median"] <= max(ratios)
+    assert 0 < values["reservoir_bytes"][0] <= values["reservoir_bytes"][1]
+    assert len(document["claims"]) == 4
+
+
 @pytest.mark.covers("PERF-02", "FUT-05")
 def test_our_run_in_ray_equals_ddp_under_torchrun_and_both_rates_are_reported(
     run_cli: Callable[..., Any], tmp_path: Path

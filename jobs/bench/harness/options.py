@@ -31,8 +31,8 @@ from raytrain.runs.records import plain
 
 
 BENCHES = (
-    "claims", "loop", "checkpoint", "moves", "recovery", "experts", "tune", "infer", "startup", "scaling", "peers",
-    "lr", "continual", "all",
+    "claims", "loop", "checkpoint", "moves", "recovery", "experts", "lifecycle", "tune", "infer", "startup", "scaling",
+    "peers", "lr", "continual", "all",
 )  # fmt: skip
 """The modules of jobs/bench that are benches, in the order of `bench --list` and of bench `all`."""
 
