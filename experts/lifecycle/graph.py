@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import networkx as nx
 
-__all__ = ["EdgeType", "ExpertGraph", "Link"]
+__all__ = ["ExpertGraph"]
 
 EdgeType = Literal["similarity", "specialization", "dependency", "composition", "specialization_split"]
 Node = tuple[int, int]
@@ -58,9 +58,19 @@ class ExpertGraph:
         >>> graph.renew([Link(0, 0, 1, "similarity", 0.8), Link(0, 1, 2, "similarity", 0.4)])
         >>> graph.similar((0, 1), 2)
         [((0, 0), 0.8), ((0, 2), 0.4)]
+        >>> graph.affinity((0, 0), (0, 1)), graph.central()[0, 1], graph.isolated()
+        (0.8, 1.0, [])
         >>> graph.remove((0, 1), heir=(0, 0))  # what bound it to others binds its heir
         >>> graph.similar((0, 0), 2)
         [((0, 2), 0.4)]
+        >>> graph.fade()  # a cycle that renews none
+        >>> [(edge["type"], round(edge["weight"], 2)) for edge in graph.edges()]
+        [('similarity', 0.36)]
+        >>> graph.set_concepts(0, centres=[[0.0], [1.0]], rows=[0.7, 0.3], experts=[{0: 1.0}, {2: 1.0}])
+        >>> graph.concept_of((0, 2))
+        (0, 1)
+        >>> ExpertGraph.from_json(graph.to_json()).edges() == graph.edges()
+        True
     """
 
     def __init__(self) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["clusters", "coactivation", "learning_rates", "output_similarity", "shared_rows", "specialisation"]
-
 
 def output_similarity(outputs_ERD: Tensor) -> Tensor:
     """Cosine of the outputs of each pair of experts on the same rows, (E, E); weights are not compared, since experts

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from raytrain.errors import InputError
 
-__all__ = ["OWN_BYTES", "Reservoir", "kept_at_most", "row_bytes"]
-
 UNCERTAINTY, STEP = "uncertainty", "step"
 OWN_BYTES = 12
 """Of the two, for each row."""

@@ -15,7 +15,7 @@ from jobs.job.spec import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "jobs" / "recipes"
-NAMES = ["cnn_idx", "custom", "default", "gpt_text", "mlp_idx", "moe_hosts", "shakespeare", "tabular"]
+NAMES = ["cnn_idx", "custom", "default", "gpt_text", "lifecycle", "mlp_idx", "moe_hosts", "shakespeare", "tabular"]
 RAY_LIMIT_S = 240
 
 
@@ -105,3 +105,15 @@ def test_custom_trains_the_code_that_the_readme_shows(train: Callable[..., Path]
     for name, code in blocks:
         (tmp_path / name).write_text(code)
     check_finished(train("custom", "loop.max_steps=3"), steps=3)
+
+
+@pytest.mark.timeout(RAY_LIMIT_S + 30)
+def test_lifecycle_changes_its_experts_sleeps_and_draws_them(train: Callable[..., Path]) -> None:
+    small = ("model.layers=1", "model.width=32", "loop.max_steps=60", "experts.lifecycle.every=10",
+             "experts.lifecycle.replay.every=30", "experts.lifecycle.replay.rows=32",
+             "experts.lifecycle.birth.uncertainty=0", "experts.lifecycle.birth.cooldown_steps=10")  # fmt: skip
+    run = train("lifecycle", *small)
+    check_finished(run, steps=60)
+    events = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
+    assert events.count("expert_born") >= 2 and events.count("sleep_cycle") >= 1
+    assert (run / "report" / "expert_lifecycle.png").stat().st_size > 0
