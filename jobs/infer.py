@@ -25,12 +25,13 @@ from jobs.inference.target import Target, open_target
 from jobs.job.facts import absolute_path, path_from_here
 from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RunError
-from raytrain.infer.input import Unit, UnitReport
+from raytrain.infer.input import Unit, UnitReport, input_files
 from raytrain.infer.output import MANIFEST, OutputFolder, merge, remove_work
 from raytrain.infer.stages.split import StageSplit
 from raytrain.infer.summary import TableFigures, summarise
 from raytrain.report.inference import build_inference_report
 from raytrain.runs.folder import resume_command
+from raytrain.runs.storage import typed_path
 
 __all__ = ["InferResult", "infer"]
 
@@ -98,6 +99,8 @@ def run_infer(
     Args:
         data: the rows, as a Ray Dataset or an Arrow table, instead of `infer.input`.
     """
+    if resume is not None:
+        resume = typed_path(resume, key="--resume")
     if resume is not None and given is None:
         given, overrides = _continued(resume, overrides)
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts GPUs, by which a device is chosen
@@ -225,7 +228,8 @@ def _merged(
 ) -> InferResult:
     output, infer = planned.output, planned.target.spec.infer
     planned.check_unchanged()
-    figures = TableFigures(infer.label)
+    carried = infer.label in {*infer.keep, infer.id_column} and bool(planned.paths)
+    figures = TableFigures(infer.label, as_csv=carried and input_files(planned.paths).kind == "csv")
     about = merge(output, planned.units, kind=infer.format, job=planned.job, read=figures.add)
     wall = max((report.end for report in reports), default=0) - min((report.begin for report in reports), default=0)
     summary = summarise(figures.figures(), reports, wall_s=wall, split=split)

@@ -24,6 +24,7 @@ from raytrain.infer.input import (
     NAMED_BY_ROW,
     InputRows,
     Unit,
+    check_cells,
     check_columns,
     duplicate_id,
     fingerprint,
@@ -178,6 +179,8 @@ def _planned(
         **{f"infer.keep[{number}]": name for number, name in enumerate(infer.keep)},
     })  # fmt: skip
     _check_names(kept_columns(infer))
+    if infer.format == "csv":
+        check_cells(rows.schema, {"infer.id_column": [infer.id_column], "infer.keep": infer.keep})
     target.model.check_header(infer, rows.schema)
     if infer.id_column is not None:
         _check_ids(rows, infer.id_column)

@@ -133,10 +133,17 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
     formula_facts(spec, facts)  # checks the keys of a built-in model, which the plan reads before the builder does
     machines, warnings = machines_of(spec, inventory)
     found = InferenceModel(
-        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed
-    )
+        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed,
+        longest=_longest(spec),
+    )  # fmt: skip
     identity = {"model": _content_of(weights), "step": step, "builder": model.builder}
     return Target(found, spec, os.path.basename(run.path), identity, machines, tuple(warnings), run)
+
+
+def _longest(spec: JobSpec) -> int | None:
+    """`data.max_length`, where the data has it as a number."""
+    length = spec.data.keys.get("max_length")
+    return length if isinstance(length, int) else None
 
 
 def weights_of(run: RunFolder, wanted: str | int) -> tuple[str, int]:
@@ -203,8 +210,9 @@ def target_of(loaded: LoadedSpec, name: str, inventory: Inventory) -> Target:
     formula_facts(spec, facts)
     machines, warnings = machines_of(spec, inventory)
     found = InferenceModel(
-        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed
-    )
+        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed,
+        longest=_longest(spec),
+    )  # fmt: skip
     weights = model.init_from or model.keys.get("path")
     identity = {"model": _content_of(str(weights)) if weights else None, "builder": model.builder}
     return Target(found, spec, name, identity, machines, tuple(warnings))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from raytrain.data.sources.idx import IMAGES, read_idx
-from raytrain.data.sources.tables import CSV_KINDS, TEXT, csv_as_text, csv_kinds, typed
+from raytrain.data.sources.tables import CSV_KINDS, TEXT, check_distinct, csv_as_text, csv_kinds, typed
 from raytrain.errors import InputError, first_line
 from raytrain.infer.input import KEY, InputFiles, fingerprint, fitted, joined
 from raytrain.runs.storage import ANSWERS, join, locate, open_store, unreadable, whole_file
@@ -177,6 +177,7 @@ def _csv_tables(path: str) -> Iterator[Any]:
     read = csv.ReadOptions(block_size=BLOCK_BYTES)
     with _stream(path) as stream:
         reader = csv.open_csv(stream, read_options=read, **csv_as_text(filesystem, inner))
+        check_distinct(reader.schema.names, key=KEY)
         yield from (pa.Table.from_batches([batch]) for batch in reader if batch.num_rows)
 
 
@@ -225,6 +226,9 @@ def _table(rows: list[dict[str, Any]], path: str) -> Any:
     for name in dict.fromkeys(name for row in rows for name in row):
         try:
             columns[name] = _column([row.get(name) for row in rows])
+        except UnicodeEncodeError as error:
+            seen = f"{path}: the column {name} with half of a surrogate pair ({error.object[error.start]!r})"
+            raise InputError(KEY, got=seen, expected="Unicode text") from error
         except (pa.ArrowException, OverflowError) as error:
             raise InputError(
                 KEY, got=f"{path}: the column {name} with values of several types ({first_line(error)})",

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -191,25 +191,41 @@ def joined(schemas: Sequence[Any], path: str) -> Any:
     """The schema with the columns of all of these. Raises InputError for a column of types that do not go together."""
     import pyarrow as pa
 
+    remedy = "write one type, or leave the column out"
     try:
-        return pa.unify_schemas(list(schemas), promote_options="permissive")
+        found = pa.unify_schemas(list(schemas), promote_options="permissive")
     except pa.ArrowException as error:
-        remedy = "write one type, or leave the column out"
         raise InputError(
             KEY, got=f"{path}: {first_line(error)}", expected="one type a column", remedy=remedy
         ) from error
+    for one in found:
+        kinds = [schema.field(one.name).type for schema in schemas if one.name in schema.names]
+        if pa.types.is_floating(one.type) and any(map(pa.types.is_decimal, kinds)):  # these would lose digits
+            seen = f"{path}: the column {one.name} with whole numbers beyond 64 bits and with fractions"
+            raise InputError(KEY, got=seen, expected="one type a column", remedy=remedy)
+    return found
 
 
 def fitted(table: Any, schema: Any) -> Any:
-    """A table with the columns and types of a schema, nulls where it lacks a column."""
+    """A table with the columns and types of a schema, nulls where it lacks a column.
+
+    Raises:
+        InputError: a value that the type of its column does not hold.
+    """
     import pyarrow as pa
 
     if table.schema.equals(schema):
         return table
-    columns = [
-        table[one.name].cast(one.type) if one.name in table.column_names else pa.nulls(table.num_rows, one.type)
-        for one in schema
-    ]
+    columns = []
+    for one in schema:
+        try:
+            own = table[one.name].cast(one.type) if one.name in table.column_names else None
+        except pa.ArrowInvalid as error:
+            seen = f"the column {one.name} as {one.type} in all files together: {first_line(error)}"
+            raise InputError(
+                KEY, got=seen, expected="one type a column", remedy="write one type, or leave the column out"
+            ) from error
+        columns.append(pa.nulls(table.num_rows, one.type) if own is None else own)
     return pa.table(columns, schema=schema)
 
 
@@ -224,6 +240,19 @@ def _open_parquet(path: str) -> Any:
         raise InputError(KEY, got=f"{path}: {str(error).splitlines()[0]}", expected="a Parquet file") from error
     except OSError as error:
         raise unreadable(path, error, key=KEY) from error
+
+
+def check_cells(schema: Any, carried: Mapping[str, Sequence[str | None]]) -> None:
+    """Raise InputError for the first carried column whose values are no single cells of a CSV file; `carried` maps a
+    key to the columns it names."""
+    from pyarrow import types
+
+    for key, name in ((key, name) for key, names in carried.items() for name in names if name is not None):
+        if types.is_nested(schema.field(name).type):
+            seen = f"{name}, whose values are of type {schema.field(name).type}, with infer.format csv"
+            raise InputError(
+                key, got=seen, expected="columns of single values", remedy="infer.format: jsonl or parquet"
+            )
 
 
 def check_columns(schema: Any, wanted: dict[str, str | None]) -> None:

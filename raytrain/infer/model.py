@@ -188,6 +188,7 @@ class InferenceModel:
         dtype: format of the forward passes: fp32, bf16 or fp16.
         device: e.g. "cpu" or "cuda:0".
         seed: of the draws.
+        longest: tokens that texts of one class each were cut to in training; None: the model's limit.
     """
 
     model: ModelConfig
@@ -198,6 +199,7 @@ class InferenceModel:
     dtype: str = "fp32"
     device: str = "cpu"
     seed: int = 0
+    longest: int | None = None
 
     def check_header(self, infer: InferConfig, schema: Any) -> None:
         """Check the columns of the input as far as that does not need the model.
@@ -241,7 +243,8 @@ class InferenceModel:
             tokenizer = open_tokenizer(self.tokenizer)
             config: Any = getattr(module, "config", None)
             names = self.facts.get("class_names") or _class_names(config)
-            longest = min(one for one in (_context(module), tokenizer.model_max_length) if one is not None)
+            limits = _context(module), tokenizer.model_max_length, self.longest
+            longest = min(one for one in limits if one is not None)
             encode = partial(encode_rows, tokenizer, special=True, max_length=longest)
             return TextClassifier(
                 module, encode, _prompt(infer, schema), pad_id(tokenizer),

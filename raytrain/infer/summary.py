@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from raytrain.data.sources.tables import csv_kinds, typed
 from raytrain.infer.input import UnitReport
 from raytrain.infer.output import json_value
 from raytrain.infer.stages.split import StageSplit, StageTimes
@@ -34,9 +35,11 @@ class TableFigures:
 
     Attributes:
         label: the column with right answers, None if there is none.
+        as_csv: whether its values are the texts of cells of CSV files.
     """
 
     label: str | None
+    as_csv: bool = False
     rows: int = field(default=0, init=False)
     tokens: int = field(default=0, init=False)
     again: int = field(default=0, init=False)
@@ -76,6 +79,8 @@ class TableFigures:
         if self._quality is None:
             of_values = types.is_floating(labels.type) or types.is_floating(predictions.type)
             self._quality = ValueQuality() if of_values else ClassQuality()
+        if self.as_csv and isinstance(self._quality, ValueQuality):
+            labels = typed(labels, "double")
         for label, prediction in zip(labels.to_pylist(), predictions.to_pylist(), strict=True):
             self._quality.add(label, prediction)
 
@@ -86,8 +91,14 @@ class TableFigures:
             "latency_s": {"p50": quantile(values, counts, 0.5), "p95": quantile(values, counts, 0.95)},
             "slowest": [{"id": name, "seconds": seconds} for seconds, name in self._slowest],
             "failures": self._failures, "errors": dict(self._errors.most_common()),
-            "quality": None if self._quality is None else self._quality.figures(),
+            "quality": None if self._quality is None else self._read().figures(),
         }  # fmt: skip
+
+    def _read(self) -> ClassQuality | ValueQuality:
+        assert self._quality is not None
+        if self.as_csv and isinstance(self._quality, ClassQuality):
+            return self._quality.as_csv()
+        return self._quality
 
 
 def _id(value: Any) -> Any:
@@ -184,6 +195,19 @@ class ClassQuality:
         name = str(label).strip()  # as training reads it
         self.labels.add(name)
         self.counts[name, UNKNOWN if prediction is None else str(prediction).strip()] += 1
+
+    def as_csv(self) -> ClassQuality:
+        """With labels that are cells of CSV files read as training reads them: where they are numbers, `NA` is none."""
+        import pyarrow as pa
+
+        names = pa.chunked_array([pa.array(sorted(self.labels), pa.string())])
+        values = dict(zip(names.to_pylist(), typed(names, csv_kinds(names, label=True)[0]).to_pylist(), strict=True))
+        found = ClassQuality()
+        for (name, prediction), rows in self.counts.items():
+            if values[name] is not None:
+                found.labels.add(str(values[name]))
+                found.counts[str(values[name]), prediction] += rows
+        return found
 
     def figures(self) -> dict[str, Any]:
         """Accuracy, precision, recall and F1 of each class and their means over classes, and the confusion matrix; the

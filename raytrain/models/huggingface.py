@@ -221,7 +221,10 @@ def check_names(names: Sequence[str] | None, known: Sequence[str] | None, *, key
 # Tokenizers in local transformers folders; an optional extra, nothing is downloaded.
 
 
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tokenizer_config.json",  # the only one of those without a vocabulary, as ByT5's
+)  # fmt: skip
 """Every folder with a tokenizer has one of these files."""
 
 TOKENIZER_EXPECTED = "a local folder with a tokenizer that save_pretrained of transformers wrote"

@@ -70,7 +70,7 @@ def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str
 
     tables = [_read_table(path, kind=kind, key=key) for path in paths]
     for path, table in zip(paths, tables, strict=True):
-        _check_names(table.column_names, key=key)
+        check_distinct(table.column_names, key=key)
         if sorted(table.column_names) != sorted(tables[0].column_names):
             raise InputError(
                 key,
@@ -89,7 +89,8 @@ def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str
     return table
 
 
-def _check_names(names: Sequence[str], *, key: str) -> None:
+def check_distinct(names: Sequence[str], *, key: str) -> None:
+    """Raise InputError for a name of two columns."""
     if len(set(names)) < len(names):
         twice = next(name for name in names if list(names).count(name) > 1)
         raise InputError(key, got=f"two columns named '{twice}'", expected="different names")
@@ -113,7 +114,14 @@ def _read_table(path: str, *, kind: str, key: str) -> Any:
                 return csv.read_csv(stream, **options)
             from pyarrow import json
 
-            return json.read_json(stream)
+            found = json.read_json(stream)
+        times = [one.name for one in found.schema if pa.types.is_timestamp(one.type)]
+        if not times:
+            return found
+        # what looks like a time is a text, also where the other files have texts that do not
+        texts = json.ParseOptions(explicit_schema=pa.schema([(name, pa.string()) for name in times]))
+        with filesystem.open_input_stream(inner) as stream:
+            return json.read_json(stream, parse_options=texts)
     except pa.ArrowException as error:
         message = str(error).splitlines()[0]
         raise InputError(key, got=f"{path}, which cannot be read: {message}", expected=f"a {kind} file") from error
@@ -229,7 +237,7 @@ def choose_columns(
         InputError: a column that does not exist, or one that is not numeric.
     """
     names = list(schema.names)
-    _check_names(names, key=key)
+    check_distinct(names, key=key)
     for wanted, origin in [*((name, "data.features") for name in features or ()), (label, "data.label")]:
         if wanted is not None and wanted not in names:
             raise InputError(

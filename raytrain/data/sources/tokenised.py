@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrain.config.messages import suggestion
+from raytrain.config.messages import abbreviated, suggestion
 from raytrain.config.sections import DataConfig, ModelConfig
 from raytrain.data.rows.contract import IGNORED_LABEL, Source, facts_of, holdout
 from raytrain.data.sources.keys import as_paths, source_keys
@@ -94,7 +94,8 @@ def class_numbers(
 ) -> tuple[list[np.ndarray], int, tuple[str, ...] | None]:
     """Return the labels of each column as class numbers (int64), the number of classes, and their names.
 
-    String labels are numbered in the order of `known`; with "auto" in sorted order over all columns.
+    String labels are numbered in the order of `known`; with "auto" in sorted order over all columns. Whole numbers are
+    those of the classes, of which there are as many as `known` has names.
     """
     kinds = {type(value) for column in columns for value in column}
     if len(kinds) > 1:
@@ -110,7 +111,15 @@ def class_numbers(
     found = [np.array(column, np.int64) for column in columns]
     for column in found:
         check_classes(column, name="label_field", key="data.label_field")
-    return found, max(int(column.max()) for column in found) + 1, None
+    classes = max(int(column.max()) for column in found) + 1
+    if known == "auto":
+        return found, classes, None
+    if classes > len(known):
+        raise InputError(
+            "data.label_field", got=f"class {classes - 1}", expected=f"0 to {len(known) - 1}: {abbreviated(known, 12)}",
+            remedy="data.class_names: [...] names all classes",
+        )  # fmt: skip
+    return found, len(known), None
 
 
 # ---------------------------------------------------------------- documents

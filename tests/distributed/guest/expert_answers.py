@@ -14,7 +14,7 @@ from typing import Any
 from ray.data import DataContext
 
 from jobs.infer import infer
-from jobs.inference import compute
+from raytrain.infer import ray_data
 
 FOLDER = Path(__file__).parent
 GIVEN = json.loads((FOLDER / "given.json").read_text())
@@ -68,8 +68,8 @@ def kill_after_two_units(folder: Path, killed: list[int]) -> None:
 def main() -> None:
     # no worker is done before the other has begun; in a cluster that others use, one is enough for a start
     DataContext.get_current().wait_for_min_actors_s = 100
-    run_units = compute.run_units
-    compute.run_units = lambda *given, **named: run_units(*given, **{**named, "at_once": named["workers"]})
+    run_units = ray_data.run_units
+    ray_data.run_units = lambda *given, **named: run_units(*given, **{**named, "at_once": named["workers"]})
     killed: list[int] = []
     watching = threading.Thread(target=kill_after_two_units, args=(FOLDER / "hosts", killed))
     watching.start()

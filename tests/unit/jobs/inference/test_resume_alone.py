@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from jobs.__main__ import main
@@ -78,6 +79,13 @@ def test_it_is_enough_from_any_folder(tmp_path: Path) -> None:
     begun(tmp_path)
     (tmp_path / "other").mkdir()
     resumed(tmp_path / "other", str(tmp_path / "out"))
+    assert_answered(tmp_path)
+
+
+def test_variables_in_its_name_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(tmp_path)
+    monkeypatch.setenv("ANSWERS", str(tmp_path))
+    resumed(tmp_path, "$ANSWERS/out")
     assert_answered(tmp_path)
 
 

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from raytrain.errors import InputError
 from raytrain.infer.convert import converted
-from raytrain.infer.input import InputRows, check_columns, input_files
+from raytrain.infer.input import InputRows, check_cells, check_columns, input_files
 from raytrain.infer.output import _CsvWriter
 
 ROWS = [{"name": f"row {number}", "size": number * 3} for number in range(103)]
@@ -239,3 +239,37 @@ def test_csv_files_of_a_folder_may_have_their_columns_in_another_order(numbers: 
     rows = InputRows.at(written)
     expected = {"u": [1, 2], "v": ["x", "y"]} if numbers else {"u": ["1", "2"], "v": ["x", "y"]}
     assert rows.read(0, 2, ["u", "v"]).select(["u", "v"]).to_pydict() == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [('{"k": 18446744073709551616}', '{"k": 1.5}', "k with whole numbers beyond 64 bits and with fractions"),
+     ('{"k": 9007199254740993}', '{"k": 1.5}', "k as double in all files together")],
+)  # fmt: skip
+def test_whole_numbers_that_would_lose_digits_beside_fractions_of_another_file_are_refused(
+    first: str, second: str, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "x.jsonl").write_text(first + "\n")
+    (folder / "y.jsonl").write_text(second + "\n")
+    with pytest.raises(InputError, match=message):
+        opened(folder, tmp_path).read(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [("in.csv", "k,x,k\n1,2,3\n", "two columns named 'k'"),
+     ("in.jsonl", '{"k": "a"}\n{"k": "\\ud800"}\n', "column k with half of a surrogate pair")],
+)  # fmt: skip
+def test_oddities_of_a_file_are_one_line(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message):
+        opened(tmp_path / name, tmp_path)
+
+
+def test_a_column_of_lists_is_no_cell_of_a_csv_file() -> None:
+    schema = pa.schema([("a", pa.int64()), ("tags", pa.list_(pa.string()))])
+    check_cells(schema, {"infer.keep": ["a"], "infer.id_column": [None]})
+    with pytest.raises(InputError, match=r"infer\.keep: got tags.*infer\.format csv.*jsonl or parquet"):
+        check_cells(schema, {"infer.keep": ["a", "tags"]})

@@ -101,3 +101,26 @@ def test_figures_do_not_depend_on_how_the_rows_are_divided() -> None:
     slowest = np.argsort(-seconds, kind="stable")[:10]
     assert found[0]["slowest"] == [{"id": f"r{row}", "seconds": seconds[row]} for row in slowest]
     assert found[0]["tokens"] == sum(table["tokens"].to_pylist())
+
+
+def _scored(labels: list[str | None], predictions: list[object]) -> dict[str, object]:
+    rows = len(labels)
+    figures = TableFigures("y", as_csv=True)
+    table = pa.table({
+        "id": [str(row) for row in range(rows)], "seconds": [0.1] * rows, "tokens": [1] * rows, "again": [False] * rows,
+        "y": pa.array(labels, pa.string()), "prediction": predictions, "error": pa.nulls(rows, pa.string()),
+    })  # fmt: skip
+    for start in (0, 2):  # the first table alone would tell another type
+        figures.add(table.slice(start, 2 if start == 0 else rows))
+    found = figures.figures()["quality"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_carried_labels_are_judged_as_training_reads_them() -> None:
+    values = _scored(["1.5", " 2 ", "NA", None], [1.0, 2.0, 3.0, 4.0])
+    assert (values["rows"], values["failed"], values["mean_absolute_error"]) == (2, 0, 0.25)
+    numbers = _scored(["NA", "", "1", "2"], [1, 1, 1, 2])
+    assert (numbers["rows"], numbers["accuracy"]) == (2, 1.0), "where the others are numbers, NA is no label"
+    names = _scored(["NA", "", "cat", "007"], ["NA", "cat", "cat", "7"])
+    assert (names["rows"], names["accuracy"]) == (3, 2 / 3), "NA is a class beside others, and 007 is not 7"

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from folders import make_folder, write_lines
 
+from cluster.devices.inventory import local_inventory
 from jobs.driver.check_job import check_on_driver
+from jobs.inference.target import open_target
 from jobs.job.facts import resolved
 from jobs.job.spec import load_spec
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
+from raytrain.infer.predictor import TextClassifier
 from raytrain.models.transformers import classifier
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")
@@ -79,6 +83,19 @@ def test_the_data_numbers_its_classes_where_the_folder_has_no_head_for_them(kind
     assert found == [1, 0] and source.class_names == (None if kind == "numbers" else ("ant", "zoo"))
 
 
+@pytest.mark.parametrize("names", [("yes", "no"), ("c", "a", "b")])
+def test_numbers_are_those_of_the_classes_of_a_trained_folder(names: tuple[str, ...], tmp_path: Path) -> None:
+    folder = trained(tmp_path / "model", names)
+    source, labels = opened(folder, [0, 0])
+    assert labels == [0, 0] and source.classes == len(names), "its head stays, also where not all classes are there"
+    more = len(names)
+    with pytest.raises(
+        InputError, match=rf"label_field: got class {more}, expected 0 to {more - 1}: {', '.join(names)}"
+    ):
+        opened(folder, [0, more])
+    assert opened(folder, [0, more], class_names=[f"n{k}" for k in range(more + 1)])[0].classes == more + 1
+
+
 def test_names_without_their_numbers_are_read(tmp_path: Path) -> None:
     """A config made with id2label alone."""
     folder = trained(tmp_path / "model", ("yes", "no"))
@@ -125,3 +142,24 @@ def test_a_table_has_the_classes_of_the_run_that_it_starts_from(place: str, tmp_
         else:
             with pytest.raises(InputError, match=r"the classes a, c, expected .* a, b"):
                 check_on_driver(spec, run_batch=False)
+
+
+def test_a_text_is_cut_where_training_cut_it(run_cli: Any, tmp_path: Path) -> None:
+    make_folder(tmp_path / "base", "distilbert", task="masked")
+    rows = [{"text": "mill rain " * 30, "y": "ab"[n % 2]} for n in range(16)]
+    lines = write_lines(tmp_path / "rows.jsonl", rows)
+    mapping = {
+        "name": "cut", "model": {"builder": CLASSIFIER, "path": str(tmp_path / "base")},
+        "data": {"source": "jsonl", "path": str(lines), "text_field": "text", "label_field": "y", "max_length": 6},
+        "precision": {"dtype": "fp32"}, "loop": {"max_steps": 2, "global_batch_size": 8},
+        "scale": {"workers": 1, "threads": 1}, "telemetry": {"tensorboard": False},
+    }  # fmt: skip
+    (tmp_path / "job.yaml").write_text(json.dumps(mapping))
+    done = run_cli("train", "job.yaml", "--debug", cwd=tmp_path)
+    assert done.code == 0, done.text
+    schema = pa.schema([("text", pa.string())])
+    for overrides, length in (([], 6), (["data.max_length=9"], 9)):
+        target = open_target(str(tmp_path / "runs" / "latest"), overrides, local_inventory())
+        predictor = target.model.load(target.spec.infer, schema)
+        assert isinstance(predictor, TextClassifier)
+        assert [len(ids) for ids in predictor.encode([rows[0]["text"], "mill"])] == [length, 1]

@@ -133,6 +133,15 @@ def test_string_labels_become_the_numbers_of_their_sorted_names(tmp_path: Path) 
     assert opened(train=category, label="kind").class_names == ("cat", "dog", "emu")
 
 
+@pytest.mark.parametrize("later", ["2024-01-02", "later"])
+def test_labels_that_look_like_dates_are_names_whatever_the_other_file_has(later: str, tmp_path: Path) -> None:
+    for name, label in (("a", "2024-01-01"), ("b", later)):
+        lines = [json.dumps({"x": number, "kind": label}) for number in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    source = opened(source="jsonl", path=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], label="kind")
+    assert source.class_names == ("2024-01-01", later)
+
+
 def test_files_are_joined_in_the_order_given(tmp_path: Path) -> None:
     paths = [write(table(rows), tmp_path / f"{rows}.parquet") for rows in (7, 3)]
     source = opened(source="parquet", path=paths, eval_fraction=0.0)
