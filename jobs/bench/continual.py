@@ -44,6 +44,7 @@ class ContinualOptions(BenchOptions):
     memory: Count = Field(400_000, description="bytes of rows kept for replay, the same for both arms that replay")
     sleep_every: Count = Field(10, description="steps between two sleep cycles")
     sleep_rows: Count = Field(256, description="rows that a cycle replays")
+    graph_routing: NonNegative = Field(0.0, description="experts.graph_routing of the arm with a lifecycle")
     ewc: NonNegative = Field(1000.0, description="weight of EWC's penalty")
     lr: Positive = Field(0.002, description="learning rate of every arm, and of the replay")
 

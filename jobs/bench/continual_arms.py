@@ -273,6 +273,7 @@ def job_of(arm: str, options: ContinualOptions, *, seed: int, experts: int, feat
         "hosts": 0,
     }
     if arm == "lifecycle":
+        section["graph_routing"] = options.graph_routing
         section["lifecycle"] = {
             "max_experts": MOST, "every": options.sleep_every, "birth": {"cooldown_steps": options.sleep_every},
             "replay": {"bytes": options.memory, "every": options.sleep_every, "rows": options.sleep_rows,
