@@ -210,6 +210,7 @@ class SleepCycle:
             )  # fmt: skip
             before()
             if model.at_once == 1:
+                self._note_graph(record)
                 return record
             model.at_once //= 2
 
@@ -285,6 +286,9 @@ class SleepCycle:
         self._adapt(found)
         self.graph.renew([link for link in links if self._alive(link)])
         self.graph.fade(links)
+        self._note_graph(found)
+
+    def _note_graph(self, found: CycleRecord) -> None:
         found.edges = dict.fromkeys(EDGE_TYPES, 0)
         for edge in self.graph.edges():
             found.edges[edge["type"]] += 1

@@ -543,6 +543,7 @@ def test_a_cycle_that_does_not_fit_at_all_is_left_out_and_says_so() -> None:
         for cycle in cycles_of(reporter):
             assert seen == [8, 4, 2, 1] and cycle["rows"] == 0 and len(cycle["undone"]) == 4
             assert cycle["next_step"] == 24 and cycle["living_after"] == [3, 3]
+            assert len(cycle["graph"]["experts"]["nodes"]) == 6, "the report draws it"
     assert states[12] == states[10_000]
 
 
