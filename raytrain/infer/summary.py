@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -74,13 +75,15 @@ class TableFigures:
                     self._failures.append({"id": _id(table["id"][row]), "error": error})
 
     def _score(self, labels: Any, predictions: Any) -> None:
+        import pyarrow as pa
         from pyarrow import types
 
         if self._quality is None:
             of_values = types.is_floating(labels.type) or types.is_floating(predictions.type)
             self._quality = ValueQuality() if of_values else ClassQuality()
         if self.as_csv and isinstance(self._quality, ValueQuality):
-            labels = typed(labels, "double")
+            with suppress(pa.ArrowInvalid):  # a text among them is one row that cannot be judged
+                labels = typed(labels, "double")
         for label, prediction in zip(labels.to_pylist(), predictions.to_pylist(), strict=True):
             self._quality.add(label, prediction)
 
@@ -247,7 +250,7 @@ def _class_figures(name: str, counts: Counter[tuple[str, str]]) -> dict[str, Any
 
 @dataclass
 class ValueQuality:
-    """Errors of predicted values; failed rows are counted apart."""
+    """Errors of predicted values; failed rows, and labels that are no numbers, are counted apart."""
 
     rows: int = 0
     failed: int = 0
@@ -261,7 +264,11 @@ class ValueQuality:
         if prediction is None or isinstance(prediction, list):  # a vector has no error against one value
             self.failed += 1
             return
-        error = float(prediction) - float(label)
+        try:
+            error = float(prediction) - float(label)
+        except ValueError:
+            self.failed += 1
+            return
         self.rows, self.absolute, self.squared = self.rows + 1, self.absolute + abs(error), self.squared + error**2
 
     def figures(self) -> dict[str, Any]:

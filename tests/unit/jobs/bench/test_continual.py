@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from jobs.bench.continual import ARMS, ContinualOptions, scores
-from jobs.bench.continual_arms import BATCH, EwcLoss, ReplayLoss, draw_images, ewc_penalty, read_images, tasks_of
+from jobs.bench.continual_arms import (
+    BATCH,
+    EwcLoss,
+    ReplayLoss,
+    draw_images,
+    ewc_penalty,
+    job_of,
+    read_images,
+    tasks_of,
+)
 from jobs.bench.harness.options import bench_verb
 from raytrain.errors import InputError
 from raytrain.trainable import LossOutput
@@ -144,3 +153,11 @@ def test_a_small_run_measures_every_arm_on_every_suite(tmp_path: Path) -> None:
         == sum("level with plain replay" in claim for claim in claims)
         == 3
     )
+
+
+def test_graph_routing_is_of_the_arm_with_a_lifecycle_alone() -> None:
+    options = ContinualOptions(graph_routing=0.5)
+    sections = {arm: job_of(arm, options, seed=1, experts=8, features=4)["experts"] for arm in ARMS}
+    assert {arm: section.get("graph_routing", 0.0) for arm, section in sections.items()} == {
+        **dict.fromkeys(ARMS, 0.0), "lifecycle": 0.5,
+    }  # fmt: skip

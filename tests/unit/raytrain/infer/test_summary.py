@@ -120,6 +120,8 @@ def _scored(labels: list[str | None], predictions: list[object]) -> dict[str, ob
 def test_carried_labels_are_judged_as_training_reads_them() -> None:
     values = _scored(["1.5", " 2 ", "NA", None], [1.0, 2.0, 3.0, 4.0])
     assert (values["rows"], values["failed"], values["mean_absolute_error"]) == (2, 0, 0.25)
+    mixed = _scored(["1.5", "2", "two", None], [1.0, 2.0, 3.0, 4.0])
+    assert (mixed["rows"], mixed["failed"]) == (2, 1), "what is no number is no error after everything was computed"
     numbers = _scored(["NA", "", "1", "2"], [1, 1, 1, 2])
     assert (numbers["rows"], numbers["accuracy"]) == (2, 1.0), "where the others are numbers, NA is no label"
     names = _scored(["NA", "", "cat", "007"], ["NA", "cat", "cat", "7"])
