@@ -17,6 +17,7 @@ from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
 from raytrain.infer.generate import language_sample
 from raytrain.infer.model import InferenceModel, prompt_of
+from raytrain.models import huggingface as hf
 from raytrain.models.huggingface import encode_prompts, ended
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")
@@ -174,3 +175,14 @@ def test_a_column_that_holds_no_texts_is_refused_by_name(kind: Any, template: bo
 def test_a_template_writes_numbers_and_texts() -> None:
     prompt = prompt_of(["a", "b"], field=None, template="{a} of {b}", templates={}, chat=None)
     assert prompt.texts(pa.table({"a": [1, 2], "b": ["x", "y"]})) == ["1 of x", "2 of y"]
+
+
+def test_a_folder_of_a_tokenizer_without_a_vocabulary_is_one(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    theirs = ByT5Tokenizer()
+    theirs.save_pretrained(tmp_path)
+    (ids,) = hf.encode_rows(hf.open_tokenizer(str(tmp_path)), ["thé mill"], special=True)
+    assert ids.tolist() == theirs("thé mill")["input_ids"]
+    (tmp_path / "none").mkdir()
+    assert hf.has_tokenizer(str(tmp_path)) and not hf.has_tokenizer(str(tmp_path / "none"))
