@@ -304,13 +304,14 @@ def schema(out: str | None) -> None:
     import json
 
     from jobs.job.keys import job_schema
+    from raytrain.runs.storage import typed_path
 
     text = json.dumps(job_schema(), indent=2, default=repr)
     if out is None:
         click.echo(text)
         return
     try:
-        with open(out, "w", encoding="utf-8") as file:
+        with open(typed_path(out, key="--out"), "w", encoding="utf-8") as file:
             file.write(f"{text}\n")
     except OSError as error:
         raise InputError("--out", got=str(error), expected="a file that can be written") from error

@@ -154,8 +154,10 @@ def _input(target: Target, folder: str, data: Any) -> tuple[InputRows, tuple[str
     given = [infer.input] if isinstance(infer.input, str) else list(infer.input)
     files = input_files([absolute_path(one) for one in given])
     carried, numbers = {*infer.keep, infer.id_column}, not _generates(target)
-    written = converted(files, folder, carried=carried, label=infer.label, numbers=numbers)
-    rows = InputRows.at(written, limit=infer.max_samples, join=files.kind in NAMED_BY_ROW)
+    exact = infer.keep if infer.format == "jsonl" else ()
+    written = converted(files, folder, carried=carried, label=infer.label, numbers=numbers, exact=exact)
+    join_columns = files.kind in NAMED_BY_ROW
+    rows = InputRows.at(written, origins=files.paths, limit=infer.max_samples, join=join_columns)
     return rows, files.paths, [fingerprint(path) for path in files.paths]
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from raytrain.data.sources.idx import IMAGES, read_idx
-from raytrain.data.sources.tables import CSV_KINDS, TEXT, check_distinct, csv_as_text, csv_kinds, typed
+from raytrain.data.sources.tables import CSV_KINDS, TEXT, check_distinct, csv_as_text, csv_kinds, is_text, typed
 from raytrain.errors import InputError, first_line
-from raytrain.infer.input import KEY, InputFiles, fingerprint, fitted, joined
+from raytrain.infer.input import KEY, InputFiles, as_json, fingerprint, fitted, joined
 from raytrain.runs.storage import ANSWERS, join, locate, open_store, unreadable, whole_file
 
 TEXT_COLUMN = "text"
@@ -32,7 +32,7 @@ class _OtherColumnsError(Exception):
 
 def converted(
     files: InputFiles, folder: str, *, carried: Collection[str | None] = (), label: str | None = None,
-    numbers: bool = True, rows_at_once: int = LINES_AT_ONCE,
+    numbers: bool = True, exact: Collection[str] = (), rows_at_once: int = LINES_AT_ONCE,
 ) -> list[str]:  # fmt: skip
     """Write files of another format as Parquet in `folder`, one for each; returns the paths. Parquet is left alone.
 
@@ -40,6 +40,8 @@ def converted(
 
     Args:
         carried, label, numbers: of CSV files, see `CsvTypes`.
+        exact: columns of JSON files whose values are also kept as JSON texts, in columns named by `as_json`, unless
+            they are texts: Arrow gives each object the keys of all, and makes whole numbers among fractions fractions.
     Raises:
         InputError: a file that cannot be read, or has no rows.
         RunError: the folder cannot be written.
@@ -59,7 +61,7 @@ def converted(
                 elif files.kind == "idx":
                     write_tables(_idx_tables(path, rows_at_once), target, origin=path, rows_at_once=rows_at_once)
                 else:
-                    read = partial(_json_or_text, path, files.kind, rows_at_once)
+                    read = partial(_json_or_text, path, files.kind, exact, rows_at_once)
                     write_joined(read, target, origin=path, rows_at_once=rows_at_once)
             except pa.ArrowException as error:
                 raise InputError(KEY, got=f"{path}: {first_line(error)}", expected=f"a {files.kind} file") from error
@@ -184,12 +186,12 @@ def _csv_tables(path: str) -> Iterator[Any]:
 # ---------------------------------------------------------------- JSON and text
 
 
-def _json_or_text(path: str, kind: str, rows_at_once: int) -> Iterator[Any]:
+def _json_or_text(path: str, kind: str, exact: Collection[str], rows_at_once: int) -> Iterator[Any]:
     """Tables of the rows of one file, in order."""
     try:
         with _stream(path) as stream:
             if kind == "json":
-                yield _table(_json_rows(stream.read(), path), path)
+                yield _table(_json_rows(stream.read(), path), path, exact)
                 return
             lines: list[dict[str, Any]] = []
             for number, raw in enumerate(io.BufferedReader(stream), start=1):
@@ -199,10 +201,10 @@ def _json_or_text(path: str, kind: str, rows_at_once: int) -> Iterator[Any]:
                 elif kind == "text" and line.strip():
                     lines.append({TEXT_COLUMN: line})
                 if len(lines) == rows_at_once:
-                    yield _table(lines, path)
+                    yield _table(lines, path, exact)
                     lines = []
             if lines:
-                yield _table(lines, path)
+                yield _table(lines, path, exact)
     except OSError as error:
         raise unreadable(path, error, key=KEY) from error
 
@@ -218,14 +220,18 @@ def _idx_tables(path: str, rows_at_once: int) -> Iterator[Any]:
         yield pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), images.shape[1])})
 
 
-def _table(rows: list[dict[str, Any]], path: str) -> Any:
+def _table(rows: list[dict[str, Any]], path: str, exact: Collection[str]) -> Any:
     """The rows with the columns of all of them; a row that lacks one has null there."""
     import pyarrow as pa
 
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
         try:
-            columns[name] = _column([row.get(name) for row in rows])
+            columns[name] = _column(values)
+            if name in exact and not is_text(columns[name].type):
+                texts = [None if value is None else json.dumps(value) for value in values]
+                columns[as_json(name)] = pa.array(texts, pa.string())
         except UnicodeEncodeError as error:
             seen = f"{path}: the column {name} with half of a surrogate pair ({error.object[error.start]!r})"
             raise InputError(KEY, got=seen, expected="Unicode text") from error
@@ -244,12 +250,21 @@ def _column(values: list[Any]) -> Any:
     try:
         return pa.array(values)
     except OverflowError:
-        return pa.array([Decimal(value) if type(value) is int else value for value in values])
+        return pa.array(_decimals(values))
+
+
+def _decimals(value: Any) -> Any:
+    """Whole numbers as decimals, also inside of lists and objects."""
+    if isinstance(value, dict):
+        return {name: _decimals(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_decimals(one) for one in value]
+    return Decimal(value) if type(value) is int else value
 
 
 def _decoded(line: bytes, path: str, number: int) -> str:
     try:
-        return line.decode("utf-8")
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise InputError(KEY, got=f"{path} line {number}, which is not UTF-8", expected="UTF-8 text") from error
 

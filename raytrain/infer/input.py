@@ -12,6 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from itertools import accumulate
 from typing import Any
 
@@ -98,6 +99,16 @@ def fingerprint(path: str) -> str:
 # ---------------------------------------------------------------- rows
 
 
+def as_json(name: str) -> str:
+    """The column that holds a column's values as JSON texts."""
+    return f"raytrain:json:{name}"
+
+
+def json_value(value: Any) -> Any:
+    """A whole number beyond 64 bits as it was; another value that JSON lacks as a text."""
+    return int(value) if isinstance(value, Decimal) and value == value.to_integral_value() else str(value)
+
+
 @dataclass
 class InputRows:
     """Rows of Parquet files, read by range.
@@ -116,22 +127,25 @@ class InputRows:
     _held: tuple[tuple[int, int], Any] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def at(cls, paths: Sequence[str], *, limit: int | None = None, join: bool = False) -> InputRows:
+    def at(
+        cls, paths: Sequence[str], *, origins: Sequence[str] = (), limit: int | None = None, join: bool = False
+    ) -> InputRows:
         """Read the files' metadata.
 
         Args:
+            origins: what they were converted from, for messages.
             join: whether a file may lack columns of another one.
         Raises:
             InputError: a file that is no Parquet, columns that differ, or a column of types that do not go together.
         """
-        groups, schema = [], None
-        for path in paths:
+        groups, schema, origins = [], None, origins or paths
+        for path, origin in zip(paths, origins, strict=True):
             file = _open_parquet(path)
             meta, own = file.metadata, file.schema_arrow.remove_metadata()
             if schema is not None and own.names != schema.names and not join:
-                seen = f"the columns {', '.join(own.names)} in {path}"
-                raise InputError(KEY, got=seen, expected=f"{', '.join(schema.names)}, as in {paths[0]}")
-            schema = own if schema is None else joined([schema, own], path)
+                seen = f"the columns {', '.join(own.names)} in {origin}"
+                raise InputError(KEY, got=seen, expected=f"{', '.join(schema.names)}, as in {origins[0]}")
+            schema = own if schema is None else joined([schema, own], origin)
             groups.append(tuple(meta.row_group(number).num_rows for number in range(meta.num_row_groups)))
         return cls(tuple(paths), tuple(groups), schema, limit)
 

@@ -14,12 +14,11 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from decimal import Decimal
 from typing import Any
 
 from raytrain.data.sources.tables import is_text
 from raytrain.errors import InputError, RunError
-from raytrain.infer.input import Unit, UnitReport, fitted
+from raytrain.infer.input import Unit, UnitReport, as_json, fitted, json_value
 from raytrain.infer.runner import RowResult
 from raytrain.runs.folder import Attempts, this_process
 from raytrain.runs.storage import ANSWERS, LocalStore, ObjectStore, join, locate, open_store, unreadable, whole_file
@@ -349,6 +348,7 @@ def merge(
     schema = pa.unify_schemas([one.schema for one in facts], promote_options="permissive")
     name = f"predictions.{kind}"
     kept = [field for field in schema if field.name not in TIMING_COLUMNS]
+    exact = {as_json(name) for name in schema.names}
     timed = [schema.field("id"), *(schema.field(column) for column in TIMING_COLUMNS)]
     with (
         _writing(join(output.path, name), kind, kept) as answers,
@@ -362,7 +362,7 @@ def merge(
     return {
         "rows": sum(unit.rows for unit in units), "failed": sum(one.report.failed for one in facts),
         "units": len(units), "unit_rows": [unit.rows for unit in units],
-        "text_columns": [field.name for field in kept if is_text(field.type)],
+        "text_columns": [one.name for one in kept if is_text(one.type) and one.name not in exact],
         "files": {name: answers.facts, TIMING: timing.facts},
     }  # fmt: skip
 
@@ -400,6 +400,7 @@ class _MergedFile:
 
         schema = pa.schema(fields)
         self._counted, self._names = _Hashed(file), schema.names
+        self._exact = [name for name in schema.names if as_json(name) in schema.names]
         self._sink = pa.PythonFile(self._counted, mode="w")
         self._writer: Any = None
         if kind != "jsonl":
@@ -411,6 +412,9 @@ class _MergedFile:
             self._writer.write_table(own)
             return
         for row in own.to_pylist():
+            for name in self._exact:
+                text = row.pop(as_json(name))
+                row[name] = row[name] if text is None else json.loads(text)
             self._sink.write((json.dumps(row, ensure_ascii=False, default=json_value) + "\n").encode())
 
     def close(self) -> None:
@@ -450,11 +454,6 @@ def _in_quotes(texts: Any) -> Any:
     needed = pc.or_(pc.match_substring_regex(texts, '[",\r\n]'), pc.equal(texts, ""))
     quoted = pc.binary_join_element_wise('"', pc.replace_substring(texts, '"', '""'), '"', "")
     return pc.if_else(needed, quoted, texts)
-
-
-def json_value(value: Any) -> Any:
-    """A whole number beyond 64 bits as it was; another value that JSON lacks as a text."""
-    return int(value) if isinstance(value, Decimal) and value == value.to_integral_value() else str(value)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from raytrain.data.sources.tables import csv_kinds, typed
-from raytrain.infer.input import UnitReport
-from raytrain.infer.output import json_value
+from raytrain.infer.input import UnitReport, json_value
 from raytrain.infer.stages.split import StageSplit, StageTimes
 
 SLOWEST = 10

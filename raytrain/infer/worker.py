@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from raytrain.accelerator import make_current
 from raytrain.config.sections import InferConfig
-from raytrain.infer.input import InputRows, Unit, UnitReport
+from raytrain.infer.input import InputRows, Unit, UnitReport, as_json
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.output import write_part, written_report
 from raytrain.infer.quantize import COMPARED_ROWS, quantization_of, quantize_compared
@@ -132,7 +132,8 @@ class InferenceWorker:
         runner, begin = self.load(), time.time()
         began, shortages = time.perf_counter(), runner.out_of_memory
         infer = self.work.infer
-        needed = [*runner.predictor.columns, *kept_columns(infer), *([infer.id_column] if infer.id_column else [])]
+        kept = kept_columns(infer, runner.rows.schema.names)
+        needed = [*runner.predictor.columns, *kept, *([infer.id_column] if infer.id_column else [])]
         try:
             table, results = runner.run(unit, list(dict.fromkeys(needed)))
         except TooManyFailures as error:
@@ -146,10 +147,7 @@ class InferenceWorker:
             sum(result.tokens for result in results), time.perf_counter() - began, self.name, self.load_s,
             runner.out_of_memory - shortages, begin, time.time(), self._stage_times(), self._quantized,
         )  # fmt: skip
-        write_part(
-            self.work.parts, unit, table.select(kept_columns(infer)), results, ids=ids, report=report,
-            job=self.work.job,
-        )  # fmt: skip
+        write_part(self.work.parts, unit, table.select(kept), results, ids=ids, report=report, job=self.work.job)
         return replace(report, seconds=time.perf_counter() - began, end=time.time())
 
     def written(self, unit: Unit) -> UnitReport | None:
@@ -157,8 +155,10 @@ class InferenceWorker:
         return written_report(self.work.parts, unit, self.work.job)
 
 
-def kept_columns(infer: InferConfig) -> list[str]:
-    return list(dict.fromkeys([*infer.keep, *([infer.label] if infer.label else [])]))
+def kept_columns(infer: InferConfig, among: Sequence[str] = ()) -> list[str]:
+    """The columns to write beside the predictions, with those `among` the input's that hold their values as JSON."""
+    names: list[str] = list(dict.fromkeys([*infer.keep, *([infer.label] if infer.label else [])]))
+    return names + [as_json(name) for name in names if as_json(name) in among]
 
 
 def ids_of(table: Any, unit: Unit, column: str | None) -> Any:

@@ -230,6 +230,8 @@ FILES = (
 TOKENIZER_EXPECTED = "a local folder with a tokenizer that save_pretrained of transformers wrote"
 TEXTS_AT_ONCE = 1000
 PIECE = 2**20
+CONTEXT = 1000
+"""Characters before a piece of a long text that are encoded with it."""
 
 
 def has_tokenizer(path: str) -> bool:
@@ -328,7 +330,8 @@ def encode_text(tokenizer: Any, text: str) -> np.ndarray:
     """Return the tokens of one long text, int32, without special tokens.
 
     The text is encoded in pieces of about a mebibyte. Each starts after a line break with a non-space character, where
-    no tokenizer that splits at spaces merges anything.
+    no tokenizer that splits at spaces merges anything. It is encoded together with the characters before it, whose
+    tokens are cut off again: at the beginning of a text some tokenizers (SentencePiece's) add a space.
     """
     import numpy as np
 
@@ -336,9 +339,16 @@ def encode_text(tokenizer: Any, text: str) -> np.ndarray:
     while at + PIECE < len(text):
         at = _next_line(text, at + PIECE)
         starts.append(at)
-    pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
-    rows = [encode_rows(tokenizer, [piece], special=False)[0] for piece in pieces if piece]
-    return np.concatenate(rows) if rows else np.empty(0, np.int32)
+    rows = list[np.ndarray]()
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        before, piece = text[max(0, start - CONTEXT) : start], text[start:end]
+        row, known = encode_rows(tokenizer, [before + piece, before if start else ""], special=False)
+        if start and np.array_equal(row[: len(known)], known):
+            row = row[len(known) :]
+        elif start:  # something was merged over the line break after all
+            (row,) = encode_rows(tokenizer, [piece], special=False)
+        rows.append(row)
+    return np.concatenate(rows)
 
 
 def _next_line(text: str, at: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from raytrain.config.messages import abbreviated, suggestion
 from raytrain.data.rows.contract import IGNORED_LABEL, nonfinite
 from raytrain.data.sources.keys import as_paths
 from raytrain.errors import InputError
-from raytrain.runs.storage import file_size, locate, unreadable
+from raytrain.runs.storage import file_size, locate, read_bytes, unreadable
 
 TEXT = "string"
 CSV_KINDS = ("int64", "bool", "double", TEXT)
@@ -28,6 +30,8 @@ KINDS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
 #: Maximum number of columns listed in a message.
 NAMED_AT_MOST = 20
 INT64_MAX = 2**63 - 1
+CODES_FROM = 10**18
+"""Whole numbers of so many digits are codes: as labels they are the names of classes."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,17 @@ def read_pair(keys: Mapping[str, Any], *, kind: str) -> list[Any]:
     """The files of `path`, and of `eval_path` if it is given, as a pyarrow Table each; errors as of `read_tables`."""
     label, names = keys["label"], [name for name in ("path", "eval_path") if keys[name] is not None]
     tables = [read_tables(as_paths(keys[name]), kind=kind, key=f"data.{name}", text=[label]) for name in names]
-    if kind != "csv" or any(label not in table.column_names for table in tables):
+    if any(label not in table.column_names for table in tables):
         return tables
     import pyarrow as pa
+
+    if kind == "jsonl" and any(_has_codes(table[label]) for table in tables):
+        codes = [_whole_numbers(as_paths(keys[name]), label, key=f"data.{name}") for name in names]
+        if all(one is not None for one in codes):
+            pairs = zip(tables, codes, strict=True)
+            return [table.set_column(table.column_names.index(label), label, pa.array(one)) for table, one in pairs]
+    if kind != "csv":
+        return tables
 
     every = csv_kinds(pa.chunked_array([part for table in tables for part in table[label].chunks]), label=True)
     made = []
@@ -87,6 +99,25 @@ def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str
     if not table.num_rows:
         raise InputError(key, got=f"0 rows in {', '.join(paths)}", expected="at least one row")
     return table
+
+
+def _has_codes(column: Any) -> bool:
+    from pyarrow import compute
+
+    if column_kind(column.type) != "number":
+        return False
+    ends = compute.call_function("min_max", [column.cast("double", safe=False)])
+    return any(value.is_valid and abs(value.as_py()) >= CODES_FROM for value in ends.values())
+
+
+def _whole_numbers(paths: Sequence[str], name: str, *, key: str) -> list[str | None] | None:
+    """A column of JSON lines as the texts of its whole numbers, which Arrow has rounded beyond 64 bits: they are the
+    names of classes as such codes of CSV files are. None if a number has a fraction."""
+    files = [read_bytes(path, key=key, unpack=True) for path in paths]
+    values = [json.loads(line).get(name) for file in files for line in file.splitlines() if line.strip()]
+    if any(type(value) not in (int, NoneType) for value in values):
+        return None
+    return [None if value is None else str(value) for value in values]
 
 
 def check_distinct(names: Sequence[str], *, key: str) -> None:

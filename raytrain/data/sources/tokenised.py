@@ -17,7 +17,7 @@ from raytrain.config.messages import abbreviated, suggestion
 from raytrain.config.sections import DataConfig, ModelConfig
 from raytrain.data.rows.contract import IGNORED_LABEL, Source, facts_of, holdout
 from raytrain.data.sources.keys import as_paths, source_keys
-from raytrain.data.sources.tables import TableColumns, check_classes
+from raytrain.data.sources.tables import CODES_FROM, TableColumns, check_classes
 from raytrain.data.sources.text import check_context, cut, text_facts
 from raytrain.errors import InputError
 from raytrain.models import huggingface as hf
@@ -95,9 +95,11 @@ def class_numbers(
     """Return the labels of each column as class numbers (int64), the number of classes, and their names.
 
     String labels are numbered in the order of `known`; with "auto" in sorted order over all columns. Whole numbers are
-    those of the classes, of which there are as many as `known` has names.
+    those of the classes, of which there are as many as `known` has names; with 19 digits or more they are names.
     """
     kinds = {type(value) for column in columns for value in column}
+    if kinds == {int} and any(abs(value) >= CODES_FROM for column in columns for value in column):
+        columns, kinds = [[str(value) for value in column] for column in columns], {str}
     if len(kinds) > 1:
         raise InputError("data.label_field", got="both whole numbers and strings", expected="one kind of label")
     if kinds == {str}:

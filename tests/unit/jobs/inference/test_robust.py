@@ -392,3 +392,35 @@ def test_a_strategy_is_a_named_template_and_an_unknown_one_lists_them(capsys: py
             for one in (name, f"{name}-written")
         )
         assert first == second and len(first) == 6
+
+
+@pytest.mark.parametrize("split", [1, 2], ids=["one file", "two files"])
+def test_carried_json_values_are_written_to_jsonl_as_they_stood(split: int) -> None:
+    carried = [
+        {"o": {"a": 1}, "n": 2, "m": [{"role": "user"}], "w": {"k": 2**70}},
+        {"o": {"b": 2.5, "c": None}, "n": 1.5, "m": [{"role": "tool", "call": [1, 2.0]}], "w": {"k": 1}},
+        {"o": None, "n": 3, "m": [], "w": None}, {"n": 0, "m": None},
+        {"o": {"a": 7}, "n": 4, "m": [{"role": "a"}], "w": {"k": 5}},
+    ]  # fmt: skip
+    lines = [json.dumps({"x": [row, 1, 2, 3], **one}) + "\n" for row, one in enumerate(carried)]
+    Path("in").mkdir()
+    for number in range(split):  # the last file's own values all have the same keys
+        some = lines[number * 4 :] if number else lines[: 4 if split > 1 else 5]
+        Path(f"in/{number}.jsonl").write_text("".join(some), "utf-8-sig")
+    keep = ["infer.keep=[n,o,m,w]", "infer.unit_rows=2"]
+    result = run(*keep, "infer.format=jsonl", input="in")
+    written = [json.loads(line) for line in Path(result.predictions).read_text().splitlines()]
+    expected = [{name: one.get(name) for name in ("n", "o", "m", "w")} for one in carried]
+    assert [json.dumps({name: row[name] for name in expected[0]}) for row in written] == list(map(json.dumps, expected))
+    assert set(written[0]) == {"id", "n", "o", "m", "w", "prediction", "status", "error"}
+    assert result.table()["prediction"].to_pylist() == [row["prediction"] for row in written]
+    table = run(*keep, input="in", output="as_parquet").table()
+    assert table.column_names[:5] == ["id", "n", "o", "m", "w"] and table["n"].to_pylist() == [2.0, 1.5, 3.0, 0.0, 4.0]
+
+
+def test_a_column_that_a_later_file_lacks_is_named_with_that_file() -> None:
+    Path("in").mkdir()
+    Path("in/a.csv").write_text("x,k\n1,2\n")
+    Path("in/b.csv").write_text("x\n1\n")
+    with pytest.raises(InputError, match=r"got the columns x in \S*in/b\.csv, expected x, k, as in \S*in/a\.csv"):
+        run(input="in")

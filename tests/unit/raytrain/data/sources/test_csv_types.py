@@ -122,3 +122,34 @@ def test_whole_numbers_beyond_int64_are_refused_by_name_and_others_kept(kind: pa
         opened(tmp_path / "hash.parquet", kind="parquet")
     batch = opened(tmp_path / "kept.parquet", kind="parquet").train.gather(np.arange(1))
     assert float(batch["x" if kind == pa.uint64() else "kept"].double().max()) == pytest.approx(2**63)
+
+
+LONG = (123456789012345678901, 123456789012345678902)
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (LONG, tuple(map(str, LONG))), ((LONG[0], 5), (str(LONG[0]), "5")), ((-LONG[0], 5), (f"-{LONG[0]}", "5")),
+        ((10**18, 10**18 + 1), (str(10**18), str(10**18 + 1))), ((10, 9), None),
+    ],
+)  # fmt: skip
+def test_whole_numbers_of_19_digits_are_names_of_classes_in_json_lines_too(
+    labels: tuple[int, int], names: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    rows = [f'{{"x": {row}.5, "y": {label}}}' for row, label in enumerate(labels)]
+    train, held = written(tmp_path, "a.jsonl", *rows, ""), written(tmp_path, "b.jsonl", rows[1])
+    source = opened(train, kind="jsonl", eval_path=str(held))
+    assert source.class_names == names and source.classes == (11 if names is None else 2)
+    expected = [names.index(str(label)) if names else label for label in labels]
+    assert source.train.gather(np.arange(2))["labels"].tolist() == expected
+    assert source.eval is not None and source.eval.gather(np.arange(1))["labels"].tolist() == expected[1:]
+
+
+def test_numbers_with_fractions_among_large_ones_stay_values_to_predict(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.jsonl", '{"x": 1, "y": 123456789012345678901}', '{"x": 2, "y": 0.5}')
+    source = opened(path, kind="jsonl")
+    assert source.classes is None and source.train.gather(np.arange(2))["labels"].tolist() == [
+        np.float32(123456789012345678901),
+        0.5,
+    ]

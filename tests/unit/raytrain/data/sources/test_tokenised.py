@@ -114,6 +114,44 @@ def test_a_long_text_tokenized_in_pieces_has_the_same_tokens(folder: Path, monke
     assert encode_text(tokenizer, text).tolist() == whole.tolist() and tokenizer.decode(whole) == text
 
 
+def sentencepiece(folder: Path) -> Path:
+    """A tokenizer as of Llama, which puts a space before a text, and has a token for a line break."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefgh"]
+    vocabulary = {token: number for number, token in enumerate([*letters, "\u2581a", "ab", "\u2581ab"])}
+    merges = [("\u2581", "a"), ("a", "b"), ("\u2581a", "b")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    ])  # fmt: skip
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+def test_pieces_of_a_long_text_get_no_space_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = open_tokenizer(str(sentencepiece(tmp_path)))
+    text = "ab cd\nab\n\nefgh ab\n  ab\nabab ab\nh\ncd" * 30
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for piece, context in ((7, 3), (40, 1000), (90, 1)):
+        monkeypatch.setattr("raytrain.models.huggingface.PIECE", piece)
+        monkeypatch.setattr("raytrain.models.huggingface.CONTEXT", context)
+        assert encode_text(tokenizer, text).tolist() == expected
+    assert encode_text(tokenizer, "").tolist() == [] and tokenizer.decode(expected) == text
+
+
+def test_whole_numbers_of_19_digits_are_names_of_classes(folder: Path, tmp_path: Path) -> None:
+    rows = [{"text": "one", "class": 2**70}, {"text": "two", "class": 7}, {"text": "three", "class": 2**70 + 1}]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    data = {"source": "jsonl", "path": str(path), "text_field": "text", "label_field": "class", "eval_fraction": 0.0}
+    source = opened(folder, data, builder=CLASSIFIER)
+    assert source.class_names == (str(2**70), str(2**70 + 1), "7") and batch(source, 0, 1, 2)["labels"].tolist() == [
+        0, 2, 1
+    ]  # fmt: skip
+
+
 def test_classes_are_numbered_and_named(folder: Path, lines: Path) -> None:
     data = {"source": "jsonl", "path": str(lines), "text_field": "text", "label_field": "class", "eval_fraction": 0.0}
     source = opened(folder, data, builder=CLASSIFIER)
