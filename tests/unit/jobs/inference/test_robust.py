@@ -414,6 +414,7 @@ def test_carried_json_values_are_written_to_jsonl_as_they_stood(split: int) -> N
     assert [json.dumps({name: row[name] for name in expected[0]}) for row in written] == list(map(json.dumps, expected))
     assert set(written[0]) == {"id", "n", "o", "m", "w", "prediction", "status", "error"}
     assert result.table()["prediction"].to_pylist() == [row["prediction"] for row in written]
+    assert set(result.table().column_names) == set(written[0])
     table = run(*keep, input="in", output="as_parquet").table()
     assert table.column_names[:5] == ["id", "n", "o", "m", "w"] and table["n"].to_pylist() == [2.0, 1.5, 3.0, 0.0, 4.0]
 

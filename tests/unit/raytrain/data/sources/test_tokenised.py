@@ -114,14 +114,15 @@ def test_a_long_text_tokenized_in_pieces_has_the_same_tokens(folder: Path, monke
     assert encode_text(tokenizer, text).tolist() == whole.tolist() and tokenizer.decode(whole) == text
 
 
-def sentencepiece(folder: Path) -> Path:
-    """A tokenizer as of Llama, which puts a space before a text, and has a token for a line break."""
+def sentencepiece(folder: Path, *, merged: bool = False) -> Path:
+    """A tokenizer as of Llama, which puts a space before a text, and has a token for a line break; `merged`: also for
+    one with the letter after it."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
     letters = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefgh"]
-    vocabulary = {token: number for number, token in enumerate([*letters, "\u2581a", "ab", "\u2581ab"])}
-    merges = [("\u2581", "a"), ("a", "b"), ("\u2581a", "b")]
+    vocabulary = {token: number for number, token in enumerate([*letters, "\u2581a", "ab", "\u2581ab", "\n", "\na"])}
+    merges = [*([("\n", "a")] if merged else []), ("\u2581", "a"), ("a", "b"), ("\u2581a", "b")]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     tokenizer.decoder = decoders.Sequence([
@@ -140,6 +141,8 @@ def test_pieces_of_a_long_text_get_no_space_of_their_own(tmp_path: Path, monkeyp
         monkeypatch.setattr("raytrain.models.huggingface.CONTEXT", context)
         assert encode_text(tokenizer, text).tolist() == expected
     assert encode_text(tokenizer, "").tolist() == [] and tokenizer.decode(expected) == text
+    tokenizer = open_tokenizer(str(sentencepiece(tmp_path / "merged", merged=True)))
+    assert tokenizer.decode(encode_text(tokenizer, text)).replace(" ", "") == text.replace(" ", "")
 
 
 def test_whole_numbers_of_19_digits_are_names_of_classes(folder: Path, tmp_path: Path) -> None:
