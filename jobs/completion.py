@@ -11,8 +11,8 @@ from click.shell_completion import CompletionItem
 
 def complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Recipes, keys, values of keys that have a fixed set of words, and files."""
-    from jobs.job.spec import JobSpec, recipe_names
-    from raytrain.config.messages import key_rows
+    from jobs.job.keys import job_rows
+    from jobs.job.spec import recipe_names
 
     before, after_equals = _key_before(ctx.params.get(param.name or "") or (), incomplete)
     key, equals, start = incomplete.partition("=")
@@ -20,17 +20,16 @@ def complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) ->
         return _items(words_of(before), incomplete) or [CompletionItem(incomplete, type="file")]
     if equals:
         return _items([f"{key}={word}" for word in words_of(key)], f"{key}={start}")
-    found = _items([f"{row.key}=" for row in key_rows(JobSpec)] + recipe_names(), incomplete)
+    found = _items([*(f"{row.key}=" for row in job_rows()), *recipe_names()], incomplete)
     # click's script for bash forgets what came before a file
     return [CompletionItem(incomplete, type="file"), *found]
 
 
 def complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Sections and keys."""
-    from jobs.job.spec import JobSpec
-    from raytrain.config.messages import key_rows
+    from jobs.job.keys import job_rows
 
-    rows = [row.key for row in key_rows(JobSpec)]
+    rows = [row.key for row in job_rows()]
     return _items(list(dict.fromkeys([*(key.split(".")[0] for key in rows), *rows])), incomplete)
 
 
@@ -57,14 +56,22 @@ def words_of(key: str) -> list[str]:
         ['auto', 'data_parallel', 'fsdp']
     """
     from jobs.job.spec import JobSpec
+    from raytrain.data.sources.sections import SOURCES
 
-    schema = JobSpec.model_json_schema()
+    head, _, name = key.partition(".")
+    sources = SOURCES.values() if head == "data" else ()
+    found = [word for root, path in ((JobSpec, key), *((source, name) for source in sources))
+             for word in _words_in(root.model_json_schema(), path)]  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def _words_in(schema: Mapping[str, Any], key: str) -> list[str]:
     node: Any = schema
     for part in key.split("."):
         node = _resolved(node, schema).get("properties", {}).get(part)
         if node is None:
             return []
-    return list(dict.fromkeys(_words(node, schema)))
+    return _words(node, schema)
 
 
 def _words(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
@@ -89,4 +96,4 @@ def _key_before(given: Sequence[str], incomplete: str) -> tuple[str, bool]:
 
 
 def _items(words: Sequence[str], incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+    return [CompletionItem(word) for word in dict.fromkeys(words) if word.startswith(incomplete)]

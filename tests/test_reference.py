@@ -21,7 +21,7 @@ import pytest
 from jobs.job.spec import JobSpec, load_spec, refuse_later
 from raytrain.config.decode import load_yaml
 from raytrain.config.messages import key_rows
-from raytrain.data.sources.keys import SOURCES
+from raytrain.data.sources.sections import SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cluster", "raytrain", "experts", "jobs")
@@ -64,15 +64,12 @@ def _parameter(one: inspect.Parameter) -> str:
 
 
 def sources_table() -> str:
-    """Every built-in source with its own keys of `data`; those with the same keys stand together."""
-    lines = ["| `data.source` | key | accepts | default |", "|---|---|---|---|"]
-    alike: dict[int, list[str]] = {}
-    for source, keys in SOURCES.items():
-        alike.setdefault(id(keys), []).append(f"`{source}`")
-    for names in alike.values():
-        for name, key in SOURCES[names[0].strip("`")].items():
-            default = "required" if key.required else f"`{json.dumps(key.default)}`"
-            lines.append(f"| {', '.join(names)} | `{name}` | {key.expected} | {default} |")
+    """Every built-in source with its own keys of `data`."""
+    lines = ["| `data.source` | key | accepts | default | meaning |", "|---|---|---|---|---|"]
+    for source, section in SOURCES.items():
+        for row in key_rows(section):
+            default = row.default if row.default == "required" else f"`{row.default}`"
+            lines.append(f"| `{source}` | `{row.key}` | {row.expected} | {default} | {row.meaning} |")
     return "\n".join(lines)
 
 

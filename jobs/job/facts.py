@@ -24,7 +24,7 @@ from jobs.job.spec import JobSpec
 from raytrain.config.decode import decode, load_value
 from raytrain.config.messages import abbreviated, describe
 from raytrain.config.sections import DataConfig, ModelConfig
-from raytrain.data.sources.keys import is_path_key
+from raytrain.data.sources.sections import is_path_key
 from raytrain.data.sources.tokenised import resolve_text_keys
 from raytrain.errors import InputError
 from raytrain.models.huggingface import KEYS

@@ -8,12 +8,15 @@ from __future__ import annotations
 import difflib
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from jobs.job.spec import EXTENDS, JobSpec
 from raytrain.config.decode import accepts
-from raytrain.config.messages import SPELLINGS, KeyRow, key_rows, meant, near_names, suggestion
+from raytrain.config.messages import SPELLINGS, KeyRow, key_rows, meant, near_names, render, suggestion
+from raytrain.data.sources.sections import SOURCES
 from raytrain.errors import InputError
 from raytrain.runs.folder import shell_command
 
@@ -42,6 +45,45 @@ IMPORTANT = {
 SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 
+def job_rows() -> list[KeyRow]:
+    """Every key that a job can hold: those of its sections, and after those of `model` and `data` the arguments of the
+    built-in builders and sources. Two of these may have a key of one name."""
+    rows: list[KeyRow] = []
+    for section, own in groupby(key_rows(JobSpec), lambda row: row.key.partition(".")[0]):
+        rows += own
+        if section == "model":
+            rows += _joined(_builder_keys(), "an argument of")
+        elif section == "data":
+            keys = ((source, row) for source, one in SOURCES.items() for row in key_rows(one, prefix="data"))
+            rows += _joined(keys, "for data.source")
+    return rows
+
+
+def _builder_keys() -> Iterator[tuple[str, KeyRow]]:
+    from experts.sizes import EXPERT_BUILDERS
+    from raytrain.models.huggingface import KEYS
+    from raytrain.models.sizes import DENSE_BUILDERS
+
+    for builder, known in {**DENSE_BUILDERS, **EXPERT_BUILDERS}.items():
+        defaults = {name: render(value) for name, value in known.defaults.items()}
+        for name in (*known.required, *defaults):
+            yield builder, KeyRow(f"model.{name}", "", defaults.get(name, "required"), "", "")
+    for builder, names in KEYS.items():
+        for name in names:
+            yield builder, KeyRow(f"model.{name}", "", "required" if name == "path" else "", "", "")
+
+
+def _joined(keys: Iterable[tuple[str, KeyRow]], what: str) -> list[KeyRow]:
+    """Equal keys as one row, whose meaning names their owners."""
+    owners: dict[KeyRow, list[str]] = {}
+    for owner, row in keys:
+        owners.setdefault(row, []).append(owner)
+    return [
+        replace(row, meaning=f"{row.meaning}; {what} {', '.join(names)}".removeprefix("; "))
+        for row, names in owners.items()
+    ]
+
+
 def important_entries(verb: str) -> list[tuple[str, str]]:
     """(`section.key = default`, meaning and accepted values) of the important keys of a verb."""
     rows = {row.key: row for row in key_rows(JobSpec)}
@@ -54,7 +96,7 @@ def key_lines(name: str | None, *, width: int) -> list[str]:
     Raises:
         InputError: there is no such key or section.
     """
-    rows = key_rows(JobSpec)
+    rows = job_rows()
     sections = list(dict.fromkeys(row.key.split(".")[0] for row in rows))
     wanted = [row for row in rows if name in (None, row.key) or row.key.startswith(f"{name}.")]
     if not wanted:
@@ -65,13 +107,14 @@ def key_lines(name: str | None, *, width: int) -> list[str]:
             "keys", got=name or "", expected=f"a section ({', '.join(sections)}) or a key",
             remedy=near or near_names(name or "", known, otherwise=sections),
         )  # fmt: skip
-    if len(wanted) == 1 and wanted[0].key == name:
-        (row,) = wanted
-        default = "it must be given" if row.default == "required" else row.default
-        return [row.key, *(f"  {label:<9}{text}" for label, text in (
-            ("meaning", row.meaning), ("accepts", row.expected), ("default", default), ("example", row.example),
-        ) if text)]  # fmt: skip
     lines: list[str] = []
+    if all(row.key == name for row in wanted):
+        for row in wanted:  # several sources may have a key of one name
+            default = "it must be given" if row.default == "required" else row.default
+            lines += [row.key, *(f"  {label:<9}{text}" for label, text in (
+                ("meaning", row.meaning), ("accepts", row.expected), ("default", default), ("example", row.example),
+            ) if text)]  # fmt: skip
+        return lines
     for row in wanted:
         head, text = _entry(row)
         wrapped = textwrap.wrap(text, max(30, width - 6))
@@ -81,8 +124,8 @@ def key_lines(name: str | None, *, width: int) -> list[str]:
 
 
 _OPEN = {
-    "model": "All other keys of `model` are arguments of the builder.",
-    "data": "All other keys of `data` are arguments of the source.",
+    "model": "All other keys of `model` are arguments of your own builder.",
+    "data": "All other keys of `data` are arguments of your own source.",
 }
 
 
@@ -92,11 +135,20 @@ def job_schema() -> dict[str, Any]:
     own = {"type": ["string", "null"], "description": "a job file, relative to this one, or a recipe to start from"}
     schema["properties"] = {EXTENDS: own, **schema["properties"]}
     schema.pop("required", None)  # a base may give them
+    schema["$defs"]["DataConfig"]["allOf"] = [
+        {
+            "if": {"properties": {"source": {"const": name}}, "required": ["source"]},
+            "then": {"properties": section.model_json_schema()["properties"]},
+        }
+        for name, section in SOURCES.items()
+    ]
     return {"$schema": SCHEMA, "$id": "raytrain-job", **schema, "title": "A raytrain job"}
 
 
 def _entry(row: KeyRow) -> tuple[str, str]:
-    return f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})".lstrip()
+    accepted = f" ({row.expected})" if row.expected else ""
+    head = f"{row.key} = {row.default}" if row.default else row.key
+    return head, f"{row.meaning}{accepted}".lstrip()
 
 
 # ---------------------------------------------------------------- launchers

@@ -33,7 +33,7 @@ from raytrain.config.sections import (
     ScaleConfig,
     TuneConfig,
 )
-from raytrain.data.sources.keys import is_path_key
+from raytrain.data.sources.sections import is_path_key
 from raytrain.errors import InputError
 from raytrain.models.huggingface import KEYS as FOLDER_KEYS
 from raytrain.plan.batch import one_worker_for_whole

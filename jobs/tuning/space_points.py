@@ -30,7 +30,7 @@ from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config.decode import apply_overrides, decode, encode, plain_scalar
 from raytrain.config.messages import describe, render
 from raytrain.config.user_code import resolve
-from raytrain.data.sources.keys import is_own
+from raytrain.data.sources.sections import is_own
 from raytrain.errors import InputError
 from raytrain.models.registry import check_keys, takes
 from raytrain.plan.choice import figure_text

@@ -22,7 +22,7 @@ from raytrain.data.rows.splits import (
     host_tensor,
     is_integer,
 )
-from raytrain.data.sources.keys import is_table, refuse_class
+from raytrain.data.sources.sections import is_table, refuse_class
 from raytrain.data.sources.tables import TableColumns, check_classes, choose_columns, class_names, convert
 from raytrain.errors import InputError
 

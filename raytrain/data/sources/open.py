@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from raytrain.config.messages import abbreviated
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.idx import IMAGES, count_idx_classes, describe_idx, open_idx, read_shape
-from raytrain.data.sources.keys import TABLES, as_paths, idx_files, is_own, is_table, refuse_class, source_keys
 from raytrain.data.sources.parquet import ParquetSizes, parquet_files, read_column, sizes_of
+from raytrain.data.sources.sections import TABLES, as_paths, idx_files, is_own, is_table, refuse_class, source_keys
 from raytrain.data.sources.tables import (
     NAMED_AT_MOST,
     choose_columns,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raytrain.data.rows.contract import IGNORED_LABEL, Source, facts_of
-from raytrain.data.sources.keys import as_paths
+from raytrain.data.sources.sections import as_paths
 from raytrain.data.sources.tables import (
     ColumnChoice,
     check_present,

@@ -15,7 +15,7 @@ import numpy as np
 
 from raytrain.config.messages import abbreviated, suggestion
 from raytrain.data.rows.contract import IGNORED_LABEL, nonfinite
-from raytrain.data.sources.keys import as_paths
+from raytrain.data.sources.sections import as_paths
 from raytrain.errors import InputError
 from raytrain.runs.storage import file_size, locate, read_bytes, unreadable
 

@@ -19,7 +19,7 @@ import numpy as np
 from cluster.wording import counted
 from raytrain.config.messages import describe
 from raytrain.data.rows.contract import Source
-from raytrain.data.sources.keys import STDLIB_MAX_BYTES
+from raytrain.data.sources.sections import STDLIB_MAX_BYTES
 from raytrain.errors import InputError
 from raytrain.plan.facts import DataFacts
 from raytrain.runs.storage import file_size, read_bytes

@@ -16,7 +16,7 @@ import numpy as np
 from raytrain.config.messages import abbreviated, suggestion
 from raytrain.config.sections import DataConfig, ModelConfig
 from raytrain.data.rows.contract import IGNORED_LABEL, Source, facts_of, holdout
-from raytrain.data.sources.keys import as_paths, source_keys
+from raytrain.data.sources.sections import as_paths, source_keys
 from raytrain.data.sources.tables import CODES_FROM, TableColumns, check_classes
 from raytrain.data.sources.text import check_context, cut, text_facts
 from raytrain.errors import InputError

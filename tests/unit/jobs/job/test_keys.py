@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from jobs.__main__ import main
 from jobs.completion import words_of
-from jobs.job.keys import IMPORTANT, job_schema
+from jobs.job.keys import IMPORTANT, job_rows, job_schema
 from jobs.job.spec import JobSpec, read_recipe, recipe_names
 from raytrain.config.decode import accepts, apply_overrides, decode, load_yaml
 from raytrain.config.messages import key_rows
@@ -65,14 +65,27 @@ def test_the_help_of_a_verb_shows_its_important_keys_and_where_the_others_are(ve
 
 
 def test_all_keys_those_of_a_section_and_one_key() -> None:
-    rows = key_rows(JobSpec)
+    rows = job_rows()
+    assert {row.key for row in key_rows(JobSpec)} < {row.key for row in rows}
     listed = [line.split(" = ")[0] for line in printed("keys").splitlines() if not line.startswith(" ")]
     assert listed == [row.key for row in rows]
     section = printed("keys", "retry")
     assert [line.split(" = ")[0] for line in section.splitlines() if not line.startswith(" ")] == [
         row.key for row in rows if row.key.startswith("retry.")
     ]
-    assert "arguments of the builder" in printed("keys", "model")
+    assert "arguments of your own builder" in printed("keys", "model")
+    text = " ".join(printed("keys", "model").split())
+    assert "model.hidden = [256, 256] an argument of raytrain.models.mlp:mlp model." in text
+    assert "model.path = required an argument of raytrain.models.transformers:causal_lm, raytrain.mod" in text
+    assert printed("keys", "data.vocabulary").splitlines() == [
+        "data.vocabulary",
+        "  meaning  what the tokens of a text are; for data.source text",
+        "  accepts  bytes or chars",
+        '  default  "bytes"',
+        "  example  data.vocabulary=bytes",
+    ]
+    owners = [line for line in printed("keys", "data.labels").splitlines() if "meaning" in line]
+    assert [line.rpartition("; ")[2] for line in owners] == ["for data.source text, jsonl", "for data.source idx"]
     assert printed("keys", "optim.lr").splitlines() == [
         "optim.lr",
         "  meaning  peak learning rate",
@@ -97,6 +110,8 @@ def test_the_recipes_fit_the_schema_that_the_verb_writes(
     for name in recipe_names():
         schema.validate(load_yaml(read_recipe(name), origin=name))
     schema.validate({"extends": "default", "optim": {"lr": 1}})
+    schema.validate({"data": {"source": "csv", "path": ["a.csv", "b.csv"], "features": None, "order": "of another"}})
+    schema.validate({"data": {"source": "mine:rows", "label": 3}})
     described = schema.schema["$defs"]["OptimConfig"]["properties"]["lr"]
     assert described["description"] == "peak learning rate" and described["default"] == 0.001
 
@@ -106,6 +121,8 @@ def test_the_recipes_fit_the_schema_that_the_verb_writes(
     [
         {"loop": {"max_step": 1}}, {"loop": {"max_steps": 0}}, {"loop": {"max_steps": "ten"}}, {"optim": {"lr": 0}},
         {"precision": {"dtype": "float16"}}, {"lop": {}}, {"model": "mlp"}, {"extends": 3},
+        {"data": {"source": "csv", "label": 3}}, {"data": {"source": "text", "path": 3}},
+        {"data": {"source": "parquet", "order": "row"}},
     ],
 )  # fmt: skip
 def test_the_schema_refuses_what_a_job_may_not_hold(schema: jsonschema.Draft202012Validator, wrong: dict) -> None:
@@ -134,6 +151,8 @@ def test_bash_completes_verbs_recipes_and_keys(tmp_path: Path) -> None:
     complete_line raytrain train moe
     complete_line raytrain train loop.max
     complete_line raytrain keys optim.l
+    complete_line raytrain train data.voc
+    complete_line raytrain keys model.hid
     complete_line raytrain recipes cn
     complete_line raytrain train moe_hosts optim.name = ad
     complete_line raytrain train loop.deterministic =
@@ -145,7 +164,8 @@ def test_bash_completes_verbs_recipes_and_keys(tmp_path: Path) -> None:
         ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.splitlines() == [
-        "train", "moe_hosts", "loop.max_steps=", "optim.lr", "cnn_idx", "adamw", "true false", "", "optim.name=",
+        "train", "moe_hosts", "loop.max_steps=", "optim.lr", "data.vocabulary=", "model.hidden",
+        "cnn_idx", "adamw", "true false", "", "optim.name=",
     ], done.stderr  # fmt: skip
 
 
@@ -160,6 +180,7 @@ def test_a_value_is_completed_from_the_words_that_its_key_accepts() -> None:
     assert completed("train", "job.yaml", "data.storage=") == [
         f"data.storage={word}" for word in ("auto", "resident", "pinned", "stream")
     ]
+    assert completed("train", "data.labels=") == [f"data.labels={word}" for word in ("auto", "next", "same")]
     assert completed("train", "model.builder=x") == completed("train", "no.such=") == []
     assert words_of("precision.dtype")[0] == "auto" and words_of("loop") == words_of("loop.max_steps") == []
     assert "nccl" not in completed("bench", "") and completed("bench", "noth") == []

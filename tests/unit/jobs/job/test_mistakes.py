@@ -83,7 +83,7 @@ MISTAKES = {
     "train model.builder=mistakes_code:Net data.source=mistakes_code:unequal": ("8 in 'x', 7 in 'labels'",),
     "train data.source=text data.path=missing.txt": ("data.path: got no file at", "missing.txt"),
     "train data.source=text data.path=empty.txt": ("data.path: got an empty file",),
-    "train data.source=stdlib data.maxbytes=100": ("did you mean max_bytes?",),
+    "train data.source=stdlib data.maxbytes=100": ("did you mean data.max_bytes?",),
     "train scale.accelerator=A100": ("scale.accelerator: got A100", "no GPU"),
     "train scale.workers=1000": ("scale.workers: got 1000", "at most"),
     "train tabs.yaml": ("indent with spaces, not tabs", "line 2"),

@@ -17,8 +17,8 @@ import torch
 from raytrain.config.sections import DataConfig, ModelConfig
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.splits import TensorSplit
-from raytrain.data.sources.keys import is_path_key
 from raytrain.data.sources.open import describe_shapes, describe_source, open_source, read_on_driver, source_from_driver
+from raytrain.data.sources.sections import is_path_key
 from raytrain.data.sources.text import read_stdlib, text_source
 from raytrain.data.sources.tokenised import _resolve_length
 from raytrain.errors import InputError
@@ -397,7 +397,7 @@ def test_wrong_functions_of_the_users_are_named(own: str, function: str, keys: d
         ({"source": "text", "path": 7}, "data.path", "7 (an integer)"),
         ({"source": "text", "path": []}, "data.path", "[] (a list)"),
         ({"source": "text", "path": None}, "data.path", "got null"),
-        ({"source": "text", "paths": "x"}, "data.paths", "did you mean path?"),
+        ({"source": "text", "paths": "x"}, "data.paths", "did you mean data.path?"),
         ({"source": "text", "path": "x", "vocabulary": "words"}, "data.vocabulary", "bytes or chars"),
         ({"source": "stdlib", "max_bytes": True}, "data.max_bytes", "true (a boolean)"),
         ({"source": "idx", "images": "x"}, "data.labels", "keys of the source idx: images, labels"),
