@@ -112,6 +112,7 @@ def test_the_recipes_fit_the_schema_that_the_verb_writes(
     schema.validate({"extends": "default", "optim": {"lr": 1}})
     schema.validate({"data": {"source": "csv", "path": ["a.csv", "b.csv"], "features": None, "order": "of another"}})
     schema.validate({"data": {"source": "mine:rows", "label": 3}})
+    schema.validate({"extends": "mine.yaml", "data": {"label": 3}})
     described = schema.schema["$defs"]["OptimConfig"]["properties"]["lr"]
     assert described["description"] == "peak learning rate" and described["default"] == 0.001
 

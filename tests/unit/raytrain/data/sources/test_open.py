@@ -403,6 +403,8 @@ def test_wrong_functions_of_the_users_are_named(own: str, function: str, keys: d
         ({"source": "idx", "images": "x"}, "data.labels", "keys of the source idx: images, labels"),
         ({"source": "csv", "path": "x", "features": "a"}, "data.features", "a list of column names"),
         ({"source": "parquet", "path": "x", "label": 3}, "data.label", "3 (an integer)"),
+        ({"source": "csv", "path": "x", "features": ["a", "a"]}, "data.features", "a list of column names"),
+        ({"source": "jsonl", "path": "x", "class_names": ["a", "b", "a"]}, "data.class_names", "a list of names"),
         ({}, "data.source", "module:function"),
         ({"source": "text", "path": "x", "train": {"x": torch.ones(2)}}, "data.source", "together with data.train"),
         ({"eval": {"x": torch.ones(2)}}, "data.eval", "without data.train"),
