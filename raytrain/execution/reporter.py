@@ -247,7 +247,11 @@ class RankZeroReporter:
             self.run.write_bytes(self.run.routing_trace(step), data)
 
     def _observer_failed(self, name: str, trace: str) -> None:
-        self.run.append_event(event("observer_failed", attempt=self.attempt, observer=name, traceback=trace))
+        reason = f"the observer {name} failed and receives nothing more: {trace.strip().splitlines()[-1]}"
+        self.run.append_event(
+            event("observer_failed", attempt=self.attempt, observer=name, traceback=trace, reason=reason)
+        )
+        print(f"warning: {reason}")
 
     def close(self) -> None:
         """Close the observers, then upload pending rows to an object store. Raises Superseded."""

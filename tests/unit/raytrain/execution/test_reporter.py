@@ -95,7 +95,9 @@ def test_load_intervals_and_traces_have_their_own_files(tmp_path: Path) -> None:
     SilentReporter().interval({}, {})
 
 
-def test_a_failing_observer_is_disabled_with_an_event_and_the_others_continue(tmp_path: Path) -> None:
+def test_a_failing_observer_is_disabled_with_an_event_and_a_line_and_the_others_continue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad, good = Watcher(fails=True), Watcher()
     run, reporter = opened(tmp_path, observers=[bad, good])
     for step in (1, 2):
@@ -103,6 +105,8 @@ def test_a_failing_observer_is_disabled_with_an_event_and_the_others_continue(tm
     (event,) = run.read_rows(run.events)
     assert event["kind"] == "observer_failed" and event["observer"] == "Watcher"
     assert "a guest's mistake" in event["traceback"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: the observer Watcher failed") and "a guest's mistake" in line
     assert [row["step"] for row in good.rows] == [1, 2] and len(run.read_rows(run.metrics)) == 2
     reporter.close()
     assert not bad.closed
