@@ -62,7 +62,6 @@ def tune(
     *,
     overrides: Sequence[str] = (),
     resume: str | None = None,
-    fresh: bool = False,
     verbose: bool = False,
     quiet: bool = False,
 ) -> TuneResult:
@@ -73,7 +72,6 @@ def tune(
             trials are processes that read it from the search folder, so it holds names instead of Python objects.
         overrides: `section.key=value` strings, as on the command line.
         resume: the search folder to resume; nothing else may be given with it.
-        fresh: ignore what earlier searches measured.
         verbose: show Ray's own messages.
         quiet: print nothing.
 
@@ -97,7 +95,7 @@ def tune(
     path = None if mapping is not None or job is None else Path(str(job))
     console = Console(quiet=quiet, highlight=False)
     with restored_environment():
-        return run_tune(path, overrides, mapping=mapping, resume=resume, fresh=fresh, verbose=verbose, console=console)
+        return run_tune(path, overrides, mapping=mapping, resume=resume, verbose=verbose, console=console)
 
 
 def run_tune(
@@ -106,7 +104,6 @@ def run_tune(
     *,
     mapping: Mapping[str, Any] | None = None,
     resume: str | None = None,
-    fresh: bool = False,
     verbose: bool = False,
     console: Console,
 ) -> TuneResult:
@@ -125,7 +122,7 @@ def run_tune(
                 return TuneResult(sweep.path, "done", sweep.best)
         else:
             activity.begin(CHECKING)
-            sweep, loaded = None, load_spec(path, [*overrides, *["tune.fresh=true"] * fresh], mapping=mapping)
+            sweep, loaded = None, load_spec(path, overrides, mapping=mapping)
             _refuse_objects(loaded)
         refuse_later(loaded.spec, "tune")
         if resume is not None:
