@@ -258,15 +258,11 @@ def _measure(command: TuneCommand, search: BatchSearch, checked: Checked, cluste
         need = Need("scale.threads", "trial", 1, reserved)
         if not cluster.local and (waits := check_room([need])):
             command.print_line(waits.rstrip())
-        trials = BatchTrials(
-            search.space_of(kind), known[kind.name], kind=kind.name, need=need, sweep=command.the_sweep,
-            activity=command.activity, print_line=command.print_line, most=command.spec.tune.max_trials,
-        )  # fmt: skip
+        trials = BatchTrials(command, search.space_of(kind), known[kind.name], kind=kind.name, need=need)
         fit(
-            tune.with_parameters(batch_trial, settings=settings), trials,
-            storage=os.path.join(command.storage(cluster), kind.name), resources=tune.PlacementGroupFactory([reserved]),
-            at_a_time=kind.devices, signals=command.signals, channel=channel, grace_s=LEAVE_S,
-            searcher=BatchSearcher(trials),
+            tune.with_parameters(batch_trial, settings=settings), trials, cluster=cluster,
+            resources=tune.PlacementGroupFactory([reserved]), at_a_time=kind.devices, channel=channel, grace_s=LEAVE_S,
+            name=f"tune{kind.name}", searcher=BatchSearcher(trials),
         )  # fmt: skip
     command.activity.begin("stopping Ray")
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ray.tune.search import Searcher
 
 from cluster.wording import counted
-from jobs.driver.progress import Activity
+from jobs.tuning.driver import TuneCommand
 from jobs.tuning.trials import StatelessSearcher, TrialRecorder, ran_out, why
 from raytrain.autotune.batch_search import next_proposals
 from raytrain.autotune.batch_space import BatchSpace, Proposal, ProposalResult, SearchResults
@@ -24,7 +23,6 @@ from raytrain.autotune.measurement import Measurement, from_json
 from raytrain.autotune.precision import GateReport, gate_refusal
 from raytrain.plan.choice import figure_text, size_text
 from raytrain.plan.room import Need
-from raytrain.runs.folder import SweepFolder
 
 if TYPE_CHECKING:
     import torch
@@ -41,18 +39,17 @@ class BatchTrials(TrialRecorder):
         known: results of this search so far, which are not repeated, and to which new ones are added.
         kind: name of the kind of device; "" for a single kind.
         need: what a trial needs of a cluster.
-        most: limit on the number of trials.
     """
 
     def __init__(
-        self, space: BatchSpace, known: SearchResults, *, kind: str, need: Need, sweep: SweepFolder, activity: Activity,
-        print_line: Callable[[str], None], most: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(sweep, activity, print_line)
-        self._space, self._known, self._kind, self._need, self._most = space, known, kind, need, most
+        self, command: TuneCommand, space: BatchSpace, known: SearchResults, *, need: Need, kind: str = ""
+    ) -> None:
+        super().__init__(command)
+        self._space, self._known, self._kind, self._need = space, known, kind, need
+        self._most = command.spec.tune.max_trials
         self._requests: dict[int, Proposal] = {}
-        self._number = max((row["trial"] for row in sweep.ended()), default=0)
-        self._dead = {row["trial"]: row for row in sweep.again() if row.get("kind", "") == kind}
+        self._number = max((row["trial"] for row in self.sweep.ended()), default=0)
+        self._dead = {row["trial"]: row for row in self.sweep.again() if row.get("kind", "") == kind}
 
     def propose(self) -> dict[str, Any] | str | None:
         """The config of the next trial; None: wait for running trials; `Searcher.FINISHED`: there is none."""

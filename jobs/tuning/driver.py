@@ -126,10 +126,6 @@ class TuneCommand:
         data = {key: sections["data"][key] for key in given.get("data") or {}}
         return {**given, "model": {**given["model"], **paths}, "data": data}
 
-    def storage(self, cluster: Cluster) -> str:
-        """The directory for Ray's own experiment state."""
-        return os.path.join(cluster.folder, "t")
-
     # -- output -----------------------------------------------------------------------------------
 
     def print_line(self, text: str) -> None:

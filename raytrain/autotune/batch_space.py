@@ -9,7 +9,6 @@ from typing import Any
 
 from raytrain.autotune.measurement import Candidate, Measurement, from_json, step_seconds
 from raytrain.autotune.precision import GateReport
-from raytrain.errors import InputError
 
 #: Passes of one timed measurement after the dropped warm-up: two, and a third if those differ.
 LEAST_PASSES, PASSES = 2, 3
@@ -44,12 +43,6 @@ class BatchSpace:
     devices: int = 1
     workers: int = 1
     gate_steps: int = 20
-
-    def __post_init__(self) -> None:
-        if not self.precisions:
-            raise InputError("precision.dtype", got="no candidate", expected="at least one precision to measure")
-        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)) or min(self.sizes) < 1:
-            raise InputError("tune.space", got=f"micro-batch sizes {list(self.sizes)}", expected="ascending, from 1")
 
     @property
     def lead(self) -> str:

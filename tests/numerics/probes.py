@@ -153,13 +153,15 @@ def by_everybody(rank: int, world_size: int) -> dict[str, Any]:
 
     session.trainable.loss = fails_late
     late = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=3, with_memory=False)
+    calls.clear()
+    (in_turn,), _ = StepProbe(session).passes_in_turn([lambda: None], most=1, rounds=(3, 3))
     session.trainable.loss = forward
     unchanged = digest(dict(session.trainable.module.named_parameters())) == before
     budget, limit = memory_budget(session), session.job.cluster.memory_limit
     losses = train(session)[0].losses
     return {
         "good": good.to_json(), "bad": bad.to_json(), "late": late.to_json(), "unchanged": unchanged,
-        "budget": budget, "limit": limit,
+        "in_turn": (in_turn.error, len(in_turn.round_s)), "budget": budget, "limit": limit,
         "losses": losses, "plain": train(small())[0].losses,
     }  # fmt: skip
 

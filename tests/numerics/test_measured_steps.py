@@ -97,6 +97,7 @@ def test_workers_measure_as_one() -> None:
         assert told["bad"]["outcome"] == "out_of_memory" and told["bad"]["reason"] == reason
         assert told["late"]["outcome"] == "out_of_memory" and told["late"]["reason"] == reason
         assert not told["late"]["pass_s"]
+        assert told["in_turn"] == (reason, 1), "the round in which one of them failed does not count on the other"
         assert told["unchanged"] and told["losses"] == told["plain"] and len(told["losses"]) == 4
     # each worker knows its own limit, and the tightest budget holds for all
     assert (first["limit"], second["limit"]) == (10_000_000_000, 10_000_000_001)

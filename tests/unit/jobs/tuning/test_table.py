@@ -36,7 +36,11 @@ def test_the_start_of_a_process_its_measurement_and_its_result_are_lines(tmp_pat
     pipe = console()
     first, second = (config_of(Point(number, {"seed": 7 * number}, (), 0, 1, 10)) for number in (1, 2))
     with Activity(pipe) as activity:
-        trials = SpaceTrials(SweepFolder(str(tmp_path)), activity, pipe.print, metric="eval_loss", private=False)
+        wanted = SimpleNamespace(tune=SimpleNamespace(metric="eval_loss"))
+        command: Any = SimpleNamespace(
+            the_sweep=SweepFolder(str(tmp_path)), activity=activity, print_line=pipe.print, spec=wanted
+        )
+        trials = SpaceTrials(command, private=False)
         trials.proposed(first)
         trials.started(first)
         trials.proposed(second)

@@ -37,9 +37,11 @@ def measured(config: dict[str, Any]) -> dict[str, Any]:
     return {**told, "signature": {"hash": "a", "facts": {}}}
 
 
-def quiet() -> dict[str, Any]:
-    """Lines that nobody reads."""
-    return {"activity": Activity(Console(quiet=True)), "print_line": lambda _: None}
+def command_of(sweep: SweepFolder, *, most: int | None = None) -> Any:
+    """A command whose lines nobody reads."""
+    wanted = SimpleNamespace(tune=SimpleNamespace(max_trials=most, metric="eval_loss"))
+    activity = Activity(Console(quiet=True))
+    return SimpleNamespace(the_sweep=sweep, activity=activity, print_line=lambda _: None, spec=wanted)
 
 
 def results_of(sweep: SweepFolder, kind: str = "") -> SearchResults:
@@ -52,7 +54,7 @@ def batch_trials(
 ) -> tuple[BatchTrials, SearchResults]:
     """The trials of a sweep that begins or goes on, and what is known of its device."""
     known, need = results_of(sweep, kind), Need("scale.threads", "trial", 1, {"CPU": 1})
-    return BatchTrials(space, known, kind=kind, need=need, sweep=sweep, most=most, **quiet()), known
+    return BatchTrials(command_of(sweep, most=most), space, known, kind=kind, need=need), known
 
 
 def run(made_trials: tuple[BatchTrials, Any], *, deadly: int | None = None) -> list[tuple[int, int]]:
@@ -104,7 +106,7 @@ def test_a_run_whose_process_died_is_repeated_once(tmp_path: Path) -> None:
     first, second = (config_of(Point(number, {"seed": number}, (), 0, 1, 10)) for number in (1, 2))
 
     def trials() -> SpaceTrials:
-        return SpaceTrials(sweep, metric="eval_loss", private=False, **quiet())
+        return SpaceTrials(command_of(sweep), private=False)
 
     beginning = trials()
     beginning.ended(first, {}, DEATH)
@@ -120,7 +122,7 @@ def test_a_run_whose_process_died_is_repeated_once(tmp_path: Path) -> None:
 def test_a_run_that_was_asked_to_stop_is_no_result(tmp_path: Path) -> None:
     sweep = SweepFolder(str(tmp_path))
     config = config_of(Point(1, {"seed": 1}, (), 0, 1, 10))
-    trials = SpaceTrials(sweep, metric="eval_loss", private=False, **quiet())
+    trials = SpaceTrials(command_of(sweep), private=False)
     trials.ended(config, {"final": True, "status": "interrupted", "eval_loss": 1.0}, None)
     trials.stopping = True
     trials.ended(config, {"step": 3}, None)
@@ -146,9 +148,11 @@ def test_measurements_that_may_run_at_the_same_time_do(tmp_path: Path) -> None:
     for config in beside:
         trials.started(config)
         trials.ended(config, measured(config), None)
-    assert len(known.measurements) == 2 and isinstance(trials.propose(), dict)
+    assert len(known.measurements) == 2
     trials.stopping = True
     assert trials.propose() == Searcher.FINISHED, "asked to stop"
+    trials.stopping = False
+    assert isinstance(trials.propose(), dict), "there was more to measure"
 
 
 def node(host: str, accelerator: str, *, gib: int, gpus: int) -> Node:

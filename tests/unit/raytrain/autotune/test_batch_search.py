@@ -26,7 +26,7 @@ from raytrain.autotune.batch_space import (
 from raytrain.autotune.measurement import Candidate, Measurement, from_json, nearly_equal
 from raytrain.autotune.precision import GateReport
 from raytrain.autotune.size_curve import MOST_SIZES, SizeCurve
-from raytrain.errors import InputError, RunError
+from raytrain.errors import RunError
 
 Curve = Callable[[int], float]
 POWERS = sizes_free(4096, 1)
@@ -476,16 +476,6 @@ def test_sizes_of_a_given_batch_divide_it() -> None:
 )
 def test_two_small_sizes_come_first(sizes: tuple[int, ...], first: tuple[int, ...]) -> None:
     assert BatchSpace(("fp32",), sizes, None, None).first_sizes() == first
-
-
-@pytest.mark.parametrize(
-    ("precisions", "sizes", "key"), [((), (1,), "precision.dtype"), (("fp32",), (), "tune.space"),
-                                     (("fp32",), (4, 2), "tune.space"), (("fp32",), (0, 2), "tune.space")]
-)  # fmt: skip
-def test_an_empty_space_is_refused(precisions: Any, sizes: Any, key: str) -> None:
-    with pytest.raises(InputError) as caught:
-        BatchSpace(precisions, sizes, None, None)
-    assert caught.value.key == key
 
 
 # ---------------------------------------------------------------- in turn
