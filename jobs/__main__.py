@@ -176,9 +176,8 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, deb
 @main.command(cls=_keys_option("tune"), short_help="Search for the fastest batch size and precision, or other keys.")
 @click.argument("arguments", nargs=-1, metavar=JOB, shell_complete=complete_job)
 @click.option("--resume", metavar="DIR", help="resume the search in this folder; trials whose process died run again")
-@click.option("--fresh", is_flag=True, help="ignore the measurements of earlier searches")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
-def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: bool) -> None:
+def tune(arguments: tuple[str, ...], resume: str | None, verbose: bool) -> None:
     """Search for the fastest batch size and precision, or over the keys of tune.space."""
     from rich.console import Console
 
@@ -187,7 +186,7 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
     path, overrides = split_arguments(arguments)
     console = Console(highlight=False)
     output.outlive_output()
-    result = run_tune(path, overrides, resume=resume, fresh=fresh, verbose=verbose, console=console)
+    result = run_tune(path, overrides, resume=resume, verbose=verbose, console=console)
     output.end_at_once({"done": 0, "interrupted": INTERRUPTED}[result.status])
 
 

@@ -58,14 +58,9 @@ class TuneResult:
 
 
 def tune(
-    job: Mapping[str, Any] | str | Path | None = None,
-    *,
-    overrides: Sequence[str] = (),
-    resume: str | None = None,
-    fresh: bool = False,
-    verbose: bool = False,
-    quiet: bool = False,
-) -> TuneResult:
+    job: Mapping[str, Any] | str | Path | None = None, *, overrides: Sequence[str] = (), resume: str | None = None,
+    verbose: bool = False, quiet: bool = False,
+) -> TuneResult:  # fmt: skip
     """Search for the fastest batch size and precision of a job, or for the best values of `tune.space`.
 
     Args:
@@ -73,7 +68,6 @@ def tune(
             trials are processes that read it from the search folder, so it holds names instead of Python objects.
         overrides: `section.key=value` strings, as on the command line.
         resume: the search folder to resume; nothing else may be given with it.
-        fresh: ignore what earlier searches measured.
         verbose: show Ray's own messages.
         quiet: print nothing.
 
@@ -97,19 +91,13 @@ def tune(
     path = None if mapping is not None or job is None else Path(str(job))
     console = Console(quiet=quiet, highlight=False)
     with restored_environment():
-        return run_tune(path, overrides, mapping=mapping, resume=resume, fresh=fresh, verbose=verbose, console=console)
+        return run_tune(path, overrides, mapping=mapping, resume=resume, verbose=verbose, console=console)
 
 
 def run_tune(
-    path: Path | None,
-    overrides: Sequence[str] = (),
-    *,
-    mapping: Mapping[str, Any] | None = None,
-    resume: str | None = None,
-    fresh: bool = False,
-    verbose: bool = False,
-    console: Console,
-) -> TuneResult:
+    path: Path | None, overrides: Sequence[str] = (), *, mapping: Mapping[str, Any] | None = None,
+    resume: str | None = None, verbose: bool = False, console: Console,
+) -> TuneResult:  # fmt: skip
     """Everything between the command line and the exit code: `tune` of the job's `path` (None: the built-in recipe) or
     `mapping`."""
     signals = StopSignals()
@@ -117,19 +105,18 @@ def run_tune(
     command, stack = None, contextlib.ExitStack()
     activity = stack.enter_context(Activity(console))
     try:
-        if resume is not None:
+        if resume is None:
+            activity.begin(CHECKING)
+            sweep, loaded = None, load_spec(path, overrides, mapping=mapping)
+            _refuse_objects(loaded)
+        else:
             sweep, loaded = open_sweep(resume, path, overrides, mapping=mapping)
             if sweep.exists(sweep.outcome) and not sweep.again():
                 done = f"{path_from_here(sweep.path)} is done; its result is {path_from_here(sweep.best)}"
                 console.print(done, markup=False, soft_wrap=True)
                 return TuneResult(sweep.path, "done", sweep.best)
-        else:
             activity.begin(CHECKING)
-            sweep, loaded = None, load_spec(path, [*overrides, *["tune.fresh=true"] * fresh], mapping=mapping)
-            _refuse_objects(loaded)
         refuse_later(loaded.spec, "tune")
-        if resume is not None:
-            activity.begin(CHECKING)
         from jobs.tuning.driver import TuneCommand
 
         command = TuneCommand(
@@ -137,7 +124,6 @@ def run_tune(
         )  # fmt: skip
         try:
             folder = _run(command)
-            return TuneResult(folder.path, "done", folder.best)
         except KeyboardInterrupt as error:  # `Interrupted` is one
             if command.sweep is None:
                 raise Interrupted("before the search folder was created") from error
@@ -151,6 +137,7 @@ def run_tune(
                 raise
             again = resume_command("tune", path_from_here(command.sweep.path))
             raise RunError(f"{error}; to repeat the trials whose process died: {again}") from error
+        return TuneResult(folder.path, "done", folder.best)
     finally:
         stack.close()
         signals.restore()
@@ -197,30 +184,24 @@ def open_sweep(
     Raises:
         InputError: there is no such search, it is still running (names host and pid), or something else is given.
     """
+
+    def refused(got: str, expected: str, remedy: str = "") -> InputError:
+        return InputError("--resume", got=got, expected=expected, remedy=remedy)
+
     if path is not None or mapping is not None or overrides:
         given = str(path) if path is not None else "a job" if mapping is not None else overrides[0]
-        raise InputError(
-            "--resume",
-            got=f"{given} as well",
-            expected="only the search folder",
-            remedy="a resumed search uses the job it was started with",
-        )
+        remedy = "a resumed search uses the job it was started with"
+        raise refused(f"{given} as well", "only the search folder", remedy)
     try:
-        run = RunFolder.open(resume)
+        sweep = SweepFolder(RunFolder.open(resume).path)
     except InputError as error:
-        raise InputError("--resume", got=error.got, expected="a search folder") from error
-    sweep = SweepFolder(run.path)
+        raise refused(error.got, "a search folder") from error
     if not sweep.exists(sweep.job_mapping) or sweep.exists(sweep.metrics):
-        raise InputError(
-            "--resume",
-            got=f"{resume}, which is not a search folder",
-            expected="a folder that raytrain tune created",
-            remedy="to resume a run: raytrain train --resume",
-        )
-    alive = sweep.alive()
-    if alive:
+        remedy = "to resume a run: raytrain train --resume"
+        raise refused(f"{resume}, which is not a search folder", "a folder that raytrain tune created", remedy)
+    if alive := sweep.alive():
         seen = f"{path_from_here(sweep.path)}, which is still running with pid {alive['pid']} on {alive['host']}"
-        raise InputError("--resume", got=seen, expected="a search that has ended", remedy="stop it first, or wait")
+        raise refused(seen, "a search that has ended", "stop it first, or wait")
     return sweep, load_spec(mapping=sweep.recorded_job())
 
 

@@ -6,28 +6,23 @@ A trial is one measurement, in its own process and on its own device: one worker
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ray.tune.search import Searcher
 
 from cluster.wording import counted
-from jobs.driver.progress import Activity
-from jobs.tuning.batch_search import BatchSearch
+from jobs.tuning.driver import TuneCommand
 from jobs.tuning.trials import StatelessSearcher, TrialRecorder, ran_out, why
 from raytrain.autotune.batch_search import next_proposals
 from raytrain.autotune.batch_space import BatchSpace, Proposal, ProposalResult, SearchResults
 from raytrain.autotune.found import signature_of
-from raytrain.autotune.loaders import choose_count
-from raytrain.autotune.measurement import LoaderRates, Measurement, from_json
+from raytrain.autotune.measurement import Measurement, from_json
 from raytrain.autotune.precision import GateReport, gate_refusal
 from raytrain.plan.choice import figure_text, size_text
 from raytrain.plan.room import Need
-from raytrain.runs.folder import SweepFolder
 
 if TYPE_CHECKING:
     import torch
@@ -37,89 +32,85 @@ FREED_S = 20.0
 
 
 class BatchTrials(TrialRecorder):
-    """Which trial is next, and how each one ended; each kind of device has its own line of measurements. The config of
-    a trial is its number, its kind of device and the fields of its `Proposal`.
+    """Which trial is next on one kind of device, and how each one ended. The config of a trial is its number, its kind
+    of device and the fields of its `Proposal`.
 
     Args:
-        known: by kind, results of earlier searches and of this one, which are not repeated.
-        needs: by kind, what a trial needs of a cluster.
-        most: limit on the number of trials.
+        known: results of this search so far, which are not repeated, and to which new ones are added.
+        kind: name of the kind of device; "" for a single kind.
+        need: what a trial needs of a cluster.
     """
 
     def __init__(
-        self, search: BatchSearch, *, known: Mapping[str, SearchResults], needs: Mapping[str, Need],
-        sweep: SweepFolder, activity: Activity, print_line: Callable[[str], None], most: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(sweep, activity, print_line)
-        self._search, self._known, self._needs, self._most = search, known, needs, most
-        self._requests: dict[int, tuple[str, Proposal]] = {}
-        self._numbers = itertools.count(1 + max((row["trial"] for row in sweep.ended()), default=0))
-        self._dead = {
-            (row.get("kind", ""), row["what"].partition(" + ")[0], row["precision"], row["micro_batch_size"]): row[
-                "trial"
-            ]
-            for row in sweep.again()
-        }
+        self, command: TuneCommand, space: BatchSpace, known: SearchResults, *, need: Need, kind: str = ""
+    ) -> None:
+        super().__init__(command)
+        self._space, self._known, self._kind, self._need = space, known, kind, need
+        self._most = command.spec.tune.max_trials
+        self._requests: dict[int, Proposal] = {}
+        self._number = max((row["trial"] for row in self.sweep.ended()), default=0)
+        self._dead = {row["trial"]: row for row in self.sweep.again() if row.get("kind", "") == kind}
 
     def propose(self) -> dict[str, Any] | str | None:
-        """The config of the next trial, on the kind with the most idle devices; None: wait for running trials;
-        `Searcher.FINISHED`: there is none."""
-        running = [kind for kind, _ in self._requests.values()]
-        for kind in sorted(self._search.kinds, key=lambda one: running.count(one.name) - one.devices):
-            beside = [proposal for name, proposal in self._requests.values() if name == kind.name]
-            found = next_proposals(self._search.space_of(kind), self._known[kind.name], beside)
-            if self.stopping or not found:
-                continue
-            aim, one = found[0].aim
-            number = self._dead.pop(
-                (kind.name, aim, one.precision, one.micro_batch_size), None
-            )  # in an earlier command
-            if number is None:
-                number = next(self._numbers)
-                if self._most is not None and number > self._most:
-                    continue
-            self._requests[number] = kind.name, found[0]
-            config = {"number": number, "kind": kind.name, **asdict(found[0])}
-            self.proposed(config)
-            return config
-        return None if self._requests and not self.stopping else Searcher.FINISHED
+        """The config of the next trial; None: wait for running trials; `Searcher.FINISHED`: there is none."""
+        found = [] if self.stopping else next_proposals(self._space, self._known, list(self._requests.values()))
+        number = self._number_of(found[0]) if found else None
+        if number is None:
+            return None if self._requests and not self.stopping else Searcher.FINISHED
+        self._requests[number] = found[0]
+        config = {"number": number, "kind": self._kind, **asdict(found[0])}
+        self.proposed(config)
+        return config
+
+    def _number_of(self, wanted: Proposal) -> int | None:
+        """The number of the trial in an earlier command whose process died, else the next one, if one may be made."""
+        for number, row in self._dead.items():
+            if (row["what"].partition(" + ")[0], row["precision"], row["micro_batch_size"]) == (
+                wanted.aim[0], wanted.candidate.precision, wanted.candidate.micro_batch_size,
+            ):  # fmt: skip
+                del self._dead[number]
+                return number
+        if self._most is not None and self._number >= self._most:
+            return None
+        self._number += 1
+        return self._number
 
     def text_of(self, config: dict[str, Any]) -> str:
         """Its kind of device, candidate, and what is measured."""
         wanted = from_json(Proposal, config)
         one = wanted.candidate
-        parts = (config["kind"], one.precision, counted(one.micro_batch_size, "row"), wanted.what)
-        return ", ".join(filter(None, parts))
+        return ", ".join(filter(None, (self._kind, one.precision, counted(one.micro_batch_size, "row"), wanted.what)))
 
     def need_of(self, config: dict[str, Any], *, started: bool) -> Need | None:
         """The place of its process."""
-        return None if started else self._needs[config["kind"]]
+        return None if started else self._need
 
     def row_of(
         self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int
     ) -> tuple[dict[str, Any] | None, str]:
         """See `TrialRecorder`; a crash is a failed measurement."""
-        wanted, kind = from_json(Proposal, config), config["kind"]
-        found, reason, outcome = from_json(ProposalResult, result), "", "ok"
+        wanted, found, outcome = from_json(Proposal, config), from_json(ProposalResult, result), "ok"
+        one = wanted.candidate
         if found == ProposalResult():
             reason = "it ended without a result" if error is None else why(error, deaths=deaths)
-            found, outcome = self._failed(wanted, error, reason), "died" if deaths else "error"
+            outcome = "died" if deaths else "out_of_memory" if ran_out(error) else "error"
+            failed = Measurement(one, "out_of_memory" if ran_out(error) else "error", reason=reason)
+            gate = GateReport(one.precision, self._space.lead, error=reason)
+            found = ProposalResult(gate=gate) if wanted.gate_steps else ProposalResult(failed)
         elif error is not None:
             outcome = "error"
-        if found.measurement is not None and outcome != "died":
+        elif found.measurement is not None:
             outcome = found.measurement.outcome
-        space = next(self._search.space_of(one) for one in self._search.kinds if one.name == kind)
         row = {
-            **({"kind": kind} if kind else {}),
+            **({"kind": self._kind} if self._kind else {}),
             "what": wanted.what,
-            "precision": wanted.candidate.precision,
-            "micro_batch_size": wanted.candidate.micro_batch_size,
+            "precision": one.precision,
+            "micro_batch_size": one.micro_batch_size,
             "outcome": outcome,
-            "budget_bytes": space.budget_bytes,
+            "budget_bytes": self._space.budget_bytes,
             **found.to_json(),
-            **({"reason": reason} if wanted.loaders is not None and reason else {}),
         }
-        return row, result_text(found, space, reason if wanted.loaders is not None else "")
+        return row, result_text(found, self._space)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
         """See `TrialRecorder`."""
@@ -128,16 +119,7 @@ class BatchTrials(TrialRecorder):
 
     def recorded(self, row: dict[str, Any]) -> None:
         """What follows is proposed from it."""
-        self._known[row.get("kind", "")].add(from_json(ProposalResult, row))
-
-    def _failed(self, wanted: Proposal, error: BaseException | None, reason: str) -> ProposalResult:
-        """What a trial that ended without a result says about its candidate."""
-        if wanted.loaders is not None:  # only their count is missing; the search ends without it
-            return ProposalResult(loaders=LoaderRates(wanted.candidate, wanted.loaders))
-        if wanted.gate_steps:
-            return ProposalResult(gate=GateReport(wanted.candidate.precision, self._search.space.lead, error=reason))
-        outcome = "out_of_memory" if ran_out(error) else "error"
-        return ProposalResult(Measurement(wanted.candidate, outcome, reason=reason))
+        self._known.add(from_json(ProposalResult, row))
 
 
 class BatchSearcher(StatelessSearcher):
@@ -156,14 +138,11 @@ class BatchSearcher(StatelessSearcher):
         """Does nothing: the recorder also has the error."""
 
 
-def result_text(found: ProposalResult, space: BatchSpace, reason: str) -> str:
+def result_text(found: ProposalResult, space: BatchSpace) -> str:
     """What a trial has measured, for its line."""
     if found.gate is not None:
         return gate_refusal(found.gate) or "loss and gradient norm agree"
-    if found.loaders is not None and found.loaders.rates:
-        count = choose_count(found.loaders)
-        return f"{counted(count.value, 'loader process', 'loader processes')}: {count.reason}"
-    parts = [reason] if reason else []
+    parts = []
     for one in filter(None, (found.measurement, *(found.contest or ()))):
         rows = space.rows(one.candidate.micro_batch_size)
         name = f"{one.candidate.precision} x {one.candidate.micro_batch_size} " if found.contest else ""
@@ -186,7 +165,7 @@ class BatchTrialSettings:
         folder: working directory of the command, from which users' code is imported.
         prepared: the precision to prepare the session in; it has the master dtype of all candidates.
         reference: the precision that the numeric gate compares with.
-        budgets: kind of device -> bytes that a process may use there; None if unknown.
+        budget: bytes that a process may use; None if unknown.
         workers: number of workers of the run that the figures are for.
         channel: the `DriverChannel` actor through which the driver asks trials to exit.
     """
@@ -196,7 +175,7 @@ class BatchTrialSettings:
     folder: str
     prepared: str
     reference: str
-    budgets: dict[str, int | None]
+    budget: int | None
     workers: int
     channel: Any
 
@@ -229,10 +208,8 @@ def batch_trial(config: dict[str, Any], *, settings: BatchTrialSettings) -> None
     session = Session(job, workers=Workers(), source=source)
     session.prepare(settings.prepared)
     probe = StepProbe(session)
-    trial = config["trial"]
-    found = run_proposal(
-        probe, from_json(Proposal, trial), reference=settings.reference, budget=settings.budgets[trial["kind"]]
-    )
+    wanted = from_json(Proposal, config["trial"])
+    found = run_proposal(probe, wanted, reference=settings.reference, budget=settings.budget)
     tune.report(replace(found, signature=asdict(signature_of(session, workers=settings.workers))).to_json())
 
 

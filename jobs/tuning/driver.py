@@ -1,6 +1,6 @@
-"""What both kinds of search share on the driver: their job, folder and output, the table of trials, and best.yaml.
+"""What both kinds of search share on the driver: their job, folder, machines and output, and best.yaml.
 
-`jobs.tune` opens a search here; `batch/` and `space/` run it.
+`jobs.tune` opens a search here; `batch.py` and `space.py` run it.
 """
 
 from __future__ import annotations
@@ -9,25 +9,27 @@ import contextlib
 import os
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from cluster.devices.inventory import Inventory
+from cluster.devices.inventory import Inventory, inventory_from_ray
 from cluster.environment import environment_record
 from cluster.preflight import run_preflight
 from jobs.driver.plan_table import print_command
+from jobs.driver.planning import show_only_picked
 from jobs.driver.progress import Activity
-from jobs.driver.runtime import Cluster
+from jobs.driver.runtime import Cluster, connected
 from jobs.driver.signals import StopSignals
 from jobs.job.facts import absolute_path, path_from_here, resolved
 from jobs.job.spec import LoadedSpec
 from raytrain.config.decode import apply_overrides, dump_yaml, encode
 from raytrain.config.messages import render
 from raytrain.errors import InputError, RunError
+from raytrain.plan.machines import choose_devices
 from raytrain.report.sweep import build_sweep_report
 from raytrain.runs.folder import SweepFolder, resume_command, shell_command, this_process
 from raytrain.runs.records import event
@@ -35,6 +37,8 @@ from raytrain.runs.records import event
 PIPED_COLUMNS = 10_000
 """Console width for piped output; wider than any row of a table."""
 COMMENT_COLUMNS = 108
+
+T = TypeVar("T")
 
 
 class TuneCommand:
@@ -81,6 +85,34 @@ class TuneCommand:
         self.sweep.append_event(event("driver_start", pid=os.getpid(), trials=len(self.sweep.ended())))
         self.sweep.write_json(self.sweep.environment, environment_record())
 
+    @contextlib.contextmanager
+    def machines(
+        self, address: str, inventory: Inventory, *, find: Callable[[Inventory], T],
+        resources: Callable[[T], tuple[int, int]],
+    ) -> Iterator[tuple[T, Cluster]]:  # fmt: skip
+        """What `find` says is to be tried on the machines, and the connected Ray; the search folder is open.
+
+        A cluster says what machines it has; our own Ray starts with the `resources` (cores, GPUs) of what was found,
+        and only after all checks.
+
+        Args:
+            inventory: of this machine.
+        """
+        local, wanted, cpus, gpus = address == "local", None, 0, 0
+        if local:
+            wanted = find(inventory)
+            cpus, gpus = resources(wanted)
+            self.open_sweep(inventory)
+            show_only_picked(choose_devices(self.spec.scale, inventory, []).accelerator.value, inventory)
+        self.activity.begin("starting Ray" if local else "connecting to Ray")
+        with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=self.verbose) as cluster:
+            self.signals.install()
+            if wanted is None:
+                inventory = inventory_from_ray()
+                wanted = find(inventory)
+                self.open_sweep(inventory)
+            yield wanted, cluster
+
     def close(self) -> None:
         """Record that the command has ended, if it did not end as planned: its process (a notebook) may live on."""
         if self.sweep is not None and self.sweep.alive():
@@ -94,24 +126,11 @@ class TuneCommand:
         data = {key: sections["data"][key] for key in given.get("data") or {}}
         return {**given, "model": {**given["model"], **paths}, "data": data}
 
-    def storage(self, cluster: Cluster) -> str:
-        """The directory for Ray's own experiment state."""
-        return os.path.join(cluster.folder, "t")
-
     # -- output -----------------------------------------------------------------------------------
 
     def print_line(self, text: str) -> None:
-        """Print one line; on a terminal a longer one goes on below itself, between two words."""
-        if not self.console.is_terminal:
-            self.console.print(text, markup=False, soft_wrap=True)
-            return
-        indent = " " * (len(text) - len(text.lstrip()) + 2)
-        parts = textwrap.wrap(
-            text, self.console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
-            replace_whitespace=False, drop_whitespace=True,
-        )  # fmt: skip
-        for part in parts or [""]:
-            self.console.print(part, markup=False, soft_wrap=True)
+        """Print one line, which a terminal breaks between two words."""
+        self.console.print(text, markup=False, soft_wrap=not self.console.is_terminal)
 
     def print_path(self, text: str) -> None:
         """Print one line with a path or a command, which stays in one piece so that it can be copied."""
@@ -128,14 +147,15 @@ class TuneCommand:
             self.console.width = width
 
     def write_best(
-        self, values: Mapping[str, Any], reasons: Mapping[str, str], *, found: Mapping[str, Any] | None, notes: str
-    ) -> None:
-        """Write best.yaml: the job with the dotted `values` set, the reasons as comments, and `notes` at the top; its
+        self, values: Mapping[str, Any], reasons: Mapping[str, str], *, found: Mapping[str, Any] | None = None,
+        note: str = "",
+    ) -> None:  # fmt: skip
+        """Write best.yaml: the job with the dotted `values` set, the reasons as comments, and `note` at the top; its
         section `tune` holds only what was measured (`found`)."""
         job, _ = apply_overrides(self.job_mapping(), [f"{key}={render(value)}" for key, value in values.items()])
         job.pop("tune", None)
         job |= {"tune": {"found": dict(found)}} if found else {}
-        header = f"Found by raytrain tune on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {self.the_sweep.path}\n{notes}"
+        header = f"Found by raytrain tune on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {self.the_sweep.path}\n{note}"
         self.the_sweep.write_text(self.the_sweep.best, best_text(job, reasons, header=header))
 
     def finish(self, record: dict[str, Any], plot: dict[str, Any]) -> None:
@@ -179,12 +199,6 @@ def best_text(job: Mapping[str, Any], reasons: Mapping[str, str], *, header: str
 
 
 def _comment(text: str, indent: str) -> list[str]:
-    """`text` as comment lines."""
     mark = f"{indent}# "
-    return [
-        line
-        for paragraph in text.splitlines()
-        for line in textwrap.wrap(
-            paragraph, COMMENT_COLUMNS, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False
-        )
-    ]
+    wrap = textwrap.TextWrapper(COMMENT_COLUMNS, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False)
+    return [line for paragraph in text.splitlines() for line in wrap.wrap(paragraph)]

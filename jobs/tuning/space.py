@@ -7,11 +7,9 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from cluster.devices.inventory import Inventory, inventory_from_ray
+from cluster.devices.inventory import Inventory
 from cluster.wording import counted
 from jobs.driver.check_job import Checked
-from jobs.driver.planning import show_only_picked
-from jobs.driver.runtime import connected
 from jobs.tuning.driver import TuneCommand
 from jobs.tuning.space_points import Points, curves_of, find_points, run_cells, values_text
 from raytrain.errors import RunError
@@ -29,36 +27,29 @@ def run_space(command: TuneCommand, checked: Checked, *, address: str, inventory
     Raises:
         InputError, RunError, Interrupted.
     """
-    points = find_points(command.loaded, inventory, shapes=checked.shapes) if address == "local" else None
-    cpus = gpus = 0
-    if points is not None:
-        at_a_time = _at_a_time(command, points, inventory)
-        show_only_picked(choose_devices(command.spec.scale, inventory, []).accelerator.value, inventory)
+
+    def find(machines: Inventory) -> tuple[Points, int]:
+        points = find_points(command.loaded, machines, shapes=checked.shapes)
+        gpus = len(choose_devices(command.spec.scale, machines, []).gpus)
+        alone = command.spec.tune.metric == "samples_per_s"
+        return points, points.at_a_time(gpus=gpus, cpus=machines.cpus, alone=alone)
+
+    def resources(wanted: tuple[Points, int]) -> tuple[int, int]:
+        points, at_a_time = wanted
         each = max(one.gpus or one.cores for one in points.trials)
-        cpus, gpus = at_a_time * (each + 1), at_a_time * max(one.gpus for one in points.trials)
-        command.open_sweep(inventory)
-    command.activity.begin("starting Ray" if address == "local" else "connecting to Ray")
-    with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=command.verbose) as cluster:
-        command.signals.install()
+        return at_a_time * (each + 1), at_a_time * max(one.gpus for one in points.trials)
+
+    with command.machines(address, inventory, find=find, resources=resources) as ((points, at_a_time), cluster):
         from jobs.driver.watch import check_room  # imports Ray, as does the next
         from jobs.tuning.space_trials import run_points
 
-        if points is None:
-            inventory = inventory_from_ray()
-            points = find_points(command.loaded, inventory, shapes=checked.shapes)
+        if address != "local":
             for waits in filter(None, dict.fromkeys(check_room([one.need]) for one in points.trials if one.need)):
                 command.print_line(waits)
-            command.open_sweep(inventory)
-        at_a_time = _at_a_time(command, points, inventory)
         run_points(command, points, at_a_time=at_a_time, cluster=cluster, private=address == "local")
-        command.activity.begin("writing the result")
-        write_space(command, points)
+    command.activity.begin("writing the result")
+    write_space(command, points)
     return command.the_sweep
-
-
-def _at_a_time(command: TuneCommand, points: Points, inventory: Inventory) -> int:
-    gpus = len(choose_devices(command.spec.scale, inventory, []).gpus)
-    return points.at_a_time(gpus=gpus, cpus=inventory.cpus, alone=command.spec.tune.metric == "samples_per_s")
 
 
 def write_space(command: TuneCommand, points: Points) -> None:
@@ -86,7 +77,7 @@ def write_space(command: TuneCommand, points: Points) -> None:
         raise RunError(f"none of {counted(len(rows), 'trial')} completed ({reasons}); see {sweep.trials}")
     best, reason = found
     note = f"Trial {best['trial']}: {values_text(best['values'])}; its run is {best['run']}"
-    command.write_best(best["values"], {next(iter(best["values"])): reason}, found=None, notes=note)
+    command.write_best(best["values"], {next(iter(best["values"])): reason}, note=note)
     command.print_line(f"best: trial {best['trial']}, {values_text(best['values'])}; {reason}")
     plot = whole_spec(rows, curves_of(rows), best=best["trial"], metric=metric, name=command.spec.name)
     left_out = [{"values": values, "reason": why} for values, why in points.left_out]

@@ -32,7 +32,7 @@ from raytrain.config.messages import describe, render
 from raytrain.config.user_code import resolve
 from raytrain.data.sources.sections import is_own
 from raytrain.errors import InputError
-from raytrain.models.registry import check_keys, takes
+from raytrain.models.registry import check_keys
 from raytrain.plan.choice import figure_text
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.room import Need
@@ -163,12 +163,11 @@ def _parsed(name: str, value: Any) -> Choices | Range:
         broken = isinstance(value, str) and "(" in value and ")" not in value
         remedy = "put it in quotes: inside {...} a comma ends the value" if broken else ""
         raise InputError(name, got=describe(value), expected=GRAMMAR, remedy=remedy)
-    kind = call[1]
-    numbers = [one for one in arguments if isinstance(one, int | float) and not isinstance(one, bool)]
-    if len(arguments) != 2 or len(numbers) != 2 or not all(math.isfinite(one) for one in numbers):
+    kind, numbers = call[1], [one for one in arguments if type(one) in (int, float) and math.isfinite(one)]
+    if len(arguments) != 2 or len(numbers) != 2:
         raise InputError(name, got=value, expected=f"{kind}(low, high) with two numbers")
     low, high = numbers
-    if kind == "randint" and not all(isinstance(one, int) for one in numbers):
+    if kind == "randint" and not (isinstance(low, int) and isinstance(high, int)):
         raise InputError(name, got=value, expected="randint(low, high) with two integers")
     if low >= high or (kind == "loguniform" and low <= 0):
         wanted = "0 < low < high" if kind == "loguniform" else "low < high"
@@ -345,7 +344,7 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
 
 
 class Builds:
-    """Builds each distinct model of a space once, on the meta device where it can be.
+    """Builds the model of each point, each distinct one once, on the meta device where it can be.
 
     Args:
         base: the job without the space's values.
@@ -355,7 +354,7 @@ class Builds:
 
     def __init__(self, base: JobSpec, shapes: Mapping[str, Any] | None = None) -> None:
         self._ends = time.monotonic() + MOST_S
-        self._shapes: dict[str, Mapping[str, Any]] = {} if shapes is None else {_data_key(base): shapes}
+        self._shapes = {} if shapes is None else {_key(base, "data"): shapes}
         self._found: dict[str, InputError | None] = {}
 
     def check(self, spec: JobSpec) -> None:
@@ -364,30 +363,23 @@ class Builds:
         Raises:
             InputError: it cannot be built, or its data cannot be opened.
         """
-        data, key = _data_key(spec), _model_key(spec)
-        if key not in self._found and time.monotonic() < self._ends:
-            self._found[key] = None
+        data, model = _key(spec, "data"), _key(spec, "data", "model", "experts")
+        if model not in self._found and time.monotonic() < self._ends:
+            self._found[model] = None
             try:
                 if data not in self._shapes:
                     self._shapes[data] = source_facts(opened(spec))
                 build(spec, self._shapes[data])
             except InputError as error:
-                self._found[key] = error
-        if error := self._found.get(key):
+                self._found[model] = error
+        if error := self._found.get(model):
             raise error
 
 
-def _data_key(spec: JobSpec) -> str:
-    return json.dumps([encode(spec)["data"], spec.model.keys.get("context"), spec.seed], sort_keys=True, default=repr)
-
-
-def _model_key(spec: JobSpec) -> str:
-    """Everything that the builder receives."""
-    sections, builder = encode(spec), spec.model.builder
-    function = None if builder is None else resolve(builder, "model.builder")
-    asked = [name for name in sections if name != "data" and function is not None and takes(function, name)]
-    arguments = {name: sections[name] for name in ("model", "experts", *asked)} | {"data": _data_key(spec)}
-    return json.dumps(arguments, sort_keys=True, default=repr)
+def _key(spec: JobSpec, *sections: str) -> str:
+    """These sections as text, with what else the data depends on."""
+    own = [encode(spec)[name] for name in sections]
+    return json.dumps([own, spec.model.keys.get("context"), spec.seed], sort_keys=True, default=repr)
 
 
 def values_text(values: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -24,7 +24,6 @@ from rich.console import Console
 
 from cluster.devices.gpus import VISIBLE
 from cluster.wording import counted
-from jobs.driver.progress import Activity
 from jobs.driver.result import Result, result_of
 from jobs.driver.run_folder import Resumed, check_checkpoints, open_resumed
 from jobs.driver.runtime import Cluster
@@ -62,7 +61,7 @@ def run_points(command: TuneCommand, points: Points, *, at_a_time: int, cluster:
         RunError, Interrupted.
     """
     command.activity.begin("preparing the trials")
-    spec, sweep, wanted = command.spec, command.the_sweep, command.spec.tune
+    sweep, wanted = command.the_sweep, command.spec.tune
     pace = f"{at_a_time} at a time" if min(at_a_time, len(points.trials)) > 1 else "one at a time"
     early = {"none": "", "asha": "; ASHA stops trials early", "median": "; trials below the median stop early"}
     text = f"{counted(len(points.trials), 'complete run')}, {pace}{early[wanted.scheduler]}"
@@ -76,16 +75,11 @@ def run_points(command: TuneCommand, points: Points, *, at_a_time: int, cluster:
     left = [one for one in points.trials if one.number not in ended]
     if not left:
         return
-    searcher = None
-    if wanted.searcher != "random":
-        searcher = PointSearcher(points, wanted.searcher, metric=wanted.metric, seed=spec.seed, sweep=sweep)
+    searcher = None if wanted.searcher == "random" else PointSearcher(command, points)
     fit(
-        tune.with_parameters(SpaceTrial, settings=settings),
-        SpaceTrials(sweep, command.activity, command.print_line, metric=wanted.metric, private=private,
-                    points=points.trials),
-        storage=command.storage(cluster), resources={name.lower(): one for name, one in TRIAL_RESOURCES.items()},
-        at_a_time=at_a_time, signals=command.signals, channel=channel, stopping=STOPPING,
-        grace_s=spec.retry.stop_grace_s, searcher=searcher,
+        tune.with_parameters(SpaceTrial, settings=settings), SpaceTrials(command, points.trials, private=private),
+        cluster=cluster, resources={name.lower(): one for name, one in TRIAL_RESOURCES.items()}, at_a_time=at_a_time,
+        channel=channel, stopping=STOPPING, grace_s=command.spec.retry.stop_grace_s, searcher=searcher,
         param_space=None if searcher else {"trial": tune.grid_search([config_of(one) for one in left])},
         scheduler=scheduler_of(wanted.scheduler, points, curves=curves_of(sweep.standing())),
     )  # fmt: skip
@@ -106,15 +100,15 @@ class PointSearcher(StatelessSearcher):
     A resumed search first continues the points that had no result, then tells the searcher all results so far.
     """
 
-    def __init__(self, points: Points, name: str, *, metric: str, seed: int, sweep: SweepFolder) -> None:
+    def __init__(self, command: TuneCommand, points: Points) -> None:
+        sweep, name, metric = command.the_sweep, command.spec.tune.searcher, command.spec.tune.metric
         mode = "max" if metric == "samples_per_s" else "min"
         super().__init__(metric=metric, mode=mode)
         self._points, self._sweep = points, sweep
-        self._inner: Any = create_searcher(name, seed=seed)
+        self._inner: Any = create_searcher(name, seed=command.spec.seed)
         logging.getLogger(name).setLevel(logging.WARNING)  # it tells of each study and each point
-        self._inner.set_search_properties(
-            metric, mode, {key: ray_domain(one) for key, one in points.space.keys.items()}
-        )
+        domains = {key: ray_domain(one) for key, one in points.space.keys.items()}
+        self._inner.set_search_properties(metric, mode, domains)
         self._asked: dict[str, Any] = {}
         events = sweep.read_rows(sweep.events)
         proposed = {row["trial"]: row["values"] for row in events if row["kind"] == PROPOSED}
@@ -169,12 +163,9 @@ class SpaceTrials(TrialRecorder):
         private: no other program uses the Ray cluster, so that what trainers of dead trials reserved can be released.
     """
 
-    def __init__(
-        self, sweep: SweepFolder, activity: Activity, print_line: Callable[[str], None], *, metric: str, private: bool,
-        points: Sequence[Point] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(sweep, activity, print_line)
-        self._metric, self._private = metric, private
+    def __init__(self, command: TuneCommand, points: Sequence[Point] = (), *, private: bool) -> None:
+        super().__init__(command)
+        self._metric, self._private = command.spec.tune.metric, private
         self._needs = {one.number: one.need for one in points}
         self._reserved: set[str] = set()
         self._beside: set[int] = set()

@@ -12,7 +12,6 @@ import re
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -22,12 +21,12 @@ from ray import cloudpickle, tune
 from ray.tune import Callback
 from ray.tune.search import Searcher
 
-from jobs.driver.progress import Activity
-from jobs.driver.signals import Interrupted, StopSignals
+from jobs.driver.runtime import Cluster
+from jobs.driver.signals import Interrupted
 from jobs.driver.watch import missing_room
+from jobs.tuning.driver import TuneCommand
 from raytrain.errors import RunError
 from raytrain.plan.room import Need
-from raytrain.runs.folder import SweepFolder
 
 LOOK_EVERY_S = 0.1
 
@@ -44,10 +43,10 @@ class TrialRecorder(Callback):
         stopping: trials were asked to stop, and what they report from now on is not a result.
     """
 
-    def __init__(self, sweep: SweepFolder, activity: Activity, print_line: Callable[[str], None]) -> None:
-        self.sweep, self.activity, self.print_line = sweep, activity, print_line
+    def __init__(self, command: TuneCommand) -> None:
+        self.command, self.sweep = command, command.the_sweep
         self.running: dict[int, tuple[str, str, Need | None]] = {}
-        self.again = {row["trial"] for row in sweep.again()}
+        self.again = {row["trial"] for row in self.sweep.again()}
         self.stopping = False
         self._began: dict[int, float] = {}
 
@@ -98,11 +97,10 @@ class TrialRecorder(Callback):
         spent = now - self._began.get(number, now)
         row = {"trial": number, **row, **counted_deaths, "time": now, "wall_s": spent}
         if error is not None:
-            full = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-            self.sweep.write_text(f"logs/trial-{number:04d}.txt", f"{type(error).__name__}: {full}\n")
+            self.sweep.write_text(f"logs/trial-{number:04d}.txt", f"{type(error).__name__}: {_plain(error)}\n")
         self.sweep.record(row)
         self.recorded(row)
-        self.print_line(f"trial {number}  {self.text_of(config)}: {text}")
+        self.command.print_line(f"trial {number}  {self.text_of(config)}: {text}")
         self._say()
 
     def recorded(self, row: dict[str, Any]) -> None:
@@ -111,7 +109,7 @@ class TrialRecorder(Callback):
     def _say(self) -> None:
         parts = [f"{word} trial {number} ({what})" for number, (word, what, _) in sorted(self.running.items())]
         needs = [need for *_, need in self.running.values() if need is not None]
-        self.activity.begin(" and ".join(parts), missing=lambda: missing_room(needs))
+        self.command.activity.begin(" and ".join(parts), missing=lambda: missing_room(needs))
 
     # -- called by Ray ----------------------------------------------------------------------------
 
@@ -170,31 +168,38 @@ def why(error: BaseException, *, deaths: int = 0) -> str:
     if ran_out(error):
         return "Ray killed its process because the machine was almost out of memory"
     cause = getattr(error, "cause", None) or error
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(cause)).strip()
-    lines = [line for line in text.splitlines() if line.strip()]
-    short = lines[-1] if "Traceback" in text and lines else (lines[0] if lines else type(cause).__name__)
-    return short if type(cause).__name__ in short or not lines else f"{type(cause).__name__}: {short}"
+    name, lines = type(cause).__name__, [line for line in _plain(cause).splitlines() if line.strip()]
+    if not lines:
+        return name
+    short = lines[-1] if any("Traceback" in line for line in lines) else lines[0]
+    return short if name in short else f"{name}: {short}"
+
+
+def _plain(error: BaseException) -> str:
+    """An error's text without the colours that Ray gives it."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
 
 
 def fit(
-    trainable: Any, recorder: TrialRecorder, *, storage: str, resources: Any, at_a_time: int, signals: StopSignals,
-    channel: Any, grace_s: float, stopping: str = "", param_space: dict[str, Any] | None = None, searcher: Any = None,
-    scheduler: Any = None,
+    trainable: Any, recorder: TrialRecorder, *, cluster: Cluster, resources: Any, at_a_time: int, channel: Any,
+    grace_s: float, name: str = "tune", stopping: str = "", param_space: dict[str, Any] | None = None,
+    searcher: Any = None, scheduler: Any = None,
 ) -> None:  # fmt: skip
     """Run Ray Tune until no trial is left, each in a process of its own.
 
     Args:
-        storage: a directory for Ray's own bookkeeping.
         resources: what each trial reserves, as `tune.with_resources` takes it.
         at_a_time: the number of concurrent trials.
         channel: the `DriverChannel` through which the trials are asked to end after a signal, for which they get
             `grace_s` seconds; `stopping` is the line that says so.
+        name: of the folder for Ray's own bookkeeping.
         param_space, searcher: where the configs of the trials come from: one of the two.
 
     Raises:
         Interrupted: a signal arrived; trials.jsonl has the trials that ended.
         RunError: Ray Tune itself gave up.
     """
+    command = recorder.command
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new output prints a box even with verbose=0
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # its TensorBoard prints a line for every NaN
     tuner = tune.Tuner(
@@ -208,8 +213,8 @@ def fit(
             reuse_actors=False,  # a new process for each: only its exit is certain to release GPU memory
         ),
         run_config=tune.RunConfig(
-            name="tune",
-            storage_path=os.path.abspath(storage),
+            name=name,
+            storage_path=os.path.join(cluster.folder, "t"),
             callbacks=[recorder],
             verbose=0,
             failure_config=tune.FailureConfig(max_failures=0),
@@ -226,16 +231,15 @@ def fit(
     # in a thread, since Ray's own handling of a signal kills the trials before they have saved
     thread = threading.Thread(target=work, daemon=True, name="tune")
     thread.start()
+    signals, ends = command.signals, None
     signals.training = True  # from here on a signal only sets `asked`, which is handled below
-    ends: float | None = None
     while thread.is_alive():
         thread.join(LOOK_EVERY_S)
         recorder.sweep.heartbeat()
         if signals.asked.is_set() and ends is None:
-            ends = time.monotonic() + grace_s
-            recorder.stopping = True
+            ends, recorder.stopping = time.monotonic() + grace_s, True
             if stopping:
-                recorder.print_line(stopping)
+                command.print_line(stopping)
             try:
                 channel.request_stop.remote()
             except ray.exceptions.RayError as error:

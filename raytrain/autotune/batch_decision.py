@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from raytrain.autotune.batch_search import CandidateSearch
 from raytrain.autotune.batch_space import BatchSpace, SearchResults
 from raytrain.autotune.measurement import Candidate, line_of
-from raytrain.autotune.precision import WORTHWHILE_GAIN, told_apart
+from raytrain.autotune.precision import WORTHWHILE_GAIN
 from raytrain.autotune.size_curve import NEAR, SizeCurve
 from raytrain.errors import RunError
 from raytrain.plan.choice import Resolved, figure_text, size_text
@@ -52,7 +52,6 @@ class BatchDecision:
         knees: precision -> its own best size.
         complete: the search had nothing left to measure.
         contest: the contenders of the last contest and the seconds of their passes; None without one.
-        untold: precisions that may be faster or slower than the reference: times vary too much to tell.
     """
 
     candidate: Candidate
@@ -66,7 +65,10 @@ class BatchDecision:
     knees: dict[str, int]
     complete: bool
     contest: dict[str, Any] | None = None
-    untold: tuple[str, ...] = ()
+
+    def row(self, precision: str, size: int) -> TableRow:
+        """The row of a candidate."""
+        return next(row for row in self.table if (row.precision, row.micro_batch_size) == (precision, size))
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
@@ -84,68 +86,56 @@ def decide(space: BatchSpace, results: SearchResults) -> BatchDecision:
     if curve is None or chosen is None:
         raise _nothing_fits(search)
     size, peak, budget = chosen.micro_batch_size, curve.peaks.get(chosen.micro_batch_size), space.budget_bytes
-    line = curve.line_without(size) or search.lead.line_without()
-    if line is None:
-        known = [one for one in (*curve.read, *search.lead.read) if one.candidate != chosen]
-        line = line_of(known) if known else None
-    share = [f"its peak is {peak / budget:.1%} of what a process may take"] if peak and budget else []
+    others = [one for one in (*curve.read, *search.lead.read) if one.candidate != chosen]
+    line = curve.line_without(size) or search.lead.line_without() or (line_of(others) if others else None)
+    size_reason = _size_reason(search, curve, chosen)
+    if peak and budget:
+        size_reason += f"; its peak is {peak / budget:.1%} of what a process may take"
+    refusals = {name: why for name, one in search.curves.items() if one is not curve and (why := _why_not(search, one))}
     best = {name: search.choice(one) for name, one in search.curves.items()}
-    others = {name: _why_not(search, one) for name, one in search.curves.items() if one is not curve}
-    refusals = {name: why for name, why in others.items() if why}
-    timed = [one for one in results.measurements if one.pass_s]
-    timed += [one for contest in results.contests if all(one.pass_s for one in contest) for one in contest]
-    passes = Counter(one.candidate for one in timed for _ in one.pass_s)
+    contest = {
+        "contenders": [asdict(one) for one in search.contest],
+        "pass_s": [one.pass_s for one in search.contest.values()],
+    }
     return BatchDecision(
         candidate=chosen,
         precision=Resolved(curve.precision, _precision_reason(search, curve, refusals)),
-        micro_batch_size=Resolved(size, "; ".join([_size_reason(search, curve, chosen), *share])),
+        micro_batch_size=Resolved(size, size_reason),
         rows_per_s=curve.bound(size),
         predicted_peak=None if line is None else line.predict(size),
         measured_peak=peak,
-        table=tuple(row for one in search.curves.values() for row in _table_rows(search, one, passes)),
+        table=_table(search),
         refusals=refusals,
         knees={name: one.micro_batch_size for name, one in best.items() if one is not None},
         complete=not search.wanted(),
-        contest={
-            "contenders": [asdict(one) for one in search.contest],
-            "pass_s": [one.pass_s for one in search.contest.values()],
-        } if search.contest else None,
-        untold=tuple(name for name, one in search.curves.items() if _may_be_faster(search, one)),
-    )  # fmt: skip
+        contest=contest if search.contest else None,
+    )
 
 
-def _may_be_faster(search: CandidateSearch, curve: SizeCurve) -> bool:
-    """Whether neither a precision nor the reference won their rounds."""
-    rounds = search.in_turn(curve)
-    if curve is search.lead or rounds is None or search.gates.get(curve.precision):
-        return False
-    return not told_apart(*rounds) and not told_apart(*rounds[::-1])
-
-
-def _table_rows(search: CandidateSearch, curve: SizeCurve, passes: Mapping[Candidate, int]) -> Iterable[TableRow]:
-    for size in search.space.sizes:
-        if not (size in curve.seconds or size in curve.peaks or size in curve.broken or size == curve.too_large):
-            continue
-        line, seconds = curve.line_without(size) or curve.line_without(), curve.seconds.get(size)
-        speed = low = high = None
-        if seconds:
-            entry = search.contest.get(Candidate(curve.precision, size))
-            own = seconds if entry is None else entry.pass_s
-            speed = search.space.score(size, median(seconds), curve.updates)
-            low = min(speed, search.space.score(size, max(own), curve.updates))
-            high = max(speed, search.space.score(size, min(own), curve.updates))
-        note = curve.nonfinite or curve.broken.get(size, "")
-        yield TableRow(
-            precision=curve.precision,
-            micro_batch_size=size,
-            passes=passes[Candidate(curve.precision, size)],
-            rows_per_s=speed,
-            low=low,
-            high=high,
-            predicted_peak=None if line is None else line.predict(size),
-            measured_peak=curve.peaks.get(size),
-            note="out of memory" if size >= curve.too_large else note,
-        )
+def _table(search: CandidateSearch) -> tuple[TableRow, ...]:
+    timed = list(search.results.measurements)
+    timed += [one for contest in search.results.contests if all(one.pass_s for one in contest) for one in contest]
+    passes = Counter(one.candidate for one in timed for _ in one.pass_s)
+    rows = []
+    for curve in search.curves.values():
+        tried = {*curve.seconds, *curve.peaks, *curve.broken, curve.too_large}
+        for size in (one for one in search.space.sizes if one in tried):
+            line = curve.line_without(size) or curve.line_without()
+            seconds = curve.seconds.get(size)
+            rates = [search.space.score(size, one, curve.updates) for one in seconds or ()]
+            failed = curve.nonfinite or curve.broken.get(size, "")
+            rows.append(TableRow(
+                precision=curve.precision,
+                micro_batch_size=size,
+                passes=passes[Candidate(curve.precision, size)],
+                rows_per_s=search.space.score(size, median(seconds), curve.updates) if seconds else None,
+                low=min(rates, default=None),
+                high=max(rates, default=None),
+                predicted_peak=None if line is None else line.predict(size),
+                measured_peak=curve.peaks.get(size),
+                note="out of memory" if size >= curve.too_large else failed,
+            ))  # fmt: skip
+    return tuple(rows)
 
 
 def _compared(search: CandidateSearch, own: Candidate, other: Candidate) -> str:
@@ -184,10 +174,8 @@ def _why_not(search: CandidateSearch, curve: SizeCurve) -> str:
     if curve is search.lead or lead is None:
         return ""
     text = _compared(search, own, lead)
-    rounds = search.in_turn(curve)
-    if rounds is not None and search.gain(curve) > 1 + WORTHWHILE_GAIN and search.is_untold(curve):
-        lost = any(a >= b for a, b in zip(*rounds, strict=True))
-        text += ", not in every round" if lost else "; too noisy to tell them apart"
+    if search.gain(curve) > 1 + WORTHWHILE_GAIN and search.is_untold(curve):
+        text += f"; too noisy to tell them apart, so that {lead.precision} stays: search again on an idle machine"
     if refusal := search.gates.get(curve.precision):
         return f"{text}, but refused: {refusal}"
     few = len(curve.seconds) <= 2 and search.cannot_win(curve)
@@ -195,18 +183,19 @@ def _why_not(search: CandidateSearch, curve: SizeCurve) -> str:
 
 
 def _precision_reason(search: CandidateSearch, curve: SizeCurve, refusals: Mapping[str, str]) -> str:
+    """What the chosen precision gains over the reference, and why others were not chosen."""
     reasons = [f"{name} {why}" for name, why in refusals.items()]
     own, lead = search.choice(curve), search.choice(search.lead)
     if curve is search.lead or own is None:
         return "; ".join(reasons) or f"nothing but {curve.precision} to compare"
     if lead is None:
         return "; ".join([*reasons, f"so that {curve.precision} could not be compared with it: watch its loss"])
-    gain = f"{_compared(search, own, lead)}, "
+    gain = f"{_compared(search, own, lead)}, each at its own best size"
     if search.cannot_win(search.lead):  # so that not all of its sizes were measured
         bound = curve.best / search.lead.reach
-        gain += f"at least {bound:.2f} times as fast as {search.lead.precision} can be at any size"
-    else:
-        gain += "each at its own best size"
+        gain = (
+            f"{_compared(search, own, lead)}, at least {bound:.2f} times as fast as {lead.precision} can be at any size"
+        )
     checked = ", loss and gradient norm agree" if curve.precision in search.gates else ""
     return "; ".join([gain + checked, *reasons])
 
@@ -265,8 +254,6 @@ def choose_for_all(
 ) -> KindsDecision:
     """The precision in which all workers together are fastest, and the least of the kinds' best sizes in it.
 
-    A precision other than the reference is considered if some kind chose it and no kind's gate refused it.
-
     Args:
         decisions: kind -> what its own search decided.
         workers: kind -> how many of the run's workers use it; devices that the run does not use do not count.
@@ -279,22 +266,21 @@ def choose_for_all(
         ((kind, only),) = decisions.items()
         speed = workers[kind] * only.rows_per_s
         return KindsDecision(decisions, only.candidate, kind, only.precision, only.micro_batch_size, speed)
-    chosen_anywhere = {one.candidate.precision for one in decisions.values()} - {*refused}
-    everywhere = set.intersection(*(set(one.knees) for one in decisions.values()))
-    allowed = sorted(everywhere & {reference, *chosen_anywhere})
-    if not allowed:
-        kinds_text = "; ".join(f"{kind}: {', '.join(one.knees)}" for kind, one in decisions.items())
-        raise RunError(f"no precision runs on every kind of device ({kinds_text}): scale.accelerator picks one kind")
-    totals = dict.fromkeys(allowed, 0.0)
-    for kind, one in decisions.items():
-        speeds = {(row.precision, row.micro_batch_size): row.rows_per_s or 0.0 for row in one.table}
-        for name in allowed:
-            totals[name] += workers[kind] * speeds[name, one.knees[name]]
-    precision = max(allowed, key=lambda name: (totals[name], name == reference))
+    chosen = {reference, *(one.candidate.precision for one in decisions.values())} - {*refused}
+    totals = {}
+    for name in sorted(chosen):
+        if all(name in one.knees for one in decisions.values()):
+            rates = {kind: one.row(name, one.knees[name]).rows_per_s or 0.0 for kind, one in decisions.items()}
+            totals[name] = sum(workers[kind] * rate for kind, rate in rates.items())
+    if not totals:
+        each = "; ".join(f"{kind}: {', '.join(one.knees)}" for kind, one in decisions.items())
+        raise RunError(f"no precision runs on every kind of device ({each}): scale.accelerator picks one kind")
+    precision = max(totals, key=lambda name: (totals[name], name == reference))
     sizes = {kind: one.knees[precision] for kind, one in decisions.items()}
     binding = min(sizes, key=lambda kind: sizes[kind])
-    ranked = sorted(totals.items(), key=lambda one: -one[1])
-    together = ", ".join(f"{name} {figure_text(total)} rows/s" for name, total in ranked)
+    together = ", ".join(
+        f"{name} {figure_text(totals[name])} rows/s" for name in sorted(totals, key=lambda name: -totals[name])
+    )
     best = ", ".join(f"{kind} {size}" for kind, size in sizes.items())
     return KindsDecision(
         decisions, Candidate(precision, sizes[binding]), binding,

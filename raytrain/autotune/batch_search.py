@@ -1,7 +1,7 @@
 """The search over batch size and precision. Pure: measurements in, the next proposals out; `batch_decision.decide`
 gives the answer.
 
-Its goals, measured by `raytrain bench tune`: at most 0.25 of the time of an exhaustive grid, 0.4 of that of doubling
+Its goals, measured by `raytrain bench tune`: at most 0.3 of the time of an exhaustive grid, 0.4 of that of doubling
 the size until it fails; at least 0.95 of the throughput of the grid's best point; never above the memory budget; and
 the run afterwards is the same to the bit as without a search.
 
@@ -13,16 +13,14 @@ How it gets there:
    measured one (`size_curve`, which also has the margin for noise).
 3. A lower precision must beat the reference by `WORTHWHILE_GAIN`, each at its own best size, and pass the numeric gate.
 4. Each size is timed at one moment, at which the machine may have been slow: at the end the winner and its rivals take
-   turns in one process (a contest), and those ratios decide.
-5. Last, the number of loader processes is measured with the winner, where that is searched.
+   turns in one process (a contest), whose times decide.
 
 A caller measures what `next_proposals` returns until it returns nothing.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import geometric_mean, median
 
@@ -54,7 +52,7 @@ class CandidateSearch:
     """All that was measured, compared.
 
     Attributes:
-        curves: precision -> its measurements by size, as they would have been at the time of the last contest.
+        curves: precision -> its measurements by size, those before the last contest corrected by it.
         lead: that of the reference.
         gates: precision -> why its gate refuses it, "" where it passed.
         contest: the last contest's measurements; empty without one.
@@ -69,7 +67,7 @@ class CandidateSearch:
             else:  # a contender that failed is out
                 known += [one for one in contest if one.outcome != "ok"]
         if self.contest:
-            known = _at_the_contest(list(self.contest.values()), known)
+            known = _corrected(known, self.contest)
         self.curves = {name: SizeCurve(space, name, known) for name in space.precisions}
         self.lead = self.curves[space.lead]
         self.gates = {gate.precision: gate_refusal(gate) for gate in results.gates}
@@ -137,8 +135,7 @@ class CandidateSearch:
 
     def wanted(self) -> list[Proposal]:
         """Everything that could be measured at the same time, the most urgent first: two sizes of every precision, the
-        reference's first, then the sizes with the highest upper bounds. After them one thing at a time: the gate, the
-        contest, the loader processes."""
+        reference's first, then the sizes with the highest upper bounds. Then one at a time: the gate, the contest."""
         first, later = [], []
         for curve in sorted(self.curves.values(), key=lambda one: (one is not self.lead, -one.reach)):
             if curve.nonfinite or (len(curve.broken) > 1 and not curve.seconds):
@@ -152,7 +149,7 @@ class CandidateSearch:
                 first += [self._timed(curve, size) for size in (*begin, *again)]
             elif not self.cannot_win(curve) and (size := curve.next_size()) is not None:
                 later.append(self._timed(curve, size))
-        return first + later or self._gate() or self._contest() or self._loaders()
+        return first + later or self._gate() or self._contest()
 
     def _first_sizes(self, curve: SizeCurve) -> list[int]:
         """The two sizes to begin with; others near them if those fail or do not fit. Until the memory of a precision is
@@ -203,41 +200,25 @@ class CandidateSearch:
         rivals = [one for one in self.curves.values() if one is not curve and not self.gates.get(one.precision)]
         return (*second, *(best for best in map(self.choice, rivals) if best is not None))
 
-    def _loaders(self) -> list[Proposal]:
-        """The loader processes with what was chosen; they are not searched for what an earlier search chose."""
-        most, (_, chosen), found = self.space.loaders, self.chosen(), self.results.loaders
-        if most is None or chosen is None or (found and (found.candidate, found.most) == (chosen, most)):
-            return []
-        passes = math.ceil(self.space.rows(chosen.micro_batch_size) / chosen.micro_batch_size)
-        return [Proposal(chosen, passes, loaders=most)]
-
     def chosen(self) -> tuple[SizeCurve | None, Candidate | None]:
         """The winner and its best size."""
         curve = self.winner()
         return curve, None if curve is None else self.choice(curve)
 
 
-def _at_the_contest(contest: Sequence[Measurement], measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Measurements as they would have been at the time of a contest.
-
-    A contender's passes are the leader's median, times the ratio to it in each round; its own from before do not count.
-    Other sizes of its precision that were timed earlier are scaled by what has changed for the contenders since.
-    """
-    first = contest[0]
-    middle = median(first.pass_s)
-    held = {
-        one.candidate: replace(one, pass_s=tuple(middle * a / b for a, b in zip(one.pass_s, first.pass_s, strict=True)))
-        for one in contest
-    }
+def _corrected(measurements: Sequence[Measurement], contest: Mapping[Candidate, Measurement]) -> list[Measurement]:
+    """The measurements with those of a contest in place of the contenders' own times from before it; other sizes that
+    were timed earlier are scaled by what has changed for the contenders of their precision since."""
+    ended = next(iter(contest.values())).taken_at
     drift: dict[str, list[float]] = {}
     for one in measurements:
-        if one.pass_s and one.candidate in held:
-            ratio = median(held[one.candidate].pass_s) / median(one.pass_s)
+        if one.pass_s and one.candidate in contest:
+            ratio = median(contest[one.candidate].pass_s) / median(one.pass_s)
             drift.setdefault(one.candidate.precision, []).append(ratio)
-    found = []
+    found = list(contest.values())
     for one in measurements:
-        earlier = one.taken_at <= first.taken_at and one.candidate.precision in drift
+        earlier = one.taken_at <= ended and one.candidate.precision in drift
         factor = geometric_mean(drift[one.candidate.precision]) if earlier else 1.0
-        passes = () if one.candidate in held else tuple(factor * seconds for seconds in one.pass_s)
-        found.append(replace(one, pass_s=passes))
-    return [*found, *held.values()]
+        passes = () if one.candidate in contest else tuple(factor * seconds for seconds in one.pass_s)
+        found.append(replace(one, pass_s=passes))  # without passes its memory still counts
+    return found

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from raytrain.autotune.measurement import Candidate, LoaderRates, Measurement, from_json, step_seconds
+from raytrain.autotune.measurement import Candidate, Measurement, from_json, step_seconds
 from raytrain.autotune.precision import GateReport
-from raytrain.errors import InputError
 
 #: Passes of one timed measurement after the dropped warm-up: two, and a third if those differ.
 LEAST_PASSES, PASSES = 2, 3
@@ -34,7 +33,6 @@ class BatchSpace:
         devices: measurements that may run at a time.
         workers: of the run; with the size they make the global batch where it is free.
         gate_steps: real steps over which a lower precision is compared with the reference before it is chosen; 0: none.
-        loaders: most loader processes to try with the chosen candidate; None: they are not searched.
     """
 
     precisions: tuple[str, ...]
@@ -45,13 +43,6 @@ class BatchSpace:
     devices: int = 1
     workers: int = 1
     gate_steps: int = 20
-    loaders: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.precisions:
-            raise InputError("precision.dtype", got="no candidate", expected="at least one precision to measure")
-        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)) or min(self.sizes) < 1:
-            raise InputError("tune.space", got=f"micro-batch sizes {list(self.sizes)}", expected="ascending, from 1")
 
     @property
     def lead(self) -> str:
@@ -104,7 +95,6 @@ class Proposal:
             the reference instead, over this many steps.
         against: rivals, measured with this one in `passes` alternating rounds, after this one's peak if it is to be
             read.
-        loaders: if not None, measure 0 to so many loader processes with this candidate, and `passes` in each step.
     """
 
     candidate: Candidate
@@ -112,13 +102,10 @@ class Proposal:
     with_memory: bool = False
     gate_steps: int = 0
     against: tuple[Candidate, ...] = ()
-    loaders: int | None = None
 
     @property
     def what(self) -> str:
         """What it measures, as lines and trials.jsonl say it."""
-        if self.loaders is not None:
-            return "loaders"
         if self.gate_steps:
             return "gate"
         main = "in turn" if self.against else "time" if self.passes else ""
@@ -133,15 +120,11 @@ class Proposal:
 @dataclass(frozen=True)
 class ProposalResult:
     """What came of a proposal; if the leader of a contest does not fit, only the measurement that shows it.
-
-    Attributes:
-        signature: what the figures hold for (`found.Signature`), in a process of its own.
-    """
+    `signature` is what the figures hold for (`raytrain.autotune.found`), from a process of its own."""
 
     measurement: Measurement | None = None
     gate: GateReport | None = None
     contest: Contest | None = None
-    loaders: LoaderRates | None = None
     signature: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -152,12 +135,11 @@ class ProposalResult:
 @dataclass
 class SearchResults:
     """Everything that was measured so far, in the order of time. A measurement that crashed is one with the outcome
-    "error"; loader processes that could not be measured have no rates."""
+    "error"."""
 
     measurements: list[Measurement] = field(default_factory=list)
     gates: list[GateReport] = field(default_factory=list)
     contests: list[Contest] = field(default_factory=list)
-    loaders: LoaderRates | None = None
     signature: dict[str, Any] | None = None
 
     def add(self, result: ProposalResult) -> None:
@@ -165,7 +147,6 @@ class SearchResults:
         self.measurements += [] if result.measurement is None else [result.measurement]
         self.gates += [] if result.gate is None else [result.gate]
         self.contests += [] if result.contest is None else [result.contest]
-        self.loaders = result.loaders or self.loaders
         self.signature = result.signature or self.signature
 
     @classmethod

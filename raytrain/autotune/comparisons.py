@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from raytrain.autotune.batch_space import LEAST_PASSES, Proposal, ProposalResult
-from raytrain.autotune.loaders import measure_loaders
 from raytrain.autotune.measurement import Candidate
 from raytrain.autotune.precision import GateReport
 from raytrain.autotune.state_guard import preserve_model, preserve_optimizers
@@ -98,8 +97,6 @@ def run_proposal(probe: StepProbe, proposal: Proposal, *, reference: str, budget
         budget: bytes above which a peak counts as out of memory; None: no limit.
     """
     one, steps = proposal.candidate, proposal.gate_steps
-    if proposal.loaders is not None:
-        return ProposalResult(loaders=measure_loaders(probe, one, most=proposal.loaders, passes=proposal.passes))
     if steps:
         return ProposalResult(gate=run_gate(probe.session, one, reference=reference, steps=steps, budget=budget))
     passes = 0 if proposal.against else proposal.passes

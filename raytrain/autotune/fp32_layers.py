@@ -21,9 +21,8 @@ from raytrain.config.messages import abbreviated
 from raytrain.errors import OutOfMemory, RunError
 from raytrain.plan.choice import Resolved
 from raytrain.train.device import rng_state, set_rng_state
-from raytrain.train.precision import LayerPrecision, PrecisionPolicy, layers_of, policy_for
+from raytrain.train.precision import PrecisionPolicy, layers_of, policy_for
 from raytrain.train.session import Session
-from raytrain.train.step import TrainingStep
 from raytrain.trainable import MicroBatch, Trainable
 
 MOST_LAYERS = 128
@@ -86,67 +85,55 @@ def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[Lay
     the same on every worker. Its rows are halved until they fit in fp32, the reference. Changes nothing that it
     measures. Collective."""
     indices, _ = session.loader.global_batch(session.state.cursor)
-    blocks = session.trainable.blocks
-    names = layers_of(session.trainable.module, blocks=blocks if isinstance(blocks, str) else None, most=MOST_LAYERS)
     rows, why = session.loader.batches.micro_batch, ""
     while rows:
         micro = session.loader.first(indices[:rows])
         try:
-            return LayerProbe(session.step, session.layers, micro, precision=precision).run(names)
+            with preserve_model(session.trainable, session.device):
+                return LayerProbe(session, micro, precision=precision).run()
         except OutOfMemory as error:
             rows, why = rows // 2, str(error)
     return Resolved([], f"not one row fits in fp32 to compare layers with ({why}): watch the loss"), []
 
 
 class LayerProbe:
-    """Measures on one micro-batch, the same on every worker; rank 0's results are used by all. Collective.
+    """Compares passes over one micro-batch, the same on every worker; rank 0's results are used by all. Collective."""
 
-    Args:
-        step: whose trainable, gradients and workers are used, but not its policy.
-    """
-
-    def __init__(self, step: TrainingStep, layers: LayerPrecision, micro: MicroBatch, *, precision: str) -> None:
-        self._step, self._layers, self._micro = step, layers, micro
+    def __init__(self, session: Session, micro: MicroBatch, *, precision: str) -> None:
+        self._session, self._step, self._layers, self._micro = session, session.step, session.layers, micro
         self._half, self._full = policy_for(precision), policy_for("fp32")
-        self._generators = rng_state(step.device)
+        self._generators = rng_state(session.device)
         self._reference: list[Tensor] = []
         self._loss = self._norm = math.nan
 
-    def run(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
+    def run(self) -> tuple[Resolved, list[LayerChange]]:
         """Each layer alone in half precision, then the model with more and more layers kept in fp32.
 
         Raises:
             OutOfMemory: a worker has no memory for a pass; all workers raise it.
             RunError: a pass in fp32 fails.
         """
-        with preserve_model(self._step.trainable, self._step.device):
-            try:
-                return self._compare(names)
-            except OutOfMemory as error:
-                short = error
-            finally:
-                self._layers.keep([])
-        raise short  # here, after the results of the passes have been discarded
-
-    def _compare(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
-        why, loss, norm = self._pass(self._full)
-        if why:
-            raise RunError(f"the pass in fp32 that layers are compared with failed: {why}")
-        self._loss, self._norm = loss, norm
-        self._reference = [flat.clone() for flat in self._step.gradients.buffers]
-        changes = []
-        assert self._half.autocast_dtype is not None, "a half precision"
-        for name in names:
-            with self._layers.alone_in(name, self._half.autocast_dtype):
-                why, loss, _ = self._pass(self._full)
-            if why:  # such as an operation without a kernel in this dtype: a result
-                changes.append(LayerChange(name, math.nan, math.nan, why))
-            else:
-                off = abs(loss - self._loss) / max(abs(self._loss), 1e-12)
-                changes.append(LayerChange(name, off, self._difference()))
-        rows = self._step.workers.broadcast_object([asdict(change) for change in changes])
-        changes = [LayerChange(**row) for row in rows]
-        return choose_layers(changes, self._refusal, precision=self._half.name), changes
+        trainable, dtype, changes = self._session.trainable, self._half.autocast_dtype, []
+        assert dtype is not None, "a half precision"
+        blocks = trainable.blocks if isinstance(trainable.blocks, str) else None
+        try:
+            why, self._loss, self._norm = self._pass(self._full)
+            if why:
+                raise RunError(f"the pass in fp32 that layers are compared with failed: {why}")
+            self._reference = [flat.clone() for flat in self._step.gradients.buffers]
+            for name in layers_of(trainable.module, blocks=blocks, most=MOST_LAYERS):
+                with self._layers.alone_in(name, dtype):
+                    why, loss, _ = self._pass(self._full)
+                if why:  # such as an operation without a kernel in this dtype: a result
+                    changes.append(LayerChange(name, math.nan, math.nan, why))
+                else:
+                    off = abs(loss - self._loss) / max(abs(self._loss), 1e-12)
+                    changes.append(LayerChange(name, off, self._difference()))
+            rows = self._step.workers.broadcast_object([asdict(change) for change in changes])
+            changes = [LayerChange(**row) for row in rows]
+            return choose_layers(changes, self._refusal, precision=self._half.name), changes
+        finally:
+            self._layers.keep([])
 
     def _refusal(self, kept: list[str]) -> str:
         self._layers.keep(kept)
@@ -161,11 +148,7 @@ class LayerProbe:
         return math.sqrt(squares) / max(self._norm, 1e-12)
 
     def _pass(self, policy: PrecisionPolicy) -> tuple[str, float, float]:
-        """(why it failed on any worker or "", loss, gradient norm); the gradient stays in the step's buffers.
-
-        Raises:
-            OutOfMemory: on all workers.
-        """
+        """(why it failed on any worker or "", loss, gradient norm); the gradient stays in the step's buffers."""
         step, found = self._step, [math.nan, math.nan]
 
         def work() -> None:

@@ -111,18 +111,13 @@ class MemoryLine:
 
 
 def line_of(measured: Iterable[Measurement]) -> MemoryLine:
-    """The line through all measurements whose peak is known, also those above their budget.
+    """The line through all measurements whose peak is known, also those above their budget; there must be one.
 
     A process keeps something for each size that it has computed (compiled kernels), so that its floor rises: every peak
     counts as what its own size added, on top of the highest floor. One size alone gives a line through its floor: what
     the size needs once is then attributed to its rows, so that the line predicts too much rather than too little.
-
-    Raises:
-        ValueError: no peak is known.
     """
     known = [one for one in measured if one.peak_bytes]
-    if not known:
-        raise ValueError("a memory line needs at least one measured size")
     base = max(one.floor_bytes or 0 for one in known)
     rows = [one.candidate.micro_batch_size for one in known]
     peaks = [(one.peak_bytes or 0) - (one.floor_bytes or 0) + base for one in known]
@@ -133,29 +128,6 @@ def line_of(measured: Iterable[Measurement]) -> MemoryLine:
     if slope >= 0:
         return MemoryLine(floor, slope)
     return MemoryLine(sum(peaks) / len(peaks), 0.0)  # more rows never take less
-
-
-@dataclass(frozen=True)
-class LoaderRate:
-    """Micro-batches that went through the model with `count` processes reading; 0: the training process reads."""
-
-    count: int
-    batches: int
-    seconds: float
-
-    @property
-    def per_s(self) -> float:
-        """Batches per second."""
-        return self.batches / self.seconds
-
-
-@dataclass(frozen=True)
-class LoaderRates:
-    """What was measured for one candidate, with 0 to `most` processes; no rates: it could not be measured."""
-
-    candidate: Candidate
-    most: int
-    rates: tuple[LoaderRate, ...] = ()
 
 
 @cache

@@ -101,14 +101,13 @@ def micro_batch_record(
 
 
 def measure_micro_batch(
-    probe: StepProbe, settings: dict[str, Any], *, sizes: Sequence[int] = (), known: Sequence[Measurement] = ()
+    probe: StepProbe, settings: dict[str, Any], *, sizes: Sequence[int] = ()
 ) -> tuple[Resolved, dict[str, Any]]:
     """The largest micro-batch that fits, and the record of how it was found. Changes nothing that it measures.
 
     Args:
         settings: what the answer holds for.
         sizes: to choose from, ascending; by default all that divide the global batch.
-        known: what has been measured already.
 
     Raises:
         NothingFits: not even the smallest micro-batch.
@@ -118,7 +117,7 @@ def measure_micro_batch(
     assert session.precision is not None, "measured after `prepare`"
     sizes = sizes or possible_sizes(session)
     budget = memory_budget(session)
-    tried = [(NextSize(one.candidate.micro_batch_size, None), one) for one in known]
+    tried: list[tuple[NextSize, Measurement]] = []
     before = session.step.inflight
     if isinstance(session.job.plan.inflight, Deferred):
         session.step.inflight = 2  # which needs more memory
@@ -131,17 +130,22 @@ def measure_micro_batch(
     finally:
         session.step.inflight = before
     chosen = choose_micro_batch(sizes, [one for _, one in tried], budget=budget)
-    if chosen is not None:
-        return chosen, micro_batch_record(chosen, tried, budget=budget, settings=settings)
-    last = tried[-1][1]
+    if chosen is None:
+        raise _too_large(tried[-1][1], budget)
+    return chosen, micro_batch_record(chosen, tried, budget=budget, settings=settings)
+
+
+def _too_large(last: Measurement, budget: int | None) -> RunError:
+    """Why not even the smallest size could be measured."""
     rows = counted(last.candidate.micro_batch_size, "row")
     if last.outcome == "error":
-        raise RunError(f"a step of {rows} cannot be run: {last.reason}")
+        return RunError(f"a step of {rows} cannot be run: {last.reason}")
     allowed = "" if budget is None else f" ({size_text(budget)} for a worker)"
     needed = "" if last.peak_bytes is None else f", {size_text(last.peak_bytes)} at its peak"
-    raise NothingFits(
-        f"not even a micro-batch of {rows} fits{needed}: {last.reason}; raise cluster.memory_fraction"
-        f" or cluster.memory_limit{allowed}, set loop.activation_checkpointing, or make the model smaller"
+    return NothingFits(
+        f"not even a micro-batch of {rows} fits{needed}: {last.reason}; raise cluster.memory_fraction or"
+        f" cluster.memory_limit{allowed}, set loop.activation_checkpointing or a lower precision.dtype, or make the"
+        " model smaller"
     )
 
 

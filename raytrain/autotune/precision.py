@@ -29,8 +29,8 @@ CHANCE = 0.05
 
 
 def told_apart(seconds: Sequence[float], reference: Sequence[float]) -> bool:
-    """Whether the times of two ways to compute are enough to say that the first is faster; the rule of `train` and
-    `tune`.
+    """Whether the times of two ways to compute are enough to say that the first is faster; the one rule of `train` and
+    `tune` for precisions, compiled passes and overlapped all-reduces.
 
     It must win `WON_ROUNDS` of the rounds. Where times vary, since the machine does other work, that says little: it
     must also have been faster in each round than the reference ever was, or in so many rounds that chance explains it
@@ -40,17 +40,13 @@ def told_apart(seconds: Sequence[float], reference: Sequence[float]) -> bool:
         seconds, reference: the same work in alternating rounds; position i of both is round i. Without rounds the
             answer is yes.
     """
-    won, rounds = rounds_won(seconds, reference), min(len(seconds), len(reference))
+    rounds = min(len(seconds), len(reference))
+    won = sum(own < other for own, other in zip(seconds, reference, strict=False))
     if won < WON_ROUNDS * rounds:
         return False
     if not rounds or (are_steady(seconds) and are_steady(reference)):
         return True
     return max(seconds) * (1 + WORTHWHILE_GAIN) < min(reference) or chance_of_rounds(won, rounds) <= CHANCE
-
-
-def rounds_won(seconds: Sequence[float], reference: Sequence[float]) -> int:
-    """In how many rounds the first was faster."""
-    return sum(own < other for own, other in zip(seconds, reference, strict=False))
 
 
 def chance_of_rounds(won: int, rounds: int) -> float:
@@ -59,12 +55,12 @@ def chance_of_rounds(won: int, rounds: int) -> float:
 
 
 def faster_beyond_noise(seconds: Sequence[float], others: Sequence[float], *, than: str) -> tuple[bool, str]:
-    """Whether the first of two ways is faster by enough at the median of the rounds, and in so many rounds that chance
-    explains it in at most one case of twenty; and how much, in words."""
+    """Whether the first of two ways is faster at the median of the rounds by what is worth while, and told apart; and
+    how much, in words."""
     ratios = [b / a for a, b in zip(seconds, others, strict=True)]
     rounds, won, middle = len(ratios), sum(ratio > 1 for ratio in ratios), median(ratios)
     text = f"{middle:.2f} times as fast as {than}, faster in {won} of {rounds} rounds"
-    return middle >= 1 + WORTHWHILE_GAIN and chance_of_rounds(won, rounds) <= CHANCE, text
+    return middle >= 1 + WORTHWHILE_GAIN and told_apart(seconds, others), text
 
 
 @dataclass(frozen=True)
@@ -161,10 +157,7 @@ def choose_precision(measured: Sequence[Measurement], *, reference: str = "fp32"
             best = min(best, one, key=lambda other: median(other.pass_s))
             notes.append(f"{note}, loss and gradient norm agree")
         else:
-            won, rounds = rounds_won(one.pass_s, base.pass_s), len(one.pass_s)
-            few = f"faster in {won} of {rounds} rounds only"
-            vary = f"but the times of {rounds} rounds vary too much to tell"
-            notes.append(f"{note}, {few if won < WON_ROUNDS * rounds else vary}")
+            notes.append(f"{note}, but the times of {len(one.pass_s)} rounds vary too much to tell")
     return Resolved(best.candidate.precision, "; ".join(notes) or f"nothing but {reference} to compare")
 
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -63,57 +64,55 @@ class ArmTimes:
         return [max(round_s) for round_s in zip(*self.seconds, strict=True)]
 
 
+def _attempt(_index: int, run: Callable[[], object]) -> str:
+    """Run an arm; a failure is raised."""
+    run()
+    return ""
+
+
 def timed_arms(
-    arms: Sequence[TimedArm], *, trainable: Trainable, workers: Workers, device: torch.device, min_rounds: int,
-    max_rounds: int, budget_s: float = BUDGET_S, attempt: Callable[[int, Callable[[], object]], str] | None = None,
-    stop_on_failure: bool = False, decided: Callable[[list[list[float]]], bool] = lambda _seconds: False,
-    clear: Callable[[list[list[float]]], bool] = lambda _seconds: False,
+    arms: Sequence[TimedArm], *, trainable: Trainable, workers: Workers, device: torch.device, rounds: tuple[int, int],
+    budget_s: float = BUDGET_S, attempt: Callable[[int, Callable[[], object]], str] = _attempt,
+    stop_on_failure: bool = False, clear: Callable[[list[list[float]]], bool] = lambda _seconds: False,
 ) -> list[ArmTimes]:  # fmt: skip
     """Time all arms in alternating rounds after one warm-up round, every arm with the same random numbers. Changes
     nothing that it measures. Collective.
 
     Args:
+        rounds: at least, and at most if those take less than `budget_s` seconds.
         attempt: is given an arm's index and runs it; returns why that failed on any worker, or "". A failed arm is not
-            run again. Without it failures are raised.
+            run again.
         stop_on_failure: with one failed arm the others are of no interest.
-        decided: whether this worker's seconds by arm need no `min_rounds`.
-        clear: whether, after `min_rounds` and `CHEAP_S`, this worker's seconds by arm need no more of the budget. The
+        clear: whether, after the least rounds and `CHEAP_S`, this worker's seconds by arm need no more of them. The
             rounds end once they need none on any worker.
     """
     seconds: list[list[float]] = [[] for _ in arms]
     values: list[Sequence[float]] = [() for _ in arms]
     errors: dict[int, str] = {}
+
+    def timed(index: int, *, counts: bool) -> None:
+        arms[index].before()
+        begin = seconds_of(device)
+        arms[index].work()
+        if counts:
+            seconds[index].append(seconds_of(device) - begin)
+        values[index] = arms[index].values()
+
     with preserve_model(trainable, device):
         generators, begin = rng_state(device), time.perf_counter()
-        for round_number in range(max_rounds + 1):
-            for index, arm in enumerate(arms):
-                if index in errors:
-                    continue
+        for number in range(rounds[1] + 1):
+            for index in (one for one in range(len(arms)) if one not in errors):
                 set_rng_state(generators, device)
-                spent: list[float] = []
-
-                def run(arm: TimedArm = arm, spent: list[float] = spent, index: int = index) -> None:
-                    arm.before()
-                    begin = seconds_of(device)
-                    arm.work()
-                    spent.append(seconds_of(device) - begin)
-                    values[index] = arm.values()
-
-                reason = "" if attempt is None else attempt(index, run)
-                if attempt is None:
-                    run()
-                if reason:
+                if reason := attempt(index, partial(timed, index, counts=number > 0)):
                     errors[index] = reason
+                    del seconds[index][max(0, number - 1) :]  # another worker may have failed where this one did not
                     if stop_on_failure:
                         break
-                elif round_number:
-                    seconds[index] += spent
-            enough = round_number >= min_rounds or decided(seconds)
-            enough = enough and time.perf_counter() - begin > budget_s
-            cheap = sum(map(sum, seconds)) < CHEAP_S
-            settled = round_number >= min_rounds and not cheap and clear(seconds)
-            some, all_of = workers.all_reduce_ints([int(enough), int(settled)])
-            if (stop_on_failure and errors) or some or all_of == workers.world_size:
+            least = number >= rounds[0]
+            late = least and time.perf_counter() - begin > budget_s
+            settled = least and sum(map(sum, seconds)) >= CHEAP_S and clear(seconds)
+            some_late, all_settled = workers.all_reduce_ints([int(late), int(settled)])
+            if (stop_on_failure and errors) or some_late or all_settled == workers.world_size:
                 break
     shown = [tuple(values[index]) if index not in errors else () for index in range(len(arms))]
     everybody = workers.all_gather_object((seconds, shown))

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
-from raytrain.accelerator import device_name, seconds_of
+from raytrain.accelerator import seconds_of
 from raytrain.autotune.state_guard import preserve_model
 from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import Shares, gain_over_equal
@@ -21,26 +19,14 @@ WORTHWHILE = 0.05
 TIMED_S, PASSES = 1.0, 4
 
 
-@dataclass(frozen=True)
-class WorkerSpeed:
-    """One worker's seconds for a pass of a micro-batch; `kind` names its device."""
-
-    kind: str
-    pass_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping, for the record."""
-        return asdict(self)
-
-
-def choose_shares(paces: Sequence[WorkerSpeed], *, total: int, micro_batch: int) -> Resolved:
-    """The shares of a global batch of `total` rows for workers of these speeds, in the order of the ranks.
+def choose_shares(pass_s: Sequence[float], *, total: int, micro_batch: int) -> Resolved:
+    """The shares of a global batch of `total` rows for workers with these seconds for a pass, by rank.
 
     Returns:
         `Shares.to_json()`, or "equal" where unequal shares would save less than `WORTHWHILE`.
     """
-    seconds = tuple(pace.pass_s for pace in paces)
-    chosen = Shares(micro_batch, (micro_batch,) * len(paces), seconds)
+    seconds = tuple(pass_s)
+    chosen = Shares(micro_batch, (micro_batch,) * len(seconds), seconds)
     gain = gain_over_equal(chosen, total=total, plain_s=seconds)
     ratio_text = f"the slowest worker needs {max(seconds) / min(seconds):.2f} times as long for a row as the fastest"
     if gain < 1 + WORTHWHILE:
@@ -51,17 +37,17 @@ def choose_shares(paces: Sequence[WorkerSpeed], *, total: int, micro_batch: int)
     return Resolved(chosen.to_json(), f"{ratio_text}; {each}: {gain:.2f} times as fast as equal shares")
 
 
-def measure_shares(session: Session) -> tuple[Resolved, list[WorkerSpeed]]:
-    """Shares by measured speed, from the first rows of the epoch, the same on every worker; changes nothing that it
-    measures. Collective.
+def measure_shares(session: Session) -> tuple[Resolved, list[float]]:
+    """Shares by measured speed, from the first rows of the epoch, and each worker's seconds for a pass; the same on
+    every worker. Changes nothing that it measures. Collective.
 
     All workers compute the same rows at the same time, without waiting for each other between passes: one that shares
     its processor is measured as it will be in training. Their speed is the mean, total time divided by passes: on a
     processor that is available only part of the time a median would show just one of its two speeds.
     """
-    batches, loader, workers, device = session.loader.batches, session.loader, session.workers, session.device
+    batches, workers, device = session.loader.batches, session.workers, session.device
     rows = batches.split.order(batches.seed, session.state.cursor.epoch)[: batches.micro_batch]
-    micro = loader.one(rows)
+    micro = session.loader.one(rows)
 
     def one_pass() -> float:
         began, weight = seconds_of(device), max(1, micro.weight)
@@ -76,7 +62,5 @@ def measure_shares(session: Session) -> tuple[Resolved, list[WorkerSpeed]]:
             one_pass()
             passes += 1
         seconds = (time.perf_counter() - began) / passes
-    rows_s = workers.all_gather_floats([seconds])
-    kinds = workers.all_gather_object(device_name(device))
-    paces = [WorkerSpeed(kind, row[0]) for kind, row in zip(kinds, rows_s, strict=True)]
-    return choose_shares(paces, total=batches.global_batch_size, micro_batch=batches.micro_batch), paces
+    pass_s = [row[0] for row in workers.all_gather_floats([seconds])]
+    return choose_shares(pass_s, total=batches.global_batch_size, micro_batch=batches.micro_batch), pass_s

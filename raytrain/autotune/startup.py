@@ -14,10 +14,10 @@ from typing import Any
 
 from cluster.wording import counted
 from raytrain.accelerator import device_name
-from raytrain.autotune.found import confirm
+from raytrain.autotune.found import refusal
 from raytrain.autotune.fp32_layers import measure_layers
 from raytrain.autotune.measurement import Candidate
-from raytrain.autotune.micro_batch import NothingFits, measure_micro_batch, possible_sizes, spare_memory
+from raytrain.autotune.micro_batch import measure_micro_batch, memory_budget, possible_sizes, spare_memory
 from raytrain.autotune.precision import WORTHWHILE_GAIN, choose_precision, faster_beyond_noise, has_winner
 from raytrain.autotune.rounds import TimedArm, timed_arms
 from raytrain.autotune.shares import measure_shares
@@ -37,23 +37,20 @@ from raytrain.train.session import Session
 from raytrain.train.state import Reporter
 from raytrain.trainable import parameters_of
 
+#: Width of the labels of a run's first lines on the terminal.
 LABEL_COLUMNS = 10
-"""Width of the labels of a run's first lines on the terminal."""
 #: What a compilation takes at least, usually, and how much faster the step gets: a run that would gain less compiles
 #: nothing.
 USUAL_COMPILATION_S, USUAL_RATIO = 30.0, 1.3
-#: Rounds of a comparison of precisions.
-PRECISION_ROUNDS = 3, 12
-#: Compiled passes must win each of the least rounds; so must overlapped all-reduces.
+#: Least and most rounds: of precisions and of micro-batches in flight, and of two ways of which one takes preparation.
+PRECISION_ROUNDS = INFLIGHT_ROUNDS = 3, 12
 ROUNDS = 5, 15
-#: Rounds with one and with two micro-batches in flight.
-INFLIGHT_ROUNDS = 3, 12
-#: Most micro-batches of each worker in a measurement of those two.
+#: Most micro-batches of each worker in a measurement of those in flight, or of overlap.
 MEASURED_PASSES = 4
 #: Timed passes and updates of an eager step, after one that is dropped.
 EAGER_PASSES = 5
+#: Name of the entry in memory_probe.json, and kind of the event.
 EAGER_STEP = "eager_step"
-"""Name of the entry in memory_probe.json, and kind of the event."""
 
 Record = dict[str, Any]
 """One entry of memory_probe.json: "value", "reason", and what they follow from."""
@@ -87,6 +84,11 @@ class Calibration:
         """Measures the session's step; needs `prepare`."""
         return StepProbe(self.session)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker writes and prints for all."""
+        return self.session.workers.rank == 0
+
     def is_open(self, name: str) -> bool:
         """Whether the plan leaves this choice to a measurement."""
         return isinstance(getattr(self.session.job.plan, name), Deferred)
@@ -95,56 +97,47 @@ class Calibration:
         """Make the session use these settings of its step."""
         self.session.use(replace(self.session.settings, **settings))
 
+    def begin(self, phase: str) -> None:
+        """Tell the driver what is being measured."""
+        self.report_progress({"phase": f"measuring {phase}"})
+
     def recorded(self, name: str) -> Record | None:
         """What rank 0 reads of a choice, on every worker; None if it has not been measured. Collective."""
-        workers = self.session.workers
-        return workers.broadcast_object(read_measured(self.run).get(name) if workers.rank == 0 else None)
+        return self.session.workers.broadcast_object(read_measured(self.run).get(name) if self.speaks else None)
 
     def write(self, name: str, record: Record, *, event: str = "") -> None:
         """Rank 0 adds a choice to memory_probe.json, and reports it as a decision (called `event`, else `name`)."""
-        if self.session.workers.rank == 0:
+        if self.speaks:
             self.run.write_json(self.run.memory_probe, {**read_measured(self.run), name: record})
             self.reporter.event("decision", what=event or name, value=record["value"], reason=record["reason"])
 
-    def settle(
-        self, name: str, measure: Callable[[], Record], *, settings: Any = None, event: str = "",
-        unmeasured: Callable[[], Record | None] = lambda: None,
-    ) -> Record:  # fmt: skip
-        """The recorded result if it was measured for the same `settings`, else a new one, which is recorded.
-
-        Args:
-            settings: what a result holds for, the same on every worker.
-            unmeasured: a value that needs no measurement and is not recorded, where there is one.
-        """
+    def settle(self, name: str, measure: Callable[[], Record], *, settings: Any = None, event: str = "") -> Record:
+        """The recorded result if it was measured for the same `settings` (the same on every worker), else a new one,
+        which is recorded."""
         known = self.recorded(name)
-        if known is not None and (settings is None or _settings_of(known) == settings):
+        if known is not None and (settings is None or known.get("settings") == settings):
             return known
         self.decided.add(name)
-        if (record := unmeasured()) is None:
-            record = measure()
-            if settings is not None:
-                record = {**record, "settings": settings}
-            self.write(name, record, event=event)
+        record = measure()
+        if settings is not None:
+            record = {**record, "settings": settings}
+        self.write(name, record, event=event)
         return record
 
     def show(self, name: str, label: str, value: str, record: Record) -> None:
         """Rank 0 prints a choice that was made in this attempt, a line that stays on the driver's terminal; `value` ""
         is the usual one, and not worth a line."""
-        if name in self.decided and self.session.workers.rank == 0 and value:
+        if name in self.decided and self.speaks and value:
             print(f"{label:<{LABEL_COLUMNS}}{value}: {record['reason']}", flush=True)
         self.decided.discard(name)
 
 
-def _settings_of(known: Record) -> Any:
-    """What a result was measured for; earlier versions wrote it among the trials."""
-    trials = known.get("trials")
-    if "settings" in known or not isinstance(trials, dict):
-        return known.get("settings")
-    return next((trials[key] for key in ("settings", "of", "precision") if key in trials), None)
+def _record(value: Any, reason: str, trials: Any = None) -> Record:
+    return {"value": value, "reason": reason, "trials": {} if trials is None else trials}
 
 
-def _record(chosen: Resolved, trials: Any) -> Record:
-    return {"value": chosen.value, "reason": chosen.reason, "trials": trials}
+def _of(chosen: Resolved, trials: Any) -> Record:
+    return _record(chosen.value, chosen.reason, trials)
 
 
 def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: LoadedCheckpoint | None) -> None:
@@ -176,15 +169,11 @@ def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: Loa
 
 
 def settle_precision(calibration: Calibration, *, forced: str | None, loaded: LoadedCheckpoint | None) -> None:
-    """Prepare the session in the first of these that there is: the precision after a fall-back, the checkpoint's, the
-    plan's, the recorded one, the one measured now. The layers in fp32 are resolved with it.
-
-    Args:
-        forced: by the failure rules; None where they demand none.
-        loaded: the checkpoint to resume from.
-    """
+    """Prepare the session in the first of these that there is: the precision that the failure rules demand (`forced`),
+    that after a fall-back, the checkpoint's, the plan's, the recorded one, the one measured now. The layers in fp32 are
+    resolved with it."""
     session, planned = calibration.session, calibration.session.job.plan.precision
-    fallen = fallen_precision(calibration.run) if session.workers.rank == 0 else None
+    fallen = fallen_precision(calibration.run) if calibration.speaks else None
     given = session.workers.broadcast_object(forced or fallen) or (loaded.state["precision"] if loaded else None)
     if isinstance(planned, Resolved):
         given = given or planned.value
@@ -203,30 +192,12 @@ def settle_precision(calibration: Calibration, *, forced: str | None, loaded: Lo
 
 
 def _measured_precision(calibration: Calibration, candidates: Sequence[str]) -> Record:
-    """Prepare the session in fp32, and measure with as many rows as fit. If none does, nothing can be compared with it,
-    and the answer is the first precision in which one fits."""
-    session = calibration.session
-    session.prepare("fp32")
-    try:
-        use_fitting_rows(calibration)
-    except NothingFits as error:
-        why = error
-    else:
-        settle_layers(calibration, candidates)
-        calibration.report_progress({"phase": "measuring precisions"})
-        return _record(*measure_precision(calibration.probe, candidates))
-    for name in candidates:
-        session.use_precision(name)
-        try:
-            use_fitting_rows(calibration)
-        except NothingFits:
-            continue
-        chosen = Resolved(name, f"in fp32 {why}; {name} fits, and could not be compared with it: watch its loss")
-        if calibration.is_open("fp32_layers"):  # recorded for the next attempt, which could not measure them either
-            calibration.use(fp32_layers=())
-            calibration.write("fp32_layers", {"value": [], "reason": chosen.reason, "trials": [], "settings": name})
-        return _record(chosen, [])
-    raise why
+    """Prepare the session in fp32, and measure with as many rows as fit."""
+    calibration.session.prepare("fp32")
+    use_fitting_rows(calibration)
+    settle_layers(calibration, candidates)
+    calibration.begin("precisions")
+    return _of(*measure_precision(calibration.probe, candidates))
 
 
 def measure_precision(probe: StepProbe, candidates: Sequence[str]) -> tuple[Resolved, list[dict[str, Any]]]:
@@ -254,7 +225,7 @@ def settle_layers(calibration: Calibration, precisions: Sequence[str]) -> None:
     def measure() -> Record:
         use_fitting_rows(calibration)  # not earlier: a recorded micro-batch may be of the layers found here
         chosen, changes = measure_layers(calibration.session, half)
-        return _record(chosen, {"layers": [change.to_json() for change in changes]})
+        return _of(chosen, {"layers": [change.to_json() for change in changes]})
 
     record = calibration.settle("fp32_layers", measure, settings=half)
     calibration.use(fp32_layers=tuple(record["value"]))
@@ -298,47 +269,49 @@ def _fitting_rows(calibration: Calibration) -> Record:
         "fp32_layers": list(session.settings.fp32_layers),
     }  # fmt: skip
 
-    def share_of_tiny_model() -> Record | None:
-        """A tiny model of unknown size, on a CPU without a memory limit, is not measured."""
-        unknown = job.plan.model_facts is None and job.cluster.memory_limit is None
-        if session.device.type != "cpu" or not unknown:
-            return None
-        if parameters_of(session.trainable.module) >= TINY_PARAMETERS:
-            return None
-        reason = f"one worker's share of {total}: the model has fewer than {TINY_PARAMETERS:,} parameters"
-        return {"value": possible_sizes(session)[-1], "reason": reason, "peak_bytes": None, "budget_bytes": None}
-
     def measure() -> Record:
-        calibration.report_progress({"phase": "measuring memory"})
+        of_no_weight = (
+            session.device.type == "cpu" and job.plan.model_facts is None and job.cluster.memory_limit is None
+        )
+        if of_no_weight and parameters_of(session.trainable.module) < TINY_PARAMETERS:
+            reason = f"one worker's share of {total}: the model has fewer than {TINY_PARAMETERS:,} parameters"
+            return {**_record(possible_sizes(session)[-1], reason), "peak_bytes": None, "budget_bytes": None}
+        calibration.begin("memory")
         return measure_micro_batch(calibration.probe, settings)[1]
 
-    return calibration.settle("micro_batch", measure, settings=settings, unmeasured=share_of_tiny_model)
+    return calibration.settle("micro_batch", measure, settings=settings)
 
 
 def settle_found(calibration: Calibration) -> None:
-    """Once in a run, before it trains: what a search found (`tune.found`), measured again in the real group of workers.
-    Needs a prepared session with its micro-batch; under fsdp nothing is measured.
+    """Once in a run, before it trains: whether what a search found (`tune.found`) was found for this run; if not, the
+    micro-batch is measured again, up to the one found. Needs a prepared session; under fsdp nothing is measured.
 
     Raises:
-        RunError: the signature differs, and not even one row fits now.
+        NothingFits: it was found for something else, and not even one row fits now.
     """
     session, found = calibration.session, calibration.session.job.found
     if found is None or session.job.planned("strategy") == "fsdp":
         return
+    micro = int(session.job.planned("micro_batch_size"))
 
     def measure() -> Record:
-        calibration.report_progress({"phase": "confirming what the search found"})
-        record = confirm(calibration.probe, found)
-        if session.workers.rank == 0 and not record["confirmed"]:
-            print(f"unlike the search: {record['reason']}")
-        return record
+        if not (differs := refusal(found, session)):
+            same = "the model, the data and the machine are those of the search"
+            return {**_record(micro, same), "peak_bytes": found.peak_bytes}
+        calibration.begin("memory")
+        smaller = () if session.job.loop.micro_batch_size == "whole" else possible_sizes(session)
+        sizes = sorted({size for size in smaller if size <= micro} | {micro})
+        chosen, record = measure_micro_batch(calibration.probe, {}, sizes=sizes)
+        reason = f"{differs}; its micro-batch was measured again: {chosen.reason}"
+        if calibration.speaks:
+            print(f"unlike the search: {reason}", flush=True)
+        return {**record, "reason": reason}
 
     record = calibration.settle("found", measure, event="tune.found")
     # an earlier attempt may have had to reduce it; a restart after an out-of-memory may use less
     if session.settings.micro_batch is None or session.settings.micro_batch > record["value"]:
         calibration.use(micro_batch=record["value"])
-    measured = record.get("micro_batch", record)
-    spare_memory(session, peak=measured["peak_bytes"], budget=measured["budget_bytes"])
+    spare_memory(session, peak=record["peak_bytes"], budget=memory_budget(session))
 
 
 # -- compilation ----------------------------------------------------------------------------------
@@ -364,22 +337,22 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     """Time an eager pass; where the rest of the run may pay for a compilation, compile, and time both in turn."""
     session = calibration.session
     if steps < FEW_STEPS:
-        return _record(Resolved("off", too_few(steps)), {})
+        return _record("off", too_few(steps))
     (eager,), share = calibration.probe.passes_in_turn([lambda: None], most=1, rounds=(1, 1))
     if eager.error:
-        return _record(Resolved("off", f"a pass failed: {eager.error}"), {})
+        return _record("off", f"a pass failed: {eager.error}")
     if steps * share * eager.median_s * (1 - 1 / USUAL_RATIO) < USUAL_COMPILATION_S:
         left = f"{counted(steps, 'step')} of {seconds_text(share * eager.median_s)}"
         why = f"{left} are too short for a compilation to pay, which takes about {USUAL_COMPILATION_S:.0f} s"
-        return _record(Resolved("off", why), {})
-    calibration.report_progress({"phase": "measuring compilation"})
+        return _record("off", why)
+    calibration.begin("compilation")
     try:
         calibration.use(compiled=True)
     except InputError as error:
-        return _record(Resolved("off", str(error)), {})
+        return _record("off", str(error))
     parts = session.switches.compiled
     if parts is None:
-        return _record(Resolved("off", "a worker's machine cannot compile, as its event says"), {})
+        return _record("off", "a worker's machine cannot compile, as its event says")
     ways = [partial(setattr, parts, "on", way) for way in (False, True)]
     (eager, compiled), share = calibration.probe.passes_in_turn(ways, most=1, rounds=ROUNDS)
     parts.on = True
@@ -390,13 +363,13 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     if not failed and compiled.values > eager.values:
         failed = "they hide what the loss is a mean over"
     if failed:
-        return _record(Resolved("off", f"compiled passes cannot be used: {failed} ({text})"), trials)
+        return _record("off", f"compiled passes cannot be used: {failed} ({text})", trials)
     faster, how = faster_beyond_noise(compiled.round_s, eager.round_s, than="eager ones")
     reason = f"compiled passes measured {how} ({text})"
     if faster:  # what the compilation took is spent either way
         saved = seconds_text(steps * share * (eager.median_s - compiled.median_s))
         reason += f", {saved} less for {seconds_text(status['seconds'])} of compilation"
-    return _record(Resolved("default" if faster else "off", reason), trials)
+    return _record("default" if faster else "off", reason, trials)
 
 
 def measure_eager_step(calibration: Calibration) -> None:
@@ -410,12 +383,12 @@ def measure_eager_step(calibration: Calibration) -> None:
     compiled = session.switches.compiled
     if compiled is None or session.job.planned("strategy") == "fsdp" or calibration.recorded(EAGER_STEP) is not None:
         return
-    calibration.report_progress({"phase": "measuring a step without compilation"})
+    calibration.begin("a step without compilation")
     micro = session.loader.batches.micro_batch
     with compiled.eager():
         candidate = Candidate(session.precision or "fp32", micro)
         found = calibration.probe.measure(candidate, budget=None, passes=EAGER_PASSES, with_memory=False)
-    if found.outcome == "ok" and session.workers.rank == 0:
+    if found.outcome == "ok" and calibration.speaks:
         rows = -(-int(session.job.planned("global_batch_size")) // session.workers.world_size)
         record = {"seconds": found.step_s(rows), "micro_batch": micro, "passes": len(found.pass_s)}
         run = calibration.run
@@ -423,7 +396,7 @@ def measure_eager_step(calibration: Calibration) -> None:
         calibration.reporter.event(EAGER_STEP, **record)
 
 
-# -- two ways to exchange -------------------------------------------------------------------------
+# -- what workers and hosts exchange --------------------------------------------------------------
 
 
 def settle_inflight(calibration: Calibration) -> None:
@@ -436,13 +409,13 @@ def settle_inflight(calibration: Calibration) -> None:
         return
 
     def measure() -> Record:
-        calibration.report_progress({"phase": "measuring micro-batches in flight"})
+        calibration.begin("micro-batches in flight")
         try:
-            return _record(*measure_inflight(calibration.probe))
+            return _of(*measure_inflight(calibration.probe))
         except StateLost as error:  # raised by all workers
             if calibration.session.step.inflight == 2:
                 why = f"2 in flight failed while measured ({type(error).__name__}: {first_line(error)})"
-                calibration.write("inflight", _record(Resolved(1, why), {}))
+                calibration.write("inflight", _record(1, why))
             raise
 
     calibration.use(inflight=calibration.settle("inflight", measure)["value"])
@@ -466,11 +439,8 @@ def measure_inflight(probe: StepProbe) -> tuple[Resolved, dict[int, float]]:
 
 
 def settle_shares(calibration: Calibration) -> None:
-    """Each worker's share of a batch; needs a prepared session with its micro-batch.
-
-    An attempt whose ranks are on the same machines uses the shares that the first one measured, and so sums in its
-    order.
-    """
+    """Each worker's share of a batch; needs a prepared session with its micro-batch. An attempt whose ranks are on the
+    same machines uses the shares that the first one measured, and so sums in its order."""
     if not calibration.is_open("shares"):
         return
     session = calibration.session
@@ -478,8 +448,8 @@ def settle_shares(calibration: Calibration) -> None:
     settings = {"places": places, "micro_batch_size": session.loader.batches.micro_batch}
 
     def measure() -> Record:
-        chosen, paces = measure_shares(session)
-        return _record(chosen, {"paces": [pace.to_json() for pace in paces]})
+        chosen, pass_s = measure_shares(session)
+        return _of(chosen, {"pass_s": pass_s})
 
     record = calibration.settle("shares", measure, settings=settings)
     calibration.use(shares=shares_of(record["value"]))
@@ -496,16 +466,16 @@ def settle_overlap(calibration: Calibration) -> None:
     def measure() -> Record:
         if session.step.filler is not None:
             why = "the model runs collectives inside backward, with which the all-reduces must not interleave"
-            return _record(Resolved(False, why), {})
+            return _record(False, why)
         if not could_overlap(session.step.gradients, session.workers):
             total = sum(flat.nbytes for flat in session.step.gradients.buffers)
             why = f"the gradients are one bucket of {total:,} bytes, which is whole only when backward is over"
-            return _record(Resolved(False, why), {})
-        calibration.report_progress({"phase": "measuring overlap"})
+            return _record(False, why)
+        calibration.begin("overlap")
         try:
-            return _record(*measure_overlap(session))
+            return _of(*measure_overlap(session))
         except StepDropped as error:  # raised by all workers
-            return _record(Resolved(False, f"no memory while it was measured ({error})"), {})
+            return _record(False, f"no memory while it was measured ({error})")
 
     calibration.use(overlap=calibration.settle("overlap", measure)["value"])
 
@@ -533,10 +503,7 @@ def measure_overlap(session: Session) -> tuple[Resolved, dict[str, list[float]]]
 
     after, during = timed_arms(
         [TimedArm(work, before=partial(before, overlap)) for overlap in (False, True)],
-        trainable=session.trainable, workers=workers, device=session.device, min_rounds=ROUNDS[0],
-        max_rounds=ROUNDS[1],
-        # overlap must win each of the least rounds, so that fewer are enough where it has lost one
-        decided=lambda seconds: any(after <= during for after, during in zip(*seconds, strict=True)),
+        trainable=session.trainable, workers=workers, device=session.device, rounds=ROUNDS, clear=has_winner,
     )  # fmt: skip
     reduction.overlap(False)
     faster, how = faster_beyond_noise(during.round_s, after.round_s, than="after it")

@@ -70,31 +70,30 @@ def preserve_skipped(optimizers: list[Any]) -> Iterator[None]:
 def preserve_optimizers(optimizers: list[Any]) -> Iterator[None]:
     """Restores the optimizers and their weights after real steps; both are copied to host memory."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    weights = [_on_host(parameter) for parameter in parameters]
-    plain = [optimizer for optimizer in optimizers if not isinstance(optimizer, torch.optim.Optimizer)]
-    records = [copy.deepcopy(optimizer.state_dict()) for optimizer in plain]
-    states = [_copies(o.state) if isinstance(o, torch.optim.Optimizer) else {} for o in optimizers]
+    weights = [_copy(parameter) for parameter in parameters]
+    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
+    users = [(one, copy.deepcopy(one.state_dict())) for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
     try:
         with contextlib.ExitStack() as stack:
-            for optimizer in optimizers:
-                if isinstance(optimizer, torch.optim.Optimizer):
-                    stack.enter_context(_same_entries(optimizer))
+            for optimizer in ours:
+                stack.enter_context(_same_entries(optimizer, values=True))
             yield
     finally:
         with torch.no_grad():
             for parameter, kept in zip(parameters, weights, strict=True):
                 parameter.copy_(kept)
-            for optimizer, state in zip(optimizers, states, strict=True):
-                for parameter, values in state.items():
-                    _put_back(optimizer.state[parameter], values)
-        for optimizer, record in zip(plain, records, strict=True):
+        for optimizer, record in users:
             optimizer.load_state_dict(record)
 
 
 @contextlib.contextmanager
-def _same_entries(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restores which entries of state and group settings there are; the values of tensors are not copied."""
-    state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+def _same_entries(optimizer: torch.optim.Optimizer, *, values: bool = False) -> Iterator[None]:
+    """Restores which entries of state and group settings there are, and with `values` what they hold; without it the
+    values of tensors are not copied."""
+    state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
+    held = {} if not values else {
+        parameter: {name: _copy(value) for name, value in entries.items()} for parameter, entries in state.items()
+    }  # fmt: skip
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     flags = {name: getattr(optimizer, name) for name in ("found_inf", "grad_scale") if hasattr(optimizer, name)}
     try:
@@ -102,8 +101,13 @@ def _same_entries(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for parameter in [parameter for parameter in optimizer.state if parameter not in state]:
             del optimizer.state[parameter]
-        for parameter, values in state.items():
-            optimizer.state[parameter] = values
+        optimizer.state.update(state)
+        for parameter, entries in held.items():
+            for name, value in entries.items():
+                if isinstance(value, Tensor):
+                    state[parameter][name].copy_(value)  # in place: compiled code may hold the tensor
+                else:
+                    state[parameter][name] = value
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             parameters = group["params"]
             group.clear()
@@ -115,23 +119,6 @@ def _same_entries(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 delattr(optimizer, name)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _copies(state: Any) -> dict[Any, dict[str, Any]]:
-    return {
-        parameter: {
-            name: _on_host(value) if isinstance(value, Tensor) else copy.deepcopy(value)
-            for name, value in values.items()
-        }
-        for parameter, values in state.items()
-    }
-
-
-def _put_back(values: dict[str, Any], kept: dict[str, Any]) -> None:
-    for name, value in kept.items():
-        if isinstance(value, Tensor):
-            values[name].copy_(value)
-        else:
-            values[name] = value
+def _copy(value: Any) -> Any:
+    """A copy of a value, of a tensor in host memory."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

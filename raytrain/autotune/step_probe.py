@@ -14,8 +14,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 
 import numpy as np
 import torch
@@ -48,14 +49,9 @@ HALVINGS = 24
 
 
 def run_agreed(
-    work: Callable[[], object],
-    *,
-    workers: Workers,
-    device: torch.device,
-    remote: RemoteState,
-    collective_passes: bool = False,
-    budget: int | None = None,
-) -> tuple[Outcome, str]:
+    work: Callable[[], object], *, workers: Workers, device: torch.device, remote: RemoteState,
+    collective_passes: bool = False, budget: int | None = None,
+) -> tuple[Outcome, str]:  # fmt: skip
     """Run a part of a measurement on all workers; the outcome, the same on every one, and the reason of a failure,
     after which its passes are discarded, also on remote hosts. Collective.
 
@@ -92,9 +88,11 @@ def run_agreed(
 
 
 @dataclass
-class _Readings:
-    """What one measurement has read on this worker."""
+class _Reading:
+    """What one measurement of a candidate has read on this worker."""
 
+    candidate: Candidate
+    budget: int | None
     pass_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
     peak: int | None = None
@@ -190,35 +188,30 @@ class StepProbe:
         self._optimizer_s: float | None = None
 
     def measure(
-        self, candidate: Candidate, *, budget: int | None, passes: int, least: int | None = None, with_memory: bool
+        self, candidate: Candidate, *, budget: int | None, passes: int, with_memory: bool, least: int | None = None
     ) -> Measurement:
-        """Measure one candidate with the real step and the real group of workers; changes nothing.
+        """Measure a candidate: its memory if asked for, then, if it fits, `passes` passes and updates, or from `least`
+        on as soon as two in succession took about the same time. Collective; changes nothing.
 
         Args:
-            candidate: of a precision with the same master dtype as the session's (all but fp64 keep float32 weights).
-            budget: bytes; a higher peak counts as out of memory (`raytrain.train.memory.device.process_budget`). With
-                None only a refusal of the allocator does.
-            passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
-            least: stop after this many passes if the last two took the same time; None = always `passes`.
-            with_memory: also read peak and floor, over a step with the longest rows, the worst-case routing and an
-                evaluation batch.
-
-        Raises:
-            ValueError: a precision of another master dtype.
+            budget: bytes above which the peak counts as out of memory; None: no limit.
         """
-        readings = _Readings()
-        with computing_as(self.session, candidate):
-            if with_memory:
-                with (
-                    preserve_model(self.step.trainable, self.device, worst=True),
-                    preserve_skipped(self.step.optimizers),
-                ):
-                    self._read_memory(candidate.micro_batch_size, readings, budget=budget)
-            if passes and readings.outcome == "ok":
-                with preserve_model(self.step.trainable, self.device):
-                    enough = passes if least is None else least
-                    self._time(candidate.micro_batch_size, readings, passes=passes, enough=enough, budget=budget)
-        return self._agreed(candidate, readings, budget=budget)
+        memory = Measurement(candidate, "ok")
+        if with_memory:
+            one = _Reading(candidate, budget)
+            with (
+                computing_as(self.session, candidate),
+                preserve_model(self.step.trainable, self.device, worst=True),
+                preserve_skipped(self.step.optimizers),
+            ):
+                self._read_memory(one)
+            memory = self._agreed(one)
+        if not passes or memory.outcome != "ok":
+            return memory
+        rounds = (passes if least is None else least, passes)
+        alike = (lambda _seconds: False) if least is None else (lambda seconds: nearly_equal(seconds[0]))
+        (timed,) = self.measure_in_turn([candidate], budget=budget, rounds=rounds, budget_s=math.inf, clear=alike)
+        return replace(timed, peak_bytes=memory.peak_bytes, floor_bytes=memory.floor_bytes)
 
     def measure_in_turn(
         self, candidates: Sequence[Candidate], *, budget: int | None, rounds: tuple[int, int], updates: bool = True,
@@ -229,23 +222,22 @@ class StepProbe:
         numbers; the first round is dropped. Pass i of all measurements is from round i. Collective; changes nothing.
 
         Args:
-            rounds: at least, and at most if those take less than `budget_s` seconds.
+            rounds, budget_s, clear: see `timed_arms`.
             updates: passes alone are enough if False; the norm is then that of this worker's gradient.
             stop_on_failure: if one fails the comparison ends, and candidates that had not started are missing from the
                 result; else the others go on without it.
-            clear: see `timed_arms`.
         """
         scales = [LossScale(self.device, enabled=policy_for(one.precision).scales_loss) for one in candidates]
         rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
-        readings: dict[int, _Readings] = {}
+        readings: dict[int, _Reading] = {}
 
         def attempt(index: int, timed: Callable[[], object]) -> str:
             warm_up = index not in readings
-            one = readings.setdefault(index, _Readings())
-            with computing_as(self.session, candidates[index], scales[index]):
-                fine = self._first(rows[index], one, budget) if warm_up else self._try(timed, one, budget)
+            one = readings.setdefault(index, _Reading(candidates[index], budget))
+            with computing_as(self.session, one.candidate, scales[index]):
+                fine = self._first(rows[index], one) if warm_up else self._try(timed, one)
                 if fine and updates:
-                    fine = self._try_update(one, budget, timed=not warm_up)
+                    fine = self._try_update(one, timed=not warm_up)
                 elif fine:
                     one.norm = float(self.step.gradients.sum_of_squares().sqrt() * scales[index].inverse)
                     self.step.gradients.zero_()
@@ -255,19 +247,19 @@ class StepProbe:
         with preserve_skipped(self.step.optimizers) if updates else contextlib.nullcontext():
             times = timed_arms(
                 [self._arm(part) for part in rows], trainable=self.step.trainable, workers=self.workers,
-                device=self.device, min_rounds=rounds[0], max_rounds=rounds[1], budget_s=budget_s, attempt=attempt,
-                stop_on_failure=stop_on_failure, clear=clear,
+                device=self.device, rounds=rounds, budget_s=budget_s, attempt=attempt, stop_on_failure=stop_on_failure,
+                clear=clear,
             )  # fmt: skip
         for index, one in readings.items():
             one.pass_s = times[index].round_s if one.outcome == "ok" else []
             one.update_s = [seconds + own for seconds in one.update_s]
-        return tuple(self._agreed(candidates[index], one, budget=budget) for index, one in readings.items())
+        return tuple(map(self._agreed, readings.values()))
 
     def passes_in_turn(
         self, befores: Sequence[Callable[[], object]], *, most: int, rounds: tuple[int, int]
     ) -> tuple[list[ArmTimes], float]:
-        """Time the first `most` micro-batches of each worker after each of `befores` in turn, at least and at most so
-        many rounds, until one fails. Changes nothing that it measures. Collective.
+        """Time the first `most` micro-batches of each worker after each of `befores` in turn, until one fails. Changes
+        nothing that it measures. Collective.
 
         Returns:
             The times, with the value 1 where nothing told what a loss is a mean over; how many times as much a step
@@ -282,37 +274,31 @@ class StepProbe:
             step.untold = False
             step.backward(loader.micro_batches(rows), global_weight=1, passes=passes)
 
-        def attempt(_index: int, timed: Callable[[], object]) -> str:
-            one = _Readings()
-            return "" if self._try(timed, one, None) else one.reason
-
         times = timed_arms(
             [TimedArm(work, before=before, values=lambda: [float(step.untold)]) for before in befores],
-            trainable=step.trainable, workers=self.workers, device=self.device, min_rounds=rounds[0],
-            max_rounds=rounds[1], attempt=attempt, stop_on_failure=True,
+            trainable=step.trainable, workers=self.workers, device=self.device, rounds=rounds,
+            attempt=lambda _index, timed: self._run(timed, None)[1], stop_on_failure=True,
         )  # fmt: skip
         step.untold = untold
         return times, loader.passes(indices) / passes
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def _read_memory(self, micro: int, readings: _Readings, *, budget: int | None) -> None:
+    def _read_memory(self, one: _Reading) -> None:
         forget_graphs()  # of other sizes, which would count in the floor
+        micro = one.candidate.micro_batch_size
         with exact_memory(self.device):
             # before the meter starts: what the model and its kernels allocate permanently is not due to rows
             rows = self._choice.rows(micro, passes=ACCUMULATED, longest=True)
             few = rows[0] if self.device.type == "cuda" else rows[0][:FEW_ROWS]
-            if not self._try(partial(self._warm_up, few), readings, budget):
-                return
-            if not self._try_update(readings, budget):
+            if not (self._try(partial(self._warm_up, few), one) and self._try_update(one)):
                 return
             meter = PeakMeter(self.device)
-            readings.floor = meter.floor
-            fits = self._first(rows, readings, budget)
-            fits = fits and self._try_update(readings, budget)
+            one.floor = meter.floor
+            fits = self._first(rows, one) and self._try_update(one)
             if fits and self.eval_split is not None:
-                fits = self._try(partial(self._evaluate, micro), readings, budget)
-            readings.peak = meter.peak() if fits else None
+                fits = self._try(partial(self._evaluate, micro), one)
+            one.peak = meter.peak() if fits else None
 
     def _warm_up(self, rows: np.ndarray) -> None:
         self._backward([rows])
@@ -333,39 +319,10 @@ class StepProbe:
         for part, training in modes:
             part.training = training
 
-    # -- time -------------------------------------------------------------------------------------
-
-    def _time(self, micro: int, readings: _Readings, *, passes: int, enough: int, budget: int | None) -> None:
-        rows = self._choice.rows(micro, passes=1, longest=False)
-        with preserve_skipped(self.step.optimizers):
-            if not self._begin(rows, readings, budget):
-                return
-            for number in range(passes):
-                alike = number >= max(2, enough) and nearly_equal(readings.pass_s)
-                if number >= max(2, enough) and not self.workers.all_reduce_ints([int(not alike)])[0]:
-                    break  # on every worker
-                if not self._pass(rows, readings, budget):
-                    return
-        own = self._optimizer_seconds()
-        readings.update_s = [seconds + own for seconds in readings.update_s]
-
-    def _begin(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
-        """A pass and an update that are not timed; whether they succeeded on every worker."""
-        return self._first(rows, readings, budget) and self._try_update(readings, budget)
-
-    def _pass(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
-        """A timed pass and update; whether they succeeded on every worker."""
-        arm = self._arm(rows)
-
-        def work() -> None:
-            arm.before()
-            self._timed(arm.work, readings.pass_s)
-
-        return self._try(work, readings, budget) and self._try_update(readings, budget, timed=True)
+    # -- the parts of a step ----------------------------------------------------------------------
 
     def _arm(self, rows: list[np.ndarray]) -> TimedArm:
-        """Passes over these micro-batches. Rows that processes read are read before the clock starts;
-        `raytrain.autotune.loaders` times those."""
+        """Passes over these micro-batches. Rows that processes read are read before the clock starts."""
         read: list[MicroBatch] = []
 
         def before() -> None:
@@ -373,33 +330,16 @@ class StepProbe:
 
         return TimedArm(lambda: self._backward(rows, read or None), before=before)
 
-    def _timed(self, work: Callable[[], object], seconds: list[float]) -> None:
-        begin = seconds_of(self.device)
-        work()
-        seconds.append(seconds_of(self.device) - begin)
-
-    def _optimizer_seconds(self) -> float:
-        """Seconds of one real optimizer step, which `_update` lacks where it skips on the device. They do not depend on
-        the candidate, so they are measured once."""
-        if not self.step.skips_on_device:
-            return 0.0
-        if self._optimizer_s is None:
-            one, no = torch.ones((), device=self.device), torch.zeros((), dtype=torch.bool, device=self.device)
-            times: list[float] = []
-            with preserve_optimizers(self.step.optimizers):
-                for _ in range(1 + OPTIMIZER_STEPS):
-                    self._timed(partial(self.step.update, GlobalStep(norm=one, skip=no), step=1), times)
-            self._optimizer_s = sorted(times[1:])[OPTIMIZER_STEPS // 2]
-        return self._optimizer_s
-
-    # -- the parts of a step ----------------------------------------------------------------------
-
-    def _first(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
+    def _first(self, rows: list[np.ndarray], one: _Reading) -> bool:
         """The first passes, which also give the loss; under fp16 all workers repeat them with a lower loss scale until
         every worker's gradient is finite. Returns whether they succeeded on every worker."""
+
+        def passes() -> None:
+            one.loss = self._backward(rows)
+
         scale = self.step.scale
         for _ in range(HALVINGS if scale.enabled else 1):
-            if not self._try(partial(self._backward, rows, readings=readings), readings, budget):
+            if not self._try(passes, one):
                 return False
             works = not scale.enabled or math.isfinite(float(self.step.gradients.sum_of_squares()))
             if not self.workers.all_reduce_ints([int(not works)])[0]:
@@ -407,69 +347,79 @@ class StepProbe:
             scale.update(torch.ones((), dtype=torch.bool, device=self.device))
         return True
 
-    def _backward(
-        self, rows: list[np.ndarray], read: list[MicroBatch] | None = None, *, readings: _Readings | None = None
-    ) -> None:
-        """Accumulate forward and backward of these micro-batches; note the mean loss over this worker's rows."""
+    def _backward(self, rows: list[np.ndarray], read: list[MicroBatch] | None = None) -> float:
+        """Accumulate forward and backward of these micro-batches; the mean loss over this worker's rows."""
         weight = sum(self.loader.weight(part) for part in rows) if read is None else sum(one.weight for one in read)
         micros = (self.loader.one(part) for part in rows) if read is None else iter(read)
         passed = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
-        if readings is not None:
-            readings.loss = float(passed.loss + passed.aux)
+        return float(passed.loss + passed.aux)
 
-    def _update(self, readings: _Readings) -> None:
-        # divided, since each worker's gradient is of the mean over its own rows
-        readings.norm = float(self.update()) / self.workers.world_size
-
-    def update(self) -> torch.Tensor:
-        """Norm and clip of the summed gradient, and the optimizers' step, skipped where the device can; the norm."""
+    def _try_update(self, one: _Reading, *, timed: bool = False) -> bool:
+        """All-reduce, norm, clip and the optimizers' step, which is skipped where the device can. Every worker's passes
+        have succeeded, so all join the all-reduce; what can fail on a single worker follows it."""
         step = self.step
-        if step.scale.enabled:
-            step.gradients.scale_(step.scale.inverse)
-        norm = step.gradients.sum_of_squares().sqrt()
-        step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
-        return norm
+
+        def update() -> None:
+            if step.scale.enabled:
+                step.gradients.scale_(step.scale.inverse)
+            norm = step.gradients.sum_of_squares().sqrt()
+            step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
+            one.norm = float(norm) / self.workers.world_size  # each worker's gradient is of the mean over its own rows
+            ended.append(seconds_of(self.device))
+
+        ended: list[float] = []
+        began = seconds_of(self.device)
+        step.workers.all_reduce(step.gradients.buffers)
+        fine = self._try(update, one)
+        if fine and timed:
+            one.update_s.append(ended[0] - began)
+        return fine
+
+    def _optimizer_seconds(self) -> float:
+        """Seconds of one real optimizer step, where `_try_update` skips it on the device. They do not depend on the
+        candidate, so they are measured once."""
+        if not self.step.skips_on_device:
+            return 0.0
+        if self._optimizer_s is None:
+            norm, no = torch.ones((), device=self.device), torch.zeros((), dtype=torch.bool, device=self.device)
+            times: list[float] = []
+            with preserve_optimizers(self.step.optimizers):
+                for _ in range(1 + OPTIMIZER_STEPS):
+                    began = seconds_of(self.device)
+                    self.step.update(GlobalStep(norm=norm, skip=no), step=1)
+                    times.append(seconds_of(self.device) - began)
+            self._optimizer_s = median(times[1:])
+        return self._optimizer_s
 
     # -- agreement --------------------------------------------------------------------------------
 
-    def _try(self, work: Callable[[], object], readings: _Readings, budget: int | None) -> bool:
-        """Whether it succeeded on every worker; if not, `readings` has the outcome and the reason."""
-        outcome, reason = run_agreed(
+    def _run(self, work: Callable[[], object], budget: int | None) -> tuple[Outcome, str]:
+        return run_agreed(
             work, workers=self.workers, device=self.device, remote=self.step.trainable.remote,
             collective_passes=self.step.collective_passes, budget=budget,
         )  # fmt: skip
+
+    def _try(self, work: Callable[[], object], one: _Reading) -> bool:
+        """Whether it succeeded on every worker; if not, the reading has the outcome and the reason."""
+        outcome, reason = self._run(work, one.budget)
         if outcome != "ok":
-            readings.outcome, readings.reason = outcome, reason
-            readings.pass_s, readings.update_s = [], []  # lengths differ between workers
+            one.outcome, one.reason = outcome, reason
+            one.pass_s, one.update_s = [], []  # lengths differ between workers
         return outcome == "ok"
 
-    def _try_update(self, readings: _Readings, budget: int | None, *, timed: bool = False) -> bool:
-        """All-reduce, norm, clip and the optimizers' step. Every worker's passes have succeeded, so all join the
-        all-reduce; what can fail on a single worker follows it."""
-        seconds: list[float] = []
-        self._timed(partial(self.step.workers.all_reduce, self.step.gradients.buffers), seconds)
-        if not self._try(partial(self._timed, partial(self._update, readings), seconds), readings, budget):
-            return False
-        if timed:
-            readings.update_s.append(sum(seconds))
-        return True
-
-    def _agreed(self, candidate: Candidate, readings: _Readings, *, budget: int | None) -> Measurement:
+    def _agreed(self, one: _Reading) -> Measurement:
         """The measurement over all workers. A peak that an error interrupted is left out."""
-        sizes = [float(readings.peak or 0), float(readings.floor or 0), time.time(), readings.loss]
-        rows = self.workers.all_gather_floats([*sizes, *readings.pass_s, *readings.update_s])
-        slowest = [max(column) for column in zip(*rows, strict=True)][len(sizes) :]
-        peak, floor = (max(int(row[at]) for row in rows) for at in (0, 1))
+        figures = [float(one.peak or 0), float(one.floor or 0), time.time(), one.loss]
+        rows = self.workers.all_gather_floats([*figures, *one.pass_s, *one.update_s])
+        peak, floor, ended, _, *slowest = (max(column) for column in zip(*rows, strict=True))
         loss = sum(row[3] for row in rows) / len(rows)
-        outcome, reason = readings.outcome, readings.reason
+        outcome, reason, budget, count = one.outcome, one.reason, one.budget, len(one.pass_s)
         if outcome == "ok" and budget is not None and peak > budget:
-            outcome, reason = "out_of_memory", f"a peak of {size_text(peak)}, the budget is {size_text(budget)}"
-        if outcome == "ok" and not (math.isfinite(loss) and math.isfinite(readings.norm)):
-            outcome, reason = "nonfinite", f"loss {loss:.6g}, gradient norm {readings.norm:.6g}"
-        count = len(readings.pass_s)
+            outcome, reason = "out_of_memory", f"a peak of {size_text(int(peak))}, the budget is {size_text(budget)}"
+        if outcome == "ok" and not (math.isfinite(loss) and math.isfinite(one.norm)):
+            outcome, reason = "nonfinite", f"loss {loss:.6g}, gradient norm {one.norm:.6g}"
         return Measurement(
-            candidate, outcome, pass_s=tuple(slowest[:count]), update_s=tuple(slowest[count:]),
-            peak_bytes=None if readings.peak is None else peak, floor_bytes=None if readings.floor is None else floor,
-            loss=loss, grad_norm=readings.norm, reason=reason, device=device_name(self.device),
-            taken_at=max(row[2] for row in rows),
+            one.candidate, outcome, pass_s=tuple(slowest[:count]), update_s=tuple(slowest[count:]),
+            peak_bytes=None if one.peak is None else int(peak), floor_bytes=None if one.floor is None else int(floor),
+            loss=loss, grad_norm=one.norm, reason=reason, device=device_name(self.device), taken_at=ended,
         )  # fmt: skip

@@ -337,7 +337,7 @@ class RetryConfig(Section):
 
 
 class TuneFound(Section):
-    """The result of a search; `train` confirms it at its start."""
+    """The result of a search; `train` compares what it was found for with the run."""
 
     signature: Text = Field(description="hash of everything that the figures depend on")
     facts: dict[str, Any] = Field(default={}, description="the hashed values, readable")
@@ -368,7 +368,6 @@ class TuneConfig(Section):
         description="random: all combinations of tune.space, or random draws; optuna: chosen by the results so far",
     )
     max_trials: Count | None = Field(default=None, examples=[20], description="most trials of a search")
-    fresh: bool = Field(default=False, description="ignore results of earlier searches")
     found: TuneFound | None = Field(default=None, description="the result of a search, which writes it into best.yaml")
 
 

@@ -92,7 +92,7 @@ def test_every_format_of_this_machine_trains_in_one_fit(checked: tuple[Path, Any
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.covers("BP-21")
+@pytest.mark.covers("BP-21", "TUNE-11", "TRB-22")
 def test_a_named_job_is_measured_on_its_own_data_in_precision_memory_and_loaders(checked: tuple[Path, Any]) -> None:
     """Each of the four answers states what was measured."""
     report = json.loads(checked[1].out)
@@ -112,6 +112,8 @@ def test_a_named_job_is_measured_on_its_own_data_in_precision_memory_and_loaders
     assert list(steps) == [0, 1, 2, 4] and all(
         f"{seconds(step)} a step" in seen["job loaders"] for step in steps.values()
     )
+    best = min(count for count, step in steps.items() if step <= 1.05 * min(steps.values()))
+    assert f"best data.loader_workers={best} (0: " in seen["job loaders"], "the fewest processes of the fastest"
     assert fp32["data_s"] > 12 * 0.001 and steps[0] > 12 * 0.001, "the rows' own time"
 
 

@@ -153,33 +153,30 @@ def by_everybody(rank: int, world_size: int) -> dict[str, Any]:
 
     session.trainable.loss = fails_late
     late = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=3, with_memory=False)
+    calls.clear()
+    (in_turn,), _ = StepProbe(session).passes_in_turn([lambda: None], most=1, rounds=(3, 3))
     session.trainable.loss = forward
     unchanged = digest(dict(session.trainable.module.named_parameters())) == before
     budget, limit = memory_budget(session), session.job.cluster.memory_limit
     losses = train(session)[0].losses
     return {
         "good": good.to_json(), "bad": bad.to_json(), "late": late.to_json(), "unchanged": unchanged,
-        "budget": budget, "limit": limit,
+        "in_turn": (in_turn.error, len(in_turn.round_s)), "budget": budget, "limit": limit,
         "losses": losses, "plain": train(small())[0].losses,
     }  # fmt: skip
 
 
-def confirming(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
-    """`tune.found` as it was found, with another time, and of another signature."""
+def found_by_a_search(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
+    """`tune.found` of this very run, of another one, and of another one where nothing fits."""
     session = small()
     signature = signature_of(session)
-    measured = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=5, with_memory=True)
     found = TuneFound(
-        signature=signature.hash, facts=signature.facts, precision="fp32", micro_batch_size=8,
-        step_s=measured.step_s(16), peak_bytes=measured.peak_bytes,
+        signature=signature.hash, facts=signature.facts, precision="fp32", micro_batch_size=8, step_s=0.1,
+        peak_bytes=1000,
     )  # fmt: skip
-    cases = {
-        "slower": found.model_copy(update={"step_s": found.step_s / 100}),
-        "other": found.model_copy(update={"signature": "0", "facts": {**signature.facts, "version.torch": "0"}}),
-        "too large": found,
-    }
+    other = found.model_copy(update={"signature": "0", "facts": {**signature.facts, "version.torch": "0"}})
     told = {}
-    for name, case in cases.items():
+    for name, case in {"same": found, "other": other, "too large": other}.items():
         one, run, reporter = small(), RunFolder(f"{run_path}-{name[:5]}"), Rows()
         one.job = replace(one.job, found=case)
         if name == "too large":  # a plan would refuse so little

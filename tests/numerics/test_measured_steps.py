@@ -11,7 +11,7 @@ from gang import run_gang
 from lab import Rows
 from probes import (
     by_everybody,
-    confirming,
+    found_by_a_search,
     precision_and_rows,
     silent,
     under_a_budget,
@@ -20,7 +20,7 @@ from probes import (
 )
 
 from raytrain.autotune.measurement import Candidate, Measurement
-from raytrain.autotune.startup import Calibration, read_measured, settle_precision
+from raytrain.autotune.startup import Calibration, settle_precision
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.errors import RunError
 from raytrain.plan.choice import Deferred
@@ -72,9 +72,8 @@ def test_precisions_are_compared_with_rows_that_fit(tmp_path: Path) -> None:
     assert found["decisions"] == ["micro_batch", "precision", *again]
 
 
-@pytest.mark.parametrize("fits", ["bf16", "nothing"])
-def test_if_no_row_fits_in_fp32_a_precision_that_fits_is_chosen_and_reported(
-    fits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_if_no_row_fits_in_fp32_a_run_that_measures_precisions_says_which_keys_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = wide()
     open_precision = Deferred("measured", ("bf16", "fp32"), "a test")
@@ -82,21 +81,12 @@ def test_if_no_row_fits_in_fp32_a_precision_that_fits_is_chosen_and_reported(
     measure = StepProbe.measure
 
     def limited(probe: StepProbe, candidate: Candidate, **named: Any) -> Measurement:
-        one = measure(probe, candidate, **named)
-        return one if candidate.precision == fits else replace(one, outcome="out_of_memory", reason="above the budget")
+        return replace(measure(probe, candidate, **named), outcome="out_of_memory", reason="above the budget")
 
     monkeypatch.setattr(StepProbe, "measure", limited)
-    run, reporter = RunFolder(str(tmp_path)), Rows()
-    calibration = Calibration(session, run, reporter, silent)
-    if fits == "nothing":
-        with pytest.raises(RunError, match="not even a micro-batch of 1 row fits"):
-            settle_precision(calibration, forced=None, loaded=None)
-        return
-    settle_precision(calibration, forced=None, loaded=None)
-    assert session.precision == "bf16"
-    (told,) = [row["reason"] for row in reporter.events if row["what"] == "precision"]
-    assert "in fp32 not even a micro-batch of 1 row fits" in told and "could not be compared with it" in told
-    assert read_measured(run)["precision"]["value"] == "bf16" and read_measured(run)["micro_batch"]["value"] >= 1
+    calibration = Calibration(session, RunFolder(str(tmp_path)), Rows(), silent)
+    with pytest.raises(RunError, match=r"not even a micro-batch of 1 row fits.*a lower precision\.dtype"):
+        settle_precision(calibration, forced=None, loaded=None)
 
 
 def test_workers_measure_as_one() -> None:
@@ -107,21 +97,21 @@ def test_workers_measure_as_one() -> None:
         assert told["bad"]["outcome"] == "out_of_memory" and told["bad"]["reason"] == reason
         assert told["late"]["outcome"] == "out_of_memory" and told["late"]["reason"] == reason
         assert not told["late"]["pass_s"]
+        assert told["in_turn"] == (reason, 1), "the round in which one of them failed does not count on the other"
         assert told["unchanged"] and told["losses"] == told["plain"] and len(told["losses"]) == 4
     # each worker knows its own limit, and the tightest budget holds for all
     assert (first["limit"], second["limit"]) == (10_000_000_000, 10_000_000_001)
     assert first["budget"] == second["budget"] <= 10_000_000_000
 
 
-def test_the_result_of_a_search_is_compared_with_the_run(tmp_path: Path) -> None:
-    (told,) = run_gang(confirming, str(tmp_path / "run"), world_size=1)
-    (event,) = told["slower"]["events"]
-    assert "the search found" in event["reason"] and "ms" in event["reason"]
-    record = told["slower"]["record"]
-    assert told["slower"]["after an out-of-memory"] == 4
-    assert record["confirmed"] is False and record["value"] == 8 and record["step_s"] > record["was"]["step_s"]
+def test_what_a_search_found_for_something_else_is_measured_again(tmp_path: Path) -> None:
+    (told,) = run_gang(found_by_a_search, str(tmp_path / "run"), world_size=1)
+    (event,) = told["same"]["events"]
+    assert event["what"] == "tune.found" and event["value"] == 8 and "are those of the search" in event["reason"]
+    assert "line" not in told["same"]["record"], "nothing was measured"
     (event,) = told["other"]["events"]
     assert "version.torch: 0 -> 2" in event["reason"] and "measured again" in event["reason"]
-    assert told["other"]["record"]["micro_batch"]["value"] == 8
+    assert told["other"]["record"]["value"] == 8 and told["other"]["record"]["peak_bytes"] > 1000
+    assert told["same"]["after an out-of-memory"] == told["other"]["after an out-of-memory"] == 4
     assert "not even a micro-batch of 1 row fits" in told["too large"]["error"]
     assert "cluster.memory_limit" in told["too large"]["error"]

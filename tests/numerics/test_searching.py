@@ -119,6 +119,18 @@ def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times
         assert "measured in turn" in decision.precision.reason
 
 
+@pytest.mark.parametrize(("rows", "passes"), [(64, 2), (8, 3)])
+def test_two_passes_that_take_equally_long_are_enough_unless_they_are_short(
+    rows: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A burst of other work may hold several passes of a few milliseconds."""
+    monkeypatch.setattr(accelerator, "time", CLOCK)
+    probe = StepProbe(paced({}, {}))
+    measured = probe.measure(Candidate("fp32", rows), budget=None, passes=3, least=2, with_memory=False)
+    assert measured.pass_s == pytest.approx([0.006 + 0.004 * rows] * passes)
+    assert len(probe.measure(Candidate("fp32", rows), budget=None, passes=3, with_memory=False).pass_s) == 3
+
+
 @pytest.mark.covers("PERF-08")
 def test_the_curve_rises_with_the_micro_batch_and_the_picture_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass costs 6 ms whatever its size, so that a larger one computes more rows per second, up to the knee."""

@@ -68,4 +68,4 @@ def test_a_slow_worker_is_measured_without_a_trace_and_once(tmp_path: Path) -> N
         assert made["rows"][1] < made["rows"][0], f"rank 1 does everything {unequal.SLOWNESS + 1} times"
     (event,) = first["events"]
     assert event["kind"] == "decision" and event["what"] == "shares" and "times as long for a row" in event["reason"]
-    assert first["record"]["value"] == event["value"] and len(first["record"]["trials"]["paces"]) == 2
+    assert first["record"]["value"] == event["value"] and len(first["record"]["trials"]["pass_s"]) == 2

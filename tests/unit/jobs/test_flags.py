@@ -48,8 +48,7 @@ from jobs.driver.signals import StopSignals
 from jobs.infer import infer_target
 from jobs.inference.target import target_of, weights_of
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
-from jobs.tuning.batch_search import find_search
-from jobs.tuning.cache import Cache
+from jobs.tuning.batch import find_search
 from jobs.tuning.space_points import find_points
 from raytrain.config.decode import apply_overrides, dump_yaml, encode, parse_override
 from raytrain.config.messages import key_rows
@@ -583,7 +582,7 @@ UNHELD = ("scale.mode=auto",)
 
 
 def searched(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
-    """What a sweep would try, without Ray: its trials, how many beside each other, what of earlier ones it takes."""
+    """What a sweep would try, without Ray: its trials, and how many beside each other."""
     seen: dict[str, Any] = {"refused": ""}
     if loaded.spec.tune.space is None:
         try:
@@ -599,9 +598,6 @@ def searched(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
             alone = loaded.spec.tune.metric == "samples_per_s"
             seen["trials"] = [one.overrides for one in points.trials]
             seen["at a time"] = points.at_a_time(gpus=0, cpus=BOX.cpus, alone=alone)
-    row = {"trial": 1, "outcome": "ok", "budget_bytes": None}
-    Cache(str(place.folder), {}, budget=None, fresh=False).store([row])
-    seen["known"] = len(Cache(str(place.folder), {}, budget=None, fresh=loaded.spec.tune.fresh).rows)
     return seen
 
 
@@ -622,7 +618,6 @@ FLAGS = {
     "tune.scheduler": Flag(searched, "trials", "none", "asha", RATES),
     "tune.searcher": Flag(searched, "trials", "random", "optuna", RATES),
     "tune.max_trials": Flag(searched, "trials", "1", "2", RATES),
-    "tune.fresh": Flag(searched, "known", "false", "true"),
     "tune.found": Flag(told, "found", "null", FOUND),
     "cluster.memory_soft_limit": Flag(commanded, "memory_warning", "null", "1000"),
     "cluster.memory_limit": Flag(searched, "budget", "null", "2000000000"),

@@ -1,4 +1,4 @@
-"""What a sweep leaves and what it remembers: best.yaml, the cache, the best of whole runs, errors of the verb."""
+"""What a sweep leaves: best.yaml, the best of whole runs, errors of the verb."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from cluster.devices.inventory import local_inventory
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
 from jobs.tune import found_job, open_sweep, run_tune, tune
-from jobs.tuning.cache import Cache, valid_rows
 from jobs.tuning.driver import TuneCommand
-from raytrain.autotune.batch_search import next_proposals
-from raytrain.autotune.batch_space import BatchSpace, SearchResults
+from raytrain.autotune.batch_space import SearchResults
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.errors import InputError
 from raytrain.runs.folder import SweepFolder, this_process
@@ -40,7 +38,7 @@ def test_best_yaml_is_the_job_with_the_found_values_and_their_reasons(tmp_path: 
     made = TuneCommand.__new__(TuneCommand)
     made.job_mapping = lambda: JOB
     made.sweep = SweepFolder(str(tmp_path))
-    made.write_best(values, reasons, found=FOUND, notes="second line")
+    made.write_best(values, reasons, found=FOUND, note="second line")
     file = tmp_path / "best.yaml"
     text = file.read_text()
     assert text.startswith("# Found by raytrain tune on ") and "\n# second line\n" in text
@@ -52,53 +50,6 @@ def test_best_yaml_is_the_job_with_the_found_values_and_their_reasons(tmp_path: 
     kept = load_spec(mapping=JOB).spec
     assert (best.name, best.model, best.data) == (kept.name, kept.model, kept.data)
     assert best.loop.global_batch_size == 64
-
-
-def row(size: int, *, peak: int | None = None, outcome: Any = "ok", budget: int | None = 1000) -> dict[str, Any]:
-    """A line of trials.jsonl."""
-    seconds = (0.01 + 0.001 * size,) * 3 if outcome == "ok" else ()
-    one = Measurement(Candidate("fp32", size), outcome, seconds, seconds, peak_bytes=peak, floor_bytes=1)
-    return {"trial": size, "outcome": outcome, "budget_bytes": budget, "measurement": one.to_json()}
-
-
-def test_times_measured_under_load_are_not_kept_for_later_searches(tmp_path: Path) -> None:
-    cache = Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False)
-    rushed = row(2)
-    rushed["measurement"]["pass_s"] = (0.01, 0.012, 0.02)
-    cache.store([row(1), rushed])
-    broken_off = [row(1)["measurement"], row(2, outcome="error")["measurement"]]
-    cache.store([{**row(3), "measurement": None, "contest": broken_off}])
-    assert [one["trial"] for one in Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False).rows] == [1]
-
-
-def test_the_cache_returns_only_measurements_of_the_same_signature(tmp_path: Path) -> None:
-    folder, space = str(tmp_path / "tune_cache"), BatchSpace(("fp32",), (1, 2), 2, 1000)
-    empty = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
-    assert empty.rows == []
-    in_turn = {**row(3), "measurement": None, "contest": [row(size)["measurement"] for size in (2, 1)]}
-    empty.store([row(1, peak=100), row(2, peak=110), row(4, outcome="error")])
-    (left,) = next_proposals(space, Cache(folder, {"model": "a"}, budget=1000, fresh=False).results_with([]))
-    assert left.against, "the two were not yet in turn"
-    empty.store([in_turn])
-    again = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
-    known = again.results_with([])
-    assert [one["trial"] for one in again.rows] == [1, 2, 3], "errors may not come again"
-    assert not next_proposals(space, known) and len(known.measurements) == 2 and len(known.contests) == 1
-    again.store([row(1, peak=100)])
-    assert len(Cache(folder, {"model": "a"}, budget=1000, fresh=False).rows) == 3
-    assert Cache(folder, {"model": "b"}, budget=1000, fresh=False).rows == []
-    assert Cache(folder, {"model": "a"}, budget=1000, fresh=True).rows == []
-
-
-def test_another_budget_turns_what_is_too_large_now_into_out_of_memory_and_forgets_what_was_too_large_then() -> None:
-    rows = [row(1, peak=100), row(8, peak=500), row(64, outcome="out_of_memory")]
-    assert valid_rows(rows, 1000) == rows
-    smaller = SearchResults.of_rows(valid_rows(rows, 400)).measurements
-    assert [one.outcome for one in smaller] == ["ok", "out_of_memory", "out_of_memory"]
-    assert [one.candidate.micro_batch_size for one in SearchResults.of_rows(valid_rows(rows, 5000)).measurements] == [
-        1,
-        8,
-    ]
 
 
 def test_the_best_run_is_one_that_finished() -> None:
@@ -146,14 +97,17 @@ def test_only_a_sweep_can_be_continued_and_without_other_arguments(tmp_path: Pat
         assert error.value.key == "--resume"
 
 
-def test_a_search_that_an_earlier_version_began_goes_on_without_the_keys_that_are_gone(tmp_path: Path) -> None:
-    job = {**JOB, "tune": {"objective": "goodput", "max_trials": 3}}
+@pytest.mark.parametrize(("key", "value"), [("objective", "goodput"), ("fresh", True)])
+def test_a_search_that_an_earlier_version_began_goes_on_without_the_keys_that_are_gone(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    job = {**JOB, "tune": {key: value, "max_trials": 3}}
     sweep = SweepFolder.create(str(tmp_path), "small-tune", job=job, latest=False)
     sweep.append_event(event("driver_end"))
     sweep.flush()
     _, loaded = open_sweep(sweep.path, None, [])
     assert loaded.spec.tune.max_trials == 3
-    with pytest.raises(InputError, match=r"tune\.objective"):
+    with pytest.raises(InputError, match=rf"tune\.{key}"):
         load_spec(mapping=job)
 
 
@@ -200,12 +154,13 @@ def test_nothing_imports_ray_before_its_environment_is_set() -> None:
 
 @pytest.mark.covers("TUNE-09")
 def test_the_advice_gives_the_peak_at_half_once_and_twice_the_micro_batch_and_the_free_memory() -> None:
-    from jobs.tuning.batch import peaks_advice
+    from jobs.tuning.batch import peak_advice
 
     def peak(size: int) -> Measurement:
         return Measurement(Candidate("fp32", size), "ok", (size * 0.01,) * 3, (0.01,) * 3, (100 + 10 * size) << 20, 1)
 
     known = SearchResults([peak(2), peak(8)])
-    lines = peaks_advice(known, Candidate("fp32", 8), 300 << 20)
+    line = peak_advice(known, Candidate("fp32", 8), 300 << 20)
     told = "predicted peak: 140 MiB at 0.5x, 180 MiB at 1x, 260 MiB at 2x this micro-batch"
-    assert f"{told}; a process may use 300 MiB" in lines
+    assert line == f"{told}; a process may use 300 MiB"
+    assert peak_advice(SearchResults(), Candidate("fp32", 8), None) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,28 @@ def test_a_key_that_a_users_function_does_not_accept_is_refused_before_a_trial_s
         find_points(load_spec(mapping=job), machine())
 
 
+def test_every_model_of_a_space_is_built_once_before_a_trial_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "built_mod.py").write_text(
+        "from raytrain.models.gpt import gpt\n"
+        "def build(width, context, vocab_size=9):\n"
+        "    with open('built', 'a') as note: note.write(f'{width} ')\n"
+        "    if width == 3: raise ValueError('three is too few')\n"
+        "    return gpt(width=width, context=context, vocab_size=vocab_size, layers=1, heads=1)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    job = {**JOB, "model": {"builder": "built_mod:build", "width": 4, "context": 8}}
+    built = []
+    for rates in ([0.1], [0.1, 0.2]):
+        space = {"model.width": [4, 3], "optim.lr": rates}
+        with pytest.raises(InputError, match=r"tune\.space\.model\.width: got 3(.|\n)*three is too few"):
+            find_points(load_spec(mapping={**job, "tune": {"space": space}}), machine())
+        built.append((tmp_path / "built").read_text().split())
+        (tmp_path / "built").unlink()
+    assert built[0] == built[1], "no model is built again for another learning rate"
+
+
 def test_a_switch_is_shown_as_one() -> None:
     assert run_cells({"values": {"loop.compile": True}, "outcome": "ok"}, ["loop.compile"])[0] == "True"
 
@@ -243,11 +266,13 @@ def test_a_searcher_of_ray_tune_proposes_points_that_can_run_and_continues_those
         monkeypatch.setattr(space_trials, "create_searcher", lambda _, **keys: Recorded(**keys))
     tuned = {"space": {"loop.micro_batch_size": "randint(1, 16)"}, "searcher": "optuna", "max_trials": 3}
     job = {**JOB, "loop": {"max_steps": 10, "global_batch_size": 16}, "tune": tuned}
-    found = find_points(load_spec(mapping=job), machine())
+    loaded = load_spec(mapping=job)
+    found = find_points(loaded, machine())
     sweep = SweepFolder(str(tmp_path))
+    command: Any = SimpleNamespace(the_sweep=sweep, spec=loaded.spec)
 
     def searcher() -> space_trials.PointSearcher:
-        return space_trials.PointSearcher(found, "optuna", metric="eval_loss", seed=0, sweep=sweep)
+        return space_trials.PointSearcher(command, found)
 
     limit = len(found.trials)
     first = searcher()
@@ -277,10 +302,11 @@ def test_reservations_of_a_trial_that_died_go_once_the_trials_beside_it_have_end
     monkeypatch.setattr(space_trials, "placement_group_table", lambda: table)
     monkeypatch.setattr(space_trials, "remove_placement_group", lambda group: removed.append(group.id.hex()))
     for private in (True, False):
-        trials = space_trials.SpaceTrials(
-            SweepFolder(str(tmp_path)), Activity(Console(quiet=True)), lambda _: None, metric="eval_loss",
-            private=private,
+        command: Any = SimpleNamespace(
+            the_sweep=SweepFolder(str(tmp_path)), activity=Activity(Console(quiet=True)), print_line=lambda _: None,
+            spec=SimpleNamespace(tune=SimpleNamespace(metric="eval_loss")),
         )  # fmt: skip
+        trials = space_trials.SpaceTrials(command, private=private)
         one, two, three = (
             space_trials.config_of(Point(number, {"seed": number}, (), 0, 1, 10)) for number in (1, 2, 3)
         )

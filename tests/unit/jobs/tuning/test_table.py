@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from jobs.driver.progress import Activity
-from jobs.tuning.batch import decision_table, untold_warning
+from jobs.tuning.batch import decision_table
 from jobs.tuning.driver import TuneCommand
 from jobs.tuning.space_points import Point
 from jobs.tuning.space_trials import SpaceTrials, config_of
@@ -36,7 +36,11 @@ def test_the_start_of_a_process_its_measurement_and_its_result_are_lines(tmp_pat
     pipe = console()
     first, second = (config_of(Point(number, {"seed": 7 * number}, (), 0, 1, 10)) for number in (1, 2))
     with Activity(pipe) as activity:
-        trials = SpaceTrials(SweepFolder(str(tmp_path)), activity, pipe.print, metric="eval_loss", private=False)
+        wanted = SimpleNamespace(tune=SimpleNamespace(metric="eval_loss"))
+        command: Any = SimpleNamespace(
+            the_sweep=SweepFolder(str(tmp_path)), activity=activity, print_line=pipe.print, spec=wanted
+        )
+        trials = SpaceTrials(command, private=False)
         trials.proposed(first)
         trials.started(first)
         trials.proposed(second)
@@ -50,10 +54,9 @@ def test_the_start_of_a_process_its_measurement_and_its_result_are_lines(tmp_pat
     ]
 
 
-def decision(*rows: TableRow, untold: tuple[str, ...] = ()) -> BatchDecision:
+def decision(*rows: TableRow) -> BatchDecision:
     one = Candidate("fp32", 16)
-    return BatchDecision(one, Resolved("fp32", ""), Resolved(16, ""), 78.0, None, None, rows, {}, {}, True,
-                         untold=untold)  # fmt: skip
+    return BatchDecision(one, Resolved("fp32", ""), Resolved(16, ""), 78.0, None, None, rows, {}, {}, True)
 
 
 QUIET = TableRow("fp32", 16, 9, 78.21, 77.0, 79.4, None, 446 << 20)
@@ -79,11 +82,6 @@ def test_a_column_without_a_value_is_left_out() -> None:
     head = table_lines(decision(QUIET, NOISY), 120)[0]
     assert "predicted" not in head and "peak" in head
     assert "predicted" in table_lines(decision(replace(QUIET, predicted_peak=440 << 20)), 120)[0]
-
-
-def test_precisions_that_noise_does_not_tell_apart_are_named() -> None:
-    assert untold_warning(decision(QUIET)) == ""
-    assert "to tell bf16 from fp32: fp32 stays" in untold_warning(decision(QUIET, untold=("bf16",)))
 
 
 def command_at(shown: Console) -> TuneCommand:

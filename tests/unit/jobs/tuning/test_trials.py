@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,26 +13,20 @@ from ray.tune.search import Searcher
 from rich.console import Console
 
 from cluster.devices.inventory import Device, Inventory, Node
-from jobs.driver.planning import plan_job
 from jobs.driver.progress import Activity
 from jobs.job.spec import load_spec
-from jobs.tuning.batch import answer_of, chosen_loaders
-from jobs.tuning.batch_search import Kind, LoaderSearch, find_kinds, find_loaders
+from jobs.tuning.batch import Kind, answer_of, find_kinds
 from jobs.tuning.batch_trials import BatchTrials
-from jobs.tuning.cache import of_kind
 from jobs.tuning.space_points import Point
 from jobs.tuning.space_trials import SpaceTrials, config_of
 from raytrain.autotune.batch_space import BatchSpace, SearchResults
-from raytrain.autotune.measurement import Candidate, LoaderRate, LoaderRates, Measurement
+from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.errors import InputError
-from raytrain.plan.choice import Deferred
-from raytrain.plan.facts import DataFacts
 from raytrain.plan.room import Need
 from raytrain.runs.folder import SweepFolder
 
 DEATH = ray.exceptions.ActorDiedError()
 SPACE = BatchSpace(("fp32",), (1, 2, 4), 4, None, gate_steps=0)
-NO_LOADERS = LoaderSearch(None)
 
 
 def measured(config: dict[str, Any]) -> dict[str, Any]:
@@ -43,30 +37,24 @@ def measured(config: dict[str, Any]) -> dict[str, Any]:
     return {**told, "signature": {"hash": "a", "facts": {}}}
 
 
-def quiet() -> dict[str, Any]:
-    """Lines that nobody reads."""
-    return {"activity": Activity(Console(quiet=True)), "print_line": lambda _: None}
+def command_of(sweep: SweepFolder, *, most: int | None = None) -> Any:
+    """A command whose lines nobody reads."""
+    wanted = SimpleNamespace(tune=SimpleNamespace(max_trials=most, metric="eval_loss"))
+    activity = Activity(Console(quiet=True))
+    return SimpleNamespace(the_sweep=sweep, activity=activity, print_line=lambda _: None, spec=wanted)
 
 
-def kind_of(name: str, *, devices: int = 1) -> Kind:
-    """A kind of devices."""
-    return Kind(name, devices, workers=1, cores=1, budget_bytes=None, device="cpu", device_bytes=0)
+def results_of(sweep: SweepFolder, kind: str = "") -> SearchResults:
+    """What a sweep has measured on a kind of device."""
+    return SearchResults.of_rows(row for row in sweep.standing() if row.get("kind", "") == kind)
 
 
 def batch_trials(
-    sweep: SweepFolder, *kinds: str, space: BatchSpace = SPACE, loaders: LoaderSearch = NO_LOADERS,
-    most: int | None = None,
-) -> tuple[BatchTrials, dict[str, SearchResults]]:  # fmt: skip
-    """The trials of a sweep that begins or goes on, and what is known of each kind of device."""
-    search: Any = SimpleNamespace(
-        kinds=tuple(map(kind_of, kinds or ("",))),
-        space=space,
-        space_of=lambda _: replace(space, loaders=loaders.most),
-        loaders=loaders,
-    )
-    known = {kind.name: SearchResults.of_rows(of_kind(sweep.standing(), kind.name)) for kind in search.kinds}
-    needs = {kind.name: Need("scale.threads", "trial", 1, {"CPU": 1}) for kind in search.kinds}
-    return BatchTrials(search, known=known, needs=needs, sweep=sweep, most=most, **quiet()), known
+    sweep: SweepFolder, kind: str = "", *, space: BatchSpace = SPACE, most: int | None = None
+) -> tuple[BatchTrials, SearchResults]:
+    """The trials of a sweep that begins or goes on, and what is known of its device."""
+    known, need = results_of(sweep, kind), Need("scale.threads", "trial", 1, {"CPU": 1})
+    return BatchTrials(command_of(sweep, most=most), space, known, kind=kind, need=need), known
 
 
 def run(made_trials: tuple[BatchTrials, Any], *, deadly: int | None = None) -> list[tuple[int, int]]:
@@ -99,62 +87,8 @@ def test_a_measurement_that_lives_the_second_time_counts_even_at_the_most_trials
     assert {row["micro_batch_size"] for row in sweep.again()} == {4}
     again = batch_trials(sweep, most=2)
     assert len(run(again)) == 1
-    assert {one.candidate.micro_batch_size: one.outcome for one in again[1][""].measurements} == {1: "ok", 4: "ok"}
+    assert {one.candidate.micro_batch_size: one.outcome for one in again[1].measurements} == {1: "ok", 4: "ok"}
     assert not sweep.again()
-
-
-def test_loader_processes_are_measured_once_and_last_with_the_chosen_batch(tmp_path: Path) -> None:
-    sweep, loaders = SweepFolder(str(tmp_path)), LoaderSearch(2)
-    (trials, known), configs = batch_trials(sweep, loaders=loaders), []
-    rates = tuple(LoaderRate(count, 10, 1.0 / (1 + count)) for count in (0, 1, 2))
-    while isinstance(config := trials.propose(), dict):
-        configs.append(config)
-        assert trials.propose() is None, "one device"
-        chosen = Candidate(**config["candidate"])
-        told = {"loaders": asdict(LoaderRates(chosen, 2, rates))}
-        trials.ended(config, measured(config) if config["loaders"] is None else told, None)
-    *others, last = configs
-    assert all(one["loaders"] is None for one in others) and last["loaders"] == 2
-    size = last["candidate"]["micro_batch_size"]
-    assert size == 4 and last["passes"] == 1, "the fastest, which is a whole step of four rows"
-    assert sweep.ended()[-1]["what"] == "loaders"
-    search: Any = SimpleNamespace(loaders=loaders)
-    assert chosen_loaders(search, {**known, "other": SearchResults()}).value == 2  # type: ignore[union-attr]
-    again, _ = batch_trials(sweep, loaders=loaders)
-    assert again.propose() == Searcher.FINISHED, "what a sweep has measured is not measured again"
-    more = batch_trials(sweep, loaders=LoaderSearch(4))[0].propose()
-    assert isinstance(more, dict) and more["loaders"] == 4, "on a machine with more cores it is"
-
-
-def test_loader_processes_are_unchanged_if_their_measurement_fails(tmp_path: Path) -> None:
-    sweep, loaders = SweepFolder(str(tmp_path)), LoaderSearch(2)
-    trials, known = batch_trials(sweep, loaders=loaders)
-    while isinstance(config := trials.propose(), dict):
-        failed = config["loaders"] is not None
-        trials.ended(config, {} if failed else measured(config), RuntimeError("a bad row") if failed else None)
-    assert sweep.ended()[-1]["reason"].endswith("a bad row") and sweep.ended()[-1]["outcome"] == "error"
-    search: Any = SimpleNamespace(loaders=loaders)
-    told = chosen_loaders(search, known)
-    assert isinstance(told, Deferred) and "not measured" in told.how
-
-
-def test_loader_processes_are_searched_where_a_run_would_have_any() -> None:
-    def found(*, cpus: int = 8, kind: str = "items", **data: Any) -> tuple[int | None, str]:
-        job = {"model": {"builder": "raytrain.models.mlp:mlp", "num_classes": 4}, "scale": {"workers": 2},
-               "data": {"source": "mine:rows", "storage": "stream", **data}, "loop": {"max_steps": 4}}  # fmt: skip
-        facts = DataFacts(100, 10, 40, None, 4400, None, "a test", kind)
-        inventory = Inventory((Node("a", cpus, 1 << 34),), source="test", cpu_model="cpu", cpu_flags={})
-        loaded = load_spec(mapping=job)
-        plan = plan_job(loaded, inventory=inventory, data_facts=facts)
-        search = find_loaders(loaded.spec, plan, inventory, facts)
-        return search.most, search.reason
-
-    assert found() == (4, ""), "each of two workers has half of the cores"
-    assert found(cpus=1) == (None, "not searched, since there are fewer cores than workers")
-    assert found(kind="memory") == (None, "not searched, rows are in memory")
-    assert found(kind="groups") == (None, "not searched, row groups are read by a thread")
-    assert found(storage="resident")[1] == "not searched, every item is read once, before the first step"
-    assert found(loader_workers=3) == (None, "3, set by the job")
 
 
 def test_out_of_memory_and_other_errors_keep_their_types(tmp_path: Path) -> None:
@@ -172,7 +106,7 @@ def test_a_run_whose_process_died_is_repeated_once(tmp_path: Path) -> None:
     first, second = (config_of(Point(number, {"seed": number}, (), 0, 1, 10)) for number in (1, 2))
 
     def trials() -> SpaceTrials:
-        return SpaceTrials(sweep, metric="eval_loss", private=False, **quiet())
+        return SpaceTrials(command_of(sweep), private=False)
 
     beginning = trials()
     beginning.ended(first, {}, DEATH)
@@ -188,30 +122,37 @@ def test_a_run_whose_process_died_is_repeated_once(tmp_path: Path) -> None:
 def test_a_run_that_was_asked_to_stop_is_no_result(tmp_path: Path) -> None:
     sweep = SweepFolder(str(tmp_path))
     config = config_of(Point(1, {"seed": 1}, (), 0, 1, 10))
-    trials = SpaceTrials(sweep, metric="eval_loss", private=False, **quiet())
+    trials = SpaceTrials(command_of(sweep), private=False)
     trials.ended(config, {"final": True, "status": "interrupted", "eval_loss": 1.0}, None)
     trials.stopping = True
     trials.ended(config, {"step": 3}, None)
     assert sweep.ended() == []
 
 
-def test_each_kind_of_device_is_searched_separately(tmp_path: Path) -> None:
+def test_each_kind_of_device_is_searched_by_itself_with_one_series_of_numbers(tmp_path: Path) -> None:
     sweep = SweepFolder(str(tmp_path))
-    trials, known = batch_trials(sweep, "H100", "T4")
+    made = [number for kind in ("H100", "T4") for number, _ in run(batch_trials(sweep, kind))]
+    assert made == list(range(1, len(made) + 1))
+    for kind in ("H100", "T4"):
+        known = results_of(sweep, kind)
+        assert {one.candidate.micro_batch_size for one in known.measurements} == {1, 4}
+        assert len(known.measurements) == 2 and len(known.contests) == 1
+    assert run(batch_trials(sweep, "T4")) == [], "what a sweep has measured is not measured again"
+
+
+def test_measurements_that_may_run_at_the_same_time_do(tmp_path: Path) -> None:
+    sweep = SweepFolder(str(tmp_path))
+    trials, known = batch_trials(sweep, space=replace(SPACE, devices=3))
     beside: list[Any] = [trials.propose(), trials.propose()]
-    assert {one["kind"] for one in beside} == {"H100", "T4"} and trials.propose() is None
-    assert [one["number"] for one in beside] == [1, 2]
-    while beside:
-        config = beside.pop(0)
+    assert [one["number"] for one in beside] == [1, 2] and trials.propose() is None
+    for config in beside:
         trials.started(config)
         trials.ended(config, measured(config), None)
-        beside += [one for one in [trials.propose()] if isinstance(one, dict)]
-    assert trials.propose() == Searcher.FINISHED
-    for kind, line in known.items():
-        assert {row["micro_batch_size"] for row in of_kind(sweep.ended(), kind)} == {1, 4}
-        assert len(line.measurements) == 2 and len(line.contests) == 1
-    numbers_given = sorted(row["trial"] for row in sweep.ended())
-    assert numbers_given == list(range(1, len(numbers_given) + 1)), "one series of numbers"
+    assert len(known.measurements) == 2
+    trials.stopping = True
+    assert trials.propose() == Searcher.FINISHED, "asked to stop"
+    trials.stopping = False
+    assert isinstance(trials.propose(), dict), "there was more to measure"
 
 
 def node(host: str, accelerator: str, *, gib: int, gpus: int) -> Node:

@@ -1,54 +1,59 @@
+"""Whether what a search found holds for a run: its signature names what changed."""
+
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+from lab import MLP, MOE, class_rows, make_session, token_rows
 
-from experts.config import ExpertsConfig
-from raytrain.autotune.found import Signature, differences, make_signature
-from raytrain.config.sections import LoopConfig, ModelConfig, OptimConfig, TuneFound
-
-
-def signature(**changed: Any) -> Signature:
-    given: dict[str, Any] = {
-        "model": ModelConfig.model_validate({"builder": "raytrain.models.mlp:mlp", "hidden": [32]}),
-        "optim": OptimConfig(), "loop": LoopConfig(), "experts": ExpertsConfig(), "parameters": 100, "longest_row": 7,
-        "device": "cpu", "device_bytes": 2**30, "threads": 2, "workers": 1, "versions": {"torch": "2.13.0"},
-    }  # fmt: skip
-    return make_signature(**{**given, **changed})
+from raytrain.autotune.found import refusal, signature_of
+from raytrain.config.sections import TuneFound
+from raytrain.train.session import Session
 
 
-def test_the_same_facts_have_the_same_hash() -> None:
-    assert signature() == signature()
-    assert Signature(**json.loads(json.dumps(signature().to_json()))) == signature()
-    # what changes neither time nor memory, or is measured for each choice anyway
-    assert signature(optim=OptimConfig(lr=0.5)).hash == signature().hash
-    assert signature(loop=LoopConfig(max_steps=7)).hash == signature().hash
-    assert signature(experts=ExpertsConfig(hosts=0, inflight=2)).hash == signature().hash
+def session_of(model: dict[str, Any] = MLP, **sections: Any) -> Session:
+    moe = model["builder"].startswith("experts")
+    rows = token_rows(16) if moe else class_rows(16)
+    loop = {"micro_batch_size": 8, **sections.pop("loop", {})}
+    return make_session(model, {"train": rows, "eval_fraction": 0.0}, loop=loop, **sections)
+
+
+def told(session: Session, other: Session, **found: Any) -> str:
+    """What the second session says about what was found for the first one."""
+    signature = signature_of(session)
+    given = {"precision": "fp32", "micro_batch_size": 8, "step_s": 1.0, **found}
+    return refusal(TuneFound(signature=signature.hash, facts=signature.facts, **given), other)
+
+
+def test_what_changes_neither_time_nor_memory_does_not_count() -> None:
+    assert told(session_of(), session_of()) == ""
+    assert (
+        told(session_of(), session_of(optim={"lr": 0.5})) == told(session_of(), session_of(loop={"max_steps": 7})) == ""
+    )
+    experts: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hosts": 0}
+    one, other = session_of(MOE, experts=experts), session_of(MOE, experts={**experts, "inflight": 2})
+    assert told(one, other) == ""
+    changed = told(one, session_of(MOE, experts={**experts, "top_k": 1}))
+    assert "experts.top_k: 2 -> 1" in changed
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("sections", "found", "words"),
     [
-        ({"workers": 2}, "workers: 1 -> 2"),
-        ({"longest_row": 9}, "longest_row: 7 -> 9"),
-        ({"device": "NVIDIA H100"}, "device: cpu -> NVIDIA H100"),
-        ({"device_bytes": 7}, f"device_bytes: {2**30} -> 7"),
-        ({"versions": {"torch": "2.14.0"}}, "version.torch: 2.13.0 -> 2.14.0"),
-        ({"optim": OptimConfig(name="sgd")}, "optim.name: adamw -> sgd"),
-        ({"experts": ExpertsConfig(top_k=1)}, "experts.top_k: 2 -> 1"),
-        ({"model": ModelConfig.model_validate({"builder": "a:b"})}, "model.builder: raytrain.models.mlp:mlp -> a:b"),
+        ({"optim": {"name": "sgd"}}, {}, "the search was for something else (optim.name: adamw -> sgd)"),
+        ({"model": {**MLP, "hidden": [5]}}, {}, "model.hidden"),
+        ({}, {"micro_batch_size": 4}, "the search found fp32 and 4 rows, this run has fp32 and 8 rows"),
+        ({}, {"precision": "bf16"}, "the search found bf16 and 8 rows, this run has fp32 and 8 rows"),
     ],
 )
-def test_the_signature_names_what_changed(changed: dict[str, Any], told: str) -> None:
-    other = signature(**changed)
-    assert other.hash != signature().hash
-    assert told in other.differences(signature().facts)
+def test_the_refusal_names_what_changed(sections: dict[str, Any], found: dict[str, Any], words: str) -> None:
+    assert words in told(session_of(), session_of(**sections), **found)
 
 
-def test_figures_within_a_tenth_are_the_same() -> None:
-    found = TuneFound(signature="x", precision="fp32", micro_batch_size=8, step_s=0.1, peak_bytes=1000)
-    assert differences(found, step_s=0.109, peak_bytes=910) == []
-    assert differences(found, step_s=0.12, peak_bytes=None) == ["a step takes 120 ms, the search found 100 ms"]
-    assert differences(found, step_s=None, peak_bytes=1200) == ["its peak is 1.17 KiB, the search found 1000 B"]
+def test_one_hash_of_several_kinds_of_devices_is_enough() -> None:
+    own, other = signature_of(session_of()), signature_of(session_of(), workers=7)
+    assert own.hash != other.hash
+    given = {"precision": "fp32", "micro_batch_size": 8, "step_s": 1.0, "facts": other.facts}
+    assert "workers: 7 -> 1" in refusal(TuneFound(signature=other.hash, **given), session_of())
+    assert refusal(TuneFound(signature=other.hash, also=[own.hash], **given), session_of()) == ""
