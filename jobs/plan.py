@@ -57,6 +57,10 @@ def plan(
 
 def _planned(loaded: LoadedSpec, *, inventory_file: str | Path | None, build: bool) -> Plan:
     refuse_later(loaded.spec, "plan")
+    if loaded.spec.tune.space is not None:
+        from jobs.tuning.space_points import checked_space
+
+        checked_space(loaded)
     inventory = None
     if inventory_file is not None:
         from jobs.job.facts import inventory_from_file

@@ -24,7 +24,6 @@ from typing import Any
 
 from cluster.devices.inventory import Inventory
 from cluster.wording import counted
-from jobs.driver.build import build, opened
 from jobs.driver.planning import plan_job
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config.decode import apply_overrides, decode, encode, plain_scalar
@@ -37,7 +36,6 @@ from raytrain.plan.choice import figure_text
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.room import Need
 from raytrain.runs.folder import RunFolder
-from raytrain.train.job import source_facts
 
 DRAWS = 16
 """Default of `tune.max_trials` for a space that contains a distribution, and with a searcher."""
@@ -233,10 +231,7 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
     Raises:
         InputError: unknown key, value that is wrong for its key, or space without a feasible point.
     """
-    tune = loaded.spec.tune
-    space = parse_space(tune.space or {})
-    _check_values(space, loaded.mapping)
-    _check_metric(loaded.spec)
+    tune, space = loaded.spec.tune, checked_space(loaded)
     trials: list[Point] = []
     left_out: list[tuple[dict[str, Any], str]] = []
     check = partial(_point, loaded=loaded, inventory=inventory, builds=Builds(loaded.spec, shapes))
@@ -260,6 +255,14 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
             if why is not None and not any(one.values[key] == value for one in trials):
                 raise InputError(f"tune.space.{key}", got=render(value), expected="values that can run", remedy=why)
     return Points(tuple(trials), () if searched else tuple(left_out), space, check)
+
+
+def checked_space(loaded: LoadedSpec) -> Space:
+    """The job's `tune.space`; raises InputError for what is wrong with it on any machine."""
+    space = parse_space(loaded.spec.tune.space or {})
+    _check_values(space, loaded.mapping)
+    _check_metric(loaded.spec)
+    return space
 
 
 def _check_values(space: Space, mapping: Mapping[str, Any]) -> None:
@@ -363,6 +366,9 @@ class Builds:
         Raises:
             InputError: it cannot be built, or its data cannot be opened.
         """
+        from jobs.driver.build import build, opened  # torch, which `raytrain plan` does without
+        from raytrain.train.job import source_facts
+
         data, model = _key(spec, "data"), _key(spec, "data", "model", "experts")
         if model not in self._found and time.monotonic() < self._ends:
             self._found[model] = None

@@ -454,6 +454,23 @@ def test_a_missing_device_ends_the_command_with_the_existing_ones(tmp_path: Path
     assert (there.returncode, "single_gpu" in there.stdout) == (0, True)
 
 
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        ("{optm.lr: [1e-3]}", r"tune\.space\.optm\.lr: did you mean optim\.lr\?"),
+        ("{optim.lr: [1e-3, -1]}", r"tune\.space\.optim\.lr: got -1"), ("{seed: [1, 2]}", r"tune\.space\.seed"),
+        ("{optim.lr: 1e-3}", r"tune\.space\.optim\.lr: got 0\.001"),
+    ],
+)  # fmt: skip
+def test_the_plan_checks_the_space_of_a_search(space: str, words: str) -> None:
+    done = CliRunner().invoke(main, ["plan", f"tune.space={space}"])
+    assert done.exit_code == 2 and re.search(words, done.stderr), done.stderr
+    code = "import sys; from jobs.plan import plan; plan(overrides=['tune.space={optim.lr: [1e-3]}']); "
+    code += "print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
+
+
 def test_only_the_picked_gpus_are_shown_to_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = write(tmp_path / "nodes.yaml", NODES.replace("- {host: b, cpus: 8, memory_gib: 32}", ""))
     inventory = inventory_from_file(nodes)
