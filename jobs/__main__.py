@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from functools import partial
 from typing import Any
 
 import click
 
 from jobs.completion import complete_bench, complete_job, complete_key, complete_recipe
 from jobs.driver import broken_output as output
+from jobs.driver.signals import Interrupted
 from jobs.job.arguments import split_arguments
 from jobs.submission.request import VERBS
+from jobs.submission.stop_request import watch_stop_request
 from jobs.torchrun import torchrun_options
 from raytrain.errors import InputError, RaytrainError
 
@@ -28,7 +29,7 @@ class _Verbs(click.Group):
         output.guard_output()
         own = not args and not extra  # the command itself, not a program that calls it
         try:
-            returned = self._carried_out(*args, **extra)
+            returned = self._main(*args, **extra)
         except output.OutputLost as lost:
             output.end_without_output(lost)
         except SystemExit as end:
@@ -36,15 +37,6 @@ class _Verbs(click.Group):
             raise
         output.end_process(0, own=own)
         return returned
-
-    def _carried_out(self, *args: Any, **extra: Any) -> Any:
-        from jobs.driver.signals import request_stop
-        from jobs.submission.follow import watch_stop_request
-        from jobs.torchrun import carried_out
-
-        watch_stop_request()
-        command = partial(self._main, *args, **{**extra, "standalone_mode": False})
-        return carried_out(command, request_stop=request_stop)
 
     def _main(self, *args: Any, **extra: Any) -> Any:
         try:
@@ -54,7 +46,12 @@ class _Verbs(click.Group):
 
     def _ended(self, *args: Any, **extra: Any) -> Any:
         try:
-            return super().main(*args, **extra)
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                from jobs.torchrun import launched
+
+                sys.exit(launched([*args[0]] if args else sys.argv[1:], self.commands["train"]))
+            watch_stop_request()
+            return super().main(*args, **{**extra, "standalone_mode": False})
         except output.OutputLost:
             raise
         except click.exceptions.Exit as error:
@@ -75,8 +72,6 @@ class _Verbs(click.Group):
             sys.exit(INTERRUPTED)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        from jobs.torchrun import leader
-
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             from raytrain.config.messages import suggestion
@@ -87,11 +82,6 @@ class _Verbs(click.Group):
             raise InputError(
                 "raytrain", got=f"the unknown verb {name}", expected=f"one of {', '.join(verbs)}",
                 remedy=job or suggestion(name, verbs),
-            )  # fmt: skip
-        if name not in ("", "train") and (first := leader()) is not None:
-            raise InputError(
-                "torchrun", got=f"-m jobs {name} in {first.launch.processes} processes", expected="-m jobs train",
-                remedy=f"run `raytrain {name}` once, without torchrun: it starts the processes that it needs",
             )  # fmt: skip
         return super().resolve_command(ctx, args)
 
@@ -104,7 +94,7 @@ def _one_line(error: click.ClickException) -> str:
 
 def _leave(number: int, frame: object) -> None:
     """Exit at once: nothing has started yet, so nothing has to be saved."""
-    raise KeyboardInterrupt
+    raise Interrupted(signal.Signals(number).name)
 
 
 def _keys_option(verb: str) -> Any:
@@ -157,7 +147,6 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, deb
     """Train a model from JOB.yaml or a recipe (default: the recipe `default`)."""
     from rich.console import Console
 
-    from jobs.torchrun import close
     from jobs.train import run_train
 
     path, overrides = split_arguments(arguments)
@@ -168,9 +157,7 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, deb
     output.outlive_output()
     console = Console(highlight=False)
     result = run_train(path, overrides, resume=resume, verbose=verbose, debug=debug, console=console)
-    code = {"done": 0, "failed": 1, "interrupted": INTERRUPTED}[result.status]
-    close(code)
-    output.end_at_once(code)
+    output.end_at_once({"done": 0, "failed": 1, "interrupted": INTERRUPTED}[result.status])
 
 
 @main.command(cls=_keys_option("tune"), short_help="Search for the fastest batch size and precision, or other keys.")

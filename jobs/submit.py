@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import json
 import secrets
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from ray.job_submission import JobDetails
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster.ray_runtime import private_folder
 from jobs.driver.progress import clock_text
 from jobs.job.facts import path_from_here
-from jobs.submission.follow import (
-    INTERRUPTED,
-    HeldSignals,
-    JobLog,
-    follow_again,
-    follow_job,
-    print_log,
-    say,
-    stop_job,
-)
+from jobs.submission.follow import INTERRUPTED, fetch, follow_again, follow_job, print_log, say, stop_job
 from jobs.submission.on_cluster import versions
-from jobs.submission.request import JobRequest, check_id, pack, request_of
-from jobs.submission.server import RECORD, JobServer, SubmittedJob
-from jobs.submission.transfer import check_versions, fetch, runtime_environment
+from jobs.submission.request import (
+    JobRequest,
+    check_id,
+    check_package,
+    check_versions,
+    pack,
+    request_of,
+    runtime_environment,
+)
+from jobs.submission.server import RECORD, JobServer, exit_code, outcome, record_of
 from raytrain.runs.folder import shell_command
 
 PIPE_WIDTH = 200
@@ -71,16 +70,17 @@ def submit_verb(
     except KeyboardInterrupt:
         say("cancelled: nothing was submitted")
         return INTERRUPTED
-    with (
-        HeldSignals() as signals
-    ):  # from here on the job may exist: a signal waits for the answer, and is about the job
-        metadata = {RECORD: json.dumps(request.record)}
-        job = server.submit(request.entrypoint, job_id=job_id, runtime_env=env, metadata=metadata)
-        say(f"submitted {job.id} to {server.address}: {request.entrypoint}")
-        if detach:
-            say(follow_again(server, job.id))
-            return 0
-        return follow_job(JobLog(server, job.id), server, job.id, signals=signals)
+    try:
+        server.submit(request.entrypoint, job_id=job_id, runtime_env=env, metadata={RECORD: json.dumps(request.record)})
+    except KeyboardInterrupt:
+        shown = shell_command("submit", "status", job_id, "--address", server.address)
+        say(f"interrupted: {shown} shows whether {job_id} was submitted")
+        return INTERRUPTED
+    say(f"submitted {job_id} to {server.address}: {request.entrypoint}")
+    if detach:
+        say(follow_again(server, job_id))
+        return 0
+    return follow_job(server, job_id)
 
 
 def _uploaded(request: JobRequest, address: str | None, *, install: bool) -> tuple[JobServer, dict[str, Any]]:
@@ -90,13 +90,12 @@ def _uploaded(request: JobRequest, address: str | None, *, install: bool) -> tup
         InputError: the working directory or the cluster does not fit.
     """
     folder = Path.cwd()
-    with private_folder() as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         server = JobServer(address)
         package = pack(folder, Path(temporary) / "working_dir.zip")
-        request.check_package(package, folder)
-        with server.script("versions") as asking:
-            there = server.answer_of(asking)
-        check_versions(versions(), there, install=install)
+        check_package(request, package, folder)
+        with server.asked("versions") as there:
+            check_versions(versions(), there, install=install)
         say(package.text)
         say(f"cluster: python {there['python']}, torch {there['torch']}, ray {there['ray']}; raytrain is carried along")
         return server, server.upload(runtime_environment(working_dir=package.path, install=install))
@@ -120,22 +119,23 @@ def status_verb(job_id: str | None, *, address: str | None, as_json: bool) -> in
     return 0
 
 
-def row_of(job: SubmittedJob, *, now: float) -> dict[str, Any]:
+def row_of(job: JobDetails, *, now: float) -> dict[str, Any]:
     """A job as `submit status --json` prints it.
 
     Args:
         now: unix seconds; a job that runs has taken its time until then.
     """
+    began, ended = (None if ms is None else ms / 1000 for ms in (job.start_time or None, job.end_time or None))
     return {
-        "id": job.id,
-        "verb": job.record.get("verb") or "",
-        "status": job.outcome,
-        "exit_code": job.verdict,
-        "started": job.start_time,
-        "seconds": None if job.start_time is None else max(0.0, (job.end_time or now) - job.start_time),
-        "save_dir": job.record.get("save_dir"),
+        "id": job.submission_id,
+        "verb": record_of(job).get("verb") or "",
+        "status": outcome(job),
+        "exit_code": exit_code(job),
+        "started": began,
+        "seconds": None if began is None else max(0.0, (ended or now) - began),
+        "save_dir": record_of(job).get("save_dir"),
         "entrypoint": job.entrypoint,
-        "message": job.message,
+        "message": job.message or "",
     }
 
 
@@ -146,8 +146,7 @@ def print_jobs(rows: Sequence[dict[str, Any]], console: Console) -> None:
     for name in ("verb", "status", "exit", "started", "took"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("exit", "took") else "left")
     for row in rows:
-        cells = _cells(row, started="%m-%d %H:%M")
-        table.add_row(cells.pop("ID"), cells.pop("verb") or "-", *cells.values())
+        table.add_row(*_cells(row, started="%m-%d %H:%M", no_verb="-").values())
     console.print(table)
 
 
@@ -164,11 +163,11 @@ def print_job(row: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _cells(row: dict[str, Any], *, started: str) -> dict[str, str | Text]:
+def _cells(row: dict[str, Any], *, started: str, no_verb: str = "") -> dict[str, str | Text]:
     """What the table and the list of facts have in common, by their names there."""
     return {
         "ID": Text(row["id"]),
-        "verb": row["verb"],
+        "verb": row["verb"] or no_verb,
         "status": Text(row["status"], style=COLOURS.get(row["status"], "")),
         "exit": "" if row["exit_code"] is None else str(row["exit_code"]),
         "started": "" if row["started"] is None else time.strftime(started, time.localtime(row["started"])),
@@ -178,14 +177,12 @@ def _cells(row: dict[str, Any], *, started: str) -> dict[str, str | Text]:
 
 def logs_verb(job_id: str, *, address: str | None, following: bool) -> int:
     """Print the log of a job; following it, the exit code is the job's."""
-
     server = JobServer(address)
     server.job(job_id)
-    if not following:
-        print_log(server.logs(job_id))
-        return 0
-    with HeldSignals() as signals:
-        return follow_job(JobLog(server, job_id), server, job_id, signals=signals)
+    if following:
+        return follow_job(server, job_id)
+    print_log(server.get_job_logs(job_id))
+    return 0
 
 
 def stop_verb(job_id: str, *, address: str | None) -> int:
@@ -200,7 +197,7 @@ def stop_verb(job_id: str, *, address: str | None) -> int:
     except KeyboardInterrupt:
         say(f"{job_id} is no longer waited for, and may still run: see {shell_command('submit', 'status', job_id)}")
         return INTERRUPTED
-    say(f"{job_id}: {job.outcome}, exit code {job.verdict}")
+    say(f"{job_id}: {outcome(job)}, exit code {exit_code(job)}")
     return 0
 
 

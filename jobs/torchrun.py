@@ -1,8 +1,9 @@
 """Training on machines without a Ray cluster: torchrun starts a process on each node, and these form a cluster.
 
-As `ray symmetric-run` does: node 0 starts the head and carries out the command, every other node joins the head with
-`ray start` and waits, and all end with the exit code of the command. Ray starts the workers, so that the first process
-of a node does all this, and the others end at once. The nodes talk through torchrun's own store, which holds no secret.
+As `ray symmetric-run` does: node 0 starts the head, waits for the other nodes and runs the command; every other node
+joins the head with `ray start`, and all end with the exit code of the command. Ray starts the workers, so that the
+first process of a node does all this, and the others end at once. The nodes talk through torchrun's own store, which
+holds no secret.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -23,24 +23,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jobs.job.arguments import split_arguments
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
 
 if TYPE_CHECKING:
     from jobs.job.spec import JobSpec
 
+CLUSTER = "RAYTRAIN_TORCHRUN_CLUSTER"
+"""The variable that says where the cluster of the nodes is; the key `cluster.address` would stay in the run."""
 LOOK_EVERY_S = 0.5
-#: All nodes have met at torchrun's rendezvous when its processes start; what remains is to start Ray.
 JOIN_LIMIT_S = 300.0
-#: What the other nodes get to leave the cluster after the end of the command, and Ray's daemons to end.
+"""All nodes have met at torchrun's rendezvous when its processes start; what remains is to start Ray."""
 LEAVE_LIMIT_S = 15.0
-#: Variables that torchrun sets, or their beginnings: a worker of Ray must not inherit any of them.
+"""What the other nodes get to leave the cluster after the end of the command, and Ray's daemons to end."""
 TORCHRUNS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
-    "MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_",
+    "MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE",
 )  # fmt: skip
+"""Variables that torchrun sets, beside TORCHELASTIC_*: a worker of Ray must not inherit any of them."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: `ray start`, which the kernel tells to end when this process has ended in any way.
-RAY_START = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from ray.scripts.scripts import main; main()"
+ENDS_WITH_US = (sys.executable, "-c",
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
+)  # fmt: skip
+"""A Python that the kernel tells to end when this process has ended in any way."""
 NOTE = """# run one on each of the {nodes} nodes, in the same folder; save.dir and the data on shared storage
 # all nodes need the same token of Ray: `ray get-auth-token --generate` on one of them, then copy ~/.ray/auth_token
 """
@@ -109,173 +114,190 @@ def check_launched(spec: JobSpec, *, processes: int) -> None:
 # -- a process of torchrun -------------------------------------------------------------------------------
 
 
-class Launch:
+def launched(arguments: Sequence[str], train: click.Command) -> int:
+    """Do what this process of torchrun is for, and return its exit code; `train` parses the command line."""
+    from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
+
+    environ = dict(os.environ)
+    for name in environ:
+        if name in TORCHRUNS or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    if environ["LOCAL_RANK"] != "0":
+        return 0
+    try:
+        node = LaunchedNode(environ)
+        return follow(node) if node.number else lead(node, arguments, train)
+    except DistError as error:
+        raise RunError(f"torchrun's store, which ends with node 0: {first_line(error)}") from error
+
+
+class LaunchedNode:
     """The first process of a node among those that torchrun started.
 
     Attributes:
-        node, nodes: number of this node, and how many there are.
+        number, nodes: of this node, and how many there are.
         processes, here: of all nodes, and of this one.
+        store: torchrun's, which all nodes share.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        self.node, self.nodes, self.processes, self.here, port = (int(environ[name]) for name in names)
-        self.master = (environ["MASTER_ADDR"], port)
-        # the keys of an earlier start of the processes must not count
-        self.keys = f"raytrain/{environ['TORCHELASTIC_RUN_ID']}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-    def store(self) -> Any:
-        """A client of torchrun's store. Errors: RunError if it does not answer."""
         import torch.distributed as dist
 
+        names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        self.number, self.nodes, self.processes, self.here, port = (int(environ[name]) for name in names)
+        self.master = (environ["MASTER_ADDR"], port)
+        self._parent, self._signals = os.getppid(), list[int]()
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` sets it
+                signal.signal(number, lambda number, frame: self._signals.append(number))
         limit = timedelta(seconds=JOIN_LIMIT_S)
+        store = dist.TCPStore(*self.master, is_master=False, timeout=limit, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+        # the keys of an earlier start of the processes must not count
+        keys = f"raytrain/{environ['TORCHELASTIC_RUN_ID']}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self.store: Any = dist.PrefixStore(keys, store)  # pyright: ignore[reportPrivateImportUsage]
+
+    def told_to_stop(self) -> bool:
+        """Whether a signal came, torchrun has gone, or another node was told."""
+        if self._signals or os.getppid() != self._parent:
+            return True
         try:
-            store = dist.TCPStore(*self.master, is_master=False, timeout=limit, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-        except RuntimeError as error:
-            raise RunError(f"torchrun's store at {':'.join(map(str, self.master))}: {first_line(error)}") from error
-        return dist.PrefixStore(self.keys, store)  # pyright: ignore[reportPrivateImportUsage]
+            return self.store.check(["stop"])
+        except RuntimeError:  # the store is gone, and torchrun with it
+            return True
 
 
-class Leader:
-    """Node 0: starts the cluster, and tells the other nodes how the command ended.
-
-    Args:
-        request_stop: stops the command with a save; False: not yet.
-    """
-
-    def __init__(self, launch: Launch, request_stop: Callable[[], bool]) -> None:
-        self.launch, self._request_stop, self._parent = launch, request_stop, os.getppid()
-        self._store, self._head = launch.store(), contextlib.ExitStack()
-        threading.Thread(target=self._watch, args=(launch.store(),), daemon=True, name="torchrun-stop").start()
-
-    def overrides(
-        self, path: Path | None, overrides: Sequence[str], mapping: Mapping[str, Any] | None, *, resumes: bool
-    ) -> list[str]:
-        """The arguments of `load_spec` with a worker for each process of torchrun, unless the job says how many.
-
-        Args:
-            resumes: the job is that of a run, which may have had another number of workers.
-
-        Raises:
-            InputError: the job says another number of workers, or names a cluster.
-        """
-        each = f"scale.workers={self.launch.processes}"
-        if resumes:
-            return (
-                list(overrides) if any(text.startswith("scale.workers=") for text in overrides) else [*overrides, each]
-            )
-        from jobs.job.spec import load_spec
-
-        spec = load_spec(path, overrides, mapping=mapping).spec
-        check_launched(spec, processes=self.launch.processes)
-        return [*overrides, *([each] if spec.scale.workers == "auto" else [])]
-
-    def start_cluster(self) -> str:
-        """Start a Ray cluster of all nodes, and return `HOST:PORT` of its head.
-
-        Raises:
-            InputError: there is no token.
-            RunError: a node did not join in time, or could not.
-        """
-        from cluster.network import address_towards
-
-        with socket.socket() as free:
-            free.bind(("", 0))
-            host, port = address_towards(*self.launch.master), free.getsockname()[1]
-        place = (f"--node-ip-address={host}", f"--port={port}")
-        head = ray_node(self.launch, "--head", *place, "--include-dashboard=false", "--dashboard-port=0")
-        self._head.enter_context(head)
-        self._store.set("head", f"{host}:{port}")
-        ends = time.monotonic() + JOIN_LIMIT_S
-        while self._store.add("joined", 0) < self.launch.nodes - 1:
-            if self._store.check(["problem"]):
-                raise RunError(self._store.get("problem").decode())
-            if time.monotonic() > ends:
-                raise RunError(f"not all nodes of torchrun joined {host}:{port} in time: see their own output")
-            time.sleep(LOOK_EVERY_S)
-        return f"{host}:{port}"
-
-    def close(self, code: int) -> None:
-        """The command has ended with this exit code: the other nodes leave the cluster and end with it, then the head
-        ends."""
-        _ignore_signals()  # torchrun ends the processes of a node as soon as one of them fails
-        with contextlib.suppress(RuntimeError):  # the store is gone, and the other nodes with it
-            self._store.set("result", str(code))
-            ends = time.monotonic() + LEAVE_LIMIT_S
-            while self._store.add("left", 0) < self.launch.nodes - 1 and time.monotonic() < ends:
-                time.sleep(LOOK_EVERY_S / 10)
-        self._head.close()
-
-    def _watch(self, store: Any) -> None:
-        """Stop this command with a save once another node was told to stop, or torchrun has gone."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and torchrun with it
-            while os.getppid() == self._parent and not store.check(["stop"]):
+def lead(node: LaunchedNode, arguments: Sequence[str], train: click.Command) -> int:
+    """Be node 0: run the command, in a cluster of all nodes if there are several, and tell them its exit code."""
+    code = 1
+    with contextlib.ExitStack() as head:
+        try:
+            command = ["-m", "jobs", *arguments, *own_workers(arguments, train, processes=node.processes)]
+            place = {CLUSTER: start_cluster(node, head)} if node.nodes > 1 else {}
+            # in a process group of its own: torchrun signals that of this process, and a second signal ends the command
+            child = subprocess.Popen([*ENDS_WITH_US, *command], env=os.environ | place, process_group=0)
+            told = False
+            while child.poll() is None:
+                if not told and node.told_to_stop():
+                    told = True
+                    child.terminate()
                 time.sleep(LOOK_EVERY_S)
-        while not self._request_stop():  # the command does not handle signals yet
-            time.sleep(LOOK_EVERY_S)
+            code = 128 - child.returncode if child.returncode < 0 else child.returncode
+        except (RaytrainError, click.ClickException) as error:
+            code = error.exit_code
+            raise
+        finally:
+            ignore_signals()
+            with contextlib.suppress(RuntimeError):  # the store is gone, and the other nodes with it
+                node.store.set("result", str(code))
+                ends = time.monotonic() + LEAVE_LIMIT_S
+                while node.store.add("left", 0) < node.nodes - 1 and time.monotonic() < ends:
+                    time.sleep(LOOK_EVERY_S / 10)
+    return code
 
 
-def follow(launch: Launch) -> int:
+def ignore_signals() -> None:
+    """From now on: torchrun ends the processes of a node as soon as another one has ended."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def own_workers(arguments: Sequence[str], train: click.Command, *, processes: int) -> list[str]:
+    """The key by which a command has a worker for each process of torchrun; none if it says how many itself.
+
+    Raises:
+        InputError: it is not `train`, says another number of workers, or names a cluster.
+    """
+    verb = next(iter(arguments), "")
+    if verb != "train":
+        raise InputError(
+            "torchrun", got=f"-m jobs {verb} in {processes} processes", expected="-m jobs train",
+            remedy=f"run `raytrain {verb}` once, without torchrun: it starts the processes that it needs",
+        )  # fmt: skip
+    with train.make_context(verb, list(arguments[1:])) as context:
+        options = context.params
+    if options["debug"]:
+        raise InputError("--debug", got="under torchrun", expected="a command of its own on this machine")
+    path, overrides = split_arguments(options["arguments"])
+    each = f"scale.workers={processes}"
+    if options["sweep"] or options["resume"] not in (None, "auto"):  # where it may have been another number
+        return [] if any(text.startswith("scale.workers=") for text in overrides) else [each]
+    from jobs.job.spec import load_spec
+
+    spec = load_spec(path, overrides).spec
+    check_launched(spec, processes=processes)
+    return [each] if spec.scale.workers == "auto" else []
+
+
+def start_cluster(node: LaunchedNode, head: contextlib.ExitStack) -> str:
+    """Start a Ray cluster of all nodes, and return `HOST:PORT` of its head, which `head` ends.
+
+    Raises:
+        RunError: the head did not start, or a node did not join.
+    """
+    from cluster.network import address_towards
+
+    print(f"starting Ray on the {node.nodes} nodes of torchrun", file=sys.stderr, flush=True)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        host, port = address_towards(*node.master), free.getsockname()[1]
+    place = (f"--node-ip-address={host}", f"--port={port}")
+    head.enter_context(ray_node(node, "--head", *place, "--include-dashboard=false", "--dashboard-port=0"))
+    node.store.set("head", f"{host}:{port}")
+    ends = time.monotonic() + JOIN_LIMIT_S
+    while node.store.add("joined", 0) < node.nodes - 1:
+        if node.told_to_stop() or time.monotonic() > ends:
+            why = "a node was stopped or could not join" if time.monotonic() < ends else "not all nodes joined in time"
+            raise RunError(f"{why} the head at {host}:{port}: see the output of each node of torchrun")
+        time.sleep(LOOK_EVERY_S)
+    return f"{host}:{port}"
+
+
+def follow(node: LaunchedNode) -> int:
     """Be a node of the cluster until the command of node 0 has ended, and return its exit code.
 
-    A signal asks node 0 to save and stop; a second one ends this node.
+    Once this node is told to stop, or cannot join, node 0 saves and stops.
     """
-    arrived: list[int] = []
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` sets it
-            signal.signal(number, lambda number, frame: arrived.append(number))
-    store, parent, joined = launch.store(), os.getppid(), False
-    with contextlib.ExitStack() as node:
+    joined, store = False, node.store
+    with contextlib.ExitStack() as cluster:
         while not store.check(["result"]):
-            if len(arrived) > 1:
-                return 130
-            if arrived or os.getppid() != parent:  # told to stop, or torchrun was killed
+            if node.told_to_stop():
                 store.set("stop", "1")
-            if not joined and store.check(["head"]):
-                joined = True
+            elif not joined and store.check(["head"]):
                 try:
-                    node.enter_context(ray_node(launch, f"--address={store.get('head').decode()}"))
-                    store.add("joined", 1)
-                except RaytrainError as error:
-                    store.set("problem", f"node {launch.node} of torchrun: {error}")
+                    cluster.enter_context(ray_node(node, f"--address={store.get('head').decode()}"))
+                except RunError:
+                    store.set("stop", "1")
+                    raise
+                joined = store.add("joined", 1) > 0
             time.sleep(LOOK_EVERY_S)
-        _ignore_signals()
+        ignore_signals()
     code = int(store.get("result"))
     store.add("left", 1)
     return code
 
 
 @contextlib.contextmanager
-def ray_node(launch: Launch, *arguments: str) -> Iterator[None]:
+def ray_node(node: LaunchedNode, *arguments: str) -> Iterator[None]:
     """Start a node of Ray by `ray start`, and end its processes at the end.
 
     They have a process group of their own: a signal to that of this process does not end them before the workers could
     save. `arguments` are those by which the head differs from the other nodes.
 
     Raises:
-        InputError: there is no token by which the nodes of a cluster know each other.
-        RunError: a daemon did not start, or the head refused this node.
+        RunError: there is no token, a daemon did not start, or the head refused this node.
     """
     from cluster.devices.inventory import local_inventory
     from cluster.ray_runtime import PATIENT, private_folder
 
-    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    if not (os.environ.get("RAY_AUTH_TOKEN") or token.is_file()):
-        raise InputError(
-            "RAY_AUTH_TOKEN_PATH",
-            got=f"{token}, which is no file",
-            expected="the token of Ray that all nodes share: whoever reaches a node without one can run code on it",
-            remedy="`ray get-auth-token --generate` writes ~/.ray/auth_token; copy that file to every node",
-        )
-    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_MODE"] = "token"  # whoever reaches a node without one can run code on it
     (machine,) = local_inventory().nodes
     options = {
-        "num-cpus": max(launch.here, machine.cpus), "num-gpus": min(launch.here, len(machine.devices)),
+        "num-cpus": max(node.here, machine.cpus), "num-gpus": min(node.here, len(machine.devices)),
         "dashboard-agent-listen-port": 0, "min-worker-port": 0, "max-worker-port": 0,
     }  # fmt: skip
     with private_folder() as folder, (Path(folder) / "start").open("wb") as said:
         given = [*arguments, f"--temp-dir={folder}/r", *(f"--{name}={value}" for name, value in options.items())]
-        command = [sys.executable, "-c", RAY_START, "start", "--block", "--disable-usage-stats", *given]
+        command = [*ENDS_WITH_US, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *given]
         env = PATIENT | os.environ  # Ray's own limits are short for several nodes of one machine
         ray = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, process_group=0, env=env)
         try:
@@ -293,55 +315,3 @@ def ray_node(launch: Launch, *arguments: str) -> Iterator[None]:
                 ray.wait(LEAVE_LIMIT_S)
             with contextlib.suppress(ProcessLookupError):  # Ray's agents outlive their raylet by up to a minute
                 os.killpg(ray.pid, signal.SIGKILL)
-
-
-_leaders: list[Leader] = []
-
-
-def leader() -> Leader | None:
-    """That of this process, if it is the first one of node 0; None outside torchrun."""
-    return _leaders[0] if _leaders else None
-
-
-def carried_out(command: Callable[[], Any], *, request_stop: Callable[[], bool]) -> Any:
-    """Run the command of this process; of those that torchrun started, the first one of node 0 runs it.
-
-    Args:
-        request_stop: as for `Leader`.
-    """
-    environ = dict(os.environ)
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return command()
-    for name in [name for name in environ if name in TORCHRUNS or name.startswith(TORCHRUNS[8:])]:
-        del os.environ[name]
-    if environ["LOCAL_RANK"] != "0":
-        sys.exit(0)
-    try:
-        launch = Launch(environ)
-        if launch.node:
-            sys.exit(follow(launch))
-        _leaders.append(Leader(launch, request_stop))
-    except (RaytrainError, RuntimeError) as error:  # RuntimeError: of the store, which ends with node 0
-        print(f"error: {error if isinstance(error, RaytrainError) else first_line(error)}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code if isinstance(error, RaytrainError) else 1)
-    code = 1
-    try:
-        result = command()
-        code = 0
-        return result
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1 if end.code else 0
-        raise
-    finally:
-        close(code)
-
-
-def close(code: int) -> None:
-    """Before this process exits with this code: the other processes of torchrun do too."""
-    while _leaders:
-        _leaders.pop().close(code)
-
-
-def _ignore_signals() -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

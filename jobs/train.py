@@ -22,8 +22,7 @@ from jobs.driver.run_folder import Resumed, check_checkpoints, open_resumed
 from jobs.driver.runtime import cluster_address
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.facts import path_from_here, resolved
-from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from jobs.torchrun import leader
+from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import ClusterLost, InputError, RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.faults import CLUSTER_LOST
@@ -118,8 +117,6 @@ def run_train(
     signals.install()
     try:
         resumed = None
-        if (first := leader()) is not None:
-            overrides = first.overrides(path, overrides, mapping, resumes=resume not in (None, "auto"))
         if resume is not None and resume != "auto":
             resumed = open_resumed(resume, path, overrides, mapping=mapping)
             if resumed is not None and resumed.finished:
@@ -187,7 +184,7 @@ def train_loaded(
         return close_run(opened.run, result, console=console, phases=phases)
     attempts = RunAttempts(
         spec,
-        address=_address_of(spec, console=console, phases=phases),
+        address=cluster_address(spec.cluster.address),
         planner=planner,
         data=checked.handed,
         signals=signals,
@@ -198,16 +195,6 @@ def train_loaded(
     if attempts.opened is None:
         raise Interrupted("before the run folder was made")
     return attempts.closed or close_run(attempts.opened.run, attempts.result, console=console, phases=phases)
-
-
-def _address_of(spec: JobSpec, *, console: Console, phases: Phases) -> str:
-    """The address of the cluster to train in, as `cluster_address`; under torchrun, the one that its nodes form."""
-    first = leader()
-    if first is None or first.launch.nodes == 1:
-        return cluster_address(spec.cluster.address)
-    with Activity(console, phases=phases) as activity:
-        activity.begin(f"starting Ray on the {first.launch.nodes} nodes of torchrun")
-        return first.start_cluster()
 
 
 def _run(attempts: RunAttempts) -> None:

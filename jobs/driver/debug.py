@@ -15,7 +15,6 @@ from jobs.driver.progress import TRAINING, figures
 from jobs.driver.run_folder import OpenRun
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import JobSpec
-from jobs.torchrun import leader
 from raytrain.config.user_code import users_place
 from raytrain.errors import InputError, RaytrainError, first_line
 from raytrain.execution.driver_channel import AttemptResult, OwnProcess
@@ -25,10 +24,9 @@ ONE_PROCESS = ("scale.workers=1", "experts.hosts=0", "data.loader_workers=0", "l
 
 
 def refuse_without_terminal() -> None:
-    """Raises InputError under torchrun and in a submitted job, whose processes have no terminal."""
-    if leader() is not None or is_submitted():
-        where = "in a submitted job" if is_submitted() else "under torchrun"
-        raise InputError("--debug", got=where, expected="a command of its own on this machine")
+    """Raises InputError in a submitted job, whose processes have no terminal."""
+    if is_submitted():
+        raise InputError("--debug", got="in a submitted job", expected="a command of its own on this machine")
 
 
 def debugged(

@@ -18,6 +18,7 @@ from cluster.environment import LOOPBACK, ray_environment, restored_environment,
 from cluster.network import answers, head_problem, loopback_only
 from cluster.preflight import is_submitted
 from cluster.ray_runtime import LONGEST_BASE, PATIENT, SHORT_BASE, end_daemons, last_words, private_folder, private_ray
+from jobs import torchrun
 from jobs.driver.signals import restored_handlers
 from raytrain.errors import ClusterLost, InputError, RunError, first_line
 from raytrain.plan.choice import Resolved
@@ -51,12 +52,14 @@ class Cluster:
 
 
 def cluster_address(configured: str | None) -> str:
-    """`cluster.address`, else the cluster this job was submitted to, else "local".
+    """The cluster of torchrun's nodes, else `cluster.address`, else the one this job was submitted to, else "local".
 
     Returns "connected" if this process (a notebook) is connected to a cluster already: it is used and left running.
     """
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return "connected"
+    if under_torchrun := os.environ.get(torchrun.CLUSTER):
+        return under_torchrun
     if configured:
         return first_that_answers(configured) if "," in configured else configured
     if is_submitted():

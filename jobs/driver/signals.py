@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 #: Signals less than this many seconds apart count as one.
 SAME_SIGNAL_S = 0.5
@@ -40,19 +40,6 @@ class Interrupted(KeyboardInterrupt):
     """A signal arrived before anything has to be saved. Ray's calls only let a KeyboardInterrupt propagate."""
 
 
-def request_stop() -> bool:
-    """Ask the command of this process to save and return, as its first signal does; from any thread.
-
-    A signal that arrives as well counts as the first one.
-
-    Returns:
-        False if the command does not handle signals (yet).
-    """
-    for signals in StopSignals.installed:
-        signals.asked.set()
-    return bool(StopSignals.installed)
-
-
 class StopSignals:
     """Handles SIGTERM, SIGINT and SIGHUP while a command runs.
 
@@ -68,9 +55,6 @@ class StopSignals:
     misses none. Discarded exceptions are not printed, nor are the errors that follow from them, such as those of a
     library's fork hooks of which the exception skipped the first.
     """
-
-    installed: ClassVar[list[StopSignals]] = []
-    """Those that handle the signals of this process."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -98,7 +82,6 @@ class StopSignals:
             threading.Thread(target=self._count, args=(reader,), daemon=True, name="stop-signals").start()
             self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
             self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-            self.installed.append(self)
         for number in _SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # `nohup`
@@ -118,7 +101,6 @@ class StopSignals:
                 signal.set_wakeup_fd(-1)
             os.close(self._writer)
             self._writer = None
-            self.installed.remove(self)
             sys.unraisablehook = self._unraisable
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:

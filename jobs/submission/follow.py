@@ -1,178 +1,44 @@
-"""A submitted job from the terminal: its log as it grows, Ctrl-C, and stopping it.
-
-`jobs.submit` uses it after a submission and for `logs` and `stop`.
-"""
+"""A submitted job from the terminal: its log as it grows, Ctrl-C, stopping it, and a copy of its run folder."""
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import os
-import signal
+import shutil
 import sys
-import termios
-import threading
+import tarfile
+import tempfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from cluster.preflight import submission_id
-from jobs.driver.signals import SAME_SIGNAL_S, Interrupted
-from jobs.submission.server import JobServer, ServerSilent, SubmittedJob
-from raytrain.errors import InputError, RunError, first_line
+import click
+import requests
+from ray.job_submission import JobDetails
+
+from jobs.driver.signals import Interrupted
+from jobs.submission.server import JobServer, ServerSilent, exit_code, outcome, record_of
+from jobs.submission.stop_request import LISTENS, STOP
+from raytrain.config.sections import RetryConfig
+from raytrain.errors import InputError, RaytrainError, RunError
 from raytrain.runs.folder import shell_command
 
-# ---------------------------------------------------------------- stop
-# Stops a job so that it saves: a request over HTTP, which the command in the job looks for.
+INTERRUPTED = 130
+EVERY_S, SILENT_S = 1.0, 300.0
+"""Seconds between two questions for the log, and for which the server may not answer, as while a tunnel is reopened."""
+ASKED_LESS = 20
+"""A log that takes a second to arrive is asked for again after so many."""
+QUESTION = "[d]etach and let it run (or Ctrl-C again), [s]top it, or [c]ontinue following"
 
-
-LOOK_EVERY_S = 0.5
 CLOSE_S = 15.0
 """Seconds beyond `retry.stop_grace_s`, in which a driver whose workers did not save in time closes its run."""
 KILLED_S = 30.0
 """Ray sends SIGTERM and, after its own limit, SIGKILL."""
-STOP, LISTENS = "raytrain_stop_{}.zip", "raytrain_listens_{}.zip"
-"""The names of both entries, with the ID of the job."""
-
-
-def stop_job(server: JobServer, job_id: str) -> SubmittedJob:
-    """Stop a job, and return it once it has ended.
-
-    A job in which no command of raytrain looks for the request to save is stopped by Ray at once.
-
-    Raises:
-        InputError: there is no such job, or it has ended already.
-        RunError: it did not end, even killed by Ray.
-    """
-    from raytrain.config.sections import RetryConfig
-
-    job = server.job(job_id)
-    if job.ended:
-        raise InputError(
-            "ID", got=f"{job_id}, which has ended: {job.outcome}, exit code {job.verdict}", expected="a job that runs"
-        )
-    if server.request("GET", f"/api/packages/gcs/{LISTENS.format(job_id)}").status_code == 200:
-        grace_s = job.record.get("stop_grace_s")
-        grace_s = RetryConfig().stop_grace_s if grace_s is None else float(grace_s)
-        request_stop(server, job_id)
-        say(f"asked {job_id} to save and stop; waiting for up to {grace_s:g} s (retry.stop_grace_s)")
-        server.ended(job_id, within_s=grace_s + CLOSE_S)
-    else:
-        say(f"{job_id} is no command of raytrain, or has not begun: there is nothing to save")
-    if not server.job(job_id).ended:
-        say("asking Ray to stop it")
-        server.kill(job_id)
-        if not server.ended(job_id, within_s=KILLED_S):
-            raise RunError(
-                f"{job_id} still runs {KILLED_S:.0f} s after Ray was asked to stop it: Ray kills a job that does not "
-                "end within RAY_JOB_STOP_WAIT_TIME_S of its head node"
-            )
-    return server.job(job_id)
-
-
-def request_stop(server: JobServer, job_id: str) -> None:
-    """Ask a running job to save and to return. Errors: RunError if the cluster does not take it."""
-    answer = server.request("PUT", f"/api/packages/gcs/{STOP.format(job_id)}", data=b"stop")
-    if answer.status_code != 200:
-        raise RunError(f"{server.address} refused the request to stop {job_id}: {answer.status_code} {answer.reason}")
-
-
-# -- in the job ------------------------------------------------------------------------------------------
-
-
-def watch_stop_request() -> None:
-    """In a submitted job, send this process SIGTERM once it is asked to stop: every verb handles that by saving."""
-    job_id, address = submission_id(), os.environ.get("RAY_ADDRESS")
-    if job_id and address:
-        threading.Thread(target=_watch, args=(job_id, address), daemon=True, name="stop-request").start()
-
-
-def _watch(job_id: str, address: str) -> None:
-    while not _ray_runs():
-        time.sleep(LOOK_EVERY_S)
-    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  (compiled)
-
-    client, listening = GcsClient(address=address), False
-    while True:
-        with contextlib.suppress(Exception):  # the cluster does not answer: whether it is lost is for the verb to judge
-            if not listening:
-                client.internal_kv_put(f"gcs://{LISTENS.format(job_id)}".encode(), b"yes", True, None, timeout=5)
-                listening = True
-            if client.internal_kv_exists(f"gcs://{STOP.format(job_id)}".encode(), None, timeout=5):
-                break
-        time.sleep(LOOK_EVERY_S)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _ray_runs() -> bool:
-    """Whether the main thread has started Ray."""
-    is_initialized: Any = getattr(sys.modules.get("ray"), "is_initialized", None)  # None while it is imported
-    return is_initialized is not None and is_initialized()
-
+PACK_LIMIT_S = 1800.0
+BLOCK = 1 << 20
 
 # ---------------------------------------------------------------- follow
-# Follows a job at the terminal of a command: prints its log to the end, and acts at Ctrl-C.
-
-
-INTERRUPTED = 130
-EVERY_S, SILENT_S = 1.0, 300.0
-ASKED_LESS = 20
-"""A log that takes a second to arrive is asked for again after so many."""
-QUESTION = "[d]etach and let it run (or Ctrl-C again), [s]top it, or [c]ontinue following [d]: "
-ANSWERS = {"": "detach", "d": "detach", "s": "stop", "c": "continue"}
-
-
-class HeldSignals:
-    """Within it, Ctrl-C (SIGINT) and SIGTERM wait until the main thread takes them, so that no request is cut whose
-    answer is needed; a second one that comes before that raises `Interrupted`.
-
-    Outside the main thread signals are not handled, and one that is ignored stays ignored.
-    """
-
-    WAKE_EVERY_S = 0.2
-
-    def __init__(self) -> None:
-        self._arrived: int | None = None
-        self._last = float("-inf")
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> HeldSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._hold)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-
-    def _hold(self, number: int, frame: object) -> None:
-        now = time.monotonic()
-        again, self._last = now - self._last <= SAME_SIGNAL_S, now
-        if again:  # `timeout` and shells signal both the process and its group
-            return
-        if self._arrived is not None:
-            raise Interrupted(signal.Signals(number).name)
-        self._arrived = number
-
-    def take(self, *, wait_s: float) -> int | None:
-        """The signal that has arrived, or arrives within so many seconds."""
-        ends = time.monotonic() + wait_s
-        while self._arrived is None and (left := ends - time.monotonic()) > 0:
-            time.sleep(min(left, self.WAKE_EVERY_S))
-        number, self._arrived = self._arrived, None
-        return number
-
-    def answer(self) -> str | None:
-        """A line that somebody types; None at a signal, which is taken, or at the end of the input."""
-        self._last = float("-inf")  # a signal after the question is another one, however soon
-        self._arrived = 0  # so that the next one raises
-        try:
-            return sys.stdin.readline() or None
-        except Interrupted:
-            return None
-        finally:
-            self._arrived = None
-            self._last = float("-inf")
 
 
 class JobLog:
@@ -180,51 +46,44 @@ class JobLog:
 
     The whole log is asked for again and again: Ray's stream of a log may end while the job runs (ray #57002, #60665),
     or stay silent after its connection was lost.
-
-    Args:
-        every_s: seconds between two questions; more for a log that takes long.
-        silent_s: seconds for which the server may not answer, as while a tunnel is opened again.
-
-    Attributes:
-        pause_s: seconds until it should be asked for again.
     """
 
-    def __init__(self, server: JobServer, job_id: str, *, every_s: float = EVERY_S, silent_s: float = SILENT_S) -> None:
-        self._server, self._id, self._every_s, self._silent_s = server, job_id, every_s, silent_s
-        self._job: SubmittedJob | None = None
-        self._printed, self._answered = 0, time.monotonic()
-        self.pause_s = every_s
+    def __init__(self, server: JobServer, job_id: str) -> None:
+        self._server, self._id, self._printed = server, job_id, 0
 
-    def follow(self) -> SubmittedJob | None:
-        """Print what is new; returns the job once it has ended.
+    def follow(self) -> JobDetails:
+        """Print what is new until the job has ended, and return it; after Ctrl-C it can be called again.
 
         Raises:
             RunError: the server was silent for too long; the job may still run.
             InputError: the server does not know the job any more.
         """
-        asked, self.pause_s = time.monotonic(), self._every_s
-        try:
-            self._job = job = self._server.job(self._id)  # before the log, which then holds all that it has printed
-            log = self._server.logs(self._id)
-        except (ServerSilent, RunError, RuntimeError) as error:  # the last two: it answers, but cannot say
-            late = time.monotonic() - self._answered >= self._silent_s
-            if self._job is not None and self._job.ended and (late or not isinstance(error, ServerSilent)):
-                return self._job  # one that never began has no log
-            if late:
-                raise RunError(
-                    f"{self._server.address} has not answered for {self._silent_s:.0f} s, and {self._id} may still "
-                    f"run. Follow it again with: {shell_command('submit', 'logs', self._id, '--follow')}"
-                ) from error
-            return None
-        if len(log) > self._printed:
-            print_log(log[self._printed :])
-            self._printed = len(log)
-        self._answered = time.monotonic()
-        self.pause_s = max(self._every_s, ASKED_LESS * (self._answered - asked))
-        return job if job.ended else None
+        job, answered, pause_s = None, time.monotonic(), EVERY_S
+        while True:
+            asked = time.monotonic()
+            try:
+                job = self._server.job(self._id)  # before the log, which then holds all that it has printed
+                log = self._server.get_job_logs(self._id)
+            except (ServerSilent, RunError, RuntimeError) as error:  # the last two: it answers, but cannot say
+                late = asked - answered >= SILENT_S
+                if job is not None and job.status.is_terminal() and (late or not isinstance(error, ServerSilent)):
+                    return job  # one that never began has no log
+                if late:
+                    raise RunError(
+                        f"{self._server.address} has not answered for {SILENT_S:.0f} s, and {self._id} may still "
+                        f"run. Follow it again with: {shell_command('submit', 'logs', self._id, '--follow')}"
+                    ) from error
+            else:
+                answered = time.monotonic()
+                pause_s = max(EVERY_S, ASKED_LESS * (answered - asked))
+                print_log(log[self._printed :])
+                self._printed = len(log)
+                if job.status.is_terminal():
+                    return job
+            time.sleep(pause_s)
 
 
-def follow_job(log: JobLog, server: JobServer, job_id: str, *, signals: HeldSignals) -> int:
+def follow_job(server: JobServer, job_id: str) -> int:
     """Print the log of a job to its end, and return the exit code of the job, or 130 when detached.
 
     Ctrl-C asks whether to detach, to stop the job or to continue; without a terminal, at a second Ctrl-C and at SIGTERM
@@ -233,49 +92,43 @@ def follow_job(log: JobLog, server: JobServer, job_id: str, *, signals: HeldSign
     Raises:
         RunError: the server was silent for too long; the job may still run.
     """
+    log = JobLog(server, job_id)
     try:
-        while (job := log.follow()) is None:
-            number = signals.take(wait_s=log.pause_s)
-            if number is None:
-                continue
-            answer = "detach" if number == signal.SIGTERM else ask(signals)
-            if answer == "detach":
-                raise Interrupted("detached")
-            if answer == "continue":
-                say(f"following {job_id} again")
-                continue
+        while True:
             try:
-                request_stop(server, job_id)
-                say("asked the run to save and stop; Ctrl-C again to detach")
-            except Exception as error:
-                say(f"{job_id} cannot be asked to stop: {first_line(error)}. It keeps running")
-    except Interrupted:
+                job = log.follow()
+                break
+            except Interrupted:  # SIGTERM
+                raise
+            except KeyboardInterrupt:
+                _ask(server, job_id)
+    except KeyboardInterrupt:
         say(f"{job_id} keeps running. {follow_again(server, job_id)}")
         return INTERRUPTED
-    say(f"{job_id}: {job.outcome}, exit code {job.verdict}{_explained(job)}")
-    return job.verdict or 0
+    say(f"{job_id}: {outcome(job)}, exit code {exit_code(job)}{_explained(job)}")
+    return exit_code(job) or 0
 
 
-def ask(signals: HeldSignals) -> str:
-    """What to do with the job after Ctrl-C: "detach", "stop" or "continue".
-
-    Without a terminal nobody can answer, so that the command detaches, as it does at a second Ctrl-C and at the end of
-    the input.
-    """
+def _ask(server: JobServer, job_id: str) -> None:
+    """Ask what to do with the job, and stop it or return. Raises Interrupted to detach."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return "detach"
-    with contextlib.suppress(termios.error):
-        termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)  # what was typed before is no answer
-    sys.stderr.write("\n")
-    while True:
-        sys.stderr.write(QUESTION)
-        sys.stderr.flush()
-        line = signals.answer()
-        if line is None:
-            sys.stderr.write("\n")
-            return "detach"
-        if (answer := ANSWERS.get(line.strip().lower()[:1])) is not None:
-            return answer
+        raise Interrupted("nobody can answer")
+    click.echo(err=True)
+    try:
+        choice = click.Choice(["d", "s", "c"], case_sensitive=False)
+        answer = click.prompt(QUESTION, type=choice, default="d", show_choices=False, err=True)
+    except click.Abort as again:  # a second signal, or the end of the input
+        raise Interrupted("detached") from again
+    if answer == "d":
+        raise Interrupted("detached")
+    if answer == "c":
+        say(f"following {job_id} again")
+        return
+    try:
+        request_stop(server, job_id)
+        say("asked the run to save and stop; Ctrl-C again to detach")
+    except RaytrainError as error:
+        say(f"{job_id} cannot be asked to stop: {error}. It keeps running")
 
 
 def follow_again(server: JobServer, job_id: str) -> str:
@@ -294,9 +147,122 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _explained(job: SubmittedJob) -> str:
+def _explained(job: JobDetails) -> str:
     """Ray's own message, where no command of ours could say anything; of pip's many lines the one with the error."""
-    if job.exit_code is not None or not job.message.strip():
+    lines = [line.strip() for line in (job.message or "").splitlines() if line.strip()]
+    if job.driver_exit_code is not None or not lines:
         return ""
-    lines = [line.strip() for line in job.message.splitlines() if line.strip()]
     return f" ({next((line for line in reversed(lines) if line.startswith('ERROR:')), lines[0])})"
+
+
+# ---------------------------------------------------------------- stop
+
+
+def stop_job(server: JobServer, job_id: str) -> JobDetails:
+    """Stop a job so that it saves, and return it once it has ended.
+
+    A job in which no command of raytrain looks for the request to save is stopped by Ray at once.
+
+    Raises:
+        InputError: there is no such job, or it has ended already.
+        RunError: it did not end, even killed by Ray.
+    """
+    job = server.job(job_id)
+    if job.status.is_terminal():
+        ended = f"{job_id}, which has ended: {outcome(job)}, exit code {exit_code(job)}"
+        raise InputError("ID", got=ended, expected="a job that runs")
+    if server.request("GET", f"/api/packages/gcs/{LISTENS.format(job_id)}").status_code == 200:
+        grace_s = record_of(job).get("stop_grace_s")
+        grace_s = RetryConfig().stop_grace_s if grace_s is None else float(grace_s)
+        request_stop(server, job_id)
+        say(f"asked {job_id} to save and stop; waiting for up to {grace_s:g} s (retry.stop_grace_s)")
+        server.ended(job_id, within_s=grace_s + CLOSE_S)
+    else:
+        say(f"{job_id} is no command of raytrain, or has not begun: there is nothing to save")
+    if not server.job(job_id).status.is_terminal():
+        say("asking Ray to stop it")
+        server.stop_job(job_id)
+        if not server.ended(job_id, within_s=KILLED_S):
+            raise RunError(
+                f"{job_id} still runs {KILLED_S:.0f} s after Ray was asked to stop it: Ray kills a job that does not "
+                "end within RAY_JOB_STOP_WAIT_TIME_S of its head node"
+            )
+    return server.job(job_id)
+
+
+def request_stop(server: JobServer, job_id: str) -> None:
+    """Ask a running job to save and to return. Errors: RunError if the cluster does not take it."""
+    answer = server.request("PUT", f"/api/packages/gcs/{STOP.format(job_id)}", data=b"stop")
+    if answer.status_code != 200:
+        raise RunError(f"{server.address} refused the request to stop {job_id}: {answer.status_code} {answer.reason}")
+
+
+# ---------------------------------------------------------------- fetch
+
+
+def fetch(server: JobServer, job: JobDetails, target: Path) -> Path:
+    """Copy the run of an ended job below `target`, and return its folder there.
+
+    Raises:
+        InputError: the job still runs, has no run folder on a disk of the cluster, or the folder exists already.
+        RunError: the copy differs from what was packed on the cluster; nothing is left at the target.
+    """
+    job_id, save_dir = str(job.submission_id), record_of(job).get("save_dir")
+    if not job.status.is_terminal():
+        raise InputError("ID", got=f"{job_id}, which is {job.status.value}", expected="a job that has ended")
+    if not save_dir:
+        raise InputError("ID", got=f"{job_id}, for which no save.dir is recorded", expected="a submitted train or tune")
+    if "://" in save_dir:
+        raise InputError(
+            "ID", got=f"{job_id}, whose runs are at {save_dir}", expected="a run on a disk of the cluster",
+            remedy="`raytrain report` and `export` take that URI",
+        )  # fmt: skip
+    with server.asked("pack", save_dir, job_id, limit_s=PACK_LIMIT_S) as packed:
+        if packed.get("missing"):
+            raise InputError(
+                "ID", got=f"{job_id}, without a run folder in {save_dir} on {packed['host']}",
+                expected="a job that made its run folder there",
+            )  # fmt: skip
+        if "error" in packed:
+            raise RunError(f"the run of {job_id} cannot be packed on the cluster: {packed['error']}")
+        folder = target / Path(packed["run"]).name
+        if folder.exists():
+            raise InputError("--to", got=f"{folder}, which exists", expected="a folder without this run")
+        options = {"node_id": packed["node"], "filename": packed["archive"], "lines": "-1", "timeout": "600"}
+        with tempfile.TemporaryFile() as archive:
+            try:
+                with server.request("GET", "/api/v0/logs/file", params=options, stream=True) as sent:
+                    if sent.status_code != 200:
+                        raise RunError(f"the cluster does not serve {packed['archive']}: {sent.text.strip()}")
+                    for block in sent.iter_content(BLOCK):
+                        archive.write(block)
+            except requests.RequestException as error:
+                raise RunError(f"the copy of the run broke off ({error}); fetch it again") from error
+            return unpack(archive, folder, packed)
+
+
+def unpack(archive: Any, folder: Path, packed: Mapping[str, Any]) -> Path:
+    """Unpack an archive to `folder`, which appears only when everything is there.
+
+    Args:
+        archive: a file open for reading.
+        packed: size and SHA-256 of the archive on the cluster (`on_cluster.pack`).
+
+    Raises:
+        RunError: the archive differs from that on the cluster.
+    """
+    size = archive.seek(0, os.SEEK_END)
+    archive.seek(0)
+    if (size, hashlib.file_digest(archive, "sha256").hexdigest()) != (packed["bytes"], packed["sha256"]):
+        raise RunError(f"the copy of the run differs: {size} of {packed['bytes']} bytes arrived; fetch it again")
+    archive.seek(0)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        with tarfile.open(fileobj=archive) as tar:
+            tar.extractall(partial, filter="data")
+        os.chmod(partial, 0o755)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder

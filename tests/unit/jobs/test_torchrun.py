@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from cluster.network import address_towards
 from jobs import torchrun
 from jobs.__main__ import main
-from jobs.driver.signals import StopSignals, request_stop
+from jobs.driver.runtime import cluster_address
 from jobs.job.spec import load_spec
-from jobs.torchrun import SIGNALS, Launch, Leader, carried_out, check_launched, ray_node
+from jobs.torchrun import SIGNALS, check_launched, own_workers
 from raytrain.errors import InputError, RunError
 
 SET = {
@@ -79,79 +83,198 @@ def test_the_options_of_torchrun_are_named_where_they_do_not_belong(capsys: pyte
         assert stop.value.code == 2 and expected in capsys.readouterr().err
 
 
-def test_a_process_knows_its_place() -> None:
-    launch = Launch(SET)
-    assert (launch.node, launch.nodes, launch.processes, launch.here) == (1, 4, 16, 4)
-    assert launch.master == ("10.0.0.4", 29500)
-    again = Launch({**SET, "TORCHELASTIC_RESTART_COUNT": "3"})
-    assert again.keys != launch.keys, "keys of an earlier start must not count"
+POPEN = subprocess.Popen
+
+
+class FakeStore:
+    """torchrun's store: what the nodes tell each other; each of `plays` is called at one look of a node,
+    which is one at the key `looks`."""
+
+    def __init__(self, *plays: Callable[[FakeStore], Any], looks: str) -> None:
+        self.plays, self.looks, self.said = list(plays), looks, dict[str, Any]()
+
+    def set(self, key: str, value: str) -> None:
+        self.said[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.said[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self.said[key] = self.said.get(key, 0) + amount
+        return self.said[key]
+
+    def check(self, keys: list[str]) -> bool:
+        if self.plays and keys == [self.looks]:
+            self.plays.pop(0)(self)
+        return all(key in self.said for key in keys)
+
+
+@pytest.fixture
+def torchruns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeStore]]:
+    """`torchruns(*plays, node=0, process=0)`: this is a process of torchrun, with such a store."""
+    previous = {number: signal.getsignal(number) for number in SIGNALS}
+    monkeypatch.setattr(torchrun, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(torchrun, "LEAVE_LIMIT_S", 0.05)
+    monkeypatch.setattr("torch.distributed.TCPStore", lambda *place, **options: None)
+
+    def begin(*plays: Callable[[FakeStore], Any], node: int = 0, process: int = 0, nodes: int = 1) -> FakeStore:
+        restore()  # an earlier one has left its signals ignored
+        store = FakeStore(*plays, looks="result" if node else "stop")
+        place = {"GROUP_RANK": str(node), "LOCAL_RANK": str(process), "GROUP_WORLD_SIZE": str(nodes)}
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            monkeypatch.delenv(name)
+        for name, value in {**SET, **place, "ROLE_ARN": "mine"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("torch.distributed.PrefixStore", lambda keys, inner: store)
+        return store
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    yield begin
+    restore()
+
+
+@pytest.fixture
+def run_main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """`run_main(*arguments)`: exit code and errors of a command."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as end:
+            main([*arguments])
+        return int(str(end.value.code)), capsys.readouterr().err
+
+    return run
+
+
+def fake_command(monkeypatch: pytest.MonkeyPatch, code: str) -> list[list[str]]:
+    """In place of the command this Python code runs; the arguments of each start."""
+    started: list[list[str]] = []
+
+    def begin(command: list[str], **options: Any) -> Any:
+        started.append(command)
+        return POPEN([sys.executable, "-c", code], **options)
+
+    monkeypatch.setattr(torchrun.subprocess, "Popen", begin)
+    return started
+
+
+def test_the_first_process_of_node_0_runs_the_command_with_a_worker_for_each_process(
+    torchruns: Callable[..., FakeStore], run_main: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = torchruns()
+    ours = "import os, sys; sys.exit(7 if not {'RANK', 'TORCHELASTIC_RUN_ID'} & {*os.environ} else 1)"
+    started = fake_command(monkeypatch, ours)
+    assert run_main("train", "default", "seed=1") == (7, "")
+    assert started[0][-6:] == ["-m", "jobs", "train", "default", "seed=1", "scale.workers=16"]
+    assert store.said == {"result": b"7", "left": 0}
+    assert os.environ["ROLE_ARN"] == "mine" and not any(name in os.environ for name in SET)
+    torchruns(process=1)
+    assert run_main("train", "default") == (0, "") and len(started) == 1, "the others end at once"
+
+
+SLEEPER = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(130)); time.sleep(60)"
+
+
+def test_a_command_is_told_to_save_when_any_node_is_and_a_killed_one_gives_its_signal(
+    torchruns: Callable[..., FakeStore], run_main: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = lambda store: time.sleep(1.0)  # noqa: E731  (until it handles SIGTERM)
+    stop_key = lambda store: store.set("stop", "1")  # noqa: E731
+    own_signal = lambda store: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+
+    def gone(store: FakeStore) -> None:
+        raise RuntimeError("the store is gone")
+
+    for play in (stop_key, own_signal, gone):
+        store = torchruns(wait, play)
+        fake_command(monkeypatch, SLEEPER)
+        assert run_main("train", "default")[0] == 130 and store.said["result"] == b"130"
+    torchruns()
+    fake_command(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    assert run_main("train", "default")[0] == 137
+
+
+def test_another_node_leaves_with_the_exit_code_and_passes_a_stop_on(
+    torchruns: Callable[..., FakeStore], run_main: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[str] = []
+
+    @contextlib.contextmanager
+    def node_of(node: torchrun.LaunchedNode, address: str) -> Iterator[None]:
+        joined.append(address)
+        yield
+        joined.append("left")
+
+    monkeypatch.setattr(torchrun, "ray_node", node_of)
+    store = torchruns(
+        lambda store: store.set("head", "10.0.0.4:6379"), lambda store: os.kill(os.getpid(), signal.SIGTERM),
+        lambda store: store.set("result", "130"), node=1, nodes=2,
+    )  # fmt: skip
+    assert run_main("train", "default") == (130, "")
+    assert joined == ["--address=10.0.0.4:6379", "left"]
+    assert (store.said["joined"], store.said["stop"], store.said["left"]) == (1, b"1", 1)
+
+
+def test_a_node_that_cannot_join_ends_all(
+    torchruns: Callable[..., FakeStore], run_main: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(node: torchrun.LaunchedNode, *arguments: str) -> Any:
+        raise RunError("`ray start`: the head refused this node")
+
+    monkeypatch.setattr(torchrun, "ray_node", refused)
+    store = torchruns(lambda store: store.set("head", "10.0.0.4:6379"), node=1, nodes=2)
+    assert run_main("train", "default") == (1, "error: `ray start`: the head refused this node\n")
+    assert store.said["stop"] == b"1"
+    monkeypatch.setattr(torchrun, "ray_node", lambda node, *arguments: contextlib.nullcontext())
+    monkeypatch.setattr("cluster.network.address_towards", lambda host, port: "10.0.0.4")
+    leading = torchruns(lambda store: store.set("stop", "1"), nodes=2)
+    code, said = run_main("train", "default")
+    assert code == 1 and "a node was stopped or could not join the head at 10.0.0.4:" in said
+    assert leading.said["result"] == b"1"
 
 
 def test_without_the_store_of_torchrun_a_process_ends_with_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    torchruns: Callable[..., FakeStore], run_main: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(launch: Launch) -> None:
-        raise RunError("torchrun's store at 10.0.0.4:29500: refused")
+    from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
-    monkeypatch.setattr(Launch, "store", gone)
-    for node, process in (("0", "0"), ("1", "0"), ("1", "1")):
-        place = {"GROUP_RANK": node, "LOCAL_RANK": process, "ROLE_NAME": "default", "ROLE_ARN": "mine"}
-        monkeypatch.setattr(os, "environ", {**SET, **place})
-        previous = {number: signal.getsignal(number) for number in SIGNALS}
-        try:
-            with pytest.raises(SystemExit) as end:
-                carried_out(lambda: pytest.fail("nothing is carried out"), request_stop=lambda: True)
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        said = "" if process == "1" else "error: torchrun's store at 10.0.0.4:29500: refused\n"
-        assert (end.value.code, capsys.readouterr().err) == (int(process == "0"), said)
-        assert list(os.environ) == ["ROLE_ARN"], "Ray's workers must not take themselves for torchrun's"
+    def gone(*place: object, **options: object) -> None:
+        raise DistNetworkError("refused\nmore")
+
+    for node in (0, 1):
+        torchruns(node=node)
+        monkeypatch.setattr("torch.distributed.TCPStore", gone)
+        assert run_main("train", "default") == (1, "error: torchrun's store, which ends with node 0: refused\n")
 
 
 def test_workers_are_those_of_torchrun_unless_the_job_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    torchruns: Callable[..., FakeStore], run_main: Callable[..., tuple[int, str]]
 ) -> None:
-    leader = Leader.__new__(Leader)
-    leader.launch = Launch(SET)
-    assert leader.overrides(None, ["seed=1"], None, resumes=False) == ["seed=1", "scale.workers=16"]
-    elastic = ["scale.workers=[2, 16]"]
-    assert leader.overrides(None, elastic, None, resumes=False) == elastic
-    assert leader.overrides(None, [], None, resumes=True) == ["scale.workers=16"]
-    assert leader.overrides(None, ["scale.workers=8"], None, resumes=True) == ["scale.workers=8"]
+    def own(*arguments: str) -> list[str]:
+        return own_workers(["train", *arguments], main.commands["train"], processes=16)
+
+    assert own("seed=1") == ["scale.workers=16"]
+    assert own("scale.workers=[2, 16]") == []
+    assert own("--resume", "runs/x") == own("--from-tune", "runs/x") == ["scale.workers=16"]
+    assert own("--resume", "runs/x", "scale.workers=8") == []
     with pytest.raises(InputError, match=r"scale\.workers: got 8, expected 16"):
-        leader.overrides(None, ["scale.workers=8"], None, resumes=False)
+        own("scale.workers=8")
+    with pytest.raises(InputError, match=r"--debug: got under torchrun"):
+        own("--debug")
     with pytest.raises(InputError, match=r"scale\.workers"):
         check_launched(load_spec(None, ["scale.workers=[17, 20]"]).spec, processes=16)
-    monkeypatch.setattr(torchrun, "_leaders", [leader])
-    with pytest.raises(SystemExit) as stop:
-        main(["tune", "default"])
-    assert stop.value.code == 2 and "got -m jobs tune in 16 processes" in capsys.readouterr().err
+    store = torchruns(nodes=2)
+    code, said = run_main("tune", "default")
+    assert code == 2 and "got -m jobs tune in 16 processes" in said
+    assert store.said["result"] == b"2", "the other nodes end with the same code"
 
 
-def test_nodes_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    launch = Launch(SET)
-    with pytest.raises(InputError, match=r"RAY_AUTH_TOKEN_PATH: got \S+/\.ray/auth_token, which is no file"):
-        ray_node(launch, "--head").__enter__()
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(InputError, match="none, which is no file"):
-        ray_node(launch, "--head").__enter__()
+def test_the_cluster_of_the_nodes_is_the_one_that_a_command_trains_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(torchrun.CLUSTER, "10.0.0.4:6379")
+    assert cluster_address(None) == cluster_address("10.0.0.9:6379") == "10.0.0.4:6379"
 
 
 def test_the_own_address_is_that_on_the_way_to_another_machine() -> None:
     assert address_towards("127.0.0.1", 80) == "127.0.0.1"
-
-
-def test_a_stop_of_another_node_and_a_signal_are_one_request() -> None:
-    assert not request_stop(), "no command handles signals"
-    signals = StopSignals()
-    signals.install()
-    try:
-        assert request_stop() and signals.asked.is_set()
-        assert signals.times == 0, "the first signal of this process is not a second one"
-    finally:
-        signals.restore()
-    assert not request_stop()

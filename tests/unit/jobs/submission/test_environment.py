@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ray.job_submission import JobDetails, JobStatus, JobType
 
 from jobs.submission import on_cluster
-from jobs.submission.server import SubmittedJob
-from jobs.submission.transfer import check_versions, pinned_requirements, runtime_environment
+from jobs.submission.request import check_versions, pinned_requirements, runtime_environment
+from jobs.submission.server import exit_code, outcome
 from raytrain.errors import InputError
 
 HERE = {"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0"}
@@ -49,13 +51,14 @@ def test_the_question_for_the_versions_runs_as_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "exit_code", "verdict", "outcome"),
+    ("status", "reported", "code", "shown"),
     [
         ("SUCCEEDED", 0, 0, "SUCCEEDED"), ("FAILED", 1, 1, "FAILED"), ("FAILED", 2, 2, "FAILED"),
         ("FAILED", 130, 130, "STOPPED"), ("STOPPED", None, 130, "STOPPED"), ("FAILED", -9, 137, "FAILED"),
         ("FAILED", 137, 137, "FAILED"), ("FAILED", None, 1, "FAILED"), ("RUNNING", None, None, "RUNNING"),
     ],
 )  # fmt: skip
-def test_the_verdict_of_a_job(status: str, exit_code: int | None, verdict: int | None, outcome: str) -> None:
-    job = SubmittedJob("a", status, exit_code, "", "", {}, None, None, None)
-    assert (job.verdict, job.outcome) == (verdict, outcome)
+def test_the_verdict_of_a_job(status: str, reported: int | None, code: int | None, shown: str) -> None:
+    details: dict[str, Any] = {"submission_id": "a", "entrypoint": "", "driver_exit_code": reported}
+    job = JobDetails(type=JobType.SUBMISSION, status=JobStatus(status), **details)
+    assert (exit_code(job), outcome(job)) == (code, shown)

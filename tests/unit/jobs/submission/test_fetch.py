@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jobs.submission import on_cluster
-from jobs.submission.transfer import unpack
+from jobs.submission.follow import unpack
 from raytrain.errors import RunError
 
 

@@ -9,25 +9,26 @@ import pty
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from ray.job_submission import JobDetails, JobStatus, JobType
 
 from jobs import submit
+from jobs.__main__ import _leave
 from jobs.driver.broken_output import GuardedFile, OutputLost
 from jobs.submission import follow as following
-from jobs.submission.follow import HeldSignals, JobLog, follow_job
-from jobs.submission.server import ServerSilent, SubmittedJob
+from jobs.submission.follow import JobLog, follow_job
+from jobs.submission.server import ServerSilent, exit_code
 from raytrain.errors import InputError, RunError
 
-FAST = {"every_s": 0.01, "silent_s": 60.0}
 LIMIT_S = 60
 Wait = threading.Event
 
 
-def job_of(status: str, exit_code: int | None = None) -> SubmittedJob:
-    return SubmittedJob("mine", status, exit_code, "", "python -m jobs train", {}, None, None, None)
+def job_of(status: str, code: int | None = None, message: str = "") -> JobDetails:
+    details: dict[str, Any] = {"entrypoint": "python -m jobs train", "driver_exit_code": code, "message": message}
+    return JobDetails(type=JobType.SUBMISSION, submission_id="mine", status=JobStatus(status), **details)
 
 
 class FakeServer:
@@ -41,18 +42,18 @@ class FakeServer:
 
     def __init__(self, *plays: Any, states: list[Any] | None = None) -> None:
         self.plays, self.states, self.log = list(plays), states or [job_of("RUNNING")], ""
-        self.asked = 0
+        self.questions = 0
         self.requests: list[str] = []
         self.on_request: Callable[[], Any] = lambda: None
 
-    def job(self, job_id: str) -> SubmittedJob:
-        self.asked += 1
+    def job(self, job_id: str) -> JobDetails:
+        self.questions += 1
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         if isinstance(state, Exception):
             raise state
         return state
 
-    def logs(self, job_id: str) -> str:
+    def get_job_logs(self, job_id: str) -> str:
         while self.plays and not (isinstance(self.plays[0], threading.Event) and not self.plays[0].is_set()):
             item = self.plays.pop(0)
             if isinstance(item, str):
@@ -72,11 +73,9 @@ class FakeServer:
         return self.on_request() or type("Answer", (), {"status_code": 200, "reason": "OK"})()
 
 
-def followed(server: FakeServer, capsys: pytest.CaptureFixture[str], **pace: float) -> tuple[str, SubmittedJob]:
+def followed(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> tuple[str, JobDetails]:
     """(the log as printed, the job once it has ended)."""
-    log = JobLog(server, "mine", **(FAST | pace))  # pyright: ignore[reportArgumentType]
-    while (ended := log.follow()) is None:
-        pass
+    ended = JobLog(server, "mine").follow()  # pyright: ignore[reportArgumentType]
     return capsys.readouterr().out, ended
 
 
@@ -88,8 +87,13 @@ def interrupt() -> None:
 
 
 @pytest.fixture(autouse=True)
-def each_signal_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "SAME_SIGNAL_S", -1.0)
+def quick_questions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The log is asked for without a pause, and SIGTERM does what it does in a command."""
+    monkeypatch.setattr(following, "EVERY_S", 0.01)
+    monkeypatch.setattr(following, "ASKED_LESS", 0)
+    previous = signal.signal(signal.SIGTERM, _leave)
+    yield
+    signal.signal(signal.SIGTERM, previous)
 
 
 # -- the log --------------------------------------------------------------------------------------------------
@@ -102,26 +106,31 @@ def test_a_log_is_printed_once_and_to_its_end_over_answers_that_are_cut(capsys: 
         lambda: server.ends("SUCCEEDED", 0), "printed until then\n",
     )  # fmt: skip
     text, ended = followed(server, capsys)
-    assert text == "one\ntwo\nthree\nprinted until then\n" and ended.verdict == 0
+    assert text == "one\ntwo\nthree\nprinted until then\n" and exit_code(ended) == 0
 
 
 def test_the_verdict_is_the_status_of_the_job_whatever_its_log_says(capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeServer("done after 6 steps\n", "exit code 0\n", lambda: server.ends("FAILED", 3))
     text, ended = followed(server, capsys)
-    assert text == "done after 6 steps\nexit code 0\n" and ended.verdict == 3
+    assert text == "done after 6 steps\nexit code 0\n" and exit_code(ended) == 3
     says_failed = "Traceback (most recent call last):\n"
     server = FakeServer(says_failed, states=[job_of("RUNNING")] * 3 + [job_of("SUCCEEDED", 0)])
     text, ended = followed(server, capsys)
-    assert text == says_failed and ended.verdict == 0
+    assert text == says_failed and exit_code(ended) == 0
 
 
-def test_a_log_that_takes_long_is_asked_for_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+def test_a_log_that_takes_long_is_asked_for_less_often(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, pauses = [0.0], list[float]()
+    monkeypatch.setattr(following, "ASKED_LESS", 20)
     monkeypatch.setattr(following.time, "monotonic", lambda: now[0])
-    server = FakeServer("one\n", lambda: now.append(now.pop() + 2.0), "two\n")
-    log = JobLog(server, "mine", every_s=1.0)  # pyright: ignore[reportArgumentType]
-    assert log.follow() is None and log.pause_s == 1.0
-    assert log.follow() is None and log.pause_s == following.ASKED_LESS * 2.0
+    monkeypatch.setattr(following.time, "sleep", pauses.append)
+    server = FakeServer(
+        "one\n", lambda: now.append(now.pop() + 2.0), "two\n", lambda: server.ends("SUCCEEDED"), "end\n"
+    )
+    assert followed(server, capsys)[0] == "one\ntwo\nend\n"
+    assert pauses[:2] == [0.01, 20 * 2.0]
 
 
 def test_a_server_that_is_silent_or_cannot_say_is_asked_again(
@@ -131,14 +140,15 @@ def test_a_server_that_is_silent_or_cannot_say_is_asked_again(
     troubles = [silent, RunError("500"), silent]
     server = FakeServer("one\n", states=[*troubles, job_of("RUNNING"), job_of("FAILED", 1)])
     text, ended = followed(server, capsys)
-    assert text == "one\n" and ended.verdict == 1 and server.asked == 5
-    with pytest.raises(RunError, match=r"may still run.*logs mine --follow"):
-        followed(FakeServer(states=[silent]), capsys, silent_s=0.0)
+    assert text == "one\n" and exit_code(ended) == 1 and server.questions == 5
+    with monkeypatch.context() as patch, pytest.raises(RunError, match=r"may still run.*logs mine --follow"):
+        patch.setattr(following, "SILENT_S", 0.0)
+        followed(FakeServer(states=[silent]), capsys)
     gone = InputError("ID", got="mine", expected="the ID of a submitted job")
     with pytest.raises(InputError, match="got mine"):
         followed(FakeServer(states=[gone]), capsys)
     never_began = FakeServer(RuntimeError("no log"), states=[job_of("FAILED")])
-    assert followed(never_began, capsys)[1].verdict == 1
+    assert exit_code(followed(never_began, capsys)[1]) == 1
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------------------------------
@@ -203,9 +213,8 @@ def act(*steps: Callable[[], Any]) -> list[BaseException]:
 
 def follow(server: FakeServer, terminal: Terminal | None = None) -> int:
     """As `submit` and `submit logs --follow` do it."""
-    log = JobLog(server, "mine", **FAST)  # pyright: ignore[reportArgumentType]
-    with terminal.used() if terminal else contextlib.nullcontext(), HeldSignals() as signals:
-        return follow_job(log, server, "mine", signals=signals)  # pyright: ignore[reportArgumentType]
+    with terminal.used() if terminal else contextlib.nullcontext():
+        return follow_job(server, "mine")  # pyright: ignore[reportArgumentType]
 
 
 def test_ctrl_c_asks_and_each_answer_does_what_it_says(terminal: Terminal) -> None:
@@ -213,7 +222,6 @@ def test_ctrl_c_asks_and_each_answer_does_what_it_says(terminal: Terminal) -> No
     server = FakeServer("one\n", stopped, "saved\n", lambda: server.ends("FAILED", 130))
     wrong = act(
         lambda: terminal.wait_for("one"),
-        lambda: terminal.type("d\n"),  # typed before the question: no answer to it
         interrupt,
         lambda: terminal.wait_for("[c]ontinue"),
         lambda: terminal.type("what\n"),
@@ -246,13 +254,11 @@ def test_enter_the_end_of_input_and_a_second_ctrl_c_detach(terminal: Terminal, a
 
 
 def test_a_stop_that_cannot_be_asked_for_is_said_and_the_job_is_followed(terminal: Terminal) -> None:
-    import requests
-
     go_on = Wait()
     server = FakeServer("one\n", go_on, lambda: server.ends("SUCCEEDED", 0))
 
     def refuse() -> None:
-        raise requests.ConnectionError("refused")
+        raise ServerSilent("http://head:8265", "refused")
 
     server.on_request = refuse
     wrong = act(
@@ -260,47 +266,10 @@ def test_a_stop_that_cannot_be_asked_for_is_said_and_the_job_is_followed(termina
         interrupt,
         lambda: terminal.wait_for("[c]ontinue"),
         lambda: terminal.type("s\n"),
-        lambda: terminal.wait_for("cannot be asked to stop: refused"),
+        lambda: terminal.wait_for("cannot be asked to stop: --address: got http://head:8265"),
         go_on.set,
     )
     assert follow(server, terminal) == 0 and not wrong, (wrong, terminal.shown)
-
-
-def test_ctrl_c_is_no_question_about_a_job_that_has_ended(terminal: Terminal) -> None:
-    """The signal arrives while the last of the log is asked for."""
-    server = FakeServer(interrupt, "one\n", states=[job_of("SUCCEEDED", 0)])
-    assert follow(server, terminal) == 0
-    terminal.wait_for("mine: SUCCEEDED, exit code 0")
-    assert "[c]ontinue" not in terminal.shown
-
-
-def test_a_second_ctrl_c_detaches_from_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    never = Wait()
-    server = FakeServer("one\n", interrupt, interrupt, lambda: never.wait(LIMIT_S))
-    assert follow(server) == 130 and "mine keeps running" in capsys.readouterr().err
-
-
-def test_signals_are_held_and_given_back() -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with HeldSignals() as signals:
-        signal.raise_signal(signal.SIGTERM)
-        assert signals.take(wait_s=0.0) == signal.SIGTERM and signals.take(wait_s=0.0) is None
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with HeldSignals() as signals:
-            signal.raise_signal(signal.SIGINT)
-            assert signals.take(wait_s=0.0) is None, "one that is ignored stays ignored"
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def test_the_same_signal_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "SAME_SIGNAL_S", 60.0)
-    with HeldSignals() as signals:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        assert signals.take(wait_s=0.0) == signal.SIGINT
 
 
 def test_without_a_terminal_ctrl_c_and_sigterm_detach(
@@ -334,8 +303,7 @@ def test_a_reader_that_leaves_ends_the_command_and_no_job(monkeypatch: pytest.Mo
 def test_the_end_says_why_a_job_never_began(capsys: pytest.CaptureFixture[str]) -> None:
     pip = "setup failed: Failed to set up.\nLast 50 lines:\n    ERROR: No matching distribution for torch==9.9.9\n\n"
     for message, reason in ((pip, "ERROR: No matching distribution for torch==9.9.9"), ("no agent\nmore", "no agent")):
-        failed = replace(job_of("FAILED"), message=message)
-        assert follow(FakeServer(states=[failed])) == 1
+        assert follow(FakeServer(states=[job_of("FAILED", message=message)])) == 1
         assert capsys.readouterr().err.splitlines()[-1] == f"mine: FAILED, exit code 1 ({reason})"
 
 
@@ -354,21 +322,17 @@ class SubmitServer(FakeServer):
             interrupt()
 
     @contextlib.contextmanager
-    def script(self, *arguments: str) -> Iterator[None]:
+    def asked(self, *arguments: str) -> Iterator[dict[str, str | None]]:
         self.at("probe")
-        yield
-
-    def answer_of(self, job: object) -> dict[str, str | None]:
-        return submit.versions()
+        yield submit.versions()
 
     def upload(self, env: dict[str, Any]) -> dict[str, Any]:
         self.at("upload")
         return env
 
-    def submit(self, entrypoint: str, *, job_id: str, **more: Any) -> SubmittedJob:
+    def submit(self, entrypoint: str, *, job_id: str, **more: Any) -> None:
         self.at("submit")
         self.submitted.append(job_id)
-        return job_of("RUNNING")
 
 
 @pytest.fixture
@@ -396,13 +360,14 @@ def submit_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[str],
 @pytest.mark.parametrize("moment", ["connect", "probe", "upload"])
 def test_ctrl_c_before_the_job_exists_cancels(moment: str, submit_at: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, server = submit_at(moment)
-    assert (code, server.submitted, server.asked) == (130, [], 0)
+    assert (code, server.submitted, server.questions) == (130, [], 0)
     err = capsys.readouterr().err
     assert "cancelled: nothing was submitted" in err.splitlines() and "submitted mine" not in err, err
 
 
-def test_ctrl_c_while_the_job_is_submitted_is_about_the_job(submit_at: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    code, server = submit_at("submit")
-    assert code == 130 and server.submitted == ["mine"]
-    err = capsys.readouterr().err
-    assert "submitted mine to http://head:8265" in err and "mine keeps running" in err
+def test_ctrl_c_while_the_job_is_submitted_says_how_to_see_whether_it_is(
+    submit_at: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit_at("submit")[0] == 130
+    said = "raytrain submit status mine --address http://head:8265 shows whether mine was submitted"
+    assert said in capsys.readouterr().err

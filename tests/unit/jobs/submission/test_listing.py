@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
+from ray.job_submission import JobDetails, JobStatus, JobType
 from rich.console import Console
 
-from jobs.submission.server import SubmittedJob
+from jobs.submission.server import RECORD
 from jobs.submit import print_job, print_jobs, row_of
 
 AT = 1_800_000_000.0
 SAVE = {"verb": "train", "save_dir": "/mnt/shared/team/experiments/language/runs"}
+
+
+def job_of(job_id: str, status: str, record: dict[str, str], *times: float, **more: Any) -> JobDetails:
+    """A job as Ray's client returns it, with the times of its start and end."""
+    began, ended = (*(int(1000 * at) for at in times), None, None)[:2]
+    details = {
+        "entrypoint": "",
+        "metadata": {RECORD: json.dumps(record)},
+        "start_time": began,
+        "end_time": ended,
+        **more,
+    }
+    return JobDetails(type=JobType.SUBMISSION, submission_id=job_id, status=JobStatus(status), **details)
+
+
 JOBS = [
-    SubmittedJob(
-        "shakespeare-20261125T075055Z-ab12", "RUNNING", None, "", "python -m jobs train", SAVE, AT, None, None
-    ),
-    SubmittedJob("run-20261125T075055Z-0001", "FAILED", 130, "", "", SAVE, AT - 20_000, AT - 1_800, None),
-    SubmittedJob("run-20261125T075055Z-0002", "SUCCEEDED", 0, "", "", {"verb": "check"}, AT, AT + 59.7, None),
-    SubmittedJob("raysubmit_4LamXRuQpYdSMg7J", "PENDING", None, "", "", {}, None, None, None),
+    job_of("shakespeare-20261125T075055Z-ab12", "RUNNING", SAVE, AT),
+    job_of("run-20261125T075055Z-0001", "FAILED", SAVE, AT - 20_000, AT - 1_800, driver_exit_code=130),
+    job_of("run-20261125T075055Z-0002", "SUCCEEDED", {"verb": "check"}, AT, AT + 59.7, driver_exit_code=0),
+    job_of("raysubmit_4LamXRuQpYdSMg7J", "PENDING", {}),
 ]
+IDS = [str(job.submission_id) for job in JOBS]
 
 
 def shown(show: Any, rows: Any, *, width: int) -> list[str]:
@@ -36,8 +52,8 @@ def test_a_line_for_each_job_fits_80_columns() -> None:
     cells = [line.split("  ") for line in lines[1:]]
     found = [[cell.strip() for cell in line if cell.strip()] for line in cells]
     assert [(line[0], line[1], line[2]) for line in found] == [
-        (JOBS[0].id, "train", "RUNNING"), (JOBS[1].id, "train", "STOPPED"), (JOBS[2].id, "check", "SUCCEEDED"),
-        (JOBS[3].id, "-", "PENDING"),
+        (IDS[0], "train", "RUNNING"), (IDS[1], "train", "STOPPED"), (IDS[2], "check", "SUCCEEDED"),
+        (IDS[3], "-", "PENDING"),
     ]  # fmt: skip
     assert [line[-1] for line in found] == ["0:03:12", "5:03:20", "0:00:59", "PENDING"]
     assert [line[3] for line in found[1:3]] == ["130", "0"]
@@ -48,14 +64,15 @@ def test_a_line_for_each_job_fits_80_columns() -> None:
 
 
 def test_one_job_shows_where_its_runs_are_and_what_ray_says() -> None:
-    job = SubmittedJob(
-        JOBS[0].id, "FAILED", None, "the runtime environment failed:\nno torch==9.9.9", "python -m jobs train j.yaml",
-        SAVE, AT, AT + 7, None,
-    )  # fmt: skip
+    failed = {
+        "message": "the runtime environment failed:\nno torch==9.9.9",
+        "entrypoint": "python -m jobs train j.yaml",
+    }
+    job = job_of(IDS[0], "FAILED", SAVE, AT, AT + 7, **failed)
     lines = shown(print_job, row_of(job, now=AT), width=80)
     assert max(map(len, lines)) <= 80
     for name, value in (
-        ("ID", job.id), ("verb", "train"), ("status", "FAILED"), ("exit", "1"), ("took", "0:00:07"),
+        ("ID", job.submission_id), ("verb", "train"), ("status", "FAILED"), ("exit", "1"), ("took", "0:00:07"),
         ("save.dir", SAVE["save_dir"]), ("command", "python -m jobs train j.yaml"),
         ("message", "the runtime environment failed:"),
     ):  # fmt: skip

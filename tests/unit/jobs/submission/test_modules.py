@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.job.spec import load_spec
-from jobs.submission.request import JobRequest, imported_files, pack
+from jobs.submission.request import JobRequest, check_package, imported_files, pack
 from raytrain.errors import InputError
 
 FILES = {
@@ -53,8 +53,8 @@ def test_a_module_that_is_left_out_is_refused_with_its_file_and_the_remedy(
     (folder / ".gitignore").write_text(f"local.py\n{Path(ignored).name}\n")
     request = JobRequest("train", (), load_spec(None, ["model={builder: 'model:build'}"]).spec)
     with pytest.raises(InputError, match=rf"{ignored}, which \S+ imports") as raised:
-        request.check_package(pack(folder, tmp_path / "one.zip"), folder)
+        check_package(request, pack(folder, tmp_path / "one.zip"), folder)
     assert raised.value.key == "model.builder" and raised.value.remedy.endswith(f"the line !/{ignored} to .gitignore")
     with (folder / ".gitignore").open("a") as file:
         file.write(f"!/{ignored}\n")  # as the remedy says
-    request.check_package(pack(folder, tmp_path / "two.zip"), folder)
+    check_package(request, pack(folder, tmp_path / "two.zip"), folder)

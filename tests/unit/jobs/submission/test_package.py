@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from jobs.__main__ import main
 from jobs.job.spec import load_spec
 from jobs.submission import request as packages
-from jobs.submission.request import pack, request_of
+from jobs.submission.request import check_package, pack, request_of
 from jobs.submission.server import JobServer
 from raytrain.checkpoint.reader import FORMAT
 from raytrain.checkpoint.snapshot import Snapshot
@@ -70,12 +69,16 @@ def test_runs_in_any_folder_are_left_out_with_the_link_to_the_latest(folder: Pat
     assert "sub/events.jsonl" in names
 
 
-def test_a_package_above_the_limit_names_its_largest_entries(folder: Path, tmp_path: Path) -> None:
+def test_a_package_above_the_limit_names_its_largest_entries(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "sub" / "a.bin").write_bytes(os.urandom(3 << 20))
     (folder / "b.bin").write_bytes(os.urandom(2 << 20))
-    assert pack(folder, tmp_path / "fits.zip", limit=6 << 20).bytes < 6 << 20
+    monkeypatch.setattr("ray._private.ray_constants.DASHBOARD_CLIENT_MAX_SIZE", 6 << 20)
+    assert "5.0 MiB; Ray's limit is 6 MiB" in pack(folder, tmp_path / "fits.zip").text
+    monkeypatch.setattr("ray._private.ray_constants.DASHBOARD_CLIENT_MAX_SIZE", 4 << 20)
     with pytest.raises(InputError) as refused:
-        pack(folder, tmp_path / "large.zip", limit=4 << 20)
+        pack(folder, tmp_path / "large.zip")
     assert "the largest entries are sub/ (3.0 MiB), b.bin (2.0 MiB)" in refused.value.got
     assert refused.value.expected == "less than 4 MiB, the limit of Ray"
 
@@ -100,16 +103,16 @@ def test_data_that_is_not_in_the_package_is_refused(
         request = request_of("train", main.commands["train"], submitted(folder, path=name))
         package = pack(folder, tmp_path / f"{name}.zip")
         with pytest.raises(InputError, match=f"data.path: got {name}, .*{why}"):
-            request.check_package(package, folder)
+            check_package(request, package, folder)
     request = request_of("train", main.commands["train"], submitted(folder))
     package = pack(folder, tmp_path / "good.zip")
-    request.check_package(package, folder)
+    check_package(request, package, folder)
     for path, named in (("texts.txt", f"{folder}/texts.txt"), (f"[text.txt, {folder}/b.txt]", f"{folder}/b.txt")):
         wrong = request_of("train", main.commands["train"], submitted(folder, path=path))
         with pytest.raises(InputError, match=rf"data\.path.*: got {named}, which does not exist, expected a file in"):
-            wrong.check_package(package, folder)
+            check_package(wrong, package, folder)
     elsewhere = request_of("train", main.commands["train"], submitted(folder, path="/shared/texts.txt"))
-    elsewhere.check_package(package, folder)
+    check_package(elsewhere, package, folder)
     assert request.entrypoint == "python -m jobs train job.yaml loop.max_steps=3"
     assert request.record["save_dir"] == "/shared/runs" and request.record["stop_grace_s"] == 60.0
 
@@ -167,7 +170,7 @@ def test_a_resume_is_checked_before_the_upload_where_the_run_can_be_seen(
     assert at_once.record["stop_grace_s"] == 0.0, "no wait, and not the default"
     (folder / ".gitignore").write_text("text.txt\n")
     with pytest.raises(InputError, match=r"data\.path: got text\.txt, which is not in the package"):
-        request.check_package(pack(folder, tmp_path / "all.zip"), folder)
+        check_package(request, pack(folder, tmp_path / "all.zip"), folder)
 
     empty, other = tmp_path / "empty", tmp_path / "other"
     empty.mkdir()
@@ -200,21 +203,12 @@ def test_a_resume_from_damaged_checkpoints_is_refused_and_one_before_the_first_i
     assert request_of("train", train, ["--resume", str(run)]).spec is not None, "it begins at step 0"
 
 
-@pytest.mark.parametrize(
-    ("answer", "raised", "words"),
-    [
-        ("Request failed with status code 413: Maximum request body size 104857600 exceeded.", InputError, "rayignore"),
-        ("Request failed with status code 500: no space left", RunError, "refused the upload"),
-    ],
-)
-def test_an_upload_that_is_too_large_for_the_server_is_wrong_input(
-    answer: str, raised: type[Exception], words: str
-) -> None:
-    def refuse(_: dict[str, Any]) -> None:
-        raise RuntimeError(answer)
+def test_an_upload_that_the_server_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(server: JobServer, env: dict[str, Any]) -> None:
+        raise RuntimeError("Request failed with status code 413:\nMaximum request body size exceeded.")
 
+    monkeypatch.setattr(JobServer, "_upload_working_dir_if_needed", refuse)
     server = JobServer.__new__(JobServer)
     server.address = "http://here:8265"
-    server.client = SimpleNamespace(_upload_working_dir_if_needed=refuse)  # type: ignore[assignment]
-    with pytest.raises(raised, match=words):
+    with pytest.raises(RunError, match=r"here:8265 refused the upload: Maximum request body size exceeded"):
         server.upload({"working_dir": "code.zip"})
