@@ -92,16 +92,19 @@ def follow_job(server: JobServer, job_id: str) -> int:
     Raises:
         RunError: the server was silent for too long; the job may still run.
     """
-    log = JobLog(server, job_id)
+    log, answered = JobLog(server, job_id), ""
     try:
         while True:
             try:
+                if answered:  # here, where a Ctrl-C right after it asks again
+                    say(answered)
+                    answered = ""
                 job = log.follow()
                 break
             except Interrupted:  # SIGTERM
                 raise
             except KeyboardInterrupt:
-                _ask(server, job_id)
+                answered = _ask(server, job_id)
     except KeyboardInterrupt:
         say(f"{job_id} keeps running. {follow_again(server, job_id)}")
         return INTERRUPTED
@@ -109,8 +112,8 @@ def follow_job(server: JobServer, job_id: str) -> int:
     return exit_code(job) or 0
 
 
-def _ask(server: JobServer, job_id: str) -> None:
-    """Ask what to do with the job, and stop it or return. Raises Interrupted to detach."""
+def _ask(server: JobServer, job_id: str) -> str:
+    """Ask what to do with the job, and stop it or continue; returns what was done. Raises Interrupted to detach."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise Interrupted("nobody can answer")
     click.echo(err=True)
@@ -122,13 +125,12 @@ def _ask(server: JobServer, job_id: str) -> None:
     if answer == "d":
         raise Interrupted("detached")
     if answer == "c":
-        say(f"following {job_id} again")
-        return
+        return f"following {job_id} again"
     try:
         request_stop(server, job_id)
-        say("asked the run to save and stop; Ctrl-C again to detach")
     except RaytrainError as error:
-        say(f"{job_id} cannot be asked to stop: {error}. It keeps running")
+        return f"{job_id} cannot be asked to stop: {error}. It keeps running"
+    return "asked the run to save and stop; Ctrl-C again to detach"
 
 
 def follow_again(server: JobServer, job_id: str) -> str:
