@@ -17,23 +17,21 @@ from pydantic import Field
 
 from cluster.config import Text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
-from jobs.bench.harness.options import BenchOptions, count_line, find_benches, markdown, table
+from jobs.bench.harness.options import BENCHES, BenchOptions, count_line, markdown, table
 from raytrain.errors import InputError
 from raytrain.runs.records import plain
 
 LOG_TAIL = 2000
+#: Benches that it leaves out: one needs a job, one takes hours, one is itself.
+APART = ("lr", "continual", "all")
 
 
 class AllOptions(BenchOptions):
-    """All benchmarks, and one table of claims with the figures of this machine.
+    """Options of `raytrain bench all [NAME.key=value ...] [key=value ...]`."""
 
-    `raytrain bench all [NAME.key=value ...] [key=value ...]`
-    """
-
-    IN_ALL: ClassVar[bool] = False
     OUT: ClassVar[str | None] = "benchmarks.json"
 
-    only: list[Text] = Field([], description="run these benches only; empty: all but lr")
+    only: list[Text] = Field([], description="run these benches only; empty: all but lr and continual")
     skip: list[Text] = Field([], description="skip these benches")
     changes: list[Text] = Field([], description="NAME.key=value for one bench, also as arguments")
     dir: Text = Field("runs/bench/all", description="folder of their documents; existing documents are kept")
@@ -55,7 +53,7 @@ def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         if path.exists():
             say(f"{name}: read from {path}")
         else:
-            say(f"{name}: {find_benches()[name].measures}")
+            say(f"{name}: {BENCHES[name]}")
             why = _run_bench(name, keys.get(name, []), path, quick=quick)
             if why:
                 found.gate(Check(name, False, why))
@@ -72,7 +70,7 @@ def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
 
 def chosen(options: AllOptions) -> list[str]:
     """The benches to run, in the order of `bench --list`."""
-    known = [name for name, bench in find_benches().items() if bench.options.IN_ALL]
+    known = [name for name in BENCHES if name not in APART]
     for name in [*options.only, *options.skip]:
         if name not in known:
             raise InputError("only" if name in options.only else "skip", got=name, expected=f"of {', '.join(known)}")

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.config import Count, NonNegative, Positive, Text
+from jobs.bench.continual_arms import draw_images, learn_tasks, read_images, tasks_of
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, median_interval
 from jobs.bench.harness.options import BenchOptions
 from raytrain.errors import InputError
@@ -23,14 +24,12 @@ ARMS = ("lifecycle", "plain", "ewc", "replay", "fixed")
 
 
 class ContinualOptions(BenchOptions):
-    """Tasks one after another (permuted, split, rotating images): accuracy, forgetting, forward transfer and retention
-    of experts that come and go with replay, against plain fine-tuning, EWC, plain replay and a fixed mixture.
+    """Options of bench `continual`.
 
     Images are drawn from the seed, or read from IDX files (images=FILE labels=FILE, such as MNIST's).
     """
 
     QUICK: ClassVar[dict[str, Any]] = {"tasks": 2, "steps": 12, "rows": 100, "test_rows": 50, "blocks": 1}
-    IN_ALL: ClassVar[bool] = False
 
     blocks: Count = Field(3, description="seeds; each trains every arm on the same tasks")
     threads: Count | Literal["auto"] = Field(1, description="threads of one process; products this small gain none")
@@ -93,8 +92,6 @@ def run(options: ContinualOptions, *, quick: bool, say: Say) -> BenchMeasurement
     Raises:
         InputError: files that are missing or do not fit, or more split tasks than pairs of classes.
     """
-    from jobs.bench.continual_arms import draw_images, learn_tasks, read_images, tasks_of
-
     if (options.images is None) != (options.labels is None):
         raise InputError("images", got="one of images and labels", expected="both, or neither")
     found = BenchMeasurement("continual", quick, options.model_dump(), "the accuracy after the last task", unit="")

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experts.lifecycle.replay import Reservoir
+from jobs.bench.harness.sessions import RunLog
 from jobs.driver.local_session import session_of
 from raytrain.data.sources.idx import IMAGES, LABELS, read_idx
 from raytrain.errors import InputError
-from raytrain.execution.reporter import SilentReporter
 from raytrain.train.session import Session
 from raytrain.trainable import Batch, LossOutput, in_eval
 
@@ -230,11 +230,11 @@ def learn_tasks(
             session.trainable.loss = ewc.wrap(plain)
         if arm == "replay":
             session.trainable.loss = replay.wrap(plain)
-        log = CycleLog()
+        log = RunLog()
         loop = session.loop(reporter=log, should_stop=lambda: False)
         loop.limits = replace(loop.limits, max_steps=session.state.step + options.steps)
         loop.run(session.state)
-        cycles += log.cycles
+        cycles += [fields for kind, fields in log.events if kind == "sleep_cycle"]
         session.trainable.loss = plain
         if arm == "ewc":
             ewc.end_task(session, task.train, seed=seed)
@@ -251,17 +251,6 @@ def learn_tasks(
         "births": sum(cycle["born"] for cycle in cycles), "merges": sum(cycle["merged"] for cycle in cycles),
         "sleep_s": sum(cycle["seconds"] for cycle in cycles), "drift": [cycle["drift"] for cycle in cycles],
     }  # fmt: skip
-
-
-class CycleLog(SilentReporter):
-    """A reporter that keeps the records of sleep cycles."""
-
-    def __init__(self) -> None:
-        self.cycles: list[dict[str, Any]] = []
-
-    def event(self, kind: str, **fields: Any) -> None:
-        if kind == "sleep_cycle":
-            self.cycles.append({name: value for name, value in fields.items() if name != "graph"})
 
 
 def job_of(arm: str, options: ContinualOptions, *, seed: int, experts: int, features: int) -> dict[str, Any]:

@@ -1,25 +1,38 @@
 """Bench `peers`: the same model on the same text, trained by raytrain in a Ray worker, Lightning and Accelerate.
 
 Each runs in a separate process; blocks alternate, and a waiting arm uses no CPU. The peers are an optional extra
-(`pip install raytrain[peers]`); without it their claims are "not measurable here".
+(`pip install raytrain[peers]`); without it their claims are "not measurable here". Each is used as its documentation
+shows, without extra work: no logger, no checkpoint, no progress bar. All use the model, the batches, the optimizer and
+the learning rates of the plain loop.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
 
+import torch
 from pydantic import Field
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from cluster.config import Count
 from cluster.environment import package_version
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, equal_series, median_interval
-from jobs.bench.harness.processes import ArmServer
-from jobs.bench.loop_arms import (
+from jobs.bench.harness.processes import ArmServer, connect
+from jobs.bench.harness.sessions import PlainLoop
+from jobs.bench.loop import (
+    LOG_EVERY,
+    BlockTimer,
     LoopOptions,
     OurRun,
     TrainingBlocks,
     check_block_steps,
+    gpt_loop,
+    language_loss,
     loop_job,
     make_text,
     start_script,
@@ -33,7 +46,7 @@ PEERS = ("lightning", "accelerate")
 
 
 class PeersOptions(LoopOptions):
-    """A training step against Lightning's and Accelerate's, if they are installed."""
+    """Options of bench `peers`."""
 
     workers: list[Count] = Field([1], description="always one")
 
@@ -66,15 +79,10 @@ def _measure(options: PeersOptions, found: BenchMeasurement, server: ArmServer, 
 
     text = make_text(options, server.folder)
     say(f"starting Ray, {' and '.join(peers)}")
-    others = {
-        name: start_script(
-            server, name, "jobs.bench.peers_arms:main", options, world_size=1, text=text, cwd=server.folder
-        )
-        for name in peers
-    }
+    start = partial(start_script, server, options=options, world_size=1, text=text, cwd=server.folder)
+    others = {name: start(name, "jobs.bench.peers:train_with_peer") for name in peers}
     ours = OurRun(server, loop_job(options, world_size=1, text=text, save_dir=server.folder / "runs"))
-    asks = {"ours": ours.ask_slowest, **{name: partial(arm.ask_slowest, clip="torch") for name, arm in others.items()}}
-    blocks = TrainingBlocks(asks, options.block_steps)
+    blocks = TrainingBlocks({"ours": ours.ask, **{name: arm.ask for name, arm in others.items()}}, options.block_steps)
     with connected("local", num_cpus=2, num_gpus=0, verbose=False), ours.beside(*others.values()):
         blocks.run(options.dropped)
         for name in others:
@@ -82,7 +90,7 @@ def _measure(options: PeersOptions, found: BenchMeasurement, server: ArmServer, 
             found.gate(equal_series(label, blocks.losses["ours"], blocks.losses[name], relative=TOLERANCE))
         if not found.passed:
             return
-        say(f"{options.blocks} blocks of {len(asks)} arms")
+        say(f"{options.blocks} blocks of {1 + len(others)} arms")
         found.arms = blocks.run(options.blocks)
     for name in others:
         found.compare(found.arms, of=name, to="ours", name=f"{name} / ours, a step")
@@ -90,3 +98,81 @@ def _measure(options: PeersOptions, found: BenchMeasurement, server: ArmServer, 
     found.values["better"] = better
     label = f"the better of the peers ({better}) / ours, a step"
     found.compare(found.arms, of=better, to="ours", name=label, goal=GOAL)
+
+
+# ---------------------------------------------------------------- the process of a peer
+
+
+def train_with_peer(settings: dict[str, Any], rank: int) -> None:
+    """Run the loop of one arm until the bench sends zero steps."""
+    torch.set_num_threads(settings["threads"])
+    loop = gpt_loop(settings, clip="torch", rank=rank, world_size=1)
+    arm = settings["arm"]
+    {"accelerate": accelerate, "lightning": lightning}[arm](loop, lambda: StepTimer(connect(arm)))
+
+
+class StepTimer(BlockTimer):
+    """A timer that is told every step, and records the losses that our run logs."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._step = 0
+
+    def end_step(self, loss: Tensor) -> None:
+        """Count a step; at the end of a block, send the answer and wait for the next block."""
+        self._step += 1
+        logged = self._step == 1 or self._step % LOG_EVERY == 0
+        self.after(self._step, loss.item() if logged else None)
+
+
+def accelerate(loop: PlainLoop, begin: Callable[[], StepTimer]) -> None:
+    """Accelerate's loop; `begin` waits for the first block."""
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
+
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    schedule = LambdaLR(loop.optimizer, lambda done: loop.factor(done + 1))
+    model, optimizer, scheduler = accelerator.prepare(loop.model, loop.optimizer, schedule)
+    timer = begin()
+    while not timer.over:
+        optimizer.zero_grad()
+        loss = language_loss(model, next(loop.batches))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        timer.end_step(loss.detach())
+
+
+def lightning(loop: PlainLoop, begin: Callable[[], StepTimer]) -> None:
+    """Lightning's loop; `begin` waits for the first block."""
+    import lightning as L  # pyright: ignore[reportMissingImports]
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = loop.model
+
+        def training_step(self, batch: Any, _index: int) -> Tensor:
+            return language_loss(self.model, batch)
+
+        def configure_optimizers(self) -> Any:
+            schedule = LambdaLR(loop.optimizer, lambda done: loop.factor(done + 1))
+            return {"optimizer": loop.optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    class EndSteps(L.Callback):
+        def on_train_start(self, *_about: Any) -> None:
+            self.timer = begin()
+
+        def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, *_about: Any) -> None:
+            self.timer.end_step(outputs["loss"])
+            trainer.should_stop = self.timer.over
+
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            return loop.batches
+
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, gradient_clip_val=1.0, callbacks=[EndSteps()], min_steps=None, **off
+    )
+    trainer.fit(Module(), train_dataloaders=Batches())

@@ -39,7 +39,7 @@ OURS, BARE, SCRIPT, CHECK = "raytrain train", "TorchTrainer", "script without Ra
 
 
 class StartupOptions(BenchOptions):
-    """First step of raytrain train, and raytrain check, against a bare TorchTrainer and a script."""
+    """Options of bench `startup`."""
 
     QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "dropped": 0, "layers": 1, "width": 16, "context": 16, "batch": 4}
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from experts.grouped import GroupedExperts
-from jobs.bench.experts import TOLERANCE, equal_tensors, join
-from jobs.bench.experts_arms import LayerRunner
+from jobs.bench.experts import TOLERANCE, LayerRunner, equal_tensors, join
 from jobs.bench.harness.options import bench_verb
 from raytrain.errors import InputError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jobs.bench.harness.options import bench_verb
-from jobs.bench.peers_arms import BlockTimer
+from jobs.bench.peers import StepTimer
 
 
 def test_without_the_peers_nothing_starts_and_the_claim_names_the_reason(
@@ -40,16 +40,18 @@ class FakeConnection:
     def send(self, message: dict[str, Any]) -> None:
         self.answers.append(message)
 
+    def close(self) -> None:
+        self.steps.append(-1)
+
 
 def test_a_block_ends_after_its_steps_with_the_first_and_every_tenth_loss_and_zero_steps_end_the_loop() -> None:
     connection = FakeConnection(20, 10, 0)
-    timer = BlockTimer(connection)  # type: ignore[arg-type]
-    timer.begin()
+    timer = StepTimer(connection)  # type: ignore[arg-type]
     steps = 0
     while not timer.over:
         steps += 1
         timer.end_step(torch.tensor(float(steps)))
-    assert steps == 30 and not connection.steps
+    assert steps == 30 and connection.steps == [-1], "closed, and not read again"
     assert [answer["losses"] for answer in connection.answers] == [[1.0, 10.0, 20.0], [30.0]]
     assert all(answer["seconds"] > 0 for answer in connection.answers)
 
@@ -60,8 +62,8 @@ def test_each_loop_trains_the_steps_of_the_plain_loop(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(name)
-    from jobs.bench import peers_arms
-    from jobs.bench.harness.sessions import gpt_loop
+    from jobs.bench import peers
+    from jobs.bench.loop import gpt_loop
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_bytes(bytes(range(97, 123)) * 200)
@@ -69,6 +71,7 @@ def test_each_loop_trains_the_steps_of_the_plain_loop(
                 "text": "text.txt"}  # fmt: skip
     reference = gpt_loop(settings, clip="torch", rank=0, world_size=1).run(30)
     connection = FakeConnection(20, 10, 0)
-    getattr(peers_arms, name)(gpt_loop(settings, clip="torch", rank=0, world_size=1), BlockTimer(connection))  # type: ignore[arg-type]
+    loop = gpt_loop(settings, clip="torch", rank=0, world_size=1)
+    getattr(peers, name)(loop, lambda: StepTimer(connection))  # type: ignore[arg-type]
     losses = [loss for answer in connection.answers for loss in answer["losses"]]
     assert losses == pytest.approx(reference, rel=1e-6)
