@@ -37,13 +37,13 @@ class AllOptions(BenchOptions):
     dir: Text = Field("runs/bench/all", description="folder of their documents; existing documents are kept")
 
 
-def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: AllOptions, found: BenchMeasurement, say: Say) -> None:
     """Run the benches and collect their claims; see `AllOptions`.
 
     Raises:
         InputError: `only`, `skip` or `changes` name an unknown bench.
     """
-    found = BenchMeasurement("all", quick, options.model_dump(), "one bench")
+    found.block = "one bench"
     folder = Path(options.dir)
     names = chosen(options)
     keys = keys_by_bench(options.changes, names)
@@ -54,7 +54,7 @@ def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
             say(f"{name}: read from {path}")
         else:
             say(f"{name}: {BENCHES[name]}")
-            why = _run_bench(name, keys.get(name, []), path, quick=quick)
+            why = _run_bench(name, keys.get(name, []), path, quick=found.quick)
             if why:
                 found.gate(Check(name, False, why))
                 continue
@@ -65,7 +65,6 @@ def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     rows = table(documents)
     found.values |= {"table": rows, "benches": documents}
     found.advice = [*markdown(rows), count_line(rows), machine_line(documents)]
-    return found
 
 
 def chosen(options: AllOptions) -> list[str]:

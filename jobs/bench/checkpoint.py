@@ -44,9 +44,9 @@ class CheckpointOptions(BenchOptions):
     dir: Text | None = Field(None, description="folder to save them in; null is the system's temporary directory")
 
 
-def run(options: CheckpointOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: CheckpointOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure every model size; see `CheckpointOptions`."""
-    found = BenchMeasurement("checkpoint", quick, options.model_dump(), "seconds that one checkpoint stops the loop")
+    found.block = "seconds that one checkpoint stops the loop"
     found.values["models"] = {}
     with restored_threads(), tempfile.TemporaryDirectory(prefix="rtb-", dir=options.dir) as folder:
         for millions in options.millions:
@@ -58,7 +58,6 @@ def run(options: CheckpointOptions, *, quick: bool, say: Say) -> BenchMeasuremen
         bool(worst.met),
         f"{worst.median:.3f} of it at the worst size ({worst.name.split(':')[0]})",
     )
-    return found
 
 
 def _job(options: CheckpointOptions, millions: float, *, folder: str) -> dict[str, Any]:

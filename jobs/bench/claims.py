@@ -68,7 +68,7 @@ class ClaimsOptions(BenchOptions):
     load_batches: Count = Field(24, description="steps of a block with and without a loader process")
 
 
-def run(options: ClaimsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: ClaimsOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure the parts; see `ClaimsOptions`.
 
     Raises:
@@ -77,9 +77,8 @@ def run(options: ClaimsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """
     if options.rows % options.accumulation:
         raise InputError("rows", got=str(options.rows), expected=f"a multiple of accumulation {options.accumulation}")
-    found = BenchMeasurement("claims", quick, options.model_dump(), "seconds of a step, a pass or a block, by part")
+    found.block = "seconds of a step, a pass or a block, by part"
     with restored_threads(options.thread_count):
         for part in options.parts:
             say(part)
             MEASURES[part](options, found, say)
-    return found

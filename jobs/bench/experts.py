@@ -117,7 +117,7 @@ class ExpertsArm(ArmProcesses):
         return results
 
 
-def run(options: ExpertsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: ExpertsOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure the exchange by layout.
 
     Raises:
@@ -125,7 +125,7 @@ def run(options: ExpertsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         RunError: a process died.
     """
     layouts = _layouts(options)
-    found = BenchMeasurement("experts", quick, options.model_dump(), "seconds of one forward and backward pass")
+    found.block = "seconds of one forward and backward pass"
     found.values |= {"exchange": {}}
     with ArmServer() as server:
         say("starting the processes")
@@ -136,7 +136,6 @@ def run(options: ExpertsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
             say(f"{dtype}: {', '.join(str(arm.layout) for arm in arms)}")
             if not _measure(options, found, alone, arms, dtype=dtype):
                 break
-    return found
 
 
 def _layouts(options: ExpertsOptions) -> list[ExpertsLayout]:

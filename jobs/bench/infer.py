@@ -77,20 +77,18 @@ class InferOptions(BenchOptions):
     micro_batches: Count = Field(8, description="batches over stages, all of them in flight in one arm")
 
 
-def run(options: InferOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure; see `InferOptions`.
 
     Raises:
         RunError: Ray did not start.
     """
-    block = "CPU seconds of a token, for stages seconds of all batches"
-    found = BenchMeasurement("infer", quick, options.model_dump(), block)
+    found.block = "CPU seconds of a token, for stages seconds of all batches"
     if "batches" in options.parts:
         with restored_threads(options.thread_count):
             _measure_batches(options, found, say)
     if "stages" in options.parts:
         _measure_stages(options, found, say)
-    return found
 
 
 def seeded_gpt(*, layers: int, heads: int, width: int, context: int, vocab_size: int, seed: int) -> Trainable:

@@ -53,14 +53,13 @@ class LifecycleOptions(BenchOptions):
     cycles: Count = Field(5, description="sleep cycles that are timed")
 
 
-def run(options: LifecycleOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: LifecycleOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure; see `LifecycleOptions`.
 
     Raises:
         RunError: a process died.
     """
-    block = f"seconds per step, the mean of {options.block_steps}"
-    found = BenchMeasurement("lifecycle", quick, options.model_dump(), block)
+    found.block = f"seconds per step, the mean of {options.block_steps}"
     with ArmServer() as server:
         number = max(options.steps, (2 + options.blocks) * options.block_steps)
         text = write_text(server.folder, batch=options.batch, context=options.context, steps=number, seed=options.seed)
@@ -68,7 +67,6 @@ def run(options: LifecycleOptions, *, quick: bool, say: Say) -> BenchMeasurement
         if found.passed:
             _measure_cycles(options, found, text, say)
             _measure_changes(options, found, server, text, say)
-    return found
 
 
 def _job(options: LifecycleOptions, text: Path, name: str, experts: dict[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 Ray is running throughout. The plain loop has its own processes, our run has Ray's workers; blocks alternate, and the
 waiting arm uses no CPU. An observer (`telemetry.observers`) holds our run between blocks: rank 0 waits for the bench,
 and the other workers wait for its vote. The time of a block therefore includes the steps, the logged rows, the votes
-and all other work of a run. Bench `startup` measures the start. Benches `peers` and `scaling` have the same arms.
+and all other work of a run. Bench `startup` measures the start. Bench `scaling` has the same arms.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import statistics
 import threading
 import time
@@ -63,7 +62,7 @@ class LoopOptions(BenchOptions):
     dropped: Count = Field(2, description="warm-up blocks")
 
 
-def run(options: LoopOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: LoopOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure each world size; see `LoopOptions`.
 
     Raises:
@@ -76,9 +75,7 @@ def run(options: LoopOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     for world_size in options.workers:
         if options.batch % world_size:
             raise InputError("batch", got=f"{options.batch} for {world_size} workers", expected="a multiple of workers")
-    found = BenchMeasurement(
-        "loop", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps} steps"
-    )
+    found.block = f"seconds per step, the mean of {options.block_steps} steps"
     with ArmServer() as server:
         text = make_text(options, server.folder)
         say("starting Ray")
@@ -86,7 +83,6 @@ def run(options: LoopOptions, *, quick: bool, say: Say) -> BenchMeasurement:
             for world_size in options.workers:
                 if not _measure(options, found, server, world_size=world_size, text=text, say=say):
                     break
-    return found
 
 
 def _measure(
@@ -96,7 +92,7 @@ def _measure(
     gate failed."""
     label, peer = f"{world_size} worker(s)", "plain loop" if world_size == 1 else "plain DDP"
     say(f"{label}, {threads_of(options, world_size)} thread(s) each: starting both arms")
-    plain = start_script(server, "plain", "jobs.bench.loop:plain_loop", options, world_size=world_size, text=text)
+    plain = start_plain(server, options, world_size=world_size, text=text)
     ours = OurRun(server, loop_job(options, world_size=world_size, text=text, save_dir=server.folder / "runs"))
     asks = {
         peer: partial(plain.ask, clip="rows"),
@@ -167,28 +163,6 @@ def loop_job(options: LoopOptions, *, world_size: int, text: Path, save_dir: Pat
         threads=threads_of(options, world_size), precision={"dtype": "fp32"},
         loop={"max_steps": steps, "global_batch_size": options.batch, "log_every": LOG_EVERY},
         save={"every": steps + 1, "dir": str(save_dir)},
-    )  # fmt: skip
-
-
-def start_script(
-    server: ArmServer, arm: str, target: str, options: LoopOptions, *, world_size: int, text: Path,
-    cwd: Path | None = None,
-) -> ArmProcesses:  # fmt: skip
-    """Start `target` as an arm: one process, or `world_size` processes under torchrun."""
-    keys = ("layers", "heads", "width", "context", "batch", "seed")
-    settings = {key: getattr(options, key) for key in keys}
-    threads = threads_of(options, world_size)
-    settings |= {"text": str(text), "threads": threads, "max_steps": total_steps(options), "arm": arm}
-    launcher: list[str] = []
-    if world_size > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--master-addr=127.0.0.1",
-                    f"--master-port={port}"]  # fmt: skip
-    return ArmProcesses(
-        server, arm, target, settings, connecting=world_size, launcher=launcher,
-        environment={"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}, cwd=cwd,
     )  # fmt: skip
 
 
@@ -271,59 +245,60 @@ class OurRun:
         return self._server.ask(self.arm, steps=steps)
 
 
-class BlockTimer:
-    """Holds a loop that is not the bench's between blocks: it waits for the bench before each block and sends the
-    answer after it.
-
-    Attributes:
-        over: there are no more blocks; the loop may go on without waiting.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._last_step = 0
-        self.over = False
-        self._wait()
-
-    def after(self, step: int, loss: float | None) -> None:
-        """Call it after a step, with its loss if it was logged."""
-        ended, cpu = time.perf_counter(), time.process_time()
-        if loss is not None:
-            self._losses.append(loss)
-        if step >= self._last_step and not self.over:
-            self._connection.send({"seconds": ended - self._began, "cpu_s": cpu - self._cpu, "losses": self._losses})
-            self._wait()
-
-    def _wait(self) -> None:
-        steps = receive(self._connection)["steps"]
-        self._last_step += steps
-        self.over = steps == 0
-        if self.over:
-            self._connection.close()
-        self._losses: list[float] = []
-        self._began, self._cpu = time.perf_counter(), time.process_time()
-
-
 class BlockObserver:
-    """The observer in rank 0 of our run, which holds it between blocks."""
+    """The observer in rank 0 of our run: waits for the bench before each block and sends the answer after it."""
 
     ARM: ClassVar[str] = "ours"
 
     def __init__(self) -> None:
-        self._timer: BlockTimer | None = None
+        self._connection: Connection | None = None
+        self._last_step = 0
 
     def event(self, row: dict[str, Any]) -> None:
         """Connect and wait at the event of the first attempt, right before the first step."""
-        if row["kind"] == "attempt" and self._timer is None:
-            self._timer = BlockTimer(connect(self.ARM))
+        if row["kind"] == "attempt" and self._connection is None:
+            self._connection = connect(self.ARM)
+            self._wait(self._connection)
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """Count a logged row; at the end of a block, send its seconds and wait for the next block."""
-        if self._timer is not None:
-            self._timer.after(row["step"], row["loss"])
+        """Record the loss of a logged row; at the end of a block, send its seconds and wait for the next block."""
+        ended, cpu = time.perf_counter(), time.process_time()
+        if self._connection is None or self._connection.closed:
+            return
+        self._losses.append(row["loss"])
+        if row["step"] >= self._last_step:
+            self._connection.send({"seconds": ended - self._began, "cpu_s": cpu - self._cpu, "losses": self._losses})
+            self._wait(self._connection)
+
+    def _wait(self, connection: Connection) -> None:
+        steps = receive(connection)["steps"]
+        if steps == 0:
+            connection.close()  # the run goes on to its end without waiting
+        self._last_step += steps
+        self._losses: list[float] = []
+        self._began, self._cpu = time.perf_counter(), time.process_time()
 
 
 # ---------------------------------------------------------------- the plain loop
+
+
+def start_plain(server: ArmServer, options: LoopOptions, *, world_size: int, text: Path) -> ArmProcesses:
+    """Start the plain loop: in one process, or in `world_size` processes under torchrun."""
+    threads = threads_of(options, world_size)
+    settings = options.model_dump(include={"layers", "heads", "width", "context", "batch", "seed"})
+    settings |= {"text": str(text), "threads": threads, "max_steps": total_steps(options)}
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={world_size}",
+    ]
+    return ArmProcesses(
+        server, "plain", "jobs.bench.loop:plain_loop", settings, connecting=world_size,
+        launcher=[*torchrun, f"--nproc-per-node={world_size}"] if world_size > 1 else [],
+        environment={"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
 
 
 def text_batches(settings: dict[str, Any], *, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -67,7 +67,7 @@ class Advice:
     suggested: float | None
 
 
-def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: LrOptions, found: BenchMeasurement, say: Say) -> None:
     """Train on the ramp; see `LrOptions`.
 
     Raises:
@@ -76,7 +76,7 @@ def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """
     if options.lowest >= options.highest:
         raise InputError("lowest", got=str(options.lowest), expected=f"below highest, {options.highest}")
-    found = BenchMeasurement("lr", quick, options.model_dump(), "one step of the ramp")
+    found.block = "one step of the ramp"
     changes = list(options.changes) + ([] if options.threads == "auto" else [f"scale.threads={options.threads}"])
     loaded = load_spec(None if options.job is None else Path(options.job), changes)
     refuse_later(loaded.spec, "bench")
@@ -94,7 +94,6 @@ def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     }  # fmt: skip
     found.picture = curve_spec(loaded.spec.name, rates, losses, smooth, advice=advice, own=own.lr)
     found.advice = advice_lines(advice, own, options)
-    return found
 
 
 # ---------------------------------------------------------------- the ramp

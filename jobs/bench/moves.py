@@ -63,14 +63,13 @@ class MovesOptions(BenchOptions):
     slowness: list[Count] = Field([1, 3], description="times that each host computes everything")
 
 
-def run(options: MovesOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: MovesOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure; see `MovesOptions`.
 
     Raises:
         RunError: a process died.
     """
-    block = f"seconds per step, the mean of {options.block_steps}"
-    found = BenchMeasurement("moves", quick, options.model_dump(), block)
+    found.block = f"seconds per step, the mean of {options.block_steps}"
     with ArmServer() as server:
         steps = (2 + options.blocks) * options.block_steps
         text = write_text(server.folder, batch=options.batch, context=options.context, steps=steps, seed=options.seed)
@@ -78,7 +77,6 @@ def run(options: MovesOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         for arm in arms.values():
             arm.await_ready()
         _measure(options, found, arms, say)
-    return found
 
 
 def settings_of(

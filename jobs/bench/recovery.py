@@ -51,15 +51,13 @@ class RecoveryOptions(BenchOptions):
     steps_between: Count = Field(40, description="steps from one recovery to the next death")
 
 
-def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: RecoveryOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure; see `RecoveryOptions`.
 
     Raises:
         RunError: the run ended, or did not recover in time.
     """
-    found = BenchMeasurement(
-        "recovery", quick, options.model_dump(), "seconds from the kill to the next committed step"
-    )
+    found.block = "seconds from the kill to the next committed step"
     with tempfile.TemporaryDirectory(prefix="rtb-") as folder:
         command = RecoveryCommand(options, Path(folder))
         try:
@@ -76,7 +74,7 @@ def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     detail = f"{len(rewinds)} rewinds and {attempts} attempts for {options.blocks} deaths of each kind"
     passed = len(rewinds) == options.blocks and attempts == options.blocks + 1
     if not found.gate(Check("a host's death causes no restart, a worker's death one", passed, detail)):
-        return found
+        return
     found.arms |= times
     found.values["rewind_s"] = rewinds
     ratio = found.compare(times, of=WORKER, to=HOST, goal=GOAL)
@@ -86,7 +84,6 @@ def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         ratio.low > 1 and SECONDS_GOAL.met(host.median),
         f"{host:.2f} s against {median_interval(times[WORKER]).median:.2f} s; worst {max(times[HOST]):.2f} s",
     )
-    return found
 
 
 class RecoveryCommand:

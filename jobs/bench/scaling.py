@@ -82,7 +82,7 @@ class TwoWorkers(BlockObserver):
     ARM: ClassVar[str] = TWO
 
 
-def run(options: ScalingOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: ScalingOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure; see `ScalingOptions`.
 
     Raises:
@@ -94,8 +94,7 @@ def run(options: ScalingOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     check_block_steps(options)
     if options.batch % 2 or 2 * options.samples % options.unit_rows:
         raise InputError("batch, samples", got=f"{options.batch}, {options.samples}", expected="equal parts for two")
-    block = f"seconds per step, the mean of {options.block_steps}; for inference seconds of a job"
-    found = BenchMeasurement("scaling", quick, options.model_dump(), block)
+    found.block = f"seconds per step, the mean of {options.block_steps}; for inference seconds of a job"
     with ArmServer() as server:
         say("starting Ray")
         with connected("local", num_cpus=4, num_gpus=0, verbose=False):
@@ -103,7 +102,6 @@ def run(options: ScalingOptions, *, quick: bool, say: Say) -> BenchMeasurement:
                 _measure_training(options, found, server, say)
             if "inference" in options.parts:
                 _measure_inference(options, found, server.folder, say)
-    return found
 
 
 def _measure_training(options: ScalingOptions, found: BenchMeasurement, server: ArmServer, say: Say) -> None:

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from cluster.config import Count, NonNegativeInt, Section
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.measuring import Goal, Interval
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, Interval
 from raytrain.config.decode import decode, parse_override
 from raytrain.config.messages import key_rows
 from raytrain.errors import InputError
@@ -40,7 +40,6 @@ BENCHES = {
     "infer": "Batch inference: generation in batches, against transformers; a model over two stages.",
     "startup": "First step of raytrain train, and raytrain check, against a bare TorchTrainer and a script.",
     "scaling": "One worker against two on equal work: training steps, and answers of a model.",
-    "peers": "A training step against Lightning's and Accelerate's, if they are installed.",
     "lr": "Learning-rate range test of JOB.yaml: the loss over a rising learning rate, and a suggested rate.",
     "continual": "Tasks one after another (permuted, split, rotating images): accuracy, forgetting, forward transfer "
     "and retention of experts that come and go with replay, against plain fine-tuning, EWC, plain replay and a fixed "
@@ -73,10 +72,10 @@ class BenchOptions(Section):
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench: its options, and `run(options, *, quick, say)`, which returns a `BenchMeasurement`."""
+    """A bench: its options, and `run(options, found, say)`, which fills a `BenchMeasurement`."""
 
     options: type[BenchOptions]
-    run: Callable[..., Any]
+    run: Callable[..., None]
 
 
 def load_bench(name: str) -> Bench:
@@ -256,7 +255,8 @@ def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: b
     A missed goal is a result, not a failure.
     """
     options = options_of(name, overrides, quick=quick)
-    found = load_bench(name).run(options, quick=quick, say=lambda text: click.echo(f"  {text}", err=True))
+    found = BenchMeasurement(name, quick, options.model_dump())
+    load_bench(name).run(options, found, lambda text: click.echo(f"  {text}", err=True))
     document = json.dumps(plain(found.to_json()), indent=1)
     named = out or options.OUT
     path = Path(named) if named else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"

@@ -3,8 +3,8 @@
 Every process connects to the bench over a Unix socket (`multiprocessing.connection`). The bench asks one arm at a time
 with `{"steps": n, ...}`; all other processes wait on their socket and use no CPU. `{"steps": 0}` ends a process.
 
-The bench uses an `ArmServer` and an `ArmProcesses` for each arm; a process uses `serve_blocks`, or `connect` if another
-library's loop runs the steps.
+The bench uses an `ArmServer` and an `ArmProcesses` for each arm; a process uses `serve_blocks`, or `connect` where the
+steps are not its own, as in an observer.
 """
 
 from __future__ import annotations
@@ -145,13 +145,11 @@ class ArmProcesses:
         processes: number of processes; `connecting` of them (default: all) connect to the bench.
         launcher: arguments before `-m`, such as those of torchrun.
         environment: variables in addition to those of the bench.
-        cwd: their working directory.
     """
 
     def __init__(
         self, server: ArmServer, arm: str, target: str, settings: Mapping[str, Any], *, processes: int = 1,
         connecting: int | None = None, launcher: Sequence[str] = (), environment: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
     ) -> None:  # fmt: skip
         self.server, self.arm = server, arm
         self._connecting = processes if connecting is None else connecting
@@ -163,7 +161,7 @@ class ArmProcesses:
         with self._log.open("ab") as log:
             for rank in range(processes):
                 variables = {**os.environ, **(environment or {})}
-                started = subprocess.Popen([*command, str(rank)], stdout=log, stderr=log, env=variables, cwd=cwd)
+                started = subprocess.Popen([*command, str(rank)], stdout=log, stderr=log, env=variables)
                 self._processes.append(started)
 
     def await_ready(self) -> None:

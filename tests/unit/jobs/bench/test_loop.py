@@ -66,6 +66,16 @@ def test_a_run_waits_between_blocks_and_continues_alone_after_the_last() -> None
         assert not thread.is_alive() and seen == [10, 20, 30, 40, 50]
 
 
+def test_the_slowest_process_of_an_arm_counts() -> None:
+    with ArmServer() as server:
+        lines = [connect("two") for _ in range(2)]
+        for line, seconds in zip(lines, (2.0, 1.0), strict=True):
+            line.send({"seconds": seconds})
+        server.await_arm("two", processes=2, alive=lambda: True)
+        assert server.ask("two", steps=3, clip="rows") == {"seconds": 2.0}
+        assert [line.recv() for line in lines] == [{"steps": 3, "clip": "rows"}] * 2
+
+
 def test_the_error_names_an_arm_that_died() -> None:
     with ArmServer() as server:
         with pytest.raises(RunError, match="'plain' ended before"):
