@@ -61,12 +61,11 @@ def test_the_durations_are_those_of_files_that_exist() -> None:
 
 
 @pytest.mark.covers("COMPAT-06")
-def test_accelerate_is_not_needed() -> None:
+def test_accelerate_is_needed_for_a_comparison_only() -> None:
     """Ray starts the workers; the options of `accelerate launch` stand for keys (tests/unit/jobs/job)."""
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*about["dependencies"], *(one for extra in about["optional-dependencies"].values() for one in extra)]
-    assert wanted and not [one for one in wanted if one.startswith("accelerate")]
+    assert about["dependencies"] and not [one for one in about["dependencies"] if one.startswith("accelerate")]
     code = [path for package in ("raytrain", "experts", "jobs", "cluster") for path in (ROOT / package).rglob("*.py")]
     imports = re.compile(r"^\s*(import|from) accelerate\b", re.MULTILINE)
     found = [path for path in code if imports.search(path.read_text())]
-    assert len(code) > 100 and not found, found
+    assert len(code) > 100 and all("bench" in path.parts for path in found), found

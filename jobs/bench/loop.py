@@ -3,7 +3,7 @@
 Ray is running throughout. The plain loop has its own processes, our run has Ray's workers; blocks alternate, and the
 waiting arm uses no CPU. An observer (`telemetry.observers`) holds our run between blocks: rank 0 waits for the bench,
 and the other workers wait for its vote. The time of a block therefore includes the steps, the logged rows, the votes
-and all other work of a run. Bench `startup` measures the start. Bench `scaling` has the same arms.
+and all other work of a run. Bench `startup` measures the start. Benches `peers` and `scaling` have the same arms.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _measure(
     gate failed."""
     label, peer = f"{world_size} worker(s)", "plain loop" if world_size == 1 else "plain DDP"
     say(f"{label}, {threads_of(options, world_size)} thread(s) each: starting both arms")
-    plain = start_plain(server, options, world_size=world_size, text=text)
+    plain = start_script(server, "plain", "jobs.bench.loop:plain_loop", options, world_size=world_size, text=text)
     ours = OurRun(server, loop_job(options, world_size=world_size, text=text, save_dir=server.folder / "runs"))
     asks = {
         peer: partial(plain.ask, clip="rows"),
@@ -163,6 +163,21 @@ def loop_job(options: LoopOptions, *, world_size: int, text: Path, save_dir: Pat
         threads=threads_of(options, world_size), precision={"dtype": "fp32"},
         loop={"max_steps": steps, "global_batch_size": options.batch, "log_every": LOG_EVERY},
         save={"every": steps + 1, "dir": str(save_dir)},
+    )  # fmt: skip
+
+
+def start_script(
+    server: ArmServer, arm: str, target: str, options: LoopOptions, *, world_size: int, text: Path
+) -> ArmProcesses:
+    """Start an arm that is a script without raytrain: in one process, or in `world_size` processes under torchrun."""
+    threads = threads_of(options, world_size)
+    settings = options.model_dump(include={"layers", "heads", "width", "context", "batch", "seed"})
+    settings |= {"text": str(text), "threads": threads, "max_steps": total_steps(options)}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    return ArmProcesses(
+        server, arm, target, settings, connecting=world_size,
+        launcher=[*torchrun, f"--nproc-per-node={world_size}"] if world_size > 1 else [],
+        environment={"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
 
 
@@ -254,16 +269,25 @@ class BlockObserver:
         self._connection: Connection | None = None
         self._last_step = 0
 
+    @property
+    def over(self) -> bool:
+        """There are no more blocks."""
+        return self._connection is not None and self._connection.closed
+
     def event(self, row: dict[str, Any]) -> None:
-        """Connect and wait at the event of the first attempt, right before the first step."""
+        """Begin at the event of the first attempt, right before the first step."""
         if row["kind"] == "attempt" and self._connection is None:
-            self._connection = connect(self.ARM)
-            self._wait(self._connection)
+            self.begin(self.ARM)
+
+    def begin(self, arm: str) -> None:
+        """Connect as this arm, and wait for its first block."""
+        self._connection = connect(arm)
+        self._wait(self._connection)
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Record the loss of a logged row; at the end of a block, send its seconds and wait for the next block."""
         ended, cpu = time.perf_counter(), time.process_time()
-        if self._connection is None or self._connection.closed:
+        if self._connection is None or self.over:
             return
         self._losses.append(row["loss"])
         if row["step"] >= self._last_step:
@@ -280,25 +304,6 @@ class BlockObserver:
 
 
 # ---------------------------------------------------------------- the plain loop
-
-
-def start_plain(server: ArmServer, options: LoopOptions, *, world_size: int, text: Path) -> ArmProcesses:
-    """Start the plain loop: in one process, or in `world_size` processes under torchrun."""
-    threads = threads_of(options, world_size)
-    settings = options.model_dump(include={"layers", "heads", "width", "context", "batch", "seed"})
-    settings |= {"text": str(text), "threads": threads, "max_steps": total_steps(options)}
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={world_size}",
-    ]
-    return ArmProcesses(
-        server, "plain", "jobs.bench.loop:plain_loop", settings, connecting=world_size,
-        launcher=[*torchrun, f"--nproc-per-node={world_size}"] if world_size > 1 else [],
-        environment={"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
 
 
 def text_batches(settings: dict[str, Any], *, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -37,9 +37,11 @@ BENCHES = {
     "recovery": "Interruption of a run when an expert host dies, against that of a dead worker.",
     "experts": "A layer with experts on hosts or partitioned across workers, against one process.",
     "lifecycle": "The time that the lifecycle of experts takes: idle, in a change, and in a sleep cycle.",
+    "tune": "The search for batch size and precision, against an exhaustive grid and against doubling until failure.",
     "infer": "Batch inference: generation in batches, against transformers; a model over two stages.",
     "startup": "First step of raytrain train, and raytrain check, against a bare TorchTrainer and a script.",
     "scaling": "One worker against two on equal work: training steps, and answers of a model.",
+    "peers": "A training step against Lightning's and Accelerate's, if they are installed.",
     "lr": "Learning-rate range test of JOB.yaml: the loss over a rising learning rate, and a suggested rate.",
     "continual": "Tasks one after another (permuted, split, rotating images): accuracy, forgetting, forward transfer "
     "and retention of experts that come and go with replay, against plain fine-tuning, EWC, plain replay and a fixed "
