@@ -42,9 +42,9 @@ def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 def complete_bench(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The names of benchmarks."""
-    from jobs.bench.harness.options import find_benches
+    from jobs.bench.harness.options import BENCHES
 
-    return _items(list(find_benches()), incomplete)
+    return _items(list(BENCHES), incomplete)
 
 
 def words_of(key: str) -> list[str]:

@@ -17,35 +17,33 @@ from pydantic import Field
 
 from cluster.config import Text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
-from jobs.bench.harness.options import BenchOptions, count_line, find_benches, markdown, table
+from jobs.bench.harness.options import BENCHES, BenchOptions, count_line, markdown, table
 from raytrain.errors import InputError
 from raytrain.runs.records import plain
 
 LOG_TAIL = 2000
+#: Benches that it leaves out: one needs a job, one takes hours, one is itself.
+APART = ("lr", "continual", "all")
 
 
 class AllOptions(BenchOptions):
-    """All benchmarks, and one table of claims with the figures of this machine.
+    """Options of `raytrain bench all [NAME.key=value ...] [key=value ...]`."""
 
-    `raytrain bench all [NAME.key=value ...] [key=value ...]`
-    """
-
-    IN_ALL: ClassVar[bool] = False
     OUT: ClassVar[str | None] = "benchmarks.json"
 
-    only: list[Text] = Field([], description="run these benches only; empty: all but lr")
+    only: list[Text] = Field([], description="run these benches only; empty: all but lr and continual")
     skip: list[Text] = Field([], description="skip these benches")
     changes: list[Text] = Field([], description="NAME.key=value for one bench, also as arguments")
     dir: Text = Field("runs/bench/all", description="folder of their documents; existing documents are kept")
 
 
-def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: AllOptions, found: BenchMeasurement, say: Say) -> None:
     """Run the benches and collect their claims; see `AllOptions`.
 
     Raises:
         InputError: `only`, `skip` or `changes` name an unknown bench.
     """
-    found = BenchMeasurement("all", quick, options.model_dump(), "one bench")
+    found.block = "one bench"
     folder = Path(options.dir)
     names = chosen(options)
     keys = keys_by_bench(options.changes, names)
@@ -55,8 +53,8 @@ def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         if path.exists():
             say(f"{name}: read from {path}")
         else:
-            say(f"{name}: {find_benches()[name].measures}")
-            why = _run_bench(name, keys.get(name, []), path, quick=quick)
+            say(f"{name}: {BENCHES[name]}")
+            why = _run_bench(name, keys.get(name, []), path, quick=found.quick)
             if why:
                 found.gate(Check(name, False, why))
                 continue
@@ -67,12 +65,11 @@ def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     rows = table(documents)
     found.values |= {"table": rows, "benches": documents}
     found.advice = [*markdown(rows), count_line(rows), machine_line(documents)]
-    return found
 
 
 def chosen(options: AllOptions) -> list[str]:
     """The benches to run, in the order of `bench --list`."""
-    known = [name for name, bench in find_benches().items() if bench.options.IN_ALL]
+    known = [name for name in BENCHES if name not in APART]
     for name in [*options.only, *options.skip]:
         if name not in known:
             raise InputError("only" if name in options.only else "skip", got=name, expected=f"of {', '.join(known)}")

@@ -9,21 +9,22 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
 from pydantic import Field
+from safetensors.torch import load_file
 
 from cluster.config import Count, Text
 from jobs.bench.harness.inputs import draw_rows, job_of, perceptron_model
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
 from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.sessions import SessionArm, restored_threads, timed
+from raytrain.checkpoint.reader import load
+from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.reporter import SilentReporter
 from raytrain.runs.folder import RunFolder
-
-if TYPE_CHECKING:
-    from jobs.bench.harness.sessions import SessionArm
 
 #: Stall of an asynchronous checkpoint over that of a synchronous one.
 GOAL = Goal(at_most=0.25)
@@ -33,7 +34,7 @@ KINDS = ("asynchronous", "synchronous")
 
 
 class CheckpointOptions(BenchOptions):
-    """Pause of training for an asynchronous checkpoint, against a synchronous one."""
+    """Options of bench `checkpoint`."""
 
     QUICK: ClassVar[dict[str, Any]] = {"millions": [0.05], "blocks": 3, "steps": 2, "batch": 4}
 
@@ -43,11 +44,9 @@ class CheckpointOptions(BenchOptions):
     dir: Text | None = Field(None, description="folder to save them in; null is the system's temporary directory")
 
 
-def run(options: CheckpointOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: CheckpointOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure every model size; see `CheckpointOptions`."""
-    from jobs.bench.harness.sessions import restored_threads
-
-    found = BenchMeasurement("checkpoint", quick, options.model_dump(), "seconds that one checkpoint stops the loop")
+    found.block = "seconds that one checkpoint stops the loop"
     found.values["models"] = {}
     with restored_threads(), tempfile.TemporaryDirectory(prefix="rtb-", dir=options.dir) as folder:
         for millions in options.millions:
@@ -59,7 +58,6 @@ def run(options: CheckpointOptions, *, quick: bool, say: Say) -> BenchMeasuremen
         bool(worst.met),
         f"{worst.median:.3f} of it at the worst size ({worst.name.split(':')[0]})",
     )
-    return found
 
 
 def _job(options: CheckpointOptions, millions: float, *, folder: str) -> dict[str, Any]:
@@ -74,10 +72,7 @@ def _job(options: CheckpointOptions, millions: float, *, folder: str) -> dict[st
 
 def _measure(found: BenchMeasurement, options: CheckpointOptions, millions: float, *, folder: str) -> None:
     """Both kinds save the same session in turn."""
-    from jobs.bench.harness.sessions import SessionArm
-    from raytrain.execution.checkpointer import CheckpointSaver
-
-    arm = SessionArm(_job(options, millions, folder=folder), precision="fp32")
+    arm = SessionArm(_job(options, millions, folder=folder))
     arm.run(3)  # the first step creates AdamW's moments
     runs = {kind: RunFolder.create(folder, f"{millions:g}m-{kind}") for kind in KINDS}
     savers: dict[str, Any] = {
@@ -93,9 +88,7 @@ def _measure(found: BenchMeasurement, options: CheckpointOptions, millions: floa
         """A step, a checkpoint, the other steps; returns the stall, after the write has finished."""
         saver = savers[kind]
         arm.run(1)
-        called = time.perf_counter()
-        saver.save(arm.session.state, final=False)
-        stall = time.perf_counter() - called
+        stall = timed(lambda: saver.save(arm.session.state, final=False))
         if options.steps > 1:
             arm.run(options.steps - 1)
         saver.writer.wait()  # so that the next arm starts with an idle disk
@@ -121,11 +114,6 @@ def _measure(found: BenchMeasurement, options: CheckpointOptions, millions: floa
 
 def _same_bytes(name: str, arm: SessionArm, savers: dict[str, Any], runs: dict[str, RunFolder]) -> Check:
     """Whether both kinds save the live state bit for bit, with valid checksums."""
-    import torch
-    from safetensors.torch import load_file
-
-    from raytrain.checkpoint.reader import load
-
     state, live = arm.session.state, arm.session.trainable.module.state_dict()
     different: list[str] = []
     moments: list[dict[str, Any]] = []

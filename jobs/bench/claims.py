@@ -5,32 +5,29 @@ Each part is a few arms that compute the same thing, in alternating blocks; on a
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from cluster.config import Count
+from jobs.bench.claims_attention import measure_attention
+from jobs.bench.claims_data import measure_habits, measure_loader, measure_pinned, measure_resident
+from jobs.bench.claims_steps import measure_compiled, measure_memory, measure_precision
 from jobs.bench.harness.measuring import BenchMeasurement, Say
 from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.sessions import restored_threads
 from raytrain.errors import InputError
 
 Part = Literal["attention", "memory", "precision", "compile", "data", "habits", "loader", "pinned"]
-PARTS: dict[Part, str] = {
-    "attention": "jobs.bench.claims_attention:measure_attention",
-    "memory": "jobs.bench.claims_steps:measure_memory",
-    "precision": "jobs.bench.claims_steps:measure_precision",
-    "compile": "jobs.bench.claims_steps:measure_compiled",
-    "data": "jobs.bench.claims_data:measure_resident",
-    "habits": "jobs.bench.claims_data:measure_habits",
-    "loader": "jobs.bench.claims_data:measure_loader",
-    "pinned": "jobs.bench.claims_data:measure_pinned",
-}
+MEASURES: dict[Part, Any] = {
+    "attention": measure_attention, "memory": measure_memory, "precision": measure_precision,
+    "compile": measure_compiled, "data": measure_resident, "habits": measure_habits, "loader": measure_loader,
+    "pinned": measure_pinned,
+}  # fmt: skip
 
 
 class ClaimsOptions(BenchOptions):
-    """Common claims about attention masks, memory, precision, torch.compile, kept rows, clones, loader processes and
-    pinned memory."""
+    """Options of bench `claims`."""
 
     QUICK: ClassVar[dict[str, Any]] = {
         "blocks": 3, "repeats": 1, "block_s": 0.0, "layers": 1, "heads": 2, "width": 16, "context": 8, "batch": 4,
@@ -39,7 +36,7 @@ class ClaimsOptions(BenchOptions):
         "data_batch": 16, "epochs": 3, "load_batches": 4,
     }  # fmt: skip
 
-    parts: list[Part] = Field(list(PARTS), description="what to measure")
+    parts: list[Part] = Field(list(MEASURES), description="what to measure")
     blocks: Count = Field(15, description="repetitions that are kept; each runs one block of every arm")
     repeats: Count = Field(3, description="the same where a block is a process, or whole epochs")
     block_s: float = Field(0.25, ge=0, description="seconds that one block should take")
@@ -71,21 +68,17 @@ class ClaimsOptions(BenchOptions):
     load_batches: Count = Field(24, description="steps of a block with and without a loader process")
 
 
-def run(options: ClaimsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: ClaimsOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure the parts; see `ClaimsOptions`.
 
     Raises:
         InputError: rows not divisible by `accumulation`.
         RunError: a process failed.
     """
-    from jobs.bench.harness.sessions import restored_threads
-
     if options.rows % options.accumulation:
         raise InputError("rows", got=str(options.rows), expected=f"a multiple of accumulation {options.accumulation}")
-    found = BenchMeasurement("claims", quick, options.model_dump(), "seconds of a step, a pass or a block, by part")
+    found.block = "seconds of a step, a pass or a block, by part"
     with restored_threads(options.thread_count):
         for part in options.parts:
             say(part)
-            module, _, measure = PARTS[part].partition(":")
-            getattr(importlib.import_module(module), measure)(options, found, say)
-    return found
+            MEASURES[part](options, found, say)

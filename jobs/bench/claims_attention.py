@@ -7,7 +7,6 @@ The variants are explicit softmax attention and torch's fused attention, each wi
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate
-from jobs.bench.harness.sessions import DEVICE, synchronize
+from jobs.bench.harness.sessions import DEVICE, synchronize, timed
 from raytrain.models.attention import MaskCache, windowed_attention
 
 Attention = Callable[..., Any]
@@ -44,11 +43,17 @@ def measure_attention(options: Any, found: BenchMeasurement, say: Say) -> None:
         for name, way in ways.items():
             worst = float((way(*heads) - expected).abs().max())
             found.gate(Check(f"{name}: the same outputs", worst <= TOLERANCE, f"largest difference {worst:.3g}"))
-    ways[WINDOW] = partial(windowed_attention, window=64, masks=MaskCache())
-    times = _time(options, ways, heads)
-    found.arms |= times
+        ways[WINDOW] = partial(windowed_attention, window=64, masks=MaskCache())
+
+        def forward(way: Attention, times: int = 1) -> float:
+            return timed(lambda: [way(*heads) for _ in range(times * options.layers)]) / times
+
+        times = max(1, round(options.block_s / max(map(forward, ways.values()))))
+        arms = {name: partial(forward, way, times) for name, way in ways.items()}
+        seconds = alternate(arms, blocks=options.blocks)
+    found.arms |= seconds
     pairs = ((BUILT, KEPT), (FUSED_BUILT, FUSED_KEPT), (FUSED_KEPT, NONE), (BUILT, NONE), (NONE, WINDOW))
-    gain, fused, kept, none, _ = (found.compare(times, of=of, to=to) for of, to in pairs)
+    gain, fused, kept, none, _ = (found.compare(seconds, of=of, to=to) for of, to in pairs)
     found.values["mask_cache"] = MaskCache.total([cache])
     found.claim(
         f"keeping masks saves at least {PROMISED_GAIN - 1:.0%} of the forward pass of attention",
@@ -65,7 +70,10 @@ def measure_attention(options: Any, found: BenchMeasurement, say: Say) -> None:
         f"one mask of {options.length} tokens: {one} bytes; of 1024 exactly {1024 * 1024}, of n always n x n",
     )  # fmt: skip
     say(f"bytes at lengths {', '.join(map(str, options.lengths))}")
-    shapes = {name: _growth(options, ways[name]) for name in (BUILT, NONE, WINDOW)}
+    shapes: dict[str, dict[str, Any]] = {}
+    for name in (BUILT, NONE, WINDOW):
+        peaks = [_peak_bytes(ways[name], _draw_heads(options, rows=1, length=length)) for length in options.lengths]
+        shapes[name] = {"lengths": options.lengths, "bytes": peaks, **shape_of(options.lengths, peaks)}
     found.values["peak_bytes_by_length"] = shapes
     straight = shapes[NONE]["shape"] == "linear" and shapes[NONE]["r2"]["linear"] > STRAIGHT
     found.claim(
@@ -75,11 +83,10 @@ def measure_attention(options: Any, found: BenchMeasurement, say: Say) -> None:
     )
 
 
-def _draw_heads(options: Any, *, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_heads(options: Any, *, rows: int, length: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(options.seed)
     shape = (rows, options.heads, length, options.wide // options.heads)
-    q, k, v = (torch.randn(shape, generator=draw).to(DEVICE).requires_grad_() for _ in range(3))
-    return q, k, v
+    return [torch.randn(shape, generator=draw).to(DEVICE).requires_grad_() for _ in range(3)]
 
 
 def _mask(length: int) -> Tensor:
@@ -103,26 +110,7 @@ def _variants(cache: MaskCache) -> dict[str, Attention]:
     }  # fmt: skip
 
 
-def _time(options: Any, ways: dict[str, Attention], heads: tuple[Tensor, Tensor, Tensor]) -> dict[str, list[float]]:
-    @torch.no_grad()
-    def forward(way: Attention, times: int) -> float:
-        began = time.perf_counter()
-        for _ in range(times * options.layers):
-            way(*heads)
-        synchronize()
-        return (time.perf_counter() - began) / times
-
-    once = max(forward(way, 1) for way in ways.values())
-    times = max(1, round(options.block_s / once))
-    return alternate({name: partial(forward, way, times) for name, way in ways.items()}, blocks=options.blocks)
-
-
-def _growth(options: Any, way: Attention) -> dict[str, Any]:
-    peaks = [_peak_bytes(way, _draw_heads(options, rows=1, length=length)) for length in options.lengths]
-    return {"lengths": options.lengths, "bytes": peaks, **shape_of(options.lengths, peaks)}
-
-
-def _peak_bytes(way: Attention, heads: tuple[Tensor, Tensor, Tensor]) -> int:
+def _peak_bytes(way: Attention, heads: list[Tensor]) -> int:
     """The most bytes that a forward and backward pass allocates at a time, without its inputs."""
     for tensor in heads:
         tensor.grad = torch.zeros_like(tensor)

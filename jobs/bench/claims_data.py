@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,17 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jobs.bench.harness.inputs import draw_rows, job_of
-from jobs.bench.harness.measuring import (
-    BenchMeasurement,
-    Check,
-    Goal,
-    Say,
-    alternate,
-    equal_series,
-    median_interval,
-)
-from jobs.bench.harness.sessions import DEVICE, SessionArm, synchronize
+from jobs.bench.harness.inputs import draw_rows, job_of, perceptron_model
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, equal_series, median_interval
+from jobs.bench.harness.sessions import DEVICE, SessionArm, synchronize, timed
 from raytrain.data.prepare import DataPlan, prepare_source
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.residency import pin, to_device
@@ -34,6 +26,9 @@ from raytrain.train.loader import BatchLoader
 CLASSES = 4
 #: Width of the perceptron that trains on the rows.
 WIDTH = 16
+
+# ---------------------------------------------------------------- rows kept on the device
+
 OLD, NEW = "clone and copy", "resident"
 PARTS = ("conversion", "clone", "copy", "check", "compute")
 #: Seconds of all epochs of the old path over those of ours.
@@ -63,7 +58,7 @@ class Annotations:
 
 
 class Seconds:
-    """Seconds by part, epoch by epoch."""
+    """Seconds of the preparation, and of each part of each epoch."""
 
     def __init__(self) -> None:
         self.preparation = 0.0
@@ -84,10 +79,9 @@ class Seconds:
         """Each part over all epochs, and the preparation."""
         return {"preparation": self.preparation, **{part: sum(e[part] for e in self.epochs) for part in PARTS}}
 
-    @property
-    def total(self) -> float:
-        """The sum of the parts."""
-        return sum(self.parts().values())
+    def by_epoch(self) -> list[float]:
+        """The seconds of each epoch, without the preparation."""
+        return [sum(epoch.values()) for epoch in self.epochs]
 
     def busy(self) -> list[float]:
         """The fraction of each epoch that the model computes."""
@@ -97,11 +91,11 @@ class Seconds:
 class Perceptron:
     """The trained model, the same in every arm."""
 
-    def __init__(self, values: int, hidden: int, *, seed: int, device: torch.device = DEVICE) -> None:
+    def __init__(self, values: int, hidden: int, *, seed: int) -> None:
         torch.manual_seed(seed)
-        self.module = nn.Sequential(nn.Linear(values, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)).to(device)
+        self.module = nn.Sequential(nn.Linear(values, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)).to(DEVICE)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
-        self.losses: list[Tensor] = []
+        self._losses: list[Tensor] = []
 
     def step(self, batch: dict[str, Any]) -> None:
         """One step on a batch on the device; waits for the device, so that the time covers the whole step."""
@@ -109,8 +103,13 @@ class Perceptron:
         loss = nn.functional.cross_entropy(self.module(batch["x"]), batch["labels"])
         loss.backward()
         self.optimizer.step()
-        self.losses.append(loss.detach())
+        self._losses.append(loss.detach())
         synchronize()
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        return [float(loss) for loss in self._losses]
 
 
 def order_of(rows: int, batch: int, epochs: int, *, seed: int) -> list[list[np.ndarray]]:
@@ -182,7 +181,7 @@ def measure_resident(options: Any, found: BenchMeasurement, say: Say) -> None:
             seconds = resident(data, model, batch=options.data_batch, epochs=options.epochs, seed=options.seed)
         wall = time.perf_counter() - begin
         spent[name].append(seconds)
-        converted[name], losses[name] = data.converted, [float(loss) for loss in model.losses]
+        converted[name], losses[name] = data.converted, model.losses
         return wall
 
     walls = alternate({name: partial(block, name) for name in spent}, blocks=options.repeats)
@@ -194,7 +193,8 @@ def measure_resident(options: Any, found: BenchMeasurement, say: Say) -> None:
     detail = f"{converted[NEW]} against {converted[OLD]} conversions of {len(data)} annotations"
     found.gate(Check("converted once, against once an epoch", once, detail))
     for name, seconds in kept.items():
-        worst = max(abs(wall - one.total) / wall for wall, one in zip(walls[name], seconds, strict=True))
+        totals = [sum(one.parts().values()) for one in seconds]
+        worst = max(abs(wall - total) / wall for wall, total in zip(walls[name], totals, strict=True))
         allowed = UNACCOUNTED if not found.quick else 1.0
         found.gate(Check(f"{name}: the total is the sum of its parts", worst <= allowed, f"within {worst:.2%}"))
     _judge_resident(found, walls, kept, say)
@@ -205,29 +205,25 @@ def _judge_resident(
 ) -> None:
     """The ratios by epoch, the seconds of each part, and the fraction of the time that the model computes."""
 
-    def first_epoch(*, prepared: bool) -> dict[str, list[float]]:
-        return {
-            name: [one.preparation * prepared + sum(one.epochs[0].values()) for one in seconds]
-            for name, seconds in kept.items()
-        }
+    def of_each(value: Callable[[Seconds], float]) -> dict[str, list[float]]:
+        return {name: [value(one) for one in seconds] for name, seconds in kept.items()}
 
-    steady = {n: [sum(sum(e.values()) for e in one.epochs[1:]) for one in s] for n, s in kept.items()}
-    conversion = [one.parts()["conversion"] for one in kept[OLD]]
-    share = statistics.median(part / wall for part, wall in zip(conversion, walls[OLD], strict=True))
     total = found.compare(walls, of=OLD, to=NEW, name="all epochs", goal=GOAL)
-    for prepared, name in ((True, "first epoch, preparation included"), (False, "first epoch, preparation apart")):
-        found.compare(first_epoch(prepared=prepared), of=OLD, to=NEW, name=name)
-    later = found.compare(steady, of=OLD, to=NEW, name="every later epoch")
+    prepared, first = of_each(lambda one: one.preparation), of_each(lambda one: one.by_epoch()[0])
+    both = of_each(lambda one: one.preparation + one.by_epoch()[0])
+    found.compare(both, of=OLD, to=NEW, name="first epoch, preparation included")
+    found.compare(first, of=OLD, to=NEW, name="first epoch, preparation apart")
+    later = found.compare(of_each(lambda one: sum(one.by_epoch()[1:])), of=OLD, to=NEW, name="every later epoch")
+    conversion = median_of_ratios(of_each(lambda one: one.parts()["conversion"])[OLD], walls[OLD])
     found.claim(
         "rows kept on the device are at least 4.2 times the clone-and-copy path over all epochs", bool(total.met),
-        f"{total:.2f} times; conversion is {share:.0%} of the old path",
+        f"{total:.2f} times; conversion is {conversion:.0%} of the old path",
     )  # fmt: skip
     found.claim("2 to 5 times with rows loaded in advance", later.low >= 2, f"{later.median:.2f} times, epoch by epoch")
-    pairs = zip(kept[NEW], kept[OLD], strict=True)
-    prepared = statistics.median(new.preparation / sum(old.epochs[0].values()) for new, old in pairs)
+    cost = median_of_ratios(prepared[NEW], first[OLD])
     found.claim(
-        "the preparation is a one-time cost of about one epoch of conversions", 0.5 < prepared < 1.5,
-        f"{prepared:.2f} of an epoch of the old path",
+        "the preparation is a one-time cost of about one epoch of conversions", 0.5 < cost < 1.5,
+        f"{cost:.2f} of an epoch of the old path",
     )  # fmt: skip
     parts: dict[str, Any] = {}
     busy: dict[str, list[float]] = {}
@@ -244,7 +240,12 @@ def _judge_resident(
     )  # fmt: skip
 
 
-# -- habits ---------------------------------------------------------------------------------------
+def median_of_ratios(of: Sequence[float], to: Sequence[float]) -> float:
+    """The median of `of` / `to`, repetition by repetition."""
+    return statistics.median(a / b for a, b in zip(of, to, strict=True))
+
+
+# ---------------------------------------------------------------- habits
 
 
 def measure_habits(options: Any, found: BenchMeasurement, say: Say) -> None:
@@ -264,17 +265,15 @@ def measure_habits(options: Any, found: BenchMeasurement, say: Say) -> None:
     }
     models = {name: Perceptron(options.values, WIDTH, seed=options.seed) for name in ways}
 
-    def block(name: str) -> float:
-        begin = time.perf_counter()
+    def train(name: str) -> None:
         for number in range(options.block_steps):
             models[name].step(ways[name](batches[number % len(batches)]))
-        return time.perf_counter() - begin
 
-    times = alternate({name: partial(block, name) for name in ways}, blocks=options.blocks)
+    times = alternate({name: partial(timed, partial(train, name)) for name in ways}, blocks=options.blocks)
     found.arms |= {f"batches {name}": values for name, values in times.items()}
-    losses = {name: [float(loss) for loss in model.losses] for name, model in models.items()}
     for name in ("cloned", "always moved"):
-        found.gate(equal_series(f"batches {name}: the losses are unchanged", losses[name], losses["not cloned"]))
+        label = f"batches {name}: the losses are unchanged"
+        found.gate(equal_series(label, models[name].losses, models["not cloned"].losses))
     clone = found.compare(times, of="cloned", to="not cloned")
     check = found.compare(times, of="always moved", to="not cloned", name="always moved / device checked first")
     found.claim(
@@ -287,7 +286,7 @@ def measure_habits(options: Any, found: BenchMeasurement, say: Say) -> None:
     )  # fmt: skip
 
 
-# -- a loader process -----------------------------------------------------------------------------
+# ---------------------------------------------------------------- a loader process
 
 #: Fraction of the reading time that one loader process should hide.
 HIDDEN = Goal(at_least=0.6)
@@ -309,12 +308,9 @@ class ComputedItems:
             value += 1.0
         return {"x": torch.full((self.width,), float(index % 7)), "labels": index % CLASSES}
 
-    def read(self, rows: int) -> float:
-        """Seconds of reading so many rows, one after another."""
-        begin = time.perf_counter()
-        for index in range(rows):
-            self[index % self.rows]
-        return time.perf_counter() - begin
+    def read_batch(self) -> float:
+        """Seconds of reading a batch of rows, one after another."""
+        return timed(lambda: [self[index] for index in range(LOAD_BATCH)])
 
 
 def measure_loader(options: Any, found: BenchMeasurement, say: Say) -> None:
@@ -323,30 +319,26 @@ def measure_loader(options: Any, found: BenchMeasurement, say: Say) -> None:
     Both are a fixed amount of work, not a sleep, so that contention between the processes shows.
     """
     items = ComputedItems(LOAD_BATCH * options.load_batches, options.values)
-    width = 16 if found.quick else 1024
 
     def arm(workers: int) -> SessionArm:
-        model = {"builder": "raytrain.models.mlp:mlp", "hidden": [width] * 3, "num_classes": CLASSES}
+        """An arm that has taken two steps, the first of which starts its process."""
         job = job_of(
-            options, model, items, name="loader", threads=max(1, options.thread_count - 1),
+            options, perceptron_model(16 if found.quick else 1024, classes=CLASSES), items, name="loader",
+            threads=max(1, options.thread_count - 1),
             loop={"global_batch_size": LOAD_BATCH, "micro_batch_size": LOAD_BATCH, "log_every": 1},
-            scale={} if DEVICE.type == "cpu" else {"mode": "auto"},
+            scale={"mode": "cpu" if DEVICE.type == "cpu" else "auto"},
         )  # fmt: skip
         job["data"] |= {"storage": "stream", "loader_workers": workers}
-        return SessionArm(job, precision="fp32")
+        made = SessionArm(job)
+        made.run(2)
+        return made
 
-    alone = arm(0)
-    alone.run(2)
-    computing = alone.run(options.load_batches) / options.load_batches
-    trial = 10_000
-    items.rounds = trial  # an item takes its part of a step: the processes are forked after that
-    items.rounds = max(1, round(trial * computing / items.read(LOAD_BATCH)))
-    reading = min(items.read(LOAD_BATCH) for _ in range(5)) * options.load_batches
+    computing = arm(0).run(options.load_batches) / options.load_batches
+    items.rounds = trial = 10_000
+    items.rounds = max(1, round(trial * computing / items.read_batch()))  # before the processes are forked
+    reading = min(items.read_batch() for _ in range(5)) * options.load_batches
     arms = {"0 processes": arm(0), "1 process": arm(1)}
-    for one in arms.values():
-        one.run(2)  # starts the process
-    blocks = {name: partial(one.run, options.load_batches) for name, one in arms.items()}
-    times = alternate(blocks, blocks=options.blocks)
+    times = alternate({n: partial(one.run, options.load_batches) for n, one in arms.items()}, blocks=options.blocks)
     for one in arms.values():
         one.session.loader.close()
     found.gate(equal_series("one process reads the same rows", arms["1 process"].losses, arms["0 processes"].losses))
@@ -361,7 +353,7 @@ def measure_loader(options: Any, found: BenchMeasurement, say: Say) -> None:
     )  # fmt: skip
 
 
-# -- pinned memory --------------------------------------------------------------------------------
+# ---------------------------------------------------------------- pinned memory
 
 BEFORE, NEVER, ON_THE_WAY = "pinned before", "pageable", "pinned on the way"
 #: Copied in one block.
@@ -377,25 +369,15 @@ def measure_pinned(options: Any, found: BenchMeasurement, say: Say) -> None:
     draw = torch.Generator().manual_seed(options.seed)
     pageable = [torch.randn(PINNED_BYTES // 4, generator=draw) for _ in range(PINNED_BATCHES)]
     held = [pin(batch) for batch in pageable]
-    ways: dict[str, tuple[list[Tensor], Callable[[Tensor], Tensor]]] = {
-        NEVER: (pageable, lambda batch: to_device(batch, "cuda")),
-        BEFORE: (held, lambda batch: to_device(batch, "cuda")),
-        ON_THE_WAY: (pageable, lambda batch: to_device(pin(batch), "cuda")),
+    ways: dict[str, Callable[[], list[Tensor]]] = {
+        NEVER: lambda: [to_device(batch, "cuda") for batch in pageable],
+        BEFORE: lambda: [to_device(batch, "cuda") for batch in held],
+        ON_THE_WAY: lambda: [to_device(pin(batch), "cuda") for batch in pageable],
     }
-    for name, (batches, way) in ways.items():
-        same = all(torch.equal(way(batch).cpu(), kept) for batch, kept in zip(batches, pageable, strict=True))
-        found.gate(Check(f"{name}: the copies are equal", same, f"{len(batches)} batches, bit for bit"))
-
-    def block(name: str) -> float:
-        batches, way = ways[name]
-        synchronize()
-        begin = time.perf_counter()
-        for batch in batches:
-            way(batch)
-        synchronize()
-        return time.perf_counter() - begin
-
-    times = alternate({name: partial(block, name) for name in ways}, blocks=options.blocks)
+    for name, way in ways.items():
+        same = all(torch.equal(copied.cpu(), batch) for copied, batch in zip(way(), pageable, strict=True))
+        found.gate(Check(f"{name}: the copies are equal", same, f"{PINNED_BATCHES} batches, bit for bit"))
+    times = alternate({name: partial(timed, way) for name, way in ways.items()}, blocks=options.blocks)
     found.arms |= times
     first, second = (found.compare(times, of=NEVER, to=to) for to in (BEFORE, ON_THE_WAY))
     found.claim(PINNED_CLAIM, first.low >= 1.1, f"{first:.2f} times, pinned on the way {second.median:.2f} times")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.devices.inventory import missing_for_compile
+from cluster.devices.inventory import local_inventory, missing_for_compile
 from jobs.bench.harness.inputs import draw_bytes, draw_rows, gpt_model, job_of, perceptron_model
 from jobs.bench.harness.measuring import (
     BenchMeasurement,
     Goal,
+    Ratio,
     Say,
     alternate,
     compare,
@@ -24,8 +24,9 @@ from jobs.bench.harness.measuring import (
     median_interval,
 )
 from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
-from jobs.bench.harness.sessions import DEVICE, PlainLoop, SavedForBackward, SessionArm, alternate_steps
+from jobs.bench.harness.sessions import DEVICE, PlainLoop, SavedForBackward, SessionArm, alternate_steps, timed
 from raytrain.models.mlp import row_loss
+from raytrain.train.memory.device import memory_in_use
 
 MAX_STEPS = 100_000
 CLASSES = 10
@@ -37,13 +38,13 @@ WARM_STEPS = 5
 
 def _job(options: Any, model: dict[str, Any], data: Any, *, batch: int, optim: Any = None, **loop: Any) -> Any:
     loop = {"max_steps": MAX_STEPS, "global_batch_size": batch, "micro_batch_size": batch, "log_every": 0, **loop}
-    scale = {} if DEVICE.type == "cpu" else {"mode": "auto"}
     return job_of(
-        options, model, data, name="claims", loop=loop, threads=options.thread_count, optim=optim or {}, scale=scale
-    )
+        options, model, data, name="claims", loop=loop, threads=options.thread_count, optim=optim or {},
+        scale={"mode": "cpu" if DEVICE.type == "cpu" else "auto"},
+    )  # fmt: skip
 
 
-# -- memory ---------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- memory
 
 #: Without these malloc keeps freed memory, and the resident set does not show what is in use.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -54,21 +55,23 @@ def measure_memory(options: Any, found: BenchMeasurement, say: Say) -> None:
     """The bytes that a step adds to those of a step with one row, each in a process of its own: in one large batch, in
     several micro-batches, with activation checkpointing, and in bf16."""
     micro = options.rows // options.accumulation
-    small, large, again = f"{options.accumulation} x {micro} rows", f"1 x {options.rows} rows", "checkpointing"
+    small, large = f"{options.accumulation} x {micro} rows", f"1 x {options.rows} rows"
     ways: dict[str, dict[str, Any]] = {
-        small: {"micro": micro}, large: {"micro": options.rows}, again: {"micro": options.rows, "again": True},
-        "bf16": {"micro": options.rows, "precision": "bf16"},
+        small: {"micro_batch_size": micro}, large: {}, "checkpointing": {"activation_checkpointing": True}, "bf16": {},
     }  # fmt: skip
     losses: dict[str, list[float]] = {}
 
     def block(name: str) -> float:
         with ArmServer() as server:
-            arm = ArmProcesses(
-                server, "memory", "jobs.bench.claims_steps:serve_peak", {"options": options.model_dump(), **ways[name]},
-                environment=MALLOC,
-            )  # fmt: skip
+            path = server.folder / "text.txt"
+            length = (8 + PEAK_STEPS * options.rows) * options.long
+            path.write_bytes(bytes(97 + (31 * i * i + 7 * i) % 26 for i in range(length)))
+            model = gpt_model(options, width=options.wide, context=options.long)
+            job = _job(options, model, path, batch=options.rows, log_every=1, **ways[name])
+            settings = {"job": job, "precision": "bf16" if name == "bf16" else "fp32", "threads": options.thread_count}
+            arm = ArmProcesses(server, "memory", "jobs.bench.claims_steps:serve_peak", settings, environment=MALLOC)
             arm.await_ready()
-            (answer,) = arm.ask()
+            answer = arm.ask()
         losses[name] = answer["losses"]
         return float(answer["peak"] - answer["floor"])
 
@@ -76,7 +79,7 @@ def measure_memory(options: Any, found: BenchMeasurement, say: Say) -> None:
     found.values["bytes_above_the_floor"] = bytes_of
     claims = {
         small: f"{options.accumulation} micro-batches need less memory than one batch of the same rows",
-        again: "activation checkpointing needs less memory than keeping activations",
+        "checkpointing": "activation checkpointing needs less memory than keeping activations",
         "bf16": "bf16 needs less memory than fp32",
     }
     for name, claim in claims.items():
@@ -90,37 +93,29 @@ def measure_memory(options: Any, found: BenchMeasurement, say: Say) -> None:
 
 
 def serve_peak(settings: dict[str, Any], rank: int) -> None:
-    """A process of `measure_memory`."""
-    serve_blocks("memory", rank, lambda _request: _peak(settings))
-
-
-def _peak(settings: dict[str, Any]) -> dict[str, Any]:
-    """{"floor" after steps of one row, "peak" of the last steps, "losses"}."""
-    from jobs.bench.claims import ClaimsOptions
-    from raytrain.train.memory.device import memory_in_use
-
-    options = ClaimsOptions(**settings["options"])
-    torch.set_num_threads(options.thread_count)
-    text = bytes(97 + (31 * i * i + 7 * i) % 26 for i in range((8 + PEAK_STEPS * options.rows) * options.long))
-    job = _job(
-        options, gpt_model(options, width=options.wide, context=options.long), text, batch=options.rows,
-        micro_batch_size=settings["micro"], log_every=1, activation_checkpointing=settings.get("again", False),
-    )  # fmt: skip
-    arm = SessionArm(job, precision=settings.get("precision", "fp32"))
+    """A process of `measure_memory`: answers with the "floor" after steps of one row, the "peak" of the last steps and
+    their "losses"."""
+    torch.set_num_threads(settings["threads"])
+    arm = SessionArm(settings["job"], precision=settings["precision"])
     batches = arm.session.loader.batches
-    batches.global_batch_size = batches.micro_batch = 1
-    arm.run(FLOOR_STEPS)
-    in_use = memory_in_use(DEVICE)
-    batches.global_batch_size, batches.micro_batch = options.rows, settings["micro"]
-    arm.run(PEAK_STEPS)
-    return {
-        "floor": in_use["memory_reserved_bytes" if DEVICE.type == "cpu" else "memory_allocated_bytes"],
-        "peak": max(arm.reporter.peaks[FLOOR_STEPS + 2 :]),  # of each row: the loop resets the peak
-        "losses": arm.losses[FLOOR_STEPS:],
-    }
+    rows, micro = batches.global_batch_size, batches.micro_batch
+
+    def peak(_request: Any) -> dict[str, Any]:
+        batches.global_batch_size = batches.micro_batch = 1
+        arm.run(FLOOR_STEPS)
+        in_use = memory_in_use(DEVICE)
+        batches.global_batch_size, batches.micro_batch = rows, micro
+        return {
+            "seconds": arm.run(PEAK_STEPS),
+            "floor": in_use["memory_reserved_bytes" if DEVICE.type == "cpu" else "memory_allocated_bytes"],
+            "peak": max(arm.log.peaks[FLOOR_STEPS + 2 :]),  # of each row: the loop resets the peak
+            "losses": arm.losses[FLOOR_STEPS:],
+        }
+
+    serve_blocks("memory", peak)
 
 
-# -- precision ------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- precision
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 #: Commonly claimed gains of half-precision training: speed, and saved memory.
@@ -130,23 +125,25 @@ GPT = "gpt"
 
 def measure_precision(options: Any, found: BenchMeasurement, say: Say) -> None:
     """Full steps in each precision, of perceptrons by width and of the small GPT, and the bytes kept for backward."""
-    from cluster.devices.inventory import local_inventory
-
     units = matrix_units(local_inventory().cpu_flags) if DEVICE.type == "cpu" else torch.cuda.get_device_name()
-    gains: dict[str, Any] = {}
+    gains: dict[str, Ratio] = {}
     kept: dict[str, dict[str, float]] = {}
-    for model in (*options.widths, GPT):
-        name = model if model == GPT else f"mlp {model}"
-        say(f"precision: {name}")
-        gains[name], kept[name] = _compare_precisions(options, found, name, model)
+    for width in options.widths:
+        rows = draw_rows(4 * options.mlp_batch, width, classes=CLASSES, seed=options.seed)
+        job = _job(options, perceptron_model(width, classes=CLASSES), rows, batch=options.mlp_batch)
+        name, plain = f"mlp {width}", width == options.compare_width
+        gains[name], kept[name] = _compare_precisions(options, found, say, name, job, beside_plain=plain)
+    job = _job(options, gpt_model(options), draw_bytes(options.seed), batch=options.batch)
+    gains[GPT], kept[GPT] = _compare_precisions(options, found, say, GPT, job, beside_plain=False)
     found.values["saved_for_backward, bf16 / fp32"] = kept
-    best = max((f"mlp {width}" for width in options.widths), key=lambda name: gains[name].median)
+    perceptrons = [name for name in gains if name != GPT]
+    best = max(perceptrons, key=lambda name: gains[name].median)
     faster = [name for name, ratio in gains.items() if ratio.low > 1]
     found.claim(
         f"bf16 trains at least {PROMISED_SPEED} times as fast as fp32 at some width", gains[best].low >= PROMISED_SPEED,
         f"{best} {gains[best]:.2f}; faster: {', '.join(faster) or 'none'}; matrix units: {units}",
     )  # fmt: skip
-    for family, names in (("a perceptron", [name for name in kept if name != GPT]), ("a small GPT", [GPT])):
+    for family, names in (("a perceptron", perceptrons), ("a small GPT", [GPT])):
         shown = ", ".join(f"{name} {kept[name]['per_row']:.2f} ({kept[name]['total']:.2f})" for name in names)
         found.claim(
             f"bf16 keeps at least {PROMISED_MEMORY:.0%} fewer bytes of activations for backward, in {family}",
@@ -155,15 +152,13 @@ def measure_precision(options: Any, found: BenchMeasurement, say: Say) -> None:
         )
 
 
-def _compare_precisions(options: Any, found: BenchMeasurement, name: str, model: Any) -> tuple[Any, dict[str, float]]:
+def _compare_precisions(
+    options: Any, found: BenchMeasurement, say: Say, name: str, job: dict[str, Any], *, beside_plain: bool
+) -> tuple[Ratio, dict[str, float]]:
     """The gain from bf16, and its bytes kept for backward over those of fp32."""
-    if model == GPT:
-        job = _job(options, gpt_model(options), draw_bytes(options.seed), batch=options.batch)
-    else:
-        rows = draw_rows(4 * options.mlp_batch, model, classes=CLASSES, seed=options.seed)
-        job = _job(options, perceptron_model(model, classes=CLASSES), rows, batch=options.mlp_batch)
+    say(f"precision: {name}")
     ours = {precision: SessionArm(job, precision=precision) for precision in PRECISIONS}
-    plain = [precision for precision in ("fp32", "bf16") if model == options.compare_width]
+    plain = ("fp32", "bf16") if beside_plain else ()
     arms: dict[str, Any] = {**ours, **{f"plain {precision}": PlainArm(job, precision) for precision in plain}}
     for arm in arms.values():
         arm.run(WARM_STEPS)
@@ -185,31 +180,29 @@ def _compare_precisions(options: Any, found: BenchMeasurement, name: str, model:
             name=f"{name}: our gain from bf16 / the plain loop's own gain", words=("smaller", "larger"),
         )  # fmt: skip
         found.compare(times, of="plain fp32", to="fp32", name=f"{name}: plain / ours, fp32")
-    saved = {precision: _saved_bytes(ours[precision]) for precision in ("fp32", "bf16")}
-    return gain, {kind: saved["bf16"][kind] / saved["fp32"][kind] for kind in saved["fp32"]}
+    full, half = _saved_bytes(ours, whole=True), _saved_bytes(ours, whole=False)
+    per_row = {precision: full[precision] - half[precision] for precision in full}
+    return gain, {"total": full["bf16"] / full["fp32"], "per_row": per_row["bf16"] / per_row["fp32"]}
 
 
-def _saved_bytes(arm: SessionArm) -> dict[str, float]:
-    """Bytes saved for backward: of one batch (`total`, including a lower precision's copies of the weights), and of
-    each further row (`per_row`, activations only)."""
-    session = arm.session
-    indices, _ = session.loader.global_batch(session.state.cursor)
-
-    def saved(rows: int) -> int:
-        micro = session.loader.one(indices[:rows])
-        counter = SavedForBackward(session.trainable.module)
-        return counter.during(lambda: session.step.forward(micro.batch, global_weight=micro.weight))
-
-    full, half = len(indices), len(indices) // 2
-    total = saved(full)
-    return {"total": total, "per_row": (total - saved(half)) / (full - half)}
+def _saved_bytes(arms: dict[str, SessionArm], *, whole: bool) -> dict[str, int]:
+    """Bytes that a pass of each precision saves for backward, of a whole or of half a batch. Those of a lower precision
+    include copies of the weights, which the difference of both does not."""
+    found = {}
+    for precision in ("fp32", "bf16"):
+        session = arms[precision].session
+        indices, _ = session.loader.global_batch(session.state.cursor)
+        micro = session.loader.one(indices if whole else indices[: len(indices) // 2])
+        forward = partial(session.step.forward, micro.batch, global_weight=micro.weight)
+        found[precision] = SavedForBackward(session.trainable.module).during(forward)
+    return found
 
 
 class PlainArm:
     """The plain loop on a perceptron job's rows, in the job's order, with its weights."""
 
     def __init__(self, job: dict[str, Any], precision: str) -> None:
-        arm = SessionArm(job, precision="fp32")  # for its weights, rows and order; never trained
+        arm = SessionArm(job)  # for its weights, rows and order; never trained
         self.losses: list[float] = []
         self._loop = PlainLoop(
             arm.session.trainable.module, lambda model, batch: row_loss(model, batch).loss, _batches(arm),
@@ -218,9 +211,10 @@ class PlainArm:
 
     def run(self, steps: int) -> float:
         """As `SessionArm.run`."""
-        began = time.perf_counter()
+        return timed(lambda: self._train(steps))
+
+    def _train(self, steps: int) -> None:
         self.losses += [*self._loop.run(steps, log_every=MAX_STEPS), self._loop.last.item()]
-        return time.perf_counter() - began
 
 
 def _batches(arm: SessionArm) -> Iterator[dict[str, Tensor]]:
@@ -231,7 +225,7 @@ def _batches(arm: SessionArm) -> Iterator[dict[str, Tensor]]:
             yield {name: column.to(DEVICE) for name, column in split.gather(order[begin : begin + batch]).items()}
 
 
-# -- compiled code --------------------------------------------------------------------------------
+# ---------------------------------------------------------------- compiled code
 
 #: Commonly claimed speed-up of all optimisations together.
 PROMISED_TOGETHER = 2.0
@@ -270,18 +264,15 @@ def measure_compiled(options: Any, found: BenchMeasurement, say: Say) -> None:
 
 def gpt_arm(options: Any, *, optim: dict[str, Any] | None = None, **loop: Any) -> SessionArm:
     """The small GPT in fp32, with these keys of the loop."""
-    data = draw_bytes(options.seed)
-    loop = {"log_every": options.block_steps, **loop}
-    return SessionArm(
-        _job(options, gpt_model(options), data, batch=options.batch, optim=optim, **loop), precision="fp32"
-    )
+    data, loop = draw_bytes(options.seed), {"log_every": options.block_steps, **loop}
+    return SessionArm(_job(options, gpt_model(options), data, batch=options.batch, optim=optim, **loop))
 
 
 def _compare_modes(options: Any, found: BenchMeasurement, say: Say) -> None:
     """Modes that do not compile every part are skipped, with their reason."""
     arms = {"eager": gpt_arm(options)}
     arms["eager"].run(2 * options.block_steps)
-    skipped: dict[str, str] = {}
+    found.values["skipped"] = skipped = dict[str, str]()
     for mode in options.modes:
         say(f"compile: {mode}, the first steps")
         arm = gpt_arm(options, compile=mode, compile_parts="blocks")
@@ -290,14 +281,12 @@ def _compare_modes(options: Any, found: BenchMeasurement, say: Say) -> None:
         assert compiled is not None  # asked for
         status = found.values[mode] = compiled.status()
         if status["achieved"] != f"{len(status['parts'])} of {len(status['parts'])} parts":
-            skipped[mode] = "; ".join(status["reasons"]) or status["achieved"]
+            skipped[mode] = why = "; ".join(status["reasons"]) or status["achieved"]
+            found.cannot(f"torch.compile ({mode}) makes steps faster", f"skipped, not every part is compiled: {why}")
             continue
         label = f"{mode}: the losses are those of eager code"
         found.gate(equal_series(label, arm.losses, arms["eager"].losses, relative=TOLERANCE))
         arms[mode] = arm
-    found.values["skipped"] = skipped
-    for mode, why in skipped.items():
-        found.cannot(f"torch.compile ({mode}) makes steps faster", f"skipped, not every part is compiled: {why}")
     times = alternate_steps(arms, steps=options.block_steps, blocks=options.blocks)
     found.arms |= times
     paying = {}

@@ -3,26 +3,48 @@
 Each layout has separate processes; blocks alternate. Workers and hosts have one thread each, the single process has
 `threads`. On a busy machine two threads of one process wait for each other more than two processes do. Therefore only
 rounds in which the single process is close to its best time are compared.
+
+Workers and the single process serve requests of the bench, a host serves its workers; waiting uses no CPU. They meet in
+a transport group without Ray, which the processes of benches `moves` and `lifecycle` have as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
+import torch
+import torch.distributed as dist
 from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from cluster.config import Count, Text
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Ratio, Say, alternate
+from experts.config import ExpertsConfig, LayerShape
+from experts.distribute import LoadLog, hand_over
+from experts.exchange.dispatch import RemoteExperts
+from experts.exchange.host_server import HostServer
+from experts.exchange.membership import Membership
+from experts.layer import MoELayer
+from experts.models import moe_layer
+from experts.placement.policy import PlacementRules, first_placement
+from experts.placement.values import Placement
+from experts.router import LoadTracker
+from experts.transport import JointGroup
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
 from jobs.bench.harness.options import BenchOptions
-from jobs.bench.harness.processes import ArmProcesses, ArmServer
+from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
+from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from raytrain.train.memory.device import keep_freed_memory
+from raytrain.train.parallel.flat_gradients import GradientBuffers
+from raytrain.trainable import LocalStep, Trainable
 
 #: Two hosts of one thread each over the single process with two threads, and the bound of each round.
 HOSTS_GOAL, HOSTS_BOUND = Goal(at_most=1.25), 1.4
@@ -33,12 +55,9 @@ CALM = 1.15
 #: Largest difference over the largest value: sums in a different order, the precision of bf16.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
-RunSteps = Callable[[int], dict[str, Any]]
-"""Run a number of passes; returns the answer of `ExpertsArm.run_passes`."""
-
 
 class ExpertsOptions(BenchOptions):
-    """A layer with experts on hosts or partitioned across workers, against one process."""
+    """Options of bench `experts`."""
 
     QUICK: ClassVar[dict[str, Any]] = {
         "tokens": 64, "width": 16, "experts": 4, "layouts": ["1+2", "2+0"], "blocks": 3, "block_s": 0.0
@@ -77,40 +96,28 @@ class ExpertsArm(ArmProcesses):
 
     def __init__(self, server: ArmServer, layout: ExpertsLayout, options: ExpertsOptions) -> None:
         self.layout, name = layout, str(layout).replace(" ", "")
-        self._files = server.folder / name
+        files = str(server.folder / name)
+        self._stem = f"{files}-results"
         settings = {
             **options.model_dump(include={"tokens", "width", "top_k", "seed"}), "num_experts": options.experts,
-            "arm": name, "workers": layout.workers, "hosts": layout.hosts, "store": f"{self._files}.store",
+            "arm": name, "workers": layout.workers, "hosts": layout.hosts, "store": f"{files}.store",
         }  # fmt: skip
         super().__init__(
-            server, name, "jobs.bench.experts_arms:run_layer", settings,
+            server, name, "jobs.bench.experts:run_layer", settings,
             processes=max(1, layout.workers + layout.hosts), connecting=max(1, layout.workers),
         )  # fmt: skip
 
-    def run_passes(self, *, steps: int, **more: Any) -> dict[str, Any]:
-        """Run a block; returns the answer of the slowest worker, with the CPU seconds of all processes.
-
-        Raises:
-            RunError: a process died.
-        """
-        before = self.cpu_seconds()
-        answer = self.ask_slowest(steps=steps, **more)
-        return {**answer, "cpu_s": self.cpu_seconds() - before}
-
     def results(self, dtype: str) -> list[dict[str, Tensor]]:
         """The output and gradients of one pass in each worker."""
-        from safetensors.torch import load_file
-
-        stem = f"{self._files}-results"
-        self.run_passes(steps=1, dtype=dtype, results=stem)
-        paths = [f"{stem}-{rank}.safetensors" for rank in range(max(1, self.layout.workers))]
+        self.ask(dtype=dtype, results=self._stem)
+        paths = [f"{self._stem}-{rank}.safetensors" for rank in range(max(1, self.layout.workers))]
         results = [load_file(path) for path in paths]
         for path in paths:
             os.unlink(path)
         return results
 
 
-def run(options: ExpertsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: ExpertsOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure the exchange by layout.
 
     Raises:
@@ -118,7 +125,7 @@ def run(options: ExpertsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         RunError: a process died.
     """
     layouts = _layouts(options)
-    found = BenchMeasurement("experts", quick, options.model_dump(), "seconds of one forward and backward pass")
+    found.block = "seconds of one forward and backward pass"
     found.values |= {"exchange": {}}
     with ArmServer() as server:
         say("starting the processes")
@@ -129,7 +136,6 @@ def run(options: ExpertsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
             say(f"{dtype}: {', '.join(str(arm.layout) for arm in arms)}")
             if not _measure(options, found, alone, arms, dtype=dtype):
                 break
-    return found
 
 
 def _layouts(options: ExpertsOptions) -> list[ExpertsLayout]:
@@ -150,36 +156,33 @@ def _measure(
     options: ExpertsOptions, found: BenchMeasurement, alone: ExpertsArm, arms: list[ExpertsArm], *, dtype: str
 ) -> bool:
     """Check the gate, then run blocks in turn; False if the gate failed."""
-    threads, blocks = options.thread_count, options.blocks
+    threads = options.thread_count
     (reference,) = alone.results(dtype)
     for arm in arms:
         name = f"{dtype}: outputs and gradients of {arm.layout} equal those in one process"
         if not found.gate(equal_tensors(name, join(arm.results(dtype)), reference, tolerance=TOLERANCE[dtype])):
             return False
-    answers: dict[str, list[dict[str, Any]]] = {}
+    ways: dict[str, tuple[ExpertsArm, dict[str, Any]]] = {
+        **{_alone(number): (alone, {"dtype": dtype, "threads": number}) for number in (threads, 1)},
+        **{str(arm.layout): (arm, {"dtype": dtype}) for arm in arms},
+    }
+    steps, cpu_s = dict.fromkeys(ways, 1), {name: list[float]() for name in ways}
 
-    def block_of(name: str, run: RunSteps) -> Callable[[], float]:
-        steps = max(1, min(500, round(options.block_s / run(1)["seconds"])))
-        kept = answers.setdefault(name, [])
+    def block(name: str) -> float:
+        arm, request = ways[name]
+        before = arm.cpu_seconds()
+        answer = arm.ask(steps=steps[name], **request)
+        cpu_s[name].append((arm.cpu_seconds() - before) / steps[name])
+        return answer["seconds"] / steps[name]
 
-        def block() -> float:
-            answer = run(steps)
-            kept.append({key: answer[key] / steps for key in ("seconds", "cpu_s")})
-            return kept[-1]["seconds"]
-
-        return block
-
-    def run_arm(arm: ExpertsArm, **more: Any) -> RunSteps:
-        return lambda steps: arm.run_passes(steps=steps, dtype=dtype, **more)
-
-    runs = {_alone(number): run_arm(alone, threads=number) for number in (threads, 1)}
-    runs |= {str(arm.layout): run_arm(arm) for arm in arms}
-    times = alternate({name: block_of(name, run) for name, run in runs.items()}, blocks=blocks)
+    for name in ways:
+        steps[name] = max(1, min(500, round(options.block_s / block(name))))
+    times = alternate({name: partial(block, name) for name in ways}, blocks=options.blocks)
     found.arms |= {f"{dtype}, {name}": values for name, values in times.items()}
     single = times[_alone(threads)]
     calm = [n for n, seconds in enumerate(single) if seconds <= CALM * min(single)]
     times = {name: [values[n] for n in calm] for name, values in times.items()}
-    cpu = {name: statistics.median(kept[-blocks:][n]["cpu_s"] for n in calm) for name, kept in answers.items()}
+    cpu = {name: statistics.median(values[-options.blocks :][n] for n in calm) for name, values in cpu_s.items()}
     found.values["exchange"][dtype] = {
         "calm_rounds": calm,
         "layouts": {name: {"ms": 1e3 * statistics.median(times[name]), "cpu_s": cpu[name]} for name in times},
@@ -199,12 +202,13 @@ def _judge(
             goal = goals.get((arm.layout, threads))
             name = f"{dtype}: {arm.layout} / {_alone(threads)}"
             ratio = found.compare(times, of=str(arm.layout), to=_alone(threads), name=name, goal=goal)
+            seen = f"{ratio}, {len(ratio.values)} calm rounds"
             if goal is COLOCATED_GOAL:
                 effect = f"{dtype}: two colocated workers take at most 0.65 of the time of one"
-                found.claim(effect, bool(ratio.met), _seen(ratio))
+                found.claim(effect, bool(ratio.met), seen)
             elif goal is HOSTS_GOAL:
                 effect = f"{dtype}: two hosts of one thread each cost at most 1.25 of one process with two"
-                found.claim(effect, bool(ratio.met), _seen(ratio))
+                found.claim(effect, bool(ratio.met), seen)
                 worst = max(ratio.values)
                 found.claim(f"{dtype}: never more than {HOSTS_BOUND:g} of it", worst <= HOSTS_BOUND, f"{worst:.3f}")
 
@@ -213,15 +217,9 @@ def _alone(threads: int) -> str:
     return f"in process, {threads} thread(s)"
 
 
-def _seen(ratio: Ratio) -> str:
-    return f"{ratio}, {len(ratio.values)} calm rounds"
-
-
 def join(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The results of all workers as of one process: tokens concatenated, gradients of the router summed, gradients of
     the experts from rank 0."""
-    import torch
-
     joined = dict(results[0])
     for name in ("output", "gradient of the input"):
         joined[name] = torch.cat([part[name] for part in results])
@@ -240,3 +238,178 @@ def equal_tensors(name: str, ours: dict[str, Tensor], theirs: dict[str, Tensor],
     worst = max(differences, key=lambda key: differences[key])
     detail = f"{len(differences)} tensors, largest difference {differences[worst]:.2g} of {worst}, wanted {tolerance:g}"
     return Check(name, all(value <= tolerance for value in differences.values()), detail)
+
+
+# ---------------------------------------------------------------- in the processes: a group without Ray
+
+#: Longest wait of an arm while the others run their blocks, which can take long on a busy machine.
+TIMEOUT_S = 4 * 3600.0
+
+
+@dataclass(frozen=True)
+class FileConnection:
+    """A worker's connection to its hosts, with a fixed set of members that meet through a file.
+
+    Args:
+        settings: with "store", "workers" and "hosts" (0: the workers hold the experts).
+        place: returns the initial placement of the layers of a model.
+    """
+
+    settings: dict[str, Any]
+    rank: int
+    place: Callable[[list[LayerShape], PlacementRules], Placement]
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[JointGroup, Membership]:
+        """Join the group of all processes."""
+        membership = Membership(
+            generation=1, rank=self.rank, workers=self.settings["workers"], placement=self.place(shapes, rules),
+            run_path="unused", host=None if self.settings["hosts"] else self.rank,
+        )  # fmt: skip
+        return joint_group(self.settings, self.rank), membership
+
+
+def joint_group(settings: dict[str, Any], rank: int) -> JointGroup:
+    """This process's end of the group: workers first, then hosts."""
+    workers, hosts = settings["workers"], settings["hosts"]
+    size = workers + hosts
+    return JointGroup(
+        dist.FileStore(settings["store"], size),  # pyright: ignore[reportPrivateImportUsage]
+        name="bench-experts", rank=rank, size=size, workers=workers,
+        holders=list(range(workers, size)) if hosts else list(range(workers)), device=torch.device("cpu"),
+        interface="lo", timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+
+
+def serve_host(settings: dict[str, Any], rank: int, placement: Placement) -> None:
+    """Run as a host until the workers let it exit."""
+    group, device = joint_group(settings, rank), torch.device("cpu")
+    HostServer(group, host=rank - settings["workers"], generation=1, placement=placement, device=device).serve()
+
+
+# ---------------------------------------------------------------- in the processes: the layer
+
+#: Updates of the loss-free bias before the measurements, after which all experts have nearly the same load.
+BALANCING_ROUNDS = 200
+#: Of the gradients of the layer's output: at a learning rate of 1 the experts' weights change by about their own size.
+GRADIENT_STD = 1e-2
+#: Plain gradient descent, unclipped: one step at a learning rate of 1 shows every expert's gradient.
+OPTIM = OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=None)
+
+
+class LayerRunner:
+    """The layer with this process's part of the tokens: all of them and all experts in the single process (0 workers),
+    else with the experts where the layout has them."""
+
+    def __init__(self, settings: dict[str, Any], rank: int) -> None:
+        workers, tokens, width = max(1, settings["workers"]), settings["tokens"], settings["width"]
+        section = ExpertsConfig(num_experts=settings["num_experts"], top_k=settings["top_k"], balance="bias")
+        torch.manual_seed(settings["seed"])
+        self.layer = moe_layer(width, section, residual_scale=1.0)
+        draw = torch.Generator().manual_seed(settings["seed"])
+        x_TD = torch.randn(tokens, width, generator=draw)
+        grad_TD = GRADIENT_STD * torch.randn(tokens, width, generator=draw)
+        self.counts = balance(self.layer, x_TD)
+        part = slice(rank * tokens // workers, (rank + 1) * tokens // workers)
+        self.x, self.grad = x_TD[part].clone().requires_grad_(), grad_TD[part].clone()
+        self.client: Any = None
+        if settings["workers"]:
+            self._hand_over(settings, rank)
+        self.buffers = GradientBuffers(self.layer.parameters())
+
+    def _hand_over(self, settings: dict[str, Any], rank: int) -> None:
+        self.first = {name: one.detach() for name, one in self.layer.experts.named_parameters()}
+        trainable = Trainable(torch.nn.ModuleList([self.layer]), loss=_no_loss)
+        trainable.interval_log = LoadLog(LoadTracker([self.layer.router]))
+        connection = FileConnection(settings, rank, lambda _shapes, _rules: place(settings))
+        hand_over(trainable, ExpertsConfig().connected(connection))
+        assert isinstance(self.layer.experts, RemoteExperts)
+        self.client = self.layer.experts.client
+        self._restore()
+
+    def _restore(self) -> None:
+        """Reset remote experts to their initial weights."""
+        self.client.configure(OPTIM, dtype=torch.float32, device=torch.device("cpu"))
+
+    def once(self, dtype: str) -> Tensor:
+        """Run forward and backward once; returns the output and leaves the gradient of the input in `x.grad`."""
+        self.x.grad = None
+        lower = torch.autocast("cpu", torch.bfloat16) if dtype == "bf16" else contextlib.nullcontext()
+        with lower:
+            y = self.layer(self.x.unsqueeze(0))[0].squeeze(0)
+        y.backward(self.grad)
+        return y.detach()
+
+    def run_block(self, request: dict[str, Any]) -> dict[str, float]:
+        """Run "steps" passes; the gradients of all processes are zero afterwards."""
+        torch.set_num_threads(request.get("threads", 1))
+        began = time.perf_counter()
+        for _ in range(request["steps"]):
+            self.once(request["dtype"])
+        seconds = time.perf_counter() - began
+        if self.client is not None:
+            self.client.discard()
+        self.buffers.zero_()
+        return {"seconds": seconds}
+
+    def results(self, dtype: str) -> dict[str, Tensor]:
+        """The output of one pass with the initial weights, the gradients of input and router, and those of the experts:
+        of remote ones on rank 0, their change in a step at a learning rate of 1."""
+        self.buffers.zero_()
+        y = self.once(dtype)
+        gradients = {name: parameter.grad for name, parameter in self.layer.named_parameters()}
+        results = {"output": y, "gradient of the input": self.x.grad}
+        results |= {f"gradient of {name}": value for name, value in gradients.items()}
+        kept = {name: value.clone() for name, value in results.items() if value is not None}
+        if self.client is not None:
+            nothing = torch.zeros((), dtype=torch.float64)
+            self.client.agree(LocalStep(self.client.steps + 1, nothing, torch.tensor(False), lr=1.0))
+            after = self.client.fetch(0)
+            for name in self.first if after is not None else ():
+                stacked = torch.stack([weights[name] for weights in after or ()])
+                kept[f"gradient of experts.{name}"] = self.first[name] - stacked
+            self._restore()
+        self.buffers.zero_()
+        return kept
+
+
+@torch.no_grad()
+def balance(layer: MoELayer, x_TD: Tensor) -> list[int]:
+    """Train the router's bias from zero until it balances the load of this input; returns the rows of each expert."""
+    router = layer.router
+    router.bias_E.zero_()
+    for _ in range(BALANCING_ROUNDS):
+        router.pending_counts.zero_()
+        router(x_TD.unsqueeze(0))
+        router.commit(router.pending_counts.clone(), skipped=False)
+    return router(x_TD.unsqueeze(0)).counts_E.tolist()
+
+
+def place(settings: dict[str, Any]) -> Placement:
+    """The fixed placement of the layer."""
+    return first_placement([settings["num_experts"]], hosts=settings["hosts"] or settings["workers"])
+
+
+def _no_loss(_module: torch.nn.Module, _batch: Any) -> Any:
+    raise AssertionError("the bench calls the layer")
+
+
+def run_layer(settings: dict[str, Any], rank: int) -> None:
+    """Run as the process of this rank: a worker, the single process, or a host."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    if settings["workers"] and rank >= settings["workers"]:
+        serve_host(settings, rank, place(settings))
+        return
+    runner = LayerRunner(settings, rank)
+
+    def run_block(request: dict[str, Any]) -> dict[str, Any]:
+        if "results" in request:
+            save_file(runner.results(request["dtype"]), f"{request['results']}-{rank}.safetensors")
+        return runner.run_block(request)
+
+    serve_blocks(settings["arm"], run_block)
+    if runner.client is not None:
+        runner.client.end()  # lets the hosts exit

@@ -1,31 +1,62 @@
-"""Bench `infer`: generation in batches, against transformers; what the pool costs; stages.
+"""Bench `infer`: generation in batches, against transformers; a model over two stages.
 
 Generation is compared by CPU seconds of one process, which other programs on the machine disturb less than the clock.
-Jobs of several workers are compared by the clock.
+Stages are compared by the clock.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import Field
+from torch import Tensor, nn
 
 from cluster.config import Count
-from jobs.bench.harness.measuring import BenchMeasurement, Say
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
 from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.sessions import restored_threads, timed
+from jobs.driver.runtime import connected
+from raytrain.config.sections import InferConfig, ModelConfig
+from raytrain.infer.generate import Sampling, generate, greedy_answers
+from raytrain.infer.input import InputRows
+from raytrain.infer.model import InferenceModel
+from raytrain.infer.stages.actors import remote_pipeline
+from raytrain.infer.stages.partition import plan_stages
+from raytrain.infer.stages.split import SplitModule, StageSplit, skeleton_of
+from raytrain.infer.stages.stage import parts_of
+from raytrain.infer.worker import Work
+from raytrain.models.gpt import gpt
+from raytrain.models.weights.stored import export_weights
+from raytrain.trainable import Trainable
 
-Part = Literal["batches", "transformers", "pool", "stages"]
-PARTS: tuple[Part, ...] = ("batches", "transformers", "pool", "stages")
+Part = Literal["batches", "transformers", "stages"]
+PARTS: tuple[Part, ...] = ("batches", "transformers", "stages")
+VOCABULARY = 256  # bytes
+#: Tokens/s of a batch of so many rows over those of single rows, and ours over transformers'.
+GOALS_BATCHED = {4: Goal(at_least=2.7), 16: Goal(at_least=4.0)}
+GOAL_TRANSFORMERS = Goal(at_least=1.0)
+#: Seconds of one process with the whole model over those of two stages with all batches in flight; 16 / 9 is possible.
+GOAL_STAGES = Goal(at_least=1.3)
+STAGES = 2
+
+Answering = Callable[[list[list[int]]], list[list[int]]]
 
 
 class InferOptions(BenchOptions):
-    """Batch inference: generation in batches, against transformers; workers."""
+    """Options of bench `infer`."""
 
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "heads": 2, "width": 16, "prompt": 6, "tokens": 4, "batches": [1, 4], "blocks": 2,
-        "jobs": 1, "units": 4, "unit_rows": 2, "answer": 2,
-        "steady_rows": 4, "stage_blocks": 1,
-        "stage_layers": 2, "stage_width": 16, "stage_rows": 2, "stage_tokens": 8, "micro_batches": 2,
+        "stage_blocks": 1, "stage_layers": 2, "stage_width": 16, "stage_rows": 2, "stage_tokens": 8, "micro_batches": 2,
         "parts": ["batches", "transformers"],
     }  # fmt: skip
 
@@ -38,11 +69,6 @@ class InferOptions(BenchOptions):
     prompt: Count = Field(32, description="tokens of the longest prompt; the shortest has half of them")
     tokens: Count = Field(64, description="tokens of an answer")
     batches: list[Count] = Field([1, 4, 16], description="rows of a batch")
-    jobs: Count = Field(3, description="repetitions of jobs with workers; each runs one job of every arm")
-    unit_rows: Count = Field(16, description="rows of a batch of a worker")
-    units: Count = Field(16, description="units of a job")
-    steady_rows: Count = Field(256, description="rows of such a unit, in batches of unit_rows")
-    answer: Count = Field(24, description="tokens of an answer of a worker")
     stage_blocks: Count = Field(7, description="repetitions of the batches over stages that are kept")
     stage_layers: Count = Field(8, description="of the GPT over stages")
     stage_width: Count = Field(256, description="of the GPT over stages")
@@ -51,23 +77,177 @@ class InferOptions(BenchOptions):
     micro_batches: Count = Field(8, description="batches over stages, all of them in flight in one arm")
 
 
-def run(options: InferOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure; see `InferOptions`.
 
     Raises:
         RunError: Ray did not start.
     """
-    from jobs.bench.harness.sessions import restored_threads
-    from jobs.bench.infer_generation import measure_batches
-    from jobs.bench.infer_workers import measure_pool, measure_stages
-
-    block = "CPU seconds of a token, for jobs of workers seconds of a job"
-    found = BenchMeasurement("infer", quick, options.model_dump(), block)
-    with restored_threads(options.thread_count):
-        if "batches" in options.parts:
-            measure_batches(options, found, say)
-    if "pool" in options.parts:
-        measure_pool(options, found, say)
+    found.block = "CPU seconds of a token, for stages seconds of all batches"
+    if "batches" in options.parts:
+        with restored_threads(options.thread_count):
+            _measure_batches(options, found, say)
     if "stages" in options.parts:
-        measure_stages(options, found, say)
-    return found
+        _measure_stages(options, found, say)
+
+
+def seeded_gpt(*, layers: int, heads: int, width: int, context: int, vocab_size: int, seed: int) -> Trainable:
+    """A GPT with random weights that are the same in every process."""
+    torch.manual_seed(seed)
+    return gpt(layers=layers, heads=heads, width=width, context=context, vocab_size=vocab_size)
+
+
+# ---------------------------------------------------------------- batches
+
+
+def _measure_batches(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
+    """Tokens/s of our generation in batches, against single rows and transformers."""
+    sampling, context = Sampling(options.tokens), options.prompt + options.tokens
+    sizes = {"layers": options.layers, "heads": options.heads, "width": options.width}
+    made = seeded_gpt(**sizes, context=context, vocab_size=VOCABULARY, seed=options.seed)
+    module = made.module.eval().requires_grad_(False)
+    arms: dict[str, Answering] = {"ours": partial(generate, module, sampling=sampling, context=context)}
+    if "transformers" in options.parts:
+        if importlib.util.find_spec("transformers") is None:
+            found.cannot("as fast as transformers' generate", "transformers is not installed")
+        else:
+            copy = transformers_gpt2(module)
+            arms["transformers"] = lambda prompts: greedy_answers(copy, None, prompts, sampling=sampling, numbers=())
+    if not _agree(options, found, arms):
+        return
+    blocks = {
+        f"{name}, batch {rows}": partial(_per_token, answer, prompts_of(options, rows), options.tokens)
+        for rows in options.batches
+        for name, answer in arms.items()
+    }
+    say(f"{options.blocks} blocks of {len(blocks)} arms, {options.tokens} tokens a row")
+    times = alternate(blocks, blocks=options.blocks)
+    found.arms |= times
+    found.values["tokens_per_s"] = {name: 1 / statistics.median(values) for name, values in times.items()}
+    single = min(options.batches)
+    for rows in options.batches:
+        if rows != single:
+            found.compare(
+                times, of=f"ours, batch {single}", to=f"ours, batch {rows}", goal=GOALS_BATCHED.get(rows),
+                name=f"tokens/s, batch {rows} / batch {single}",
+            )  # fmt: skip
+    for rows in options.batches if "transformers" in arms else ():
+        found.compare(
+            times, of=f"transformers, batch {rows}", to=f"ours, batch {rows}", goal=GOAL_TRANSFORMERS,
+            name=f"tokens/s, ours / transformers, batch {rows}",
+        )  # fmt: skip
+
+
+def prompts_of(options: InferOptions, rows: int) -> list[list[int]]:
+    """Random prompts of half to the full length; a batch of several sizes needs its padding."""
+    draw = torch.Generator().manual_seed(options.seed)
+    lengths = torch.randint(max(1, options.prompt // 2), options.prompt + 1, (rows,), generator=draw).tolist()
+    return [torch.randint(VOCABULARY, (length,), generator=draw).tolist() for length in lengths]
+
+
+def _agree(options: InferOptions, found: BenchMeasurement, arms: Mapping[str, Answering]) -> bool:
+    """Whether every arm gives the same tokens in batches as ours does row by row."""
+    prompts = prompts_of(options, max(options.batches))
+    single = [arms["ours"]([prompt])[0] for prompt in prompts]
+    equal = True
+    for name, answer in arms.items():
+        wrong = sum(a != b for a, b in zip(answer(prompts), single, strict=True))
+        detail = f"{len(prompts) - wrong} of {len(prompts)} answers are equal"
+        equal &= found.gate(Check(f"{name}, in a batch: the tokens of single rows", not wrong, detail))
+    return equal
+
+
+def _per_token(answer: Answering, prompts: list[list[int]], tokens: int) -> float:
+    """CPU seconds of a token."""
+    began = time.process_time()
+    answer(prompts)
+    return (time.process_time() - began) / (len(prompts) * tokens)
+
+
+def transformers_gpt2(module: nn.Module) -> nn.Module:
+    """transformers' GPT-2 with the weights of our GPT, whose missing biases are zeros there: the same function."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    made: Any = module
+    vocabulary, width = made.tokens.weight.shape
+    config = GPT2Config(
+        n_layer=len(made.blocks), n_head=made.blocks[0].attention.heads, n_embd=width, vocab_size=vocabulary,
+        n_positions=made.context, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    copy: Any = GPT2LMHeadModel(config).eval()
+    weights = {name: torch.zeros_like(value) for name, value in copy.state_dict().items() if name.endswith(".bias")}
+    weights["transformer.wte.weight"] = weights["lm_head.weight"] = made.tokens.weight
+    weights["transformer.wpe.weight"], weights["transformer.ln_f.weight"] = made.positions, made.norm.weight
+    for number, block in enumerate(made.blocks):
+        weights |= {
+            f"transformer.h.{number}.{name}": value
+            for name, value in {
+                "ln_1.weight": block.norm_attention.weight, "attn.c_attn.weight": block.attention.qkv.weight.t(),
+                "attn.c_proj.weight": block.attention.out.weight.t(), "ln_2.weight": block.norm_feed_forward.weight,
+                "mlp.c_fc.weight": block.feed_forward.up.weight.t(),
+                "mlp.c_proj.weight": block.feed_forward.out.weight.t(),
+            }.items()
+        }  # fmt: skip
+    copy.load_state_dict(weights)
+    return copy
+
+
+# ---------------------------------------------------------------- stages
+
+
+def _measure_stages(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
+    """Seconds of the same batches through the whole model, and over two stages with one or all of them in flight."""
+    draw = torch.Generator().manual_seed(options.seed)
+    shape = (options.stage_rows, options.stage_tokens)
+    batches = [torch.randint(VOCABULARY, shape, generator=draw) for _ in range(options.micro_batches)]
+    outputs: dict[str, list[Tensor]] = {}
+    say("stages: starting Ray")
+    with (
+        TemporaryDirectory(prefix="bench-infer-") as folder,
+        connected("local", num_cpus=STAGES + 1, num_gpus=0, verbose=False),
+        ThreadPoolExecutor(len(batches)) as pool,
+        restored_threads(1),
+        torch.inference_mode(),
+    ):
+        model, whole = _stored_gpt(options, Path(folder))
+        split = StageSplit(plan_stages(parts_of(skeleton_of(model)), STAGES), len(batches))
+        work = Work(model, InferConfig(), InputRows.at([]), folder, 1, 0, 1, split=split)
+        pipeline = remote_pipeline(work, cpus=1, gpus=0)
+        staged = SplitModule(skeleton_of(model).module, pipeline, inflight=len(batches))
+        whole_model, one, every = "whole model", "two stages, 1 in flight", f"two stages, {len(batches)} in flight"
+        ways = {
+            whole_model: lambda: [_logits(whole, batch) for batch in batches],
+            one: lambda: [_logits(staged, batch) for batch in batches],
+            every: lambda: list(pool.map(partial(_logits, staged), batches)),
+        }
+
+        def block(name: str) -> float:
+            return timed(lambda: outputs.update({name: ways[name]()}))
+
+        say(f"stages: {options.stage_blocks} times {len(ways)} arms of {len(batches)} batches")
+        times = alternate({name: partial(block, name) for name in ways}, blocks=options.stage_blocks)
+        pipeline.close()
+    pairs = [pair for name in (one, every) for pair in zip(outputs[whole_model], outputs[name], strict=True)]
+    equal = all(torch.equal(expected, other) for expected, other in pairs)
+    label, detail = "stages: the outputs of the whole model, bit for bit", f"{len(batches)} batches of {shape}"
+    found.gate(Check(label, equal, detail))
+    found.arms |= times
+    for name, goal in ((one, None), (every, GOAL_STAGES)):
+        label = f"seconds, whole model in one process / {name}"
+        found.compare(times, of=whole_model, to=name, name=label, goal=goal)
+
+
+def _stored_gpt(options: InferOptions, folder: Path) -> tuple[InferenceModel, nn.Module]:
+    """The model with weights in a file, and itself whole."""
+    sizes = {"layers": options.stage_layers, "heads": options.heads, "width": options.stage_width,
+             "context": options.stage_tokens, "vocab_size": VOCABULARY}  # fmt: skip
+    module = seeded_gpt(**sizes, seed=options.seed).module.eval()
+    path = str(folder / "model.safetensors")
+    export_weights(module.state_dict(), path)
+    keys = {"builder": "raytrain.models.gpt:gpt", "init_from": path, **sizes}
+    return InferenceModel(ModelConfig.model_validate(keys)), module
+
+
+def _logits(module: nn.Module, batch: Tensor) -> Tensor:
+    return module(input_ids=batch)["logits"]

@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from cluster.config import Count
-from experts.config import ExpertsConfig, LayerShape
+from experts.config import ExpertsConfig
 from experts.lifecycle.policy import merge
 from experts.lifecycle.table import Change, ExpertTable
-from experts.placement.policy import PlacementRules
-from experts.sizes import hidden_widths
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, equal_series, median_interval
 from jobs.bench.harness.options import BenchOptions
 from jobs.bench.harness.processes import ArmProcesses, ArmServer
+from jobs.bench.harness.sessions import SessionArm, alternate_steps, restored_threads
+from jobs.bench.moves import ExpertsTrainer, run_member, settings_of
 
 IDLE_GOAL = Goal(at_most=1.01)
 CHANGE_GOAL = Goal(at_most=1.5)
@@ -33,7 +33,7 @@ KINDS = {"expert_born": "birth", "expert_merged": "merge", "expert_pruned": "pru
 
 
 class LifecycleOptions(BenchOptions):
-    """The time that the lifecycle of experts takes: idle, in a change, and in a sleep cycle."""
+    """Options of bench `lifecycle`."""
 
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "width": 32, "context": 16, "batch": 4, "blocks": 3, "block_steps": 4, "steps": 60, "every": 5,
@@ -53,14 +53,13 @@ class LifecycleOptions(BenchOptions):
     cycles: Count = Field(5, description="sleep cycles that are timed")
 
 
-def run(options: LifecycleOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: LifecycleOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure; see `LifecycleOptions`.
 
     Raises:
         RunError: a process died.
     """
-    block = f"seconds per step, the mean of {options.block_steps}"
-    found = BenchMeasurement("lifecycle", quick, options.model_dump(), block)
+    found.block = f"seconds per step, the mean of {options.block_steps}"
     with ArmServer() as server:
         number = max(options.steps, (2 + options.blocks) * options.block_steps)
         text = write_text(server.folder, batch=options.batch, context=options.context, steps=number, seed=options.seed)
@@ -68,7 +67,6 @@ def run(options: LifecycleOptions, *, quick: bool, say: Say) -> BenchMeasurement
         if found.passed:
             _measure_cycles(options, found, text, say)
             _measure_changes(options, found, server, text, say)
-    return found
 
 
 def _job(options: LifecycleOptions, text: Path, name: str, experts: dict[str, Any]) -> dict[str, Any]:
@@ -78,14 +76,12 @@ def _job(options: LifecycleOptions, text: Path, name: str, experts: dict[str, An
 
 
 def _measure_idle(options: LifecycleOptions, found: BenchMeasurement, text: Path, say: Say) -> None:
-    from jobs.bench.harness.sessions import SessionArm, alternate_steps, restored_threads
-
     say(f"{options.blocks} blocks of {options.block_steps} steps with and without an idle lifecycle")
     cycle = {"max_experts": options.experts, "birth": {"uncertainty": 1.0}, "prune": {"idle_steps": None}}
     sections = {OFF: {}, ON: {"lifecycle": {**cycle, "merge": {"similarity": None}, "every": options.every}}}
     with restored_threads(1):
         arms = {
-            name: SessionArm(_job(options, text, name, {"num_experts": options.experts, **more}), precision="fp32")
+            name: SessionArm(_job(options, text, name, {"num_experts": options.experts, **more}))
             for name, more in sections.items()
         }
         found.arms |= alternate_steps(arms, steps=options.block_steps, blocks=options.blocks)
@@ -97,31 +93,26 @@ def _measure_idle(options: LifecycleOptions, found: BenchMeasurement, text: Path
 
 def _measure_cycles(options: LifecycleOptions, found: BenchMeasurement, text: Path, say: Say) -> None:
     """The seconds of a cycle for each of its rows, over those of a training pass for each of its rows."""
-    from jobs.bench.harness.sessions import SessionArm, restored_threads
-    from jobs.bench.moves_member import PlacementLog
-
     say(f"{options.cycles} sleep cycles of {options.rows} rows")
     replay = {"bytes": 64 << 20, "every": 1, "rows": options.rows, "batch_size": options.batch}
     cycle = {"max_experts": options.experts, "birth": {"uncertainty": 1.0}, "replay": replay}
     with restored_threads(1):
-        log = PlacementLog()
         experts = {"num_experts": options.experts // 2, "hosts": 0, "lifecycle": cycle}
-        arm = SessionArm(_job(options, text, "cycles", experts), precision="fp32", reporter=log)
+        arm = SessionArm(_job(options, text, "cycles", experts))
         sleep = arm.session.trainable.state_parts()["sleep"]  # pyright: ignore[reportOptionalCall]
         sleep.next_step, steps = 10**9, -(-options.rows // options.batch) * 4 + 4
         passes = [arm.run(1) for _ in range(min(steps, options.steps))][-40:]
         for _ in range(options.cycles):
             sleep.next_step = 0
             arm.run(1)
-    cycles = [fields for kind, fields in log.notices if kind == "sleep_cycle"]
+    cycles = [fields for kind, fields in arm.log.events if kind == "sleep_cycle"]
     a_row = statistics.median(passes) / options.batch
     ratios = [one["seconds"] / one["rows"] / a_row for one in cycles]
-    kept = sleep.reservoir
+    middle, kept = median_interval(ratios), sleep.reservoir
     found.values |= {
-        "cycle_over_pass": vars(median_interval(ratios)), "cycles": cycles, "pass_s_a_row": a_row,
+        "cycle_over_pass": vars(middle), "cycles": cycles, "pass_s_a_row": a_row,
         "reservoir_bytes": [kept.bytes, kept.limit],
     }  # fmt: skip
-    middle = median_interval(ratios)
     found.advice.append(f"a sleep cycle: {middle} times the seconds of a training pass, for each row")
 
 
@@ -133,17 +124,12 @@ def _measure_changes(
     section = ExpertsConfig.model_validate(
         {"num_experts": options.experts // 2, "hosts": 1, "balance": "none", "lifecycle": cycle}
     )
-    shape = LayerShape(options.width, tuple(hidden_widths(section, options.width)), "gelu")
-    settings = {
-        "arm": "changes", "workers": 1, "hosts": 2, "seed": options.seed, "skew": 0.0, "shift_steps": 10**9,
-        "slowness": [1, 1], "every": options.every, "store": str(server.folder / "changes.store"),
-        "rules": PlacementRules.of(section).to_json(), "shapes": [shape.to_json()] * options.layers,
-        "job": _job(options, text, "changes", section.model_dump(mode="json", exclude_unset=True)),
-    }  # fmt: skip
-    arm = ArmProcesses(server, "changes", "jobs.bench.lifecycle:main", settings, processes=3, connecting=1)
+    job = _job(options, text, "changes", section.model_dump(mode="json", exclude_unset=True))
+    settings = settings_of("changes", server, section, job, hosts=2, every=options.every)
+    arm = ArmProcesses(server, "changes", "jobs.bench.lifecycle:run_changing", settings, processes=3, connecting=1)
     arm.await_ready()
-    answer = arm.ask_slowest(steps=options.steps)
-    events = [(KINDS[kind], fields["step"]) for kind, fields in answer["notices"] if kind in KINDS]
+    answer = arm.ask(steps=options.steps)
+    events = [(KINDS[kind], fields["step"]) for kind, fields in answer["events"] if kind in KINDS]
     found.values |= {"step_times": answer["times"], "changes": events}
     for kind in KINDS.values():
         ratios = change_ratios(answer["times"], [step for one, step in events if one == kind])
@@ -155,18 +141,15 @@ def _measure_changes(
         found.claim(effect, CHANGE_GOAL.met(middle), f"median {middle:.3f}, worst {max(ratios):.3f} of {len(ratios)}")
 
 
-def main(settings: dict[str, Any], rank: int) -> None:
+def run_changing(settings: dict[str, Any], rank: int) -> None:
     """Run as the worker (rank 0), whose experts change every `every` steps, or as a host."""
-    from jobs.bench import moves_member
-
     if rank:
-        moves_member.main(settings, rank)
+        run_member(settings, rank)
         return
-    trainer = moves_member.MovesTrainer(settings)
+    trainer = ExpertsTrainer(settings)
     living: Any = trainer.session.trainable.state_parts()["lifecycle"]  # pyright: ignore[reportOptionalCall]
     living.sleep = lambda step: [] if step % settings["every"] else wanted(living.table, step // settings["every"])
-    moves_member.serve_blocks(settings["arm"], 0, trainer.run_block)
-    trainer.session.full_module()
+    trainer.serve(settings["arm"])
 
 
 def wanted(table: ExpertTable, turn: int) -> list[Change]:

@@ -8,20 +8,27 @@ neural networks" (2017, https://arxiv.org/abs/1506.01186), with the smoothing an
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import torch
 from pydantic import Field
 
 from cluster.config import Positive, Text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
 from jobs.bench.harness.options import BenchOptions
-from jobs.job.spec import load_spec, refuse_later
+from jobs.bench.harness.sessions import restored_threads
+from jobs.driver.local_session import session_of
+from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError, RunError
+from raytrain.execution.reporter import SilentReporter
+from raytrain.train.device import rng_state, set_rng_state
+from raytrain.train.optim import Schedule
 
 SETTLING = 0.05
 """Fraction of the ramp at its start in which the smoothed loss is still unstable; slopes there are ignored."""
@@ -31,13 +38,9 @@ MIN_FALL = 0.01
 
 
 class LrOptions(BenchOptions):
-    """Learning-rate range test of JOB.yaml: the loss over a rising learning rate, and a suggested rate.
-
-    `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`
-    """
+    """Options of `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`."""
 
     QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
-    IN_ALL: ClassVar[bool] = False
 
     job: Text | None = Field(None, description="a JOB.yaml or a recipe's name; null is the recipe default")
     changes: list[Text] = Field([], description="section.key=value overrides of the job, also as arguments")
@@ -64,39 +67,102 @@ class Advice:
     suggested: float | None
 
 
-def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: LrOptions, found: BenchMeasurement, say: Say) -> None:
     """Train on the ramp; see `LrOptions`.
 
     Raises:
         InputError: an invalid job, or `lowest` is not below `highest`.
         RunError: the loss was not finite in the first steps.
     """
-    from jobs.bench.lr_ramp import run_ramp
-
     if options.lowest >= options.highest:
         raise InputError("lowest", got=str(options.lowest), expected=f"below highest, {options.highest}")
-    found = BenchMeasurement("lr", quick, options.model_dump(), "one step of the ramp")
+    found.block = "one step of the ramp"
     changes = list(options.changes) + ([] if options.threads == "auto" else [f"scale.threads={options.threads}"])
     loaded = load_spec(None if options.job is None else Path(options.job), changes)
     refuse_later(loaded.spec, "bench")
-    rates, losses, diverged, precision = run_ramp(
-        loaded, lowest=options.lowest, highest=options.highest, steps=options.steps,
-        has_diverged=lambda losses: has_diverged(losses, options), say=say,
-    )  # fmt: skip
+    ramp = train_on_ramp(loaded, options, say)
+    rates, losses, diverged = ramp.rates, ramp.losses, ramp.diverged
     if len(losses) < MIN_STEPS:
         raise RunError(f"the loss was not finite after {len(losses)} steps, at lr {diverged}; try a smaller lowest")
     smooth = smoothed(losses, options.smoothing)
     advice = advise(rates, smooth, diverged=diverged)
-    found.gate(Check("the ramp was run", True, f"{len(losses)} of {options.steps} steps in {precision}"))
+    found.gate(Check("the ramp was run", True, f"{len(losses)} of {options.steps} steps in {ramp.precision}"))
     own = loaded.spec.optim
     found.values |= {
-        "optimizer": own.name, "precision": precision, "own_lr": own.lr, "lr": rates, "loss": losses,
-        "smoothed": smooth, "steepest": advice.steepest, "lowest": advice.lowest, "diverged": advice.diverged,
-        "suggested": advice.suggested,
+        "optimizer": own.name, "precision": ramp.precision, "own_lr": own.lr, "lr": rates, "loss": losses,
+        "smoothed": smooth, **vars(advice),
     }  # fmt: skip
     found.picture = curve_spec(loaded.spec.name, rates, losses, smooth, advice=advice, own=own.lr)
     found.advice = advice_lines(advice, own, options)
-    return found
+
+
+# ---------------------------------------------------------------- the ramp
+
+
+class RampLog(SilentReporter):
+    """Records the rate and the loss of each step, and the rate at which the loss diverged (the smoothed loss is far
+    above its lowest value) or was not finite."""
+
+    def __init__(self, options: LrOptions, precision: str) -> None:
+        self._options, self.precision = options, precision
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self.diverged: float | None = None
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        if row["kind"] != "train":
+            return
+        if math.isfinite(row["loss"]):
+            self.rates.append(row["lr"])
+            self.losses.append(row["loss"])
+            smooth = smoothed(self.losses, self._options.smoothing)
+            if smooth[-1] <= self._options.divergence * min(smooth):
+                return
+        self.diverged = self.diverged or row["lr"]
+
+
+class Ramp(Schedule):
+    """A learning rate that rises geometrically from `lowest` to `highest`; parameter groups keep their ratios."""
+
+    def __init__(self, optim: OptimConfig, *, lr: float, lowest: float, highest: float, steps: int) -> None:
+        super().__init__(optim, lr=lr, warmup_steps=0, max_steps=steps)
+        self.lowest, self.rise = lowest, highest / lowest
+
+    def factor(self, step: int) -> float:
+        """The rate at `step` (1-based) as a multiple of the job's rate."""
+        return self.lowest * self.rise ** ((step - 1) / max(1, self.max_steps - 1)) / self.peak
+
+
+def train_on_ramp(loaded: LoadedSpec, options: LrOptions, say: Say) -> RampLog:
+    """Train a session of the job until the ramp ends or the loss diverges. Restores torch's threads and random
+    generators of this process."""
+    with restored_threads(), _restored_generators():
+        session = session_of(loaded)
+        precision = str(session.job.plan.precision.value_or("fp32"))
+        session.prepare(precision)
+        say(f"{options.steps} steps in {precision}, lr from {options.lowest:g} to {options.highest:g}")
+        session.step.schedule = Ramp(
+            session.job.optim, lr=session.step.schedule.peak, lowest=options.lowest, highest=options.highest,
+            steps=options.steps,
+        )  # fmt: skip
+        log = RampLog(options, precision)
+        loop = session.loop(reporter=log, should_stop=lambda: log.diverged is not None)
+        loop.evaluate = None
+        loop.limits = replace(loop.limits, max_steps=options.steps, log_every=1, eval_every=None, patience=None)
+        loop.run(session.state)
+    return log
+
+
+@contextlib.contextmanager
+def _restored_generators() -> Iterator[None]:
+    generators = rng_state(torch.device("cpu"))
+    try:
+        yield
+    finally:
+        set_rng_state(generators, torch.device("cpu"))
+
+
+# ---------------------------------------------------------------- the advice
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
@@ -106,12 +172,6 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
         average = weight * average + (1 - weight) * value
         found.append(average / (1 - weight**number))
     return found
-
-
-def has_diverged(losses: Sequence[float], options: LrOptions) -> bool:
-    """Whether the smoothed loss is far above its lowest value."""
-    smooth = smoothed(losses, options.smoothing)
-    return smooth[-1] > options.divergence * min(smooth)
 
 
 def advise(rates: Sequence[float], smooth: Sequence[float], *, diverged: float | None) -> Advice:

@@ -1,25 +1,36 @@
 """Bench `peers`: the same model on the same text, trained by raytrain in a Ray worker, Lightning and Accelerate.
 
 Each runs in a separate process; blocks alternate, and a waiting arm uses no CPU. The peers are an optional extra
-(`pip install raytrain[peers]`); without it their claims are "not measurable here".
+(`pip install raytrain[peers]`); without it their claims are "not measurable here". Each is used as its documentation
+shows, without extra work: no logger, no checkpoint, no progress bar. All use the model, the batches, the optimizer and
+the learning rates of the plain loop.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
+from collections.abc import Iterator
+from typing import Any
 
+import torch
 from pydantic import Field
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from cluster.config import Count
 from cluster.environment import package_version
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, equal_series, median_interval
 from jobs.bench.harness.processes import ArmServer
-from jobs.bench.loop_arms import (
+from jobs.bench.harness.sessions import PlainLoop
+from jobs.bench.loop import (
+    LOG_EVERY,
+    BlockObserver,
     LoopOptions,
     OurRun,
     TrainingBlocks,
     check_block_steps,
+    gpt_loop,
+    language_loss,
     loop_job,
     make_text,
     start_script,
@@ -29,16 +40,17 @@ from jobs.bench.loop_arms import (
 GOAL = Goal(at_least=1.0)
 #: They compute the gradient norm in float32, we in float64; the losses of the first blocks differ by at most this.
 TOLERANCE = 1e-3
+#: Packages, and the functions below that their processes run.
 PEERS = ("lightning", "accelerate")
 
 
 class PeersOptions(LoopOptions):
-    """A training step against Lightning's and Accelerate's, if they are installed."""
+    """Options of bench `peers`."""
 
     workers: list[Count] = Field([1], description="always one")
 
 
-def run(options: PeersOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: PeersOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure the peers that are installed; see `PeersOptions`.
 
     Raises:
@@ -46,9 +58,7 @@ def run(options: PeersOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         RunError: an arm died.
     """
     check_block_steps(options)
-    found = BenchMeasurement(
-        "peers", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}"
-    )
+    found.block = f"seconds per step, the mean of {options.block_steps}"
     installed = [peer for peer in PEERS if importlib.util.find_spec(peer) is not None]
     if installed:
         with ArmServer() as server:
@@ -58,23 +68,18 @@ def run(options: PeersOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     if missing:
         effect = f"a step of ours takes no longer than one of {' or of '.join(missing)}"
         found.cannot(effect, "not installed: pip install raytrain[peers]")
-    return found
 
 
 def _measure(options: PeersOptions, found: BenchMeasurement, server: ArmServer, peers: list[str], *, say: Say) -> None:
-    from jobs.driver.runtime import connected
+    from jobs.driver.runtime import connected  # here and not above: the processes of the peers do without
 
     text = make_text(options, server.folder)
     say(f"starting Ray, {' and '.join(peers)}")
     others = {
-        name: start_script(
-            server, name, "jobs.bench.peers_arms:main", options, world_size=1, text=text, cwd=server.folder
-        )
-        for name in peers
+        name: start_script(server, name, f"{__name__}:{name}", options, world_size=1, text=text) for name in peers
     }
     ours = OurRun(server, loop_job(options, world_size=1, text=text, save_dir=server.folder / "runs"))
-    asks = {"ours": ours.ask_slowest, **{name: partial(arm.ask_slowest, clip="torch") for name, arm in others.items()}}
-    blocks = TrainingBlocks(asks, options.block_steps)
+    blocks = TrainingBlocks({"ours": ours.ask, **{name: arm.ask for name, arm in others.items()}}, options.block_steps)
     with connected("local", num_cpus=2, num_gpus=0, verbose=False), ours.beside(*others.values()):
         blocks.run(options.dropped)
         for name in others:
@@ -82,7 +87,7 @@ def _measure(options: PeersOptions, found: BenchMeasurement, server: ArmServer, 
             found.gate(equal_series(label, blocks.losses["ours"], blocks.losses[name], relative=TOLERANCE))
         if not found.passed:
             return
-        say(f"{options.blocks} blocks of {len(asks)} arms")
+        say(f"{options.blocks} blocks of {1 + len(others)} arms")
         found.arms = blocks.run(options.blocks)
     for name in others:
         found.compare(found.arms, of=name, to="ours", name=f"{name} / ours, a step")
@@ -90,3 +95,80 @@ def _measure(options: PeersOptions, found: BenchMeasurement, server: ArmServer, 
     found.values["better"] = better
     label = f"the better of the peers ({better}) / ours, a step"
     found.compare(found.arms, of=better, to="ours", name=label, goal=GOAL)
+
+
+# ---------------------------------------------------------------- the process of a peer
+
+
+class StepObserver(BlockObserver):
+    """Holds the loop of a peer between blocks, as our run is held; the loop names every step."""
+
+    _step = 0
+
+    def end_step(self, loss: Tensor) -> None:
+        """Count a step, and read its loss where our run logs one: the end of a block is such a step."""
+        self._step += 1
+        if self._step == 1 or self._step % LOG_EVERY == 0:
+            self.metrics({"step": self._step, "loss": loss.item()})
+
+
+def _peer_loop(settings: dict[str, Any]) -> PlainLoop:
+    """What a peer trains: the model, batches, optimizer and learning rates of the plain loop."""
+    torch.set_num_threads(settings["threads"])
+    return gpt_loop(settings, clip="torch", rank=0, world_size=1)
+
+
+def accelerate(settings: dict[str, Any], _rank: int) -> None:
+    """Accelerate's loop."""
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
+
+    loop, observer = _peer_loop(settings), StepObserver()
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    schedule = LambdaLR(loop.optimizer, lambda done: loop.factor(done + 1))
+    model, optimizer, scheduler = accelerator.prepare(loop.model, loop.optimizer, schedule)
+    observer.begin("accelerate")
+    while not observer.over:
+        optimizer.zero_grad()
+        loss = language_loss(model, next(loop.batches))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        observer.end_step(loss.detach())
+
+
+def lightning(settings: dict[str, Any], _rank: int) -> None:
+    """Lightning's loop."""
+    import lightning as L  # pyright: ignore[reportMissingImports]
+
+    loop, observer = _peer_loop(settings), StepObserver()
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = loop.model
+
+        def training_step(self, batch: Any, _index: int) -> Tensor:
+            return language_loss(self.model, batch)
+
+        def configure_optimizers(self) -> Any:
+            schedule = LambdaLR(loop.optimizer, lambda done: loop.factor(done + 1))
+            return {"optimizer": loop.optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    class EndSteps(L.Callback):
+        def on_train_start(self, *_about: Any) -> None:
+            observer.begin("lightning")
+
+        def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, *_about: Any) -> None:
+            observer.end_step(outputs["loss"])
+            trainer.should_stop = observer.over
+
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            return loop.batches
+
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, gradient_clip_val=1.0, callbacks=[EndSteps()], min_steps=None, **off
+    )
+    trainer.fit(Module(), train_dataloaders=Batches())

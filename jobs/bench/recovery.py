@@ -24,7 +24,7 @@ from pydantic import Field
 from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, median_interval
 from jobs.bench.harness.options import BenchOptions
-from jobs.bench.harness.processes import await_exit, log_tail, restored_environment
+from jobs.bench.harness.processes import await_exit, log_tail
 from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
 
@@ -39,7 +39,7 @@ TITLES = {HOST: b"ray::ExpertHost", WORKER: b"ray::RayTrainWorker"}
 
 
 class RecoveryOptions(BenchOptions):
-    """Interruption of a run when an expert host dies, against that of a dead worker."""
+    """Options of bench `recovery`."""
 
     QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "layers": 1, "width": 32, "steps_between": 12, "save_every": 5}
 
@@ -51,17 +51,14 @@ class RecoveryOptions(BenchOptions):
     steps_between: Count = Field(40, description="steps from one recovery to the next death")
 
 
-def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: RecoveryOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure; see `RecoveryOptions`.
 
     Raises:
         RunError: the run ended, or did not recover in time.
     """
-    found = BenchMeasurement(
-        "recovery", quick, options.model_dump(), "seconds from the kill to the next committed step"
-    )
-    with tempfile.TemporaryDirectory(prefix="rtb-") as folder, restored_environment():
-        os.environ[MARK] = uuid.uuid4().hex
+    found.block = "seconds from the kill to the next committed step"
+    with tempfile.TemporaryDirectory(prefix="rtb-") as folder:
         command = RecoveryCommand(options, Path(folder))
         try:
             say("starting a run")
@@ -77,7 +74,7 @@ def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     detail = f"{len(rewinds)} rewinds and {attempts} attempts for {options.blocks} deaths of each kind"
     passed = len(rewinds) == options.blocks and attempts == options.blocks + 1
     if not found.gate(Check("a host's death causes no restart, a worker's death one", passed, detail)):
-        return found
+        return
     found.arms |= times
     found.values["rewind_s"] = rewinds
     ratio = found.compare(times, of=WORKER, to=HOST, goal=GOAL)
@@ -87,7 +84,6 @@ def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         ratio.low > 1 and SECONDS_GOAL.met(host.median),
         f"{host:.2f} s against {median_interval(times[WORKER]).median:.2f} s; worst {max(times[HOST]):.2f} s",
     )
-    return found
 
 
 class RecoveryCommand:
@@ -100,11 +96,10 @@ class RecoveryCommand:
             f"save.every={options.save_every}", f"experts.hosts={options.hosts}", "precision.dtype=fp32",
             f"model.layers={options.layers}", f"model.width={options.width}", "telemetry.tensorboard=false",
         ]  # fmt: skip
-        self._log = folder / "log"
+        self._log, self._mark = folder / "log", uuid.uuid4().hex
+        command, environment = [sys.executable, "-m", "jobs", "train", *overrides], {**os.environ, MARK: self._mark}
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "jobs", "train", *overrides], stdout=log, stderr=log, cwd=folder
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment)
         self._latest = folder / "runs" / "latest"
 
     @property
@@ -142,7 +137,7 @@ class RecoveryCommand:
 
     def _oldest(self, kind: str) -> int:
         """The oldest process of this kind in this run; the stand-by host is the youngest."""
-        mark = f"{MARK}={os.environ[MARK]}".encode()
+        mark = f"{MARK}={self._mark}".encode()
         found: list[tuple[int, int]] = []
         for entry in Path("/proc").iterdir():
             try:

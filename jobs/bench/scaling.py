@@ -6,16 +6,23 @@ same units go to one actor of the pool, and to two. Both need a machine with two
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 from pydantic import Field
 
 from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, equal_series
 from jobs.bench.harness.processes import ArmServer
-from jobs.bench.loop_arms import (
+from jobs.bench.loop import (
     BlockObserver,
     LoopOptions,
     OurRun,
@@ -24,7 +31,13 @@ from jobs.bench.loop_arms import (
     loop_job,
     make_text,
 )
+from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.errors import InputError
+from raytrain.infer.input import InputRows, Unit, units_of
+from raytrain.infer.model import InferenceModel
+from raytrain.infer.output import part_name
+from raytrain.infer.ray_data import run_units
+from raytrain.infer.worker import Work
 
 Part = Literal["training", "inference"]
 PARTS: tuple[Part, ...] = ("training", "inference")
@@ -33,10 +46,13 @@ ONE, TWO = "one worker", "two workers"
 GOAL = Goal(at_most=0.55)
 #: Two workers add gradients in another order.
 TOLERANCE = 1e-4
+#: A job begins when all its workers have loaded the model, so that its time is that of a steady pool.
+STARTED_WITHIN_S = 300
+VOCABULARY = 256  # bytes
 
 
 class ScalingOptions(LoopOptions):
-    """One worker against two on equal work: training steps, and answers of a model."""
+    """Options of bench `scaling`."""
 
     QUICK: ClassVar[dict[str, Any]] = {
         **LoopOptions.QUICK, "dropped": 1, "jobs": 1, "samples": 4, "unit_rows": 2, "prompt": 6, "answer": 2,
@@ -66,7 +82,7 @@ class TwoWorkers(BlockObserver):
     ARM: ClassVar[str] = TWO
 
 
-def run(options: ScalingOptions, *, quick: bool, say: Say) -> BenchMeasurement:
+def run(options: ScalingOptions, found: BenchMeasurement, say: Say) -> None:
     """Measure; see `ScalingOptions`.
 
     Raises:
@@ -78,8 +94,7 @@ def run(options: ScalingOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     check_block_steps(options)
     if options.batch % 2 or 2 * options.samples % options.unit_rows:
         raise InputError("batch, samples", got=f"{options.batch}, {options.samples}", expected="equal parts for two")
-    block = f"seconds per step, the mean of {options.block_steps}; for inference seconds of a job"
-    found = BenchMeasurement("scaling", quick, options.model_dump(), block)
+    found.block = f"seconds per step, the mean of {options.block_steps}; for inference seconds of a job"
     with ArmServer() as server:
         say("starting Ray")
         with connected("local", num_cpus=4, num_gpus=0, verbose=False):
@@ -87,7 +102,6 @@ def run(options: ScalingOptions, *, quick: bool, say: Say) -> BenchMeasurement:
                 _measure_training(options, found, server, say)
             if "inference" in options.parts:
                 _measure_inference(options, found, server.folder, say)
-    return found
 
 
 def _measure_training(options: ScalingOptions, found: BenchMeasurement, server: ArmServer, say: Say) -> None:
@@ -99,7 +113,7 @@ def _measure_training(options: ScalingOptions, found: BenchMeasurement, server: 
         )
         for workers, kind in ((1, OneWorker), (2, TwoWorkers))
     )  # fmt: skip
-    blocks = TrainingBlocks({ONE: one.ask_slowest, TWO: two.ask_slowest}, options.block_steps)
+    blocks = TrainingBlocks({ONE: one.ask, TWO: two.ask}, options.block_steps)
     say("training: starting both")
     with one.beside(), two.beside():
         blocks.run(options.dropped)
@@ -113,21 +127,63 @@ def _measure_training(options: ScalingOptions, found: BenchMeasurement, server: 
 def _measure_inference(options: ScalingOptions, found: BenchMeasurement, folder: Path, say: Say) -> None:
     from ray.data import DataContext
 
-    from jobs.bench.infer_workers import STARTED_WITHIN_S, JobRunner, gpt_work, pooled, rows_by_worker
-
-    DataContext.get_current().wait_for_min_actors_s = STARTED_WITHIN_S  # the time of a job is that of a steady pool
-    rows = 2 * options.samples
-    work, units = gpt_work(options, folder, units=rows // options.unit_rows, unit_rows=options.unit_rows)
-    jobs = JobRunner(work, units, folder / "scaling")
-    say(f"inference: {options.jobs} times two jobs of {rows} rows")
-    arms = {name: partial(jobs.run, name, partial(pooled, workers=workers)) for name, workers in ((ONE, 1), (TWO, 2))}
-    times = alternate(arms, blocks=options.jobs, dropped=0)
-    jobs.gate(found, "one and two workers")
-    counts = [sorted(rows_by_worker(reports).values()) for reports in jobs.reports[TWO]]
+    DataContext.get_current().wait_for_min_actors_s = STARTED_WITHIN_S
+    jobs = PoolJobs(options, folder)
+    say(f"inference: {options.jobs} times two jobs of {jobs.rows} rows")
+    times = alternate({ONE: partial(jobs.run, 1), TWO: partial(jobs.run, 2)}, blocks=options.jobs, dropped=0)
+    same = len(jobs.answers) == 1 and all(len(one) == jobs.rows for one in jobs.answers)
+    detail = f"{len(jobs.rows_by_worker)} jobs of {jobs.rows} rows"
+    found.gate(Check("one and two workers: every job wrote the same answer to each row", same, detail))
+    counts = [sorted(rows.values()) for workers, rows in jobs.rows_by_worker if workers == 2]
     found.values["rows of each of two workers, by job"] = counts
-    equal = all(sum(count) == rows for count in counts)
-    found.gate(Check("two workers answer all rows, each once", equal, f"{counts} of {rows}"))
+    equal = all(sum(one) == jobs.rows for one in counts)
+    found.gate(Check("two workers answer all rows, each once", equal, f"{counts} of {jobs.rows}"))
     _compare(found, times, what="inference job")
+
+
+class PoolJobs:
+    """Answers the same prompts again and again with actors of the pool, each time into a folder of its own.
+
+    Attributes:
+        rows: prompts of a job, answered in units of one batch by a GPT with the sizes of the options.
+        answers: the distinct answers of all jobs: one, if they are the same.
+        rows_by_worker: of each job its number of workers, and the rows that each of them answered.
+    """
+
+    def __init__(self, options: ScalingOptions, folder: Path) -> None:
+        self.rows, self._folder, self._numbers = 2 * options.samples, folder, count()
+        draw = np.random.default_rng(options.seed)
+        lengths = draw.integers(max(1, options.prompt // 2), options.prompt + 1, self.rows)
+        texts = [bytes(draw.integers(97, 123, length).astype(np.uint8)).decode() for length in lengths]
+        parquet.write_table(pa.table({"text": texts}), folder / "prompts.parquet")
+        sizes = {name: getattr(options, name) for name in ("layers", "heads", "width", "seed")}
+        sizes |= {"context": options.prompt + options.answer, "vocab_size": VOCABULARY}
+        keys = ModelConfig(builder="jobs.bench.infer:seeded_gpt", **sizes)
+        model = InferenceModel(keys, facts={"vocab_size": VOCABULARY})
+        prompts, config = InputRows.at([str(folder / "prompts.parquet")]), InferConfig(max_new_tokens=options.answer)
+        self._work = Work(model, config, prompts, "", options.unit_rows, 0, 1)
+        self._units = units_of(self.rows, options.unit_rows)
+        self.answers: set[tuple[Any, ...]] = set()
+        self.rows_by_worker: list[tuple[int, dict[str, int]]] = []
+
+    def run(self, workers: int) -> float:
+        """Seconds of one job from the begin of its first unit to the end of the last one, as `summary.json` has them:
+        the start of the workers is not in them."""
+        parts = self._folder / f"parts-{next(self._numbers)}"
+        parts.mkdir()
+        work = replace(self._work, parts=str(parts))
+        reports = list(run_units(work, self._units, workers=workers, at_once=workers, cpus=1, gpus=0))
+        self.answers.add(tuple(_answers(parts, self._units)))
+        rows: Counter[str] = Counter()
+        for report in reports:
+            rows[report.worker] += report.rows
+        self.rows_by_worker.append((workers, dict(rows)))
+        return max(report.end for report in reports) - min(report.begin for report in reports)
+
+
+def _answers(parts: Path, units: Sequence[Unit]) -> Iterator[Any]:
+    for unit in units:
+        yield from parquet.read_table(parts / part_name(unit.number))["prediction"].to_pylist()
 
 
 def _compare(found: BenchMeasurement, times: dict[str, list[float]], *, what: str) -> None:

@@ -63,12 +63,7 @@ class StuckWorkers:
         self._silent, self._hang = SilentRanks(limit_s=retry.host_silence_s), HangWatch(hang_s=retry.hang_s)
         self._ended = set[int]()
 
-    def lines(
-        self,
-        progress: Mapping[str, Any],
-        signs: Signs,
-        stacks: Mapping[int, Mapping[str, Any]],
-    ) -> list[str]:
+    def lines(self, progress: Mapping[str, Any], signs: Signs, stacks: Mapping[int, Mapping[str, Any]]) -> list[str]:
         """Call it often; returns what is new, and records it in the events of the run.
 
         Args:
@@ -107,10 +102,7 @@ class StuckWorkers:
         if self._local:
             self._run.write_text(stacks_file(rank), outside_stacks(pid_of(signs[rank][1])))
 
-    def _end(
-        self, rank: int, what: str, signs: Signs, *, seconds: float,
-        progress: Mapping[str, Any],
-    ) -> str:  # fmt: skip
+    def _end(self, rank: int, what: str, signs: Signs, *, seconds: float, progress: Mapping[str, Any]) -> str:
         """End the process of a rank, with a record of why: Ray would say only that it died.
 
         Args:

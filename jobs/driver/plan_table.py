@@ -20,8 +20,7 @@ from jobs.job.facts import path_from_here
 from raytrain.plan.choice import Resolved, reason_of, size_text
 from raytrain.plan.plan import Plan
 
-# ---------------------------------------------------------------- commands
-# Lines of the terminal that are more than prose: labelled rows, and commands to copy.
+# ---------------------------------------------------------------- labelled rows, and commands to copy
 
 
 def print_row(console: Console, lead: str, text: str) -> None:
@@ -46,9 +45,7 @@ def print_command(console: Console, lead: str, command: str) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-# ---------------------------------------------------------------- plan table
-# A plan as text: the grouped table of `raytrain plan`, the few lines with which a training begins, and a job file.
-
+# ---------------------------------------------------------------- the table, and the lines with which a training begins
 
 Row = tuple[str, str, str]
 """A name, a value and a reason."""
@@ -239,16 +236,10 @@ def _start_rows(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, str]
     batch = [_of(value["global_batch_size"], "row"), f"micro-batches of {micro}"]
     batch.append(f"{_of(value['max_steps'], 'step')}, {value['steps_per_epoch']} per epoch")
     found = {
-        "machine": machine,
-        "model": model,
-        "data": data,
-        "batch": batch,
-        "precision": [_precision(plan, measured)],
-    }
-    return [
-        *((name, ", ".join(parts)) for name, parts in found.items()),
-        ("run", path_from_here(str(plan.value("files", "")))),
-    ]
+        "machine": machine, "model": model, "data": data, "batch": batch, "precision": [_precision(plan, measured)],
+        "run": [path_from_here(str(plan.value("files", "")))],
+    }  # fmt: skip
+    return [(name, ", ".join(parts)) for name, parts in found.items()]
 
 
 def _of(text: str, noun: str) -> str:
@@ -302,7 +293,7 @@ def _lookup(config: Mapping[str, Any], key: str) -> Any:
     return found[rest]
 
 
-# ---- plan --print yaml
+# ---------------------------------------------------------------- plan --print yaml
 
 AUTO = "auto"
 #: Key of a job that may be `auto` -> the decision that stands in its place.

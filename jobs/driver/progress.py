@@ -20,9 +20,7 @@ from rich.text import Text
 from raytrain.execution.driver_channel import RESTARTING, STARTING
 from raytrain.runs.records import rate_of
 
-# ---------------------------------------------------------------- phases
-# What a command spent its time on, from its start to its last line, as its user saw it.
-
+# ---------------------------------------------------------------- phases: what a command spent its time on
 
 #: Phases whose seconds are added up under one name; the others have their own.
 TOGETHER = {
@@ -124,9 +122,7 @@ class Phases:
         return found
 
 
-# ---------------------------------------------------------------- remaining
-# Elapsed and remaining time in a progress bar: what was measured, in words that cannot be confused.
-
+# ---------------------------------------------------------------- elapsed and remaining time
 
 #: The rate is that of the steps of the last so many seconds; before this many there is none.
 WINDOW_S, REMAINING_LEAST_S = 60.0, 2.0
@@ -198,8 +194,6 @@ def clock_text(seconds: float) -> str:
 
 
 # ---------------------------------------------------------------- progress
-# Shows what a command does: a live line on a terminal, otherwise plain lines, at least one every `QUIET_S` seconds.
-
 
 #: A new step is shown at most this often.
 PLAIN_EVERY_S = 10.0

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -41,9 +40,7 @@ from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 from raytrain.runs.storage import join
 
-# ---------------------------------------------------------------- cluster
-# The cluster while workers train: the nodes and daemons that it has lost, and the room that it has.
-
+# ---------------------------------------------------------------- cluster: what it has lost, and the room that it has
 
 #: Seconds between two looks at a cluster.
 LOOK_EVERY_S = 2.0
@@ -51,38 +48,25 @@ LOOK_EVERY_S = 2.0
 HEAD_SILENT_S = 40.0
 
 
-@dataclass(frozen=True)
-class LostNode:
-    """A node that Ray reports as dead, and what ran there.
+def describe_loss(address: str, ranks: list[int], hosts: list[int], nodes: Sequence[Mapping[str, Any]]) -> str:
+    """What was lost with a node that Ray reports as dead and what happens next, in one line.
 
-    Attributes:
-        address: of the node.
-        ranks: workers of this run.
-        hosts: expert hosts of this run.
+    Args:
+        ranks, hosts: workers and expert hosts of this run that ran there.
+        nodes: `ray.nodes()`. What they have in all is said: what is free changes as the lost workers end.
     """
-
-    address: str
-    ranks: list[int]
-    hosts: list[int]
-
-    def describe(self, nodes: Sequence[Mapping[str, Any]]) -> str:
-        """What was lost and what happens next, in one line.
-
-        Args:
-            nodes: `ray.nodes()`. What they have in all is said: what is free changes as the lost workers end.
-        """
-        what = [f"rank {rank}" for rank in self.ranks] + [f"expert host {host}" for host in self.hosts]
-        ran = f"{', '.join(what)} ran there" if what else "nothing of this run was there"
-        alive = [node["Resources"] for node in nodes if node["Alive"]]
-        amounts = {name: sum(one.get(name, 0.0) for one in alive) for name in ("CPU", "GPU")}
-        have = ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount) or "no CPU"
-        if self.ranks:
-            after = f"all workers restart from the latest checkpoint on the other nodes, which have {have} in all"
-        elif self.hosts:
-            after = "a new host is started, or the other hosts take its experts (retry.host_wait_s)"
-        else:
-            after = "the run continues"
-        return f"node {self.address} was lost: {ran}; {after}"
+    what = [f"rank {rank}" for rank in ranks] + [f"expert host {host}" for host in hosts]
+    ran = f"{', '.join(what)} ran there" if what else "nothing of this run was there"
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    amounts = {name: sum(one.get(name, 0.0) for one in alive) for name in ("CPU", "GPU")}
+    have = ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount) or "no CPU"
+    if ranks:
+        after = f"all workers restart from the latest checkpoint on the other nodes, which have {have} in all"
+    elif hosts:
+        after = "a new host is started, or the other hosts take its experts (retry.host_wait_s)"
+    else:
+        after = "the run continues"
+    return f"node {address} was lost: {ran}; {after}"
 
 
 class ClusterWatch:
@@ -129,19 +113,15 @@ class ClusterWatch:
             return {}
         self._answered = now
         self.find_controller()
-        return self.compare(ray.nodes())
+        alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        lost = {node: address for node, address in self._alive.items() if node not in alive}
+        self._alive = alive
+        return lost
 
     def find_controller(self) -> int | None:
         """The process id of Ray Train's controller; asks Ray only until it is known."""
         self.controller = self.controller or controller_pid()
         return self.controller
-
-    def compare(self, nodes: list[dict[str, Any]]) -> dict[str, str]:
-        """Node id -> address of the nodes that were alive at the last call and are not in `nodes` (`ray.nodes()`)."""
-        alive = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
-        lost = {node: address for node, address in self._alive.items() if node not in alive}
-        self._alive = alive
-        return lost
 
 
 def workers_wait_for_room() -> bool:
@@ -171,8 +151,6 @@ def check_room(needs: Sequence[Need]) -> str:
 
 
 # ---------------------------------------------------------------- fit
-# The driver while workers train: `fit` in a thread; progress, signals and the state of Ray in the main thread.
-
 
 POLL_EVERY_S = 0.25
 ANSWER_TIMEOUT_S = 5
@@ -370,11 +348,9 @@ class _Fit:
                 self._run_folder.append_event(event("fallback", what="kernels", reason=line))
         for node, address in lost.items():
             ranks = [rank for rank, place in self.progress.get("nodes", {}).items() if place == node]
-            found = LostNode(address, ranks, self._hosts.on_node(node))
-            line = found.describe(ray.nodes())
-            self._run_folder.append_event(
-                event("node_lost", node=address, ranks=found.ranks, hosts=found.hosts, reason=line)
-            )
+            hosts = self._hosts.on_node(node)
+            line = describe_loss(address, ranks, hosts, ray.nodes())
+            self._run_folder.append_event(event("node_lost", node=address, ranks=ranks, hosts=hosts, reason=line))
             display.print_lines(line)
             for rank in ranks:
                 message = f"the node {address} of rank {rank} was lost"

@@ -354,16 +354,13 @@ def oom() -> None:
     made = arm(job(size, vocab=2048, batch=batch, loop__log_every=1, loop__grow_after=None), "bf16")
     if GPU:  # so much that a quarter of the rows fits, and all of them do not
         torch.cuda.set_per_process_memory_fraction(1.15 * small / torch.cuda.get_device_properties(0).total_memory)
-    events: list[tuple[str, dict[str, Any]]] = []
-    made.reporter.event = lambda kind, **fields: events.append((kind, fields))
     made.run(6)
     kept = requested() - empty
     losses = list(made.losses)
     made.run(5)
     grown = requested() - empty - kept
-    found = [
-        (each["micro_batch_size_before"], each["micro_batch_size"]) for kind, each in events if kind == "out_of_memory"
-    ]
+    retries = [fields for kind, fields in made.log.events if kind == "out_of_memory"]
+    found = [(each["micro_batch_size_before"], each["micro_batch_size"]) for each in retries]
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
     goal("bytes held after a retry, over a run that fits", kept - fitting, at_most=0)
     tell("oom", retries=found, micro=made.session.loader.micro_batch)

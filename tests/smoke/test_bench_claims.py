@@ -185,6 +185,8 @@ def test_the_first_and_the_later_epochs_are_reported_separately(part: Callable[[
         "all epochs", "first epoch, preparation included", "first epoch, preparation apart", "every later epoch"
     ]  # fmt: skip
     assert ratios[0]["goal"]["at_least"] == 4.2
+    pairs = zip(ratios[1]["values"], ratios[2]["values"], strict=True)
+    assert all(included < apart for included, apart in pairs), "only ours has a preparation"
 
 
 @pytest.mark.covers("PERF-15", "PERF-20", "PERF-21")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from jobs.bench.harness.options import BenchOptions
 from raytrain.errors import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_TOKENS = 4_000_000
 
@@ -51,30 +49,17 @@ def perceptron_model(width: int, *, classes: int) -> dict[str, Any]:
 
 def draw_bytes(seed: int) -> bytes:
     """60,000 random letters."""
-    import torch
-
     draw = torch.Generator().manual_seed(seed)
     return bytes(torch.randint(97, 123, (60_000,), generator=draw, dtype=torch.uint8).tolist())
 
 
-def draw_rows(rows: int, features: int, *, classes: int, seed: int) -> dict[str, Tensor]:
+def draw_rows(rows: int, features: int, *, classes: int, seed: int) -> dict[str, torch.Tensor]:
     """Random features "x", (rows, features), with random "labels"."""
-    import torch
-
     draw = torch.Generator().manual_seed(seed)
     return {
         "x": torch.randn(rows, features, generator=draw),
         "labels": torch.randint(classes, (rows,), generator=draw),
     }
-
-
-def draw_tokens(rows: int, context: int, *, vocabulary: int, seed: int) -> dict[str, Tensor]:
-    """Random token sequences "input_ids", (rows, context), with the next tokens as "labels"."""
-    import torch
-
-    draw = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocabulary, (rows, context + 1), generator=draw)
-    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
 def write_text(folder: Path, *, batch: int, context: int, steps: int, seed: int, source: str | None = None) -> Path:

@@ -169,7 +169,7 @@ class BenchMeasurement:
     bench: str
     quick: bool
     settings: dict[str, Any]
-    block: str
+    block: str = ""
     unit: str = "s"
     checks: list[Check] = field(default_factory=list)
     arms: dict[str, list[float]] = field(default_factory=dict)

@@ -1,11 +1,10 @@
-"""The verb `bench`: the registry of benches, their options, running one, and the Markdown summary. Torch-free.
+"""The verb `bench`: the list of benches, their options, running one, and the Markdown summary.
 
-`raytrain bench` and `raytrain report FILE.json` call it; it finds the benches by their modules.
+`raytrain bench` and `raytrain report FILE.json` call it. Listing imports no bench, and so neither torch nor Ray.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import re
@@ -21,35 +20,46 @@ from pydantic import Field
 
 from cluster.config import Count, NonNegativeInt, Section
 from cluster.devices.inventory import local_inventory
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, Interval
 from raytrain.config.decode import decode, parse_override
 from raytrain.config.messages import key_rows
 from raytrain.errors import InputError
 from raytrain.runs.records import plain
 
 # ---------------------------------------------------------------- options
-# Options of all benches, and the registry of benches.
 
-
-BENCHES = (
-    "claims", "loop", "checkpoint", "moves", "recovery", "experts", "lifecycle", "tune", "infer", "startup", "scaling",
-    "peers", "lr", "continual", "all",
-)  # fmt: skip
-"""The modules of jobs/bench that are benches, in the order of `bench --list` and of bench `all`."""
+BENCHES = {
+    "claims": "Common claims about attention masks, memory, precision, torch.compile, kept rows, clones, loader "
+    "processes and pinned memory.",
+    "loop": "A steady training step against that of a plain PyTorch loop, and of plain DDP.",
+    "checkpoint": "Pause of training for an asynchronous checkpoint, against a synchronous one.",
+    "moves": "Moving experts against round-robin, with a shifting load on expert hosts of unequal speed.",
+    "recovery": "Interruption of a run when an expert host dies, against that of a dead worker.",
+    "experts": "A layer with experts on hosts or partitioned across workers, against one process.",
+    "lifecycle": "The time that the lifecycle of experts takes: idle, in a change, and in a sleep cycle.",
+    "tune": "The search for batch size and precision, against an exhaustive grid and against doubling until failure.",
+    "infer": "Batch inference: generation in batches, against transformers; a model over two stages.",
+    "startup": "First step of raytrain train, and raytrain check, against a bare TorchTrainer and a script.",
+    "scaling": "One worker against two on equal work: training steps, and answers of a model.",
+    "peers": "A training step against Lightning's and Accelerate's, if they are installed.",
+    "lr": "Learning-rate range test of JOB.yaml: the loss over a rising learning rate, and a suggested rate.",
+    "continual": "Tasks one after another (permuted, split, rotating images): accuracy, forgetting, forward transfer "
+    "and retention of experts that come and go with replay, against plain fine-tuning, EWC, plain replay and a fixed "
+    "mixture.",
+    "all": "All benchmarks, and one table of claims with the figures of this machine.",
+}
+"""What each bench measures, by the name of its module in jobs/bench, in the order of `bench --list` and `bench all`."""
 
 
 class BenchOptions(Section):
     """Options of one bench; each bench derives its own class, the type of the `options` of its `run`.
 
-    The first paragraph of its docstring is what `bench --list` says.
-
     Attributes:
         QUICK: values for `--quick`: sizes for a test, too small for meaningful figures.
-        IN_ALL: whether bench `all` runs it.
         OUT: default path of its JSON document; None means a new file in runs/bench.
     """
 
     QUICK: ClassVar[dict[str, Any]] = {}
-    IN_ALL: ClassVar[bool] = True
     OUT: ClassVar[str | None] = None
 
     seed: NonNegativeInt = Field(42, description="of weights, order and generated data")
@@ -64,32 +74,27 @@ class BenchOptions(Section):
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench: its options, and `run(options, *, quick, say)`, which returns a `BenchMeasurement`."""
+    """A bench: its options, and `run(options, found, say)`, which fills a `BenchMeasurement`."""
 
-    name: str
     options: type[BenchOptions]
-    run: Callable[..., Any]
-
-    @property
-    def measures(self) -> str:
-        """What it measures, in one line."""
-        return " ".join((self.options.__doc__ or "").partition("\n\n")[0].split())
+    run: Callable[..., None]
 
 
-@functools.cache
-def find_benches() -> dict[str, Bench]:
-    """All benches by name."""
-    return {name: _load_bench(name) for name in BENCHES}
+def load_bench(name: str) -> Bench:
+    """Import the bench of this name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in BENCHES:
+        raise InputError(
+            "bench", got=name, expected=f"one of {', '.join(BENCHES)}", remedy="`raytrain bench --list` describes them"
+        )
+    run = importlib.import_module(f"jobs.bench.{name}").run
+    return Bench(get_type_hints(run)["options"], run)
 
 
-def _load_bench(name: str) -> Bench:
-    module = importlib.import_module(f"jobs.bench.{name}")
-    return Bench(name, get_type_hints(module.run)["options"], module.run)
-
-
-# ---------------------------------------------------------------- summary
-# The Markdown summary of measurements: `raytrain report FILE.json`.
-
+# ---------------------------------------------------------------- summary, for `raytrain report FILE.json`
 
 VERDICTS = ("reproduced", "not reproduced", "not measurable here")
 EXPECTED = "a JSON document of `raytrain bench`"
@@ -134,21 +139,16 @@ def table(documents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
         for ratio in document["ratios"]:
             if ratio["goal"] is not None:
                 verdict = VERDICTS[2] if document["quick"] else VERDICTS[0] if ratio["met"] else VERDICTS[1]
-                rows.append({"bench": name, "claim": f"{ratio['name']}: {_goal(ratio['goal'])}",
-                             "figure": _figure(ratio), "verdict": verdict})  # fmt: skip
+                rows.append({"bench": name, "claim": f"{ratio['name']}: {Goal(**ratio['goal'])}", "verdict": verdict,
+                             "figure": f"{_figure(ratio)} over {len(ratio['values'])} blocks"})  # fmt: skip
         if not document["gate"]["passed"]:
-            rows.append({"bench": name, "claim": find_benches()[name].measures, "verdict": VERDICTS[2],
+            rows.append({"bench": name, "claim": BENCHES.get(name, name), "verdict": VERDICTS[2],
                          "figure": "its arms do not compute the same thing"})  # fmt: skip
     return [{key: " ".join(value.split()) for key, value in row.items()} for row in rows]
 
 
-def _goal(goal: Mapping[str, Any]) -> str:
-    least, most = goal["at_least"], goal["at_most"]
-    return f"at least {least}" if least is not None else f"at most {most}"
-
-
 def _figure(ratio: Mapping[str, Any]) -> str:
-    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] over {len(ratio['values'])} blocks"
+    return f"{Interval(ratio['median'], ratio['low'], ratio['high']):.3f}"
 
 
 def markdown(rows: Iterable[Mapping[str, str]]) -> list[str]:
@@ -182,8 +182,7 @@ def _ratios(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for bench, document in documents.items():
         for ratio in document["ratios"]:
             says = ratio["verdict"] if "difference" in ratio["verdict"] else f"{ratio['to']} is {ratio['verdict']}"
-            figure = f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-            lines.append(f"| {bench} | {ratio['name']} | {figure} | {len(ratio['values'])} | {says} |")
+            lines.append(f"| {bench} | {ratio['name']} | {_figure(ratio)} | {len(ratio['values'])} | {says} |")
     return lines
 
 
@@ -202,22 +201,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- command
-# The verb `bench`: runs a bench with its keys, prints the result and writes a JSON document.
-
 
 DEFAULT_FOLDER = Path("runs") / "bench"
 
 
 def list_lines() -> list[str]:
     """A line for each bench: its name and what it measures."""
-    benches = find_benches()
-    width = max(len(name) for name in benches)
-    return [f"{name:<{width}}  {bench.measures}" for name, bench in benches.items()]
+    width = max(map(len, BENCHES))
+    return [f"{name:<{width}}  {measures}" for name, measures in BENCHES.items()]
 
 
 def bench_names() -> list[tuple[str, str]]:
     """For `bench --help`: the name of each bench, and the first part of what it measures."""
-    return [(name, re.split(r"[:;,] ", bench.measures)[0]) for name, bench in find_benches().items()]
+    return [(name, re.split(r"[:;,] ", measures)[0]) for name, measures in BENCHES.items()]
 
 
 def bench_section(name: str) -> tuple[str, list[tuple[str, str]]]:
@@ -226,23 +222,9 @@ def bench_section(name: str) -> tuple[str, list[tuple[str, str]]]:
     Raises:
         InputError: no such bench.
     """
-    bench = find_bench(name)
-    rows = [(f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})") for row in key_rows(bench.options)]
-    return f"Keys with their defaults, as key=value, of {name}: {bench.measures}", rows
-
-
-def find_bench(name: str) -> Bench:
-    """The bench of this name.
-
-    Raises:
-        InputError: there is none.
-    """
-    benches = find_benches()
-    if name not in benches:
-        raise InputError(
-            "bench", got=name, expected=f"one of {', '.join(benches)}", remedy="`raytrain bench --list` describes them"
-        )
-    return benches[name]
+    keys = key_rows(load_bench(name).options)
+    rows = [(f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})") for row in keys]
+    return f"Keys with their defaults, as key=value, of {name}: {BENCHES[name]}", rows
 
 
 def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOptions:
@@ -251,7 +233,7 @@ def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOpti
     Raises:
         InputError: no such bench, or an unknown key or an invalid value.
     """
-    kind = find_bench(name).options
+    kind = load_bench(name).options
     if "changes" in kind.model_fields:
         overrides = _with_changes(overrides, job="job" in kind.model_fields)
     given = dict(parse_override(text) for text in overrides)
@@ -275,7 +257,8 @@ def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: b
     A missed goal is a result, not a failure.
     """
     options = options_of(name, overrides, quick=quick)
-    found = find_benches()[name].run(options, quick=quick, say=lambda text: click.echo(f"  {text}", err=True))
+    found = BenchMeasurement(name, quick, options.model_dump())
+    load_bench(name).run(options, found, lambda text: click.echo(f"  {text}", err=True))
     document = json.dumps(plain(found.to_json()), indent=1)
     named = out or options.OUT
     path = Path(named) if named else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"

@@ -3,8 +3,8 @@
 Every process connects to the bench over a Unix socket (`multiprocessing.connection`). The bench asks one arm at a time
 with `{"steps": n, ...}`; all other processes wait on their socket and use no CPU. `{"steps": 0}` ends a process.
 
-The bench uses an `ArmServer` and an `ArmProcesses` for each arm; a process uses `serve_blocks`, or `connect` if another
-library's loop runs the steps.
+The bench uses an `ArmServer` and an `ArmProcesses` for each arm; a process uses `serve_blocks`, or `connect` where the
+steps are not its own, as in an observer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -35,16 +34,7 @@ EXIT_TIMEOUT_S = 20.0
 MEMBER = "jobs.bench.harness.member"
 LOG_TAIL = 2000
 
-
-@contextlib.contextmanager
-def restored_environment() -> Iterator[None]:
-    """Restores the environment variables of this process on exit."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+# ---------------------------------------------------------------- in the measured processes
 
 
 def receive(line: Connection, *, within_s: float | None = None) -> Any:
@@ -61,25 +51,22 @@ def receive(line: Connection, *, within_s: float | None = None) -> Any:
         raise RunError("the other process closed the connection") from error
 
 
-# -- in the measured processes --------------------------------------------------------------------
-
-
-def connect(*, arm: str, rank: int) -> Connection:
-    """Connect to the bench as a process of `arm` that is ready; the arm's start-up ends with this call."""
+def connect(arm: str) -> Connection:
+    """Connect to the bench as a process of `arm` that is ready."""
     line: Any = Client(os.environ[ADDRESS], family="AF_UNIX")
-    line.send({"arm": arm, "rank": rank, "time": time.time()})
+    line.send(arm)
     return line
 
 
-def serve_blocks(arm: str, rank: int, run_block: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def serve_blocks(arm: str, run_block: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Connect, then answer every request with `run_block(request)` until the bench sends zero steps."""
-    line = connect(arm=arm, rank=rank)
+    line = connect(arm)
     while (request := receive(line))["steps"]:
         line.send(run_block(request))
     line.close()
 
 
-# -- in the bench ---------------------------------------------------------------------------------
+# ---------------------------------------------------------------- in the bench
 
 
 class ArmServer:
@@ -87,50 +74,43 @@ class ArmServer:
 
     Attributes:
         folder: private temporary folder for settings, logs and results; removed at the end.
-        address: path of the socket; exported as `ADDRESS` while the server is open.
     """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rtb-"))  # mode 0700, and short: socket paths end at 107 bytes
-        self.address = str(self.folder / "s")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
+        self._listener.bind(str(self.folder / "s"))
         self._listener.listen(64)
         self._listener.settimeout(0.5)
         self._connections: dict[str, list[Connection]] = {}
-        self._ready: dict[str, float] = {}
         self._arms: list[ArmProcesses] = []
-        self._environment = restored_environment()
+        self._environment = dict(os.environ)
 
     def __enter__(self) -> ArmServer:
-        self._environment.__enter__()
-        os.environ[ADDRESS] = self.address
+        os.environ[ADDRESS] = str(self.folder / "s")
         return self
 
     def __exit__(self, *exception: Any) -> None:
         for arm in self._arms:
             arm.close(kill=exception[0] is not None)
-        for connections in self._connections.values():
-            for connection in connections:
-                connection.close()
+        for arm in list(self._connections):
+            self.dismiss(arm)
         self._listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._environment.__exit__(*exception)
+        os.environ.clear()  # Ray has set variables too
+        os.environ.update(self._environment)
 
     def own(self, arm: ArmProcesses) -> None:
         """Close this arm on exit; its processes are killed after an error."""
         self._arms.append(arm)
 
-    def await_arm(self, arm: str, *, processes: int, alive: Callable[[], bool]) -> float:
-        """Wait until all processes of `arm` have connected; returns the Unix time at which the last was ready.
-
-        Processes of other arms that connect meanwhile are kept.
+    def await_arm(self, arm: str, *, processes: int, alive: Callable[[], bool]) -> None:
+        """Wait until all processes of `arm` have connected. Processes of other arms that connect meanwhile are kept.
 
         Raises:
             RunError: the arm ended first.
         """
-        connections = self._connections.setdefault(arm, [])
-        while len(connections) < processes:
+        while len(self._connections.get(arm, [])) < processes:
             try:
                 accepted, _ = self._listener.accept()
             except TimeoutError:
@@ -139,24 +119,17 @@ class ArmServer:
                 continue
             accepted.settimeout(None)
             line = Connection(accepted.detach())
-            hello = receive(line, within_s=ANSWER_TIMEOUT_S)
-            self._connections.setdefault(hello["arm"], []).append(line)
-            self._ready[hello["arm"]] = max(self._ready.get(hello["arm"], 0.0), hello["time"])
-        return self._ready[arm]
+            self._connections.setdefault(receive(line, within_s=ANSWER_TIMEOUT_S), []).append(line)
 
-    def ask(self, arm: str, *, steps: int = 1, **more: Any) -> list[dict[str, Any]]:
-        """Send a request to every process of an arm and return their answers."""
+    def ask(self, arm: str, *, steps: int = 1, **more: Any) -> dict[str, Any]:
+        """Send a request to every process of an arm; returns the answer of the slowest (the largest "seconds")."""
         for connection in self._connections[arm]:
             connection.send({"steps": steps, **more})
-        return [receive(connection, within_s=ANSWER_TIMEOUT_S) for connection in self._connections[arm]]
-
-    def ask_slowest(self, arm: str, *, steps: int = 1, **more: Any) -> dict[str, Any]:
-        """`ask`, but return only the answer of the slowest process (the largest "seconds")."""
-        return max(self.ask(arm, steps=steps, **more), key=lambda answer: answer["seconds"])
+        answers = [receive(connection, within_s=ANSWER_TIMEOUT_S) for connection in self._connections[arm]]
+        return max(answers, key=lambda answer: answer["seconds"])
 
     def dismiss(self, arm: str) -> None:
         """Tell the processes of an arm that there are no more blocks, and disconnect them."""
-        self._ready.pop(arm, None)
         for connection in self._connections.pop(arm, []):
             with contextlib.suppress(OSError):
                 connection.send({"steps": 0})
@@ -172,13 +145,11 @@ class ArmProcesses:
         processes: number of processes; `connecting` of them (default: all) connect to the bench.
         launcher: arguments before `-m`, such as those of torchrun.
         environment: variables in addition to those of the bench.
-        cwd: their working directory.
     """
 
     def __init__(
         self, server: ArmServer, arm: str, target: str, settings: Mapping[str, Any], *, processes: int = 1,
         connecting: int | None = None, launcher: Sequence[str] = (), environment: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
     ) -> None:  # fmt: skip
         self.server, self.arm = server, arm
         self._connecting = processes if connecting is None else connecting
@@ -190,22 +161,22 @@ class ArmProcesses:
         with self._log.open("ab") as log:
             for rank in range(processes):
                 variables = {**os.environ, **(environment or {})}
-                started = subprocess.Popen([*command, str(rank)], stdout=log, stderr=log, env=variables, cwd=cwd)
+                started = subprocess.Popen([*command, str(rank)], stdout=log, stderr=log, env=variables)
                 self._processes.append(started)
 
-    def await_ready(self) -> float:
-        """Wait until they have connected; returns the Unix time at which the last was ready.
+    def await_ready(self) -> None:
+        """Wait until they have connected.
 
         Raises:
             RunError: with the end of their log, if one of them exited.
         """
         try:
-            return self.server.await_arm(self.arm, processes=self._connecting, alive=self._is_alive)
+            self.server.await_arm(self.arm, processes=self._connecting, alive=self._is_alive)
         except RunError as error:
             raise RunError(f"{error}; {self.log_tail()}") from error
 
-    def ask(self, *, steps: int = 1, **more: Any) -> list[dict[str, Any]]:
-        """Send a request to all that are connected and return their answers.
+    def ask(self, *, steps: int = 1, **more: Any) -> dict[str, Any]:
+        """Send a request to all that are connected; returns the answer of the slowest (the largest "seconds").
 
         Raises:
             RunError: with the end of their log, if one of them exited or did not answer in time.
@@ -214,10 +185,6 @@ class ArmProcesses:
             return self.server.ask(self.arm, steps=steps, **more)
         except (RunError, OSError) as error:
             raise RunError(f"{self.arm}: {error}; {self.log_tail()}") from error
-
-    def ask_slowest(self, *, steps: int = 1, **more: Any) -> dict[str, Any]:
-        """`ask`, but return only the answer of the slowest process (the largest "seconds")."""
-        return max(self.ask(steps=steps, **more), key=lambda answer: answer["seconds"])
 
     def cpu_seconds(self) -> float:
         """CPU seconds that they have used so far."""
@@ -239,6 +206,9 @@ class ArmProcesses:
 
     def _is_alive(self) -> bool:
         return all(process.poll() is None for process in self._processes)
+
+
+# ---------------------------------------------------------------- any command
 
 
 def log_tail(log: Path) -> str:

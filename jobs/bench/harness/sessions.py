@@ -1,18 +1,13 @@
-"""Arms of benches: a session of raytrain without Ray, block by block, and the plain PyTorch loop beside it.
-
-Benches import it where they measure, not where they are listed.
-"""
+"""Arms of benches in this process: a session of raytrain without Ray, and the plain PyTorch loop beside it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs.bench.harness.measuring import alternate
-from jobs.bench.harness.processes import serve_blocks
 from jobs.driver.local_session import session_of
 from raytrain.execution.reporter import SilentReporter
 
@@ -108,62 +102,7 @@ class PlainLoop:
         return losses
 
 
-def text_batches(settings: dict[str, Any], *, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows of the text in the order of a job's epochs; this rank's rows of each step."""
-    from raytrain.data.sources.text import text_source
-
-    text, context, batch = Path(settings["text"]).read_bytes(), settings["context"], settings["batch"]
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    windows = tokens.unfold(0, context, 1)
-    orders = text_source(text, context=context, eval_fraction=0.0).train  # only for its order of rows
-    each, epoch = batch // world_size, 0
-    while True:
-        order = torch.from_numpy(orders.order(settings["seed"], epoch))
-        for begin in range(0, len(order) - batch + 1, batch):
-            starts = order[begin + rank * each : begin + (rank + 1) * each]
-            yield windows[starts].long(), windows[starts + 1].long()
-        epoch += 1
-
-
-def language_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross entropy of the next token."""
-    return model(input_ids=batch[0], labels=batch[1])["loss"]
-
-
-def gpt_loop(settings: dict[str, Any], *, clip: str, rank: int, world_size: int) -> PlainLoop:
-    """The plain loop on the bench's GPT, with the initial weights that a job with the same seed has."""
-    from raytrain.models.gpt import gpt
-
-    torch.manual_seed(settings["seed"])
-    sizes = {name: settings[name] for name in ("layers", "heads", "width", "context")}
-    module = gpt(**sizes, vocab_size=256).module
-    batches = text_batches(settings, rank=rank, world_size=world_size)
-    return PlainLoop(module, language_loss, batches, max_steps=settings["max_steps"], clip=clip, ddp=world_size > 1)
-
-
-def main(settings: dict[str, Any], rank: int) -> None:
-    """Run blocks for the bench: `{"steps": n, "clip": ...}` trains n steps of the loop with that clip."""
-    torch.set_num_threads(settings["threads"])
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        dist.init_process_group("gloo")
-    loops = {clip: gpt_loop(settings, clip=clip, rank=rank, world_size=world_size) for clip in ("rows", "torch")}
-
-    def run_block(request: dict[str, Any]) -> dict[str, Any]:
-        if world_size > 1:
-            dist.barrier()
-        began, cpu = time.perf_counter(), time.process_time()
-        losses = loops[request["clip"]].run(request["steps"])
-        return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "losses": losses}
-
-    serve_blocks("plain", rank, run_block)
-    if world_size > 1:
-        dist.destroy_process_group()
-
-
 # ---------------------------------------------------------------- sessions
-# A session of raytrain in this process, without Ray, trained block by block as an arm of a bench.
-
 
 #: Where the arms of this process compute.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -175,12 +114,30 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class TrainingArm(Protocol):
-    """An arm that trains in this process."""
+def timed(run: Callable[[], Any]) -> float:
+    """Run it, wait for the device, and return the seconds."""
+    synchronize()
+    began = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - began
 
-    def run(self, steps: int) -> float:
-        """Train `steps` more steps; returns the seconds."""
-        ...
+
+class RunLog(SilentReporter):
+    """A reporter that records the loss and the peak memory of each logged step, and the events."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.peaks: list[int] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        if row["kind"] == "train":
+            self.losses.append(row["loss"])
+            self.peaks.append(row["peak_memory_bytes"])
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.events.append((kind, fields))
 
 
 class SessionArm:
@@ -188,31 +145,31 @@ class SessionArm:
 
     Args:
         connection: to the processes that hold the experts, see `session_of`.
+
+    Attributes:
+        log: what the loop reports.
     """
 
-    def __init__(
-        self, job: Mapping[str, Any], *, precision: str, reporter: LossLog | None = None, connection: Any = None
-    ) -> None:
+    def __init__(self, job: Mapping[str, Any], *, precision: str = "fp32", connection: Any = None) -> None:
         self.session = session_of(job, connection=connection)
         self.session.prepare(precision)
-        self.reporter = reporter or LossLog()
-        self.loop = self.session.loop(reporter=self.reporter, should_stop=_never)
+        self.log = RunLog()
+        self.loop = self.session.loop(reporter=self.log, should_stop=lambda: False)
 
     @property
     def losses(self) -> list[float]:
         """The losses of all logged steps."""
-        return self.reporter.losses
+        return self.log.losses
 
     def run(self, steps: int) -> float:
         """Train `steps` more steps; returns the seconds. The last step is logged, which synchronizes the device."""
         self.loop.limits = replace(self.loop.limits, max_steps=self.session.state.step + steps)
-        began = time.perf_counter()
-        self.loop.run(self.session.state)
-        return time.perf_counter() - began
+        return timed(lambda: self.loop.run(self.session.state))
 
 
-def alternate_steps(arms: Mapping[str, TrainingArm], *, steps: int, blocks: int) -> dict[str, list[float]]:
-    """Train blocks of `steps` steps of each arm in turn; returns the seconds per step, see `alternate`."""
+def alternate_steps(arms: Mapping[str, Any], *, steps: int, blocks: int) -> dict[str, list[float]]:
+    """Train blocks of `steps` steps of each arm in turn, by its `run(steps)`; returns the seconds per step, see
+    `alternate`."""
     return alternate({name: lambda arm=arm: arm.run(steps) / steps for name, arm in arms.items()}, blocks=blocks)
 
 
@@ -226,23 +183,6 @@ def restored_threads(threads: int | None = None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _never() -> bool:
-    return False
-
-
-class LossLog(SilentReporter):
-    """A reporter that records the loss and the peak memory of each logged step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.peaks: list[int] = []
-
-    def metrics(self, row: dict[str, Any]) -> None:
-        if row["kind"] == "train":
-            self.losses.append(row["loss"])
-            self.peaks.append(row["peak_memory_bytes"])
 
 
 class SavedForBackward:

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.__main__ import main, split_arguments
-from jobs.bench.harness.options import find_benches
+from jobs.bench.harness.options import BENCHES
 from jobs.driver.signals import Interrupted
 from jobs.job.spec import RECIPES
 from raytrain.errors import InputError, RunError
@@ -32,7 +32,7 @@ def test_help_of_bench_lists_the_benches_in_a_line_each_and_that_of_a_bench_its_
     every, one = run("bench", "--help"), run("bench", "loop", "--help")
     assert every.exit_code == one.exit_code == 0
     lines = every.output.splitlines()
-    for name in find_benches():
+    for name in BENCHES:
         assert [len(line) <= 80 for line in lines if line.startswith(f"  {name} ")] == [True], name
     assert len(lines) < 50 and "threads of one process" not in every.output
     assert "`raytrain bench NAME --help`" in every.output

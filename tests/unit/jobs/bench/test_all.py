@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 
 from jobs.bench.all import AllOptions, chosen, keys_by_bench
-from jobs.bench.harness.options import count_line, find_benches, markdown, options_of, table
+from jobs.bench.harness.options import BENCHES, count_line, markdown, options_of, table
 from raytrain.errors import InputError
 
 
 def test_claims_and_ratios_with_a_goal_become_rows_with_their_verdicts(
     bench_document: Callable[..., dict[str, Any]],
 ) -> None:
-    documents = {"loop": bench_document(), "claims": bench_document(quick=True), "tune": bench_document(passed=False)}
+    documents = {
+        "loop": bench_document(),
+        "claims": bench_document(quick=True),
+        "experts": bench_document(passed=False),
+    }
     rows = table(documents)
     cells = [(row["bench"], row["claim"], row["figure"], row["verdict"]) for row in rows]
     figure = "1.500 [1.250, 2.000] over 7 blocks"
@@ -25,19 +29,19 @@ def test_claims_and_ratios_with_a_goal_become_rows_with_their_verdicts(
         ("loop", "c / d: at most 1.0", figure, "not reproduced"),
     ]
     assert [row[3] for row in cells[4:]] == ["not measurable here"] * 3, "--quick sizes, or a failed gate"
-    assert cells[6][:2] == ("tune", find_benches()["tune"].measures) and len(cells) == 7
+    assert cells[6][:2] == ("experts", BENCHES["experts"]) and len(cells) == 7
     lines = markdown(rows)
     assert all(line.count("|") == 5 for line in lines) and len(lines) == 9
     assert count_line(rows).startswith("7 claims: 1 reproduced, 3 not reproduced, 3 not measurable here")
 
 
 def test_all_selects_every_bench_but_the_longest_and_itself_and_passes_their_keys_on() -> None:
-    assert set(chosen(AllOptions())) == set(find_benches()) - {"all", "lr", "continual"}
-    assert chosen(AllOptions(only=["tune", "loop"], skip=["tune"])) == ["loop"]
-    options = options_of("all", ["loop.blocks=3", "tune.blocks=4", "loop.workers=[1]", "dir=x"], quick=False)
+    assert set(chosen(AllOptions())) == set(BENCHES) - {"all", "lr", "continual"}
+    assert chosen(AllOptions(only=["infer", "loop"], skip=["infer"])) == ["loop"]
+    options = options_of("all", ["loop.blocks=3", "infer.blocks=4", "loop.workers=[1]", "dir=x"], quick=False)
     assert isinstance(options, AllOptions) and options.dir == "x"
-    found = keys_by_bench(options.changes, ["loop", "tune"])
-    assert found == {"loop": ["blocks=3", "workers=[1]"], "tune": ["blocks=4"]}
+    found = keys_by_bench(options.changes, ["loop", "infer"])
+    assert found == {"loop": ["blocks=3", "workers=[1]"], "infer": ["blocks=4"]}
     for wrong in (lambda: chosen(AllOptions(only=["lr"])), lambda: keys_by_bench(["lop.blocks=3"], ["loop"])):
         with pytest.raises(InputError):
             wrong()

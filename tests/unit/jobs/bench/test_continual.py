@@ -10,15 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs.bench.continual import ARMS, ContinualOptions, scores
-from jobs.bench.continual_arms import (
+from jobs.bench.continual import (
+    ARMS,
     BATCH,
+    ContinualOptions,
     EwcLoss,
     ReplayLoss,
     draw_images,
     ewc_penalty,
+    fisher_information,
     job_of,
+    learn_tasks,
     read_images,
+    scores,
     tasks_of,
 )
 from jobs.bench.harness.options import bench_verb
@@ -61,8 +65,6 @@ def test_ewcs_penalty_and_its_gradient_are_the_closed_form(tasks: int) -> None:
 
 def test_the_fisher_information_of_a_linear_model_is_the_closed_form() -> None:
     from types import SimpleNamespace
-
-    from jobs.bench.continual_arms import fisher_information
 
     module = torch.nn.Linear(3, 1, bias=False)
 
@@ -127,6 +129,13 @@ def test_plain_replay_adds_kept_rows_at_half_weight() -> None:
     expected = 0.5 * (module(torch.zeros(4, 2)).mean() + module(torch.ones(4, 2)).mean())
     assert float(found.loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
     assert EwcLoss(1.0).wrap(loss)(module, first).loss.requires_grad
+
+
+def test_a_learner_goes_on_from_what_the_task_before_left() -> None:
+    options = ContinualOptions(tasks=2, rows=120, test_rows=60, steps=12)
+    task, _ = tasks_of("permuted", draw_images(3, rows=1_200), options, seed=1)
+    (first, _), (second, _) = learn_tasks("plain", [task, task], options, seed=1, experts=None)["matrix"]
+    assert second > first + 0.1, "twice as many steps on the same task"
 
 
 @pytest.mark.covers("TEST-07")

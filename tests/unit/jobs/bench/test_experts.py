@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from experts.grouped import GroupedExperts
-from jobs.bench.experts import TOLERANCE, equal_tensors, join
-from jobs.bench.experts_arms import LayerRunner
-from jobs.bench.harness.options import bench_verb
+from jobs.bench.experts import ALONE, REMOTE, TOLERANCE, ExpertsLayout, LayerRunner, _measure, equal_tensors, join
+from jobs.bench.harness.measuring import BenchMeasurement
+from jobs.bench.harness.options import bench_verb, load_bench
 from raytrain.errors import InputError
 
 
@@ -40,6 +40,39 @@ def test_results_of_workers_are_joined_as_of_one_process() -> None:
     joined = join(parts)
     assert joined["output"].shape == (4, 3) and joined["gradient of router.weight"].tolist() == [[3.0] * 3] * 2
     assert set(joined) == {*names, "gradient of experts.w1"}
+
+
+class TimedArm:
+    """Instead of the processes of a layout: a pass takes so many seconds, by the threads that are asked for."""
+
+    def __init__(self, layout: ExpertsLayout, **seconds: float) -> None:
+        self.layout, self.seconds, self.cpu_s = layout, seconds, 0.0
+
+    def results(self, dtype: str) -> list[dict[str, torch.Tensor]]:
+        names = ("output", "gradient of the input", "gradient of router.weight")
+        return [{name: torch.ones(2, 2) for name in names}]
+
+    def ask(self, *, steps: int = 1, dtype: str = "", threads: int = 1) -> dict[str, float]:
+        taken = steps * self.seconds[f"of_{threads}"]
+        self.cpu_s += 3 * taken
+        return {"seconds": taken}
+
+    def cpu_seconds(self) -> float:
+        return self.cpu_s
+
+
+def test_every_layout_is_timed_and_charged_by_its_own_processes() -> None:
+    options = load_bench("experts").options(blocks=3, threads=2, block_s=1.0)
+    alone, arm = TimedArm(ALONE, of_1=0.5, of_2=0.25), TimedArm(REMOTE, of_1=0.2)
+    found = BenchMeasurement("experts", False, {}, values={"exchange": {}})
+    assert _measure(options, found, alone, [arm], dtype="fp32")  # type: ignore[arg-type]
+    wanted = {"in process, 2 thread(s)": 0.25, "in process, 1 thread(s)": 0.5, "1 + 2": 0.2}
+    assert found.arms == {f"fp32, {name}": [pytest.approx(seconds)] * 3 for name, seconds in wanted.items()}
+    layouts = found.values["exchange"]["fp32"]["layouts"]
+    assert {name: row["cpu_s"] for name, row in layouts.items()} == pytest.approx(
+        {name: 3 * seconds for name, seconds in wanted.items()}
+    )
+    assert [claim.verdict for claim in found.claims] == ["reproduced"] * 2, "0.8 of the process with two threads"
 
 
 def test_a_balanced_router_loads_all_experts_equally_and_the_gate_detects_a_changed_expert() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from jobs.bench.harness.processes import ArmServer, connect
-from jobs.bench.harness.sessions import SessionArm, gpt_loop
-from jobs.bench.loop_arms import BlockObserver, LoopOptions, loop_job, make_text
+from jobs.bench.harness.sessions import SessionArm
+from jobs.bench.loop import BlockObserver, LoopOptions, gpt_loop, loop_job, make_text
 from raytrain.errors import RunError
 
 SMALL = {**LoopOptions.QUICK, "threads": 1}
@@ -58,19 +58,29 @@ def test_a_run_waits_between_blocks_and_continues_alone_after_the_last() -> None
         thread.start()
         server.await_arm("ours", processes=1, alive=thread.is_alive)
         assert seen == []
-        first = server.ask_slowest("ours", steps=20)
+        first = server.ask("ours", steps=20)
         assert first["losses"] == [10.0, 20.0] and first["seconds"] > 0 and seen == [10, 20]
-        assert server.ask_slowest("ours", steps=10)["losses"] == [30.0]
+        assert server.ask("ours", steps=10)["losses"] == [30.0]
         server.dismiss("ours")
         thread.join(10)
         assert not thread.is_alive() and seen == [10, 20, 30, 40, 50]
+
+
+def test_the_slowest_process_of_an_arm_counts() -> None:
+    with ArmServer() as server:
+        lines = [connect("two") for _ in range(2)]
+        for line, seconds in zip(lines, (2.0, 1.0), strict=True):
+            line.send({"seconds": seconds})
+        server.await_arm("two", processes=2, alive=lambda: True)
+        assert server.ask("two", steps=3, clip="rows") == {"seconds": 2.0}
+        assert [line.recv() for line in lines] == [{"steps": 3, "clip": "rows"}] * 2
 
 
 def test_the_error_names_an_arm_that_died() -> None:
     with ArmServer() as server:
         with pytest.raises(RunError, match="'plain' ended before"):
             server.await_arm("plain", processes=1, alive=lambda: False)
-        line = connect(arm="plain", rank=0)
+        line = connect("plain")
         server.await_arm("plain", processes=1, alive=lambda: True)
         line.close()
         with pytest.raises((RunError, OSError)):

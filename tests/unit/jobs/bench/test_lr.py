@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from jobs.bench.harness.options import bench_verb, options_of
-from jobs.bench.lr import LrOptions, advise, smoothed
-from jobs.bench.lr_ramp import Ramp
+from jobs.bench.lr import LrOptions, Ramp, advise, smoothed
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
 

@@ -1,17 +1,21 @@
-"""`raytrain bench peers` without the peers, and the timer of blocks in another library's loop."""
+"""`raytrain bench peers` without the peers, and how it holds another library's loop between blocks."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from jobs.bench import loop, peers
 from jobs.bench.harness.options import bench_verb
-from jobs.bench.peers_arms import BlockTimer
+from jobs.bench.loop import gpt_loop
+from jobs.bench.peers import StepObserver
 
 
 def test_without_the_peers_nothing_starts_and_the_claim_names_the_reason(
@@ -25,50 +29,53 @@ def test_without_the_peers_nothing_starts_and_the_claim_names_the_reason(
     assert "not measurable here" in capsys.readouterr().out
 
 
-class FakeConnection:
-    """A connection that requests blocks of these steps and records the answers."""
+@pytest.fixture
+def answers_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """`answers_of(train, *steps)` calls `train` while the bench asks for blocks of these steps, then for none; returns
+    the answers."""
 
-    def __init__(self, *steps: int) -> None:
-        self.steps, self.answers = list(steps), []
+    def asked(train: Callable[[], object], *steps: int) -> list[dict[str, Any]]:
+        bench, process = Pipe()
+        monkeypatch.setattr(loop, "connect", lambda arm: process)
+        for one in (*steps, 0):
+            bench.send({"steps": one})
+        train()
+        assert process.closed
+        return [bench.recv() for _ in steps]
 
-    def poll(self, timeout: float | None) -> bool:
-        return True
-
-    def recv(self) -> dict[str, Any]:
-        return {"steps": self.steps.pop(0)}
-
-    def send(self, message: dict[str, Any]) -> None:
-        self.answers.append(message)
+    return asked
 
 
-def test_a_block_ends_after_its_steps_with_the_first_and_every_tenth_loss_and_zero_steps_end_the_loop() -> None:
-    connection = FakeConnection(20, 10, 0)
-    timer = BlockTimer(connection)  # type: ignore[arg-type]
-    timer.begin()
-    steps = 0
-    while not timer.over:
-        steps += 1
-        timer.end_step(torch.tensor(float(steps)))
-    assert steps == 30 and not connection.steps
-    assert [answer["losses"] for answer in connection.answers] == [[1.0, 10.0, 20.0], [30.0]]
-    assert all(answer["seconds"] > 0 for answer in connection.answers)
+def test_a_block_ends_after_its_steps_with_the_first_and_every_tenth_loss_and_zero_steps_end_the_loop(
+    answers_of: Callable[..., list[dict[str, Any]]],
+) -> None:
+    trained = []
+
+    def train() -> None:
+        observer = StepObserver()
+        observer.begin("peer")
+        while not observer.over:
+            trained.append(len(trained) + 1)
+            observer.end_step(torch.tensor(float(trained[-1])))
+
+    answers = answers_of(train, 20, 10)
+    assert trained[-1] == 30
+    assert [answer["losses"] for answer in answers] == [[1.0, 10.0, 20.0], [30.0]]
+    assert all(answer["seconds"] > 0 for answer in answers)
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the peers
 @pytest.mark.parametrize("name", ["lightning", "accelerate"])
 def test_each_loop_trains_the_steps_of_the_plain_loop(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers_of: Callable[..., list[dict[str, Any]]]
 ) -> None:
     pytest.importorskip(name)
-    from jobs.bench import peers_arms
-    from jobs.bench.harness.sessions import gpt_loop
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_bytes(bytes(range(97, 123)) * 200)
     settings = {"layers": 1, "heads": 2, "width": 16, "context": 8, "batch": 4, "seed": 3, "max_steps": 40,
-                "text": "text.txt"}  # fmt: skip
+                "text": "text.txt", "threads": torch.get_num_threads()}  # fmt: skip
     reference = gpt_loop(settings, clip="torch", rank=0, world_size=1).run(30)
-    connection = FakeConnection(20, 10, 0)
-    getattr(peers_arms, name)(gpt_loop(settings, clip="torch", rank=0, world_size=1), BlockTimer(connection))  # type: ignore[arg-type]
-    losses = [loss for answer in connection.answers for loss in answer["losses"]]
+    answers = answers_of(lambda: getattr(peers, name)(settings, 0), 20, 10)
+    losses = [loss for answer in answers for loss in answer["losses"]]
     assert losses == pytest.approx(reference, rel=1e-6)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"], "the bench runs it in the user's folder"

@@ -30,7 +30,7 @@ def test_the_first_steps_of_three_commands_are_compared(tmp_path: Path, monkeypa
         begun.append(command[3] if environment is None else command[2])
         if environment is None:
             return json.dumps({"seconds": {"machines": float(begun.count("check")), "all": 9.0}})
-        note = Path(environment[startup.NOTE])
+        note = Path(environment[startup_arms.NOTE])
         assert not note.exists(), "of the command before"
         name = "job.yaml" if command[2] == "jobs" else command[3].partition(":")[2]
         settings = Path(command[-1] if command[2] == "jobs" else command[-2]).read_text()
@@ -53,8 +53,8 @@ def test_a_command_without_a_step_fails(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_observer_notes_the_first_step_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(startup.NOTE, str(tmp_path / "note"))
-    observer = startup.FirstStep()
+    monkeypatch.setenv(startup_arms.NOTE, str(tmp_path / "note"))
+    observer = startup_arms.FirstStep()
     observer.metrics({"kind": "eval"})
     assert not (tmp_path / "note").exists()
     observer.metrics({"kind": "train"})

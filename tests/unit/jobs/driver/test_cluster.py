@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jobs.driver import watch as module
-from jobs.driver.watch import HEAD_SILENT_S, LOOK_EVERY_S, ClusterWatch, LostNode
+from jobs.driver.watch import HEAD_SILENT_S, LOOK_EVERY_S, ClusterWatch, describe_loss
 from raytrain.errors import ClusterLost
 from raytrain.execution.controller import lost_nodes
 
@@ -83,18 +83,17 @@ def test_the_controller_is_looked_up_until_it_is_there(ray: SimpleNamespace, loc
 
 
 def test_a_line_says_what_ran_on_a_node_and_what_happens_next() -> None:
-    both = LostNode("10.0.0.2", [1, 3], [0]).describe(
-        [
-            {"Alive": True, "Resources": {"CPU": 2.0, "memory": 5.0}},
-            {"Alive": True, "Resources": {"CPU": 1.0}},
-            {"Alive": False, "Resources": {"CPU": 8.0, "GPU": 1.0}},
-        ]
-    )
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 2.0, "memory": 5.0}},
+        {"Alive": True, "Resources": {"CPU": 1.0}},
+        {"Alive": False, "Resources": {"CPU": 8.0, "GPU": 1.0}},
+    ]
+    both = describe_loss("10.0.0.2", [1, 3], [0], nodes)
     assert both.startswith("node 10.0.0.2 was lost: rank 1, rank 3, expert host 0 ran there; all workers restart from")
     assert both.endswith("on the other nodes, which have 3 CPU in all")
-    hosts = LostNode("10.0.0.2", [], [1]).describe([])
+    hosts = describe_loss("10.0.0.2", [], [1], [])
     assert "expert host 1 ran there" in hosts and "retry.host_wait_s" in hosts and "restart" not in hosts
-    assert LostNode("10.0.0.2", [], []).describe([]).endswith("nothing of this run was there; the run continues")
+    assert describe_loss("10.0.0.2", [], [], []).endswith("nothing of this run was there; the run continues")
 
 
 def test_ranks_on_dead_nodes_only_are_lost_with_their_node() -> None:
