@@ -111,16 +111,28 @@ class OutOfMemory(RunError):
     """A device or the memory budget of a process is exhausted."""
 
 
+LONGEST_LINE = 500
+"""Characters of a line that is shown of an error's message."""
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """A text of the user's code for a terminal and a file: control characters, which could clear the screen, and halves
+    of characters, which cannot be written, as their escapes."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\r\n", "\n").translate(_CONTROLS)
+
+
 def message_of(error: BaseException) -> str:
     """The message of an error; "" if a class of the user's own fails to write it, which is not what went wrong."""
     try:
-        return str(error)
+        return printable(str(error))
     except Exception:
         return ""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type if the message is empty."""
+    """The first line of an error's message that says something, or the name of its type if none does."""
     if isinstance(error, BdbQuit):
         return "a debugger was left, or found no terminal: `raytrain train --debug` trains where it has one"
-    return (message_of(error).splitlines() or [type(error).__name__])[0]
+    line = next((line for line in message_of(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}... ({len(line):,} characters)"

@@ -320,7 +320,7 @@ class RetryConfig(Section):
     """When a run gives up, and how long it waits."""
 
     restarts_without_progress: NonNegativeInt = Field(
-        default=3, description="restarts without a new step until the run fails"
+        default=3, description="attempts in a row without a new step until the run fails; 0: at the first"
     )
     nonfinite_steps: Count = Field(default=3, description="non-finite steps in a row until a roll-back")
     rollbacks: NonNegativeInt = Field(default=3, description="roll-backs until the run fails")

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
+from cluster.wording import counted
 from raytrain.checkpoint.reader import LoadedCheckpoint, list_checkpoints, load, newest_valid
 from raytrain.checkpoint.writer import discard_after
 from raytrain.config.sections import RetryConfig
@@ -96,13 +97,15 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
         broke = f"{newest.precision} failed at step {newest.step} ({what})"
         reason = f"attempt {newest.attempt} failed: {broke}; {restarted_from(resumed_from[-1])} in fp32"
         return RecoveryDecision("raise_precision", reason, "fp32")
-    without_progress = 0
+    without_progress = 0  # attempts in succession
     for (earlier, later), fault in zip(pairwise(resumed_from), faults, strict=False):
         if _is_halvable(fault):
             continue
         without_progress = 0 if later > earlier else without_progress + 1
     if without_progress >= retry.restarts_without_progress:
-        return RecoveryDecision("stop", f"{without_progress} restarts without progress; the last fault was {what}")
+        limit = f"retry.restarts_without_progress is {retry.restarts_without_progress}"
+        ended = f"{counted(without_progress, 'attempt')} ended without progress, and {limit}"
+        return RecoveryDecision("stop", f"{ended}; the last fault was {what}")
     return RecoveryDecision("go_on", f"{failed_attempt(newest)}; {restarted_from(resumed_from[-1])}")
 
 

@@ -35,7 +35,16 @@ from raytrain.config.user_code import import_from, pass_over_breakpoints, raised
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.residency import TRANSFERS, TransferCounts
 from raytrain.data.sources.open import source_from_driver
-from raytrain.errors import CollectiveFailed, InputError, OutOfMemory, RaytrainError, RunError, StateLost, first_line
+from raytrain.errors import (
+    CollectiveFailed,
+    InputError,
+    OutOfMemory,
+    RaytrainError,
+    RunError,
+    StateLost,
+    first_line,
+    printable,
+)
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.driver_channel import (
     AttemptResult,
@@ -158,11 +167,18 @@ class Worker:
             print(f"rank {self.workers.rank} lost the other workers at step {self._step()}", file=sys.stderr)
             self._record_fault(error)
             raise
-        except (Exception, SystemExit) as error:  # a library that the user's code calls may exit
-            if isinstance(error, bdb.BdbQuit) and isinstance(self.channel, OwnProcess):
-                return self._result("interrupted", "the debugger was left")
-            self._print_error(error)
+        except BaseException as error:  # what the user's code calls may exit, or raise what nobody expects
+            if isinstance(self.channel, OwnProcess):
+                if isinstance(error, bdb.BdbQuit):
+                    return self._result("interrupted", "the debugger was left")
+                if isinstance(error, KeyboardInterrupt):  # of this terminal
+                    raise
             self._record_fault(error)
+            self._print_error(error)
+            try:
+                str(error).encode()
+            except Exception:  # Ray could not pass it on, and would take the worker for one that returned nothing
+                raise RunError(f"{type(error).__name__}: {first_line(error)}") from None
             raise
         finally:
             self._step_reports.close()
@@ -273,7 +289,7 @@ class Worker:
     def _not_exported(self, error: Exception) -> str:
         """Why a run whose training is complete failed. Nothing of the training is repeated: its state is saved."""
         if not isinstance(error, RaytrainError | OSError):
-            traceback.print_exc()  # the frames of the user's own code
+            print(printable(traceback.format_exc()), file=sys.stderr)  # the frames of the user's own code
         why = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {first_line(error)}"
         return (
             f"the training is complete and its checkpoint of step {self.committed()} is kept, but its "
@@ -412,7 +428,7 @@ class Worker:
             print(f"{what}: {error}", file=sys.stderr)
             return
         if not place or not self.attempt:
-            traceback.print_exc()
+            print(printable(traceback.format_exc()), file=sys.stderr)
             return
         what += f": {type(error).__name__}: {first_line(error)}"
         if place in self._known_places:
@@ -483,7 +499,7 @@ def fault_of(
         step=step,
         error=type(error).__name__,
         message=first_line(error),
-        traceback=traceback.format_exc(),
+        traceback=printable(traceback.format_exc()),
         precision=precision,
         reduced=precision in ("bf16", "fp16", "tf32"),
         final=isinstance(error, RaytrainError | bdb.BdbQuit)

@@ -58,7 +58,7 @@ def test_unreadable_checkpoints_end_the_run_and_are_kept(fit: Fit, guest_job: Ca
     model = {"fault": "shuts_the_store", "at": 5, "note": str(place.folder)}
     run = fit(guest_job(model=model, save={"every": 4}, retry={"restarts_without_progress": 2}))
     assert run.result["status"] == "failed" and run.result["weights"] is None
-    assert "2 restarts without progress" in run.result["reason"] and "symbolic links" in run.result["reason"]
+    assert "2 attempts ended without progress" in run.result["reason"] and "symbolic links" in run.result["reason"]
     assert [row["from_step"] for row in run.events("attempt")] == [0]
     assert [row["error"] for row in run.events("fault")] == ["KeyError", "OSError"]
     assert run.checkpoints() == [4] and run.result["best_checkpoint"] == "step_00000004", "still there"

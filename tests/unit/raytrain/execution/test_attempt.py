@@ -58,7 +58,9 @@ def test_unreadable_data_ends_attempts_and_after_the_limit_the_run(
         started = [started_attempt(run) for _ in range(4)]
         assert [type(one) for one in started[:3]] == [OSError] * 3 and run.current_attempt() == 4
         assert started[3].decision.action == "stop" and started[3].checkpoint is None
-        assert "3 restarts without progress" in started[3].decision.reason and "Stale" in started[3].decision.reason
+        assert (
+            "3 attempts ended without progress" in started[3].decision.reason and "Stale" in started[3].decision.reason
+        )
     assert [info.step for info in list_checkpoints(run)] == [5]
 
 

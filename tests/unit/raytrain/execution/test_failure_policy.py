@@ -149,7 +149,7 @@ def test_three_restarts_without_progress_are_enough(starts: list[int], action: s
     deaths = [died(attempt=number) for number in range(1, len(starts))]
     decision = decided(*deaths, starts=starts)
     assert decision.action == action
-    assert action == "go_on" or "3 restarts without progress" in decision.reason
+    assert action == "go_on" or "3 attempts ended without progress" in decision.reason
     assert decided(*deaths[:1], starts=[0, 0], restarts_without_progress=1).action == "stop"
 
 
@@ -172,7 +172,7 @@ def test_deaths_before_an_attempt_begins_are_restarts_without_progress() -> None
 def test_an_error_of_reading_may_pass_and_is_counted_as_a_restart_without_progress(error: str) -> None:
     short = [fault(error=error, message="[Errno 116] Stale file handle", step=0, attempt=n) for n in (1, 2, 3)]
     assert [decided(*short[:n], starts=[0] * (n + 1)).action for n in (1, 2, 3)] == ["go_on", "go_on", "stop"]
-    assert "3 restarts without progress" in decided(*short, starts=[0] * 4).reason
+    assert "3 attempts ended without progress" in decided(*short, starts=[0] * 4).reason
     missing = [fault(error="FileNotFoundError", step=0, attempt=n) for n in (1, 2)]
     assert "the same error occurred twice" in decided(*missing, starts=[0] * 3).reason
 
@@ -201,7 +201,7 @@ def test_other_faults_count_as_before_and_keep_the_smaller_size() -> None:
     assert decided(*deaths, starts=[0] * 5).micro_batch == 4
     assert decided(*deaths, starts=[0] * 5).action == "go_on"
     third = decided(*deaths, died(), starts=[0] * 6)
-    assert third.action == "stop" and "3 restarts without progress" in third.reason
+    assert third.action == "stop" and "3 attempts ended without progress" in third.reason
     assert decided(died()).micro_batch is None
     grown = [short(8), died(), short(16), died()]
     assert decided(*grown, starts=[0] * 5).micro_batch == 4, "the size that fits, also where it has grown since"

@@ -17,11 +17,12 @@ from torch import nn
 
 from raytrain.checkpoint.reader import list_checkpoints, load
 from raytrain.data.rows.batches import Cursor
+from raytrain.errors import RunError
 from raytrain.execution import worker as module
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.execution.worker import Worker
 from raytrain.plan.plan import Plan
-from raytrain.runs.faults import Fault, write_fault
+from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
@@ -186,3 +187,34 @@ def test_a_worker_with_a_part_of_a_gpu_is_on_the_one_that_ray_gave_it(
     monkeypatch.setattr(Worker, "run", lambda worker, _data: made.append(worker.local_rank))
     module.train_loop_per_worker({"import_path": "", "run_path": job.run_path, "channel": None, "data": False})
     assert made == [index]
+
+
+class StrangeError(BaseException):
+    """What no handler of errors expects."""
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (ValueError("half of \ud83d"), RunError), (KeyboardInterrupt(), KeyboardInterrupt),
+        (StrangeError("strange"), StrangeError),
+    ],
+)  # fmt: skip
+def test_whatever_the_users_code_raises_is_recorded_with_its_step_and_can_be_passed_on(
+    error: BaseException, raised: type[BaseException], attempts: Attempts,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    class Sizes(list[int]):
+        def append(self, size: int) -> None:
+            if len(self) == 4:
+                raise error
+            super().append(size)
+
+    attempts.sizes = Sizes()
+    channel = SimpleNamespace(report_progress=SimpleNamespace(remote=lambda _progress: None))
+    with pytest.raises(raised) as caught:
+        Worker(attempts.job(), workers=Workers(), local_rank=0, channel=channel).run(None)
+    str(caught.value).encode()
+    (fault,) = read_faults(attempts.run, since=0)
+    assert (fault.error, fault.step) == (type(error).__name__, 5)
+    assert f"rank 0 failed at step 5: {type(error).__name__}" in capsys.readouterr().err

@@ -462,7 +462,7 @@ def test_a_known_failure_has_a_remedy(reason: str, remedy: str):
     "reason",
     [
         "ClusterLost: the head of the cluster at 10.0.0.1:6379 does not answer",
-        "3 restarts without progress; the last fault was ClusterLost: Ray's process raylet died",
+        "3 attempts ended without progress, and ...; the last fault was ClusterLost: Ray's process raylet died",
         "Ray failed during the command (RaySystemError: no checkpoint of the GCS). Resume the run",
     ],
 )

@@ -38,7 +38,16 @@ def test_an_exception_is_recorded_with_type_first_line_and_location() -> None:
     made = of(ValueError("first line\nsecond line"))
     assert (made.error, made.message, made.step, made.from_step) == ("ValueError", "first line", 7, 3)
     assert "in of\n    raise error" in made.traceback and made.time > 1e9
-    assert of(KeyError()).message == "KeyError"
+    assert of(KeyError()).message == "KeyError" and of(ValueError("\n \n  the message")).message == "  the message"
+
+
+def test_a_message_of_any_kind_is_a_line_that_can_be_written_and_shown() -> None:
+    made = of(ValueError("red \x1b[31mX\x1b[2J \x9b1m nul\x00 tab\t \ud800 end"))
+    assert made.message == "red \\x1b[31mX\\x1b[2J \\x9b1m nul\\x00 tab\t \\ud800 end"
+    assert "\x1b" not in made.traceback and made.traceback.encode() and "\n" in made.traceback
+    long = of(ValueError("a" * 600 + "b" * 10**6)).message
+    assert long.startswith("a" * 500 + "... (") and long.endswith("1,000,600 characters)") and len(long) < 540
+    assert of(ValueError("a" * 500)).message == "a" * 500
 
 
 @pytest.mark.parametrize(
