@@ -34,7 +34,7 @@ from raytrain.accelerator import gpu_module, on_gpu
 from raytrain.data.rows.contract import Batch
 from raytrain.data.rows.map_style import DatasetSplit, seeded_batch
 from raytrain.data.rows.residency import dense, rebuild, tensors_of
-from raytrain.errors import InputError, RunError, first_line
+from raytrain.errors import InputError, RunError, first_line, printable
 
 # ---------------------------------------------------------------- prefetch
 # Prefetch batches: a bounded number, in order, discarded when the order changes (micro-batch size, rollback).
@@ -506,4 +506,4 @@ def _failure_text(split: DatasetSplit, request: BatchRequest, error: Exception) 
     rows = ", ".join(map(str, split.rows[request.rows[:NAMED_ROWS]].tolist()))
     more = ", ..." if len(request.rows) > NAMED_ROWS else ""
     what = f"{type(error).__name__}: {first_line(error)}"
-    return f"{split.key} failed while rows {rows}{more} were read: {what}\n{traceback.format_exc()}"
+    return f"{split.key} failed while rows {rows}{more} were read: {what}\n{printable(traceback.format_exc())}"

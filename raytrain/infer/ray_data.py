@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.ray_runtime import on_this_node
 from raytrain.config.user_code import import_from
-from raytrain.errors import InputError, RaytrainError, RunError, StateLost, first_line
+from raytrain.errors import InputError, RaytrainError, RunError, StateLost, first_line, printable
 from raytrain.infer.input import Unit, UnitReport
 from raytrain.infer.output import WorkerProgress
 from raytrain.infer.stages.actors import ReplicaPlaces, remote_pipeline
@@ -153,7 +153,7 @@ class UnitActor:
 def _as_own(error: Exception, what: str) -> RaytrainError:
     if isinstance(error, RaytrainError):
         return error
-    text = "".join(traceback.format_exception(error)).rstrip()
+    text = printable("".join(traceback.format_exception(error)).rstrip())
     return RunError(f"{what}: {type(error).__name__}: {first_line(error)}\n{text}")
 
 
