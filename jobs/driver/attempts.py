@@ -68,12 +68,10 @@ class RunPlanner:
         hosts = None if self.resumed is None else self.resumed.hosts()
         plan = self._plan(inventory, hosts_of_run=hosts)
         if shared:
-            from experts.hosts.reserve import request_of
-            from jobs.driver.watch import check_room  # imports Ray
+            from jobs.driver.watch import check_room, run_needs  # imports Ray
 
-            asked = self.spec.scale.workers
-            needs = request_of(plan, workers=asked[0] if isinstance(asked, tuple) else None).needs
-            self.console.print(check_room(needs), end="", markup=False, highlight=False, soft_wrap=True)
+            waits = check_room(run_needs(self.spec, plan))
+            self.console.print(waits, end="", markup=False, highlight=False, soft_wrap=True)
         opened = open_run(
             self.loaded, self.spec, plan, inventory, resumed=self.resumed, began=self.began, console=self.console,
             verbose=self.verbose,

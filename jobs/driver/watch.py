@@ -20,7 +20,7 @@ from rich.console import Console
 from cluster.network import answers
 from cluster.preflight import measured_stop
 from experts.hosts.host import ProcessLimits
-from experts.hosts.reserve import start_hosts
+from experts.hosts.reserve import request_of, start_hosts
 from jobs.driver.check_job import train_job
 from jobs.driver.hangs import Signs, StuckWorkers, pid_of
 from jobs.driver.progress import Activity, Clock, TrainingDisplay
@@ -33,6 +33,7 @@ from raytrain.execution import driver_channel, trainer
 from raytrain.execution.driver_channel import FELL_BACK, RESTARTING, STARTING, AttemptResult, step_of
 from raytrain.execution.ray_private import autoscales, controller_pid, dead_daemons, free_by_node
 from raytrain.execution.telemetry import HostTelemetry
+from raytrain.plan.plan import Plan
 from raytrain.plan.room import Need, missing, short_of
 from raytrain.plan.shares import ElasticWorkers
 from raytrain.runs.faults import record_lost_ranks
@@ -132,6 +133,12 @@ def workers_wait_for_room() -> bool:
 def missing_room(needs: Sequence[Need]) -> str:
     """What workers or trials that are being started still need of a shared cluster; "" where nothing is missing."""
     return missing(needs, free_by_node()) if needs and workers_wait_for_room() else ""
+
+
+def run_needs(spec: JobSpec, plan: Plan) -> list[Need]:
+    """What a run of this plan cannot start without in a shared cluster; an elastic one, the fewest workers."""
+    asked = spec.scale.workers
+    return request_of(plan, workers=asked[0] if isinstance(asked, tuple) else None).needs
 
 
 def check_room(needs: Sequence[Need]) -> str:

@@ -43,7 +43,7 @@ from raytrain.infer.output import FORMATS, MANIFEST, rows_in_progress
 from raytrain.infer.stages.measure import PartTimes, measure_parts
 from raytrain.infer.worker import InferenceWorker, Work
 from raytrain.plan.choice import size_text
-from raytrain.plan.room import TYPE_SHARE, Need, missing
+from raytrain.plan.room import Need, missing
 from raytrain.report.inference import PAGE
 from raytrain.runs.storage import join, locate, open_store
 
@@ -198,39 +198,27 @@ class UnitComputation:
                 show_only_picked(str(machines.accelerator.value), local_inventory())
             work = _on_first_gpu(work)
         kind = None if self._address == "local" else machines.required_type
-        count = workers * self._planned.processes
+        need, count = self._planned.need, workers * self._planned.processes
+        cpus = need.each["CPU"]
         with connected(self._address, num_cpus=count + 1, num_gpus=count * gpus, verbose=self._verbose) as cluster:
-            needs = list[Need]()
-            if self._address != "local":  # one worker is enough, the others may come later
-                from jobs.driver.watch import check_room  # imports Ray
-
-                each = (
-                    {"CPU": 1.0}
-                    | ({"GPU": gpus} if gpus else {})
-                    | ({f"accelerator_type:{kind}": TYPE_SHARE} if kind else {})
-                )
-                key = "experts.hosts" if work.hosts else "infer.stages" if work.split is not None else "scale.workers"
-                needs = [Need(key, "process of a worker", work.processes_of_worker, each)]
-                waits = check_room(needs)
-                self._say(waits.rstrip()) if waits else None
             if work.hosts:
                 work = replace(work, model=self._beside_hosts(work, loopback=cluster.local))
             if self._planned.measures_stages:
-                times = measure_stages(work, self._planned.units[0], cpus=1, gpus=gpus, accelerator=kind)
+                times = measure_stages(work, self._planned.units[0], cpus=cpus, gpus=gpus, accelerator=kind)
                 work = self._with_stages(work, times)
-            at_once = workers if self._address == "local" else 1
+            at_once = workers if self._address == "local" else 1  # the others may come later
             yield from run_units(
-                work, units, workers=workers, at_once=at_once, cpus=1, gpus=gpus, accelerator=kind,
-                told=lambda started: self._explain(needs, started),
+                work, units, workers=workers, at_once=at_once, cpus=cpus, gpus=gpus, accelerator=kind,
+                told=lambda started: self._explain(need, started),
             )  # fmt: skip
             self.missing = nothing_missing
 
-    def _explain(self, needs: Sequence[Need], started: Callable[[], int]) -> None:
+    def _explain(self, need: Need, started: Callable[[], int]) -> None:
         """Say from now on what the first worker of a shared cluster needs, until it has `started`."""
         from raytrain.execution.ray_private import free_by_node
 
-        if needs:
-            self.missing = lambda: "" if started() else missing(needs, free_by_node())
+        if self._address != "local":
+            self.missing = lambda: "" if started() else missing([need], free_by_node())
 
     def _beside_hosts(self, work: Work, *, loopback: bool) -> InferenceModel:
         planned = self._planned
@@ -290,24 +278,27 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
     count = planned.stages.stages
     stages = f", {count} stages each" if count > 1 else ""
     each = "" if here and count == 1 else " each"
+    more = "" if planned.at_once == planned.workers else f"; room for {planned.at_once} at once"
     for name, value in (
         ("model", f"{planned.target.name}, {model.dtype} on {model.device.split(':')[0]}"),
         ("input", f"{counted(planned.rows.rows, 'row')} in {counted(len(planned.units), 'unit')} of {size:,}"),
         ("batch", f"{counted(planned.batch_size, 'row')} ({planned.batch_reason})"),
-        ("workers", f"{where}{stages} with {counted(planned.threads, 'thread')}{each}"),
+        ("workers", f"{where}{stages} with {counted(planned.threads, 'thread')}{each}{more}"),
         *_schedule(planned),
         *planned.stages.lines(),
         *planned.hosts.lines(),
         ("output", path_from_here(planned.output.path)),
     ):
         console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+    if planned.waits:
+        console.print(planned.waits, markup=False, soft_wrap=True)
     for warning in planned.target.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
 def _schedule(planned: InferencePlan) -> list[tuple[str, str]]:
     """What the number of units leaves of the gain of several workers; how fast they are, only the run knows."""
-    units, workers = len(planned.units), planned.workers
+    units, workers = len(planned.units), planned.at_once
     if workers == 1:
         return []
     rounds = -(-units // workers)

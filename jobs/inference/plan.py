@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
 from typing import Any
@@ -36,6 +36,7 @@ from raytrain.infer.input import (
 from raytrain.infer.output import CONVERTED, RESULT_COLUMNS, TIMING_COLUMNS, OutputFolder, digest_of
 from raytrain.infer.stages.partition import KEY as STAGES
 from raytrain.infer.worker import Work, kept_columns
+from raytrain.plan.room import TYPE_SHARE, Need, room_for
 from raytrain.runs.storage import join, open_store, typed_path
 
 #: Batches of a unit for each stage of a divided model: a pipeline needs several to be full.
@@ -46,6 +47,7 @@ UNIMPORTANT = (
     "inflight",
 )  # fmt: skip
 DATASET = "input.parquet"
+PROCESS = "process of a worker"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class InferencePlan:
         paths: of the input as it was given; empty if it was no files.
         batch_reason: why a batch has its rows.
         hosts: where the experts are.
+        need: what one worker reserves in Ray.
+        room: workers that the nodes of a cluster have room for; None for our own Ray.
+        waits: a line where an autoscaler must add nodes first.
     """
 
     target: Target
@@ -76,6 +81,14 @@ class InferencePlan:
     paths: tuple[str, ...]
     batch_reason: str
     hosts: HostChoice
+    need: Need
+    room: int | None = None
+    waits: str = ""
+
+    @property
+    def at_once(self) -> int:
+        """Workers that can compute at the same time."""
+        return self.workers if self.room is None else min(self.workers, max(self.room, 1))
 
     @property
     def processes(self) -> int:
@@ -196,9 +209,17 @@ def _planned(
         size = max(size, BATCHES_OF_STAGE * stages.stages * batch)
     units = units_of(rows.rows, size)
     stages = told_balance(target, stages, batches=math.ceil(rows.rows / batch))
-    each = stages.stages + hosts.hosts
-    workers = workers_of(target, len(units), inventory, stages=each, key=HOSTS if hosts.hosts else STAGES)
-    threads = _threads(target, inventory, workers * each)
+    each, key = stages.stages + hosts.hosts, HOSTS if hosts.hosts else STAGES
+    workers = workers_of(target, len(units), inventory, stages=each, key=key)
+    room = room_of(target, inventory, stages=each)
+    threads = _threads(target, inventory, (workers if room is None else min(workers, max(room, 1))) * each)
+    room, waits = room_of(target, inventory, stages=each, threads=threads), ""
+    need, asked = need_of(target, each, key=key, threads=threads), target.spec.scale.workers
+    if room is not None:
+        from jobs.driver.watch import check_room  # imports Ray
+
+        least = 1 if each > 1 or asked == "auto" else workers if isinstance(asked, int) else min(asked[0], workers)
+        waits = check_room([replace(need, number=least * each)]).rstrip()
     settings = {key: value for key, value in encode(infer).items() if key not in UNIMPORTANT}
     identity = {
         **target.identity, "input": list(prints), "rows": rows.rows,
@@ -206,7 +227,23 @@ def _planned(
         "dtype": target.model.dtype, "seed": target.model.seed,
         **{f"infer.{key}": value for key, value in settings.items()},
     }  # fmt: skip
-    return InferencePlan(target, rows, units, output, batch, workers, threads, stages, identity, paths, reason, hosts)
+    return InferencePlan(
+        target,
+        rows,
+        units,
+        output,
+        batch,
+        workers,
+        threads,
+        stages,
+        identity,
+        paths,
+        reason,
+        hosts,
+        need,
+        room,
+        waits,
+    )
 
 
 def _check_names(kept: Sequence[str]) -> None:
@@ -240,15 +277,15 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
         stages: processes of a replica, which may also be a worker and its expert hosts.
         key: that sets their number.
     Raises:
-        InputError: there are fewer GPUs here, and one worker more would wait for one without end; or the cluster has
-            fewer devices than the model has stages.
+        InputError: there are fewer GPUs here, and one worker more would wait for one without end.
     """
     wanted, gpus = target.spec.scale.workers, len(target.machines.gpus)
-    local = target.address == "local"
+    room = room_of(target, inventory, stages=stages)
+    local = room is None
     if isinstance(wanted, tuple):  # the pool of a cluster grows from one worker to all that it finds room for
         wanted = max(wanted[0], min(wanted[1], gpus // stages)) if local and gpus else wanted[1]
-    if not local and stages > 1:
-        units = min(units, _replicas(target, inventory, stages, key))
+    if room is not None and (stages > 1 or wanted == "auto"):  # a replica more would hold what another one waits for
+        units = min(units, max(room, 1))
     if local and 0 < gpus < stages:
         raise InputError(
             key, got=_number(stages, key), expected=f"at most {_number(gpus, key)}, one for each GPU{_and_one(key)}",
@@ -275,16 +312,37 @@ def _and_one(key: str) -> str:
     return " but the worker's" if key == HOSTS else ""
 
 
-def _replicas(target: Target, inventory: Inventory, stages: int, key: str) -> int:
-    """Replicas of a model over stages that a cluster has room for; one more would hold what another one waits for."""
-    gpus = len(target.machines.gpus)
-    devices, kind = (gpus, "GPU") if gpus else (sum(node.cpus or 0 for node in inventory.nodes), "CPU core")
-    if devices < stages:
-        raise InputError(
-            key, got=_number(stages, key),
-            expected=f"at most {_number(devices, key)}, one for each {kind} of the cluster{_and_one(key)}",
-        )  # fmt: skip
-    return devices // stages
+def need_of(target: Target, processes: int, *, key: str, threads: int | None = None) -> Need:
+    """What a worker of so many processes reserves in Ray: as in training, a process on the CPUs of a cluster the cores
+    that it computes on, and one in our own Ray a single one, so that they may be more than the cores.
+
+    Args:
+        key: that sets the number of its processes.
+        threads: of each; None where that is chosen from the number of workers.
+    """
+    machines, private = target.machines, target.address == "local"
+    each: dict[str, float] = {"CPU": 1}
+    if machines.on_gpu:
+        kind = None if private else machines.required_type
+        each |= {"GPU": 1} | ({} if kind is None else {f"accelerator_type:{kind}": TYPE_SHARE})
+    elif not private:
+        asked = target.spec.scale.threads
+        each = {"CPU": threads or (asked if isinstance(asked, int) else 1)}
+    return Need("scale.workers", "worker", 1, each) if processes == 1 else Need(key, PROCESS, processes, each)
+
+
+def room_of(target: Target, inventory: Inventory, *, stages: int = 1, threads: int | None = None) -> int | None:
+    """Workers of so many processes that the nodes of a cluster have room for, None for our own Ray."""
+    if target.address == "local":
+        return None
+    each, kind = need_of(target, stages, key=STAGES, threads=threads).each, target.machines.required_type
+    on_gpu = target.machines.on_gpu
+    pool = target.machines.pool if on_gpu else [(node, ()) for node in inventory.nodes]
+    nodes = [
+        {"CPU": node.cpus, "GPU": len(devices)} | ({} if kind is None else {f"accelerator_type:{kind}": 1})
+        for node, devices in pool
+    ]
+    return room_for(each, nodes) // stages
 
 
 def _threads(target: Target, inventory: Inventory, processes: int) -> int:

@@ -129,6 +129,7 @@ class BatchSearch:
         on_gpu: whether the run computes on GPUs.
         alone_spec: the job of a trial: one worker, experts in-process.
         alone_plan: its plan.
+        run_plan: of the run, for which the result is.
     """
 
     space: BatchSpace
@@ -136,10 +137,15 @@ class BatchSearch:
     on_gpu: bool
     alone_spec: JobSpec
     alone_plan: Plan
+    run_plan: Plan
 
     def space_of(self, kind: Kind) -> BatchSpace:
         """The candidates on one kind of device."""
         return replace(self.space, budget_bytes=kind.budget_bytes, devices=kind.devices)
+
+    def need(self, kind: Kind, cluster: Cluster) -> Need:
+        """What a trial on a kind of device reserves."""
+        return Need("scale.threads", "trial", 1, kind.resources(on_gpu=self.on_gpu, local=cluster.local))
 
 
 def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> BatchSearch:
@@ -196,7 +202,8 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
         reference="fp32" if "fp32" in precisions else precisions[0],
         workers=workers,
     )
-    return BatchSearch(space, kinds, on_gpu, resolved(alone.spec), plan_job(alone, inventory=inventory, **facts))
+    alone_plan = plan_job(alone, inventory=inventory, **facts)
+    return BatchSearch(space, kinds, on_gpu, resolved(alone.spec), alone_plan, plan)
 
 
 def _with(loaded: LoadedSpec, values: dict[str, Any]) -> LoadedSpec:
@@ -220,7 +227,14 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
     def find(machines: Inventory) -> BatchSearch:
         return find_search(command.loaded, checked, machines)
 
-    with command.machines(address, inventory, find=find, resources=resources) as (search, cluster):
+    def needs(search: BatchSearch, cluster: Cluster) -> list[list[Need]]:
+        if cluster.local:  # of a notebook: nothing of it is reserved for threads
+            return []
+        from jobs.driver.watch import run_needs  # imports Ray
+
+        return [run_needs(command.spec, search.run_plan), *([search.need(kind, cluster)] for kind in search.kinds)]
+
+    with command.machines(address, inventory, find=find, resources=resources, needs=needs) as (search, cluster):
         sweep = command.the_sweep
         known = {
             kind.name: SearchResults.of_rows(row for row in sweep.standing() if row.get("kind", "") == kind.name)
@@ -237,7 +251,6 @@ def _measure(command: TuneCommand, search: BatchSearch, checked: Checked, cluste
     import ray
     from ray import cloudpickle, tune
 
-    from jobs.driver.watch import check_room
     from jobs.tuning.batch_trials import BatchSearcher, BatchTrials, BatchTrialSettings, batch_trial
     from jobs.tuning.trials import fit
     from raytrain.execution.driver_channel import open_channel
@@ -254,15 +267,12 @@ def _measure(command: TuneCommand, search: BatchSearch, checked: Checked, cluste
             prepared="fp64" if "fp64" in search.space.precisions else "fp32", reference=search.space.lead,
             budget=kind.budget_bytes, workers=search.space.workers, channel=channel,
         )  # fmt: skip
-        reserved = kind.resources(on_gpu=search.on_gpu, local=cluster.local)
-        need = Need("scale.threads", "trial", 1, reserved)
-        if not cluster.local and (waits := check_room([need])):
-            command.print_line(waits.rstrip())
+        need = search.need(kind, cluster)
         trials = BatchTrials(command, search.space_of(kind), known[kind.name], kind=kind.name, need=need)
         fit(
             tune.with_parameters(batch_trial, settings=settings), trials, cluster=cluster,
-            resources=tune.PlacementGroupFactory([reserved]), at_a_time=kind.devices, channel=channel, grace_s=LEAVE_S,
-            name=f"tune{kind.name}", searcher=BatchSearcher(trials),
+            resources=tune.PlacementGroupFactory([dict(need.each)]), at_a_time=kind.devices, channel=channel,
+            grace_s=LEAVE_S, name=f"tune{kind.name}", searcher=BatchSearcher(trials),
         )  # fmt: skip
     command.activity.begin("stopping Ray")
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from raytrain.config.decode import apply_overrides, dump_yaml, encode
 from raytrain.config.messages import render
 from raytrain.errors import InputError, RunError
 from raytrain.plan.machines import choose_devices
+from raytrain.plan.room import Need
 from raytrain.report.sweep import build_sweep_report
 from raytrain.runs.folder import SweepFolder, resume_command, shell_command, this_process
 from raytrain.runs.records import event
@@ -88,15 +89,17 @@ class TuneCommand:
     @contextlib.contextmanager
     def machines(
         self, address: str, inventory: Inventory, *, find: Callable[[Inventory], T],
-        resources: Callable[[T], tuple[int, int]],
+        resources: Callable[[T], tuple[int, int]], needs: Callable[[T, Cluster], Iterable[Sequence[Need]]],
     ) -> Iterator[tuple[T, Cluster]]:  # fmt: skip
         """What `find` says is to be tried on the machines, and the connected Ray; the search folder is open.
 
         A cluster says what machines it has; our own Ray starts with the `resources` (cores, GPUs) of what was found,
-        and only after all checks.
+        and only after all checks. Each of the `needs` must fit a cluster, before the first trial.
 
         Args:
             inventory: of this machine.
+        Raises:
+            InputError: the cluster never has room for one of the needs.
         """
         local, wanted, cpus, gpus = address == "local", None, 0, 0
         if local:
@@ -110,6 +113,10 @@ class TuneCommand:
             if wanted is None:
                 inventory = inventory_from_ray()
                 wanted = find(inventory)
+                from jobs.driver.watch import check_room  # imports Ray
+
+                for waits in filter(None, dict.fromkeys(check_room(one) for one in needs(wanted, cluster))):
+                    self.print_line(waits.rstrip())
                 self.open_sweep(inventory)
             yield wanted, cluster
 

@@ -10,10 +10,12 @@ from rich.table import Column, Table
 from cluster.devices.inventory import Inventory
 from cluster.wording import counted
 from jobs.driver.check_job import Checked
+from jobs.driver.runtime import Cluster
 from jobs.tuning.driver import TuneCommand
 from jobs.tuning.space_points import Points, curves_of, find_points, run_cells, values_text
 from raytrain.errors import RunError
 from raytrain.plan.machines import choose_devices
+from raytrain.plan.room import Need
 from raytrain.report.sweep import whole_spec
 from raytrain.runs.folder import SweepFolder
 
@@ -39,13 +41,13 @@ def run_space(command: TuneCommand, checked: Checked, *, address: str, inventory
         each = max(one.gpus or one.cores for one in points.trials)
         return at_a_time * (each + 1), at_a_time * max(one.gpus for one in points.trials)
 
-    with command.machines(address, inventory, find=find, resources=resources) as ((points, at_a_time), cluster):
-        from jobs.driver.watch import check_room  # imports Ray, as does the next
-        from jobs.tuning.space_trials import run_points
+    def needs(wanted: tuple[Points, int], _: Cluster) -> list[list[Need]]:
+        return [[one.need] for one in wanted[0].trials if one.need]
 
-        if address != "local":
-            for waits in filter(None, dict.fromkeys(check_room([one.need]) for one in points.trials if one.need)):
-                command.print_line(waits)
+    how: Any = {"find": find, "resources": resources, "needs": needs}
+    with command.machines(address, inventory, **how) as ((points, at_a_time), cluster):
+        from jobs.tuning.space_trials import run_points  # imports Ray
+
         run_points(command, points, at_a_time=at_a_time, cluster=cluster, private=address == "local")
     command.activity.begin("writing the result")
     write_space(command, points)

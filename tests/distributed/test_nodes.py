@@ -124,7 +124,7 @@ def test_commands_that_wait_on_a_full_cluster_say_what_is_missing_and_then_run(
     answer = answer_of("full_nodes.py", tmp_path / "full", timeout=540)
     for verb, need in (
         ("train", "1 worker needs 2 CPU"), ("tune", "1 trial needs 2 CPU"),
-        ("infer", "1 process of a worker needs 1 CPU"),
+        ("infer", "1 worker needs 2 CPU"),
     ):  # fmt: skip
         said = [line for line in answer[verb]["waiting"].splitlines() if line.startswith("still ")]
         assert said and said[-1].endswith(f": {need}; of 2 nodes, free are 0 CPU on 2 of them: room for 0"), said

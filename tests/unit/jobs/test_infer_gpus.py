@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,11 @@ def node(host: str, *types: str, cpus: int = 8) -> Node:
     return Node(host, cpus, 0, devices, gpu_slots=len(types), accelerator=types[0] if types else "")
 
 
+def resources(node: Node) -> dict[str, float]:
+    """What Ray says that it has."""
+    return {"CPU": node.cpus, "GPU": node.gpu_slots} | {f"accelerator_type:{kind}": 1 for kind in node.accelerators}
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: str) -> Callable[..., dict[str, Any]]:
     """`cluster(nodes, *overrides)`: what `infer` computes where in a cluster of these nodes, started on a machine
@@ -79,7 +85,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: str) -> Calla
         monkeypatch.setattr(verb, "connected", connected)
         monkeypatch.setattr(compute, "connected", connected)
         monkeypatch.setattr(ray_data, "run_units", run_units)
-        monkeypatch.setattr("jobs.driver.watch.check_room", lambda _: "")  # it asks Ray
+        monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": resources(one)} for one in nodes])
+        monkeypatch.setattr("jobs.driver.watch.autoscales", lambda: False)
         given = [*SIZES, f"infer.input={rows}", f"infer.output={tmp_path / 'out'}", "cluster.address=head:6379"]
         quiet = Console(quiet=True)
         run_infer(BUILDER, [*given, *overrides], resume=None, dry_run=False, verbose=False, console=quiet)
@@ -91,6 +98,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: str) -> Calla
 def test_in_a_cluster_its_gpus_count_and_not_the_drivers(cluster: Callable[..., dict[str, Any]]) -> None:
     seen = cluster([node("head"), node("a", "T4", "T4"), node("b", "T4")])
     assert (seen["workers"], seen["gpus"], seen["device"], seen["dtype"]) == (3, 1, "cuda:0", "fp32")
+    assert seen["cpus"] == 1
     assert seen["accelerator"] is None and seen["at_once"] == 1 and seen["addresses"][0] == "head:6379"
     assert seen["threads"] == 8, "a worker for each node"
 
@@ -98,6 +106,34 @@ def test_in_a_cluster_its_gpus_count_and_not_the_drivers(cluster: Callable[..., 
 def test_a_cluster_without_gpus_computes_on_its_cpus(cluster: Callable[..., dict[str, Any]]) -> None:
     seen = cluster([node("head"), node("a", cpus=6)], "scale.workers=4")
     assert (seen["workers"], seen["gpus"], seen["device"], seen["threads"]) == (4, 0, "cpu", 3)
+    assert seen["cpus"] == 3, "those that it computes on"
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"),
+    [
+        ([], "1 worker, expected at most 0 (1 worker needs 9 CPU"),
+        (["scale.workers=5", "scale.threads=3"], "5 workers, expected at most 4 (5 workers need 3 CPU each"),
+        (["scale.workers=[5,9]", "scale.threads=3"], "5 workers, expected at most 4 (5 workers need 3 CPU each"),
+    ],
+)
+def test_workers_that_the_nodes_never_have_room_for_are_refused_before_the_start(
+    cluster: Callable[..., dict[str, Any]], tmp_path: Path, asked: list[str], got: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(f"scale.workers: got {got}; of 2 nodes, there are")):
+        cluster([node("head"), node("a", cpus=6)], "scale.threads=9", *asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pool_may_grow_beyond_what_a_cluster_has_room_for_now(cluster: Callable[..., dict[str, Any]]) -> None:
+    seen = cluster([node("head"), node("a", cpus=6)], "scale.threads=3", "scale.workers=[4,9]")
+    assert (seen["workers"], seen["at_once"], seen["cpus"]) == (9, 1, 3)
+
+
+def test_gpus_without_a_core_each_are_not_all_used(cluster: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(InputError, match=r"scale\.workers: got 2 workers, expected at most 1"):
+        cluster([node("a", "T4", "T4", cpus=1)], "scale.workers=2")
+    assert cluster([node("a", "T4", "T4", cpus=1)])["workers"] == 1
 
 
 def test_the_type_that_scale_names_is_required_of_ray_as_it_spells_it(

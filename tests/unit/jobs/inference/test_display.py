@@ -110,10 +110,11 @@ def test_the_bar_has_a_remaining_time_once_a_row_is_done(tmp_path: Path, width: 
     assert (text := bar()).endswith("500/1,000 rows  20.0 rows/s 0:00:20  0:00:25 left") and len(text) <= width
 
 
-def planned(*, workers: int = 1, stages: int = 1) -> Any:
+def planned(*, workers: int = 1, stages: int = 1, units: int = 1, at_once: int | None = None) -> Any:
     """As much of a plan as is printed."""
     return SimpleNamespace(
-        units=[SimpleNamespace(rows=2)], rows=SimpleNamespace(rows=4), workers=workers, threads=2,
+        units=[SimpleNamespace(rows=2)] * units, rows=SimpleNamespace(rows=4), workers=workers, threads=2,
+        at_once=at_once or workers, waits="",
         target=SimpleNamespace(
             model=SimpleNamespace(dtype="fp32", device="cpu"), address="local", name="run", warnings=()
         ),
@@ -128,9 +129,11 @@ def planned(*, workers: int = 1, stages: int = 1) -> Any:
         ({}, "workers: this process with 2 threads\n"),
         ({"stages": 2}, "workers: this process, 2 stages each with 2 threads each\n"),
         ({"workers": 3}, "workers: 3 workers with 2 threads each\n"),
+        ({"workers": 5, "at_once": 4, "units": 10}, "5 workers with 2 threads each; room for 4 at once\nschedule: 10 "
+         "units in 3 rounds: at most 3.33 times the speed of one worker (83% of linear)"),
     ],
-)
-def test_threads_are_of_each_only_where_there_are_several(how: dict[str, int], says: str) -> None:
+)  # fmt: skip
+def test_the_plan_says_how_many_compute_with_how_many_threads(how: dict[str, int], says: str) -> None:
     out = io.StringIO()
     print_plan(planned(**how), Console(file=out, width=200, highlight=False))
     assert says in out.getvalue()

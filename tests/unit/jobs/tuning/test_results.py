@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from cluster.devices.inventory import local_inventory
+from jobs.driver.runtime import Cluster
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
 from jobs.tune import found_job, open_sweep, run_tune, tune
@@ -85,6 +89,30 @@ def test_an_impossible_sweep_is_refused_and_writes_nothing(
     with pytest.raises(InputError) as error:
         run_tune(None, overrides, console=Console(quiet=True))
     assert error.value.key == key
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "got"),
+    [
+        (["scale.workers=1"], "1 worker, expected at most 0 (1 worker needs 3 CPU"),
+        (["scale.workers=[2,4]"], "2 workers, expected at most 0 (2 workers need 3 CPU each"),
+        (["tune.space={optim.lr: [0.1, 0.2]}", "scale.workers=1"], "1 process of a trial, expected at most 0 (1"),
+    ],
+)
+def test_a_search_for_a_run_that_no_node_can_hold_is_refused_before_the_first_trial(
+    overrides: list[str], got: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = replace(local_inventory().nodes[0], cpus=2, devices=())
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}] * 2)
+    monkeypatch.setattr("jobs.driver.watch.autoscales", lambda: False)
+    two = replace(local_inventory(), nodes=(here, replace(here, host="other")))
+    monkeypatch.setattr("jobs.tuning.driver.inventory_from_ray", lambda: two)
+    there = contextlib.nullcontext(Cluster(False, "head:6379", str(tmp_path)))
+    monkeypatch.setattr("jobs.tuning.driver.connected", lambda *_, **__: there)
+    with pytest.raises(InputError, match=re.escape(f"scale.workers: got {got}")):
+        run_tune(None, ["scale.threads=3", "cluster.address=head:6379", *overrides], console=Console(quiet=True))
     assert not list(tmp_path.iterdir())
 
 
