@@ -131,6 +131,10 @@ def rows(fault="", first=0):
 def columns():
     return {"train": {"x": torch.zeros(40, 4), "labels": torch.zeros(40, dtype=torch.int64)}}
 
+def named():
+    names = [["a", "b", "c"][row % 3] for row in range(40)]
+    return {"train": {"x": torch.zeros(40, 4), "labels": names}, "eval": {"x": torch.zeros(4, 4), "labels": ["d"] * 4}}
+
 def collate(rows):
     return {"x": torch.stack([row["x"] for row in rows]), "labels": torch.tensor([row["label"] for row in rows])}
 
@@ -173,6 +177,10 @@ FAULTS = {
             "expected labels from 0 to the number of outputs less one",
             "in forward:",
         ],
+    ),
+    "a class that only the evaluation has": (
+        {"data": "source: GUEST:named"},
+        ["Target 3 is out of bounds", "(eval)", "the data has 4 classes (a, b, c, d)", "gets their number as num_cl"],
     ),
     "a shape": (
         {"model": "builder: GUEST:build, fault: shape"},
