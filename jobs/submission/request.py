@@ -34,7 +34,7 @@ LASTING = "an absolute path on storage that outlives the job and that every node
 CARRIED = (
     "a file in the package of the working directory, an absolute path on storage that every node can access, or a URI"
 )
-ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+ID = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def _job_file(path: Path | None) -> str | None:
 def check_id(job_id: str | None) -> None:
     """Check an ID that was given for a new job. Errors: InputError."""
     if job_id is not None and not ID.fullmatch(job_id):
-        raise InputError("--id", got=job_id, expected="up to 64 letters, digits, dots, dashes and underscores")
+        expected = "up to 64 letters, digits, dots, dashes and underscores, not dots alone"
+        raise InputError("--id", got=job_id, expected=expected)
 
 
 def _below_here(argument: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.job.spec import load_spec
-from jobs.submission.request import JobRequest, check_package, imported_files, pack
+from jobs.submission.request import JobRequest, check_id, check_package, imported_files, pack
 from raytrain.errors import InputError
 
 FILES = {
@@ -96,3 +96,10 @@ def test_a_module_that_is_left_out_is_refused_with_its_file_and_the_remedy(
     with (folder / ".gitignore").open("a") as file:
         file.write(f"!/{ignored}\n")  # as the remedy says
     check_package(request, pack(folder, tmp_path / "two.zip"), folder)
+
+
+@pytest.mark.parametrize("given", [".", "..", "a b", "x" * 65])
+def test_an_id_that_is_no_name_of_a_folder_is_refused(given: str) -> None:
+    check_id("..a")
+    with pytest.raises(InputError, match="not dots alone"):
+        check_id(given)
