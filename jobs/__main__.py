@@ -9,6 +9,14 @@ from typing import Any
 
 import click
 
+try:
+    from raytrain.errors import InputError, RaytrainError
+except Exception as error:  # that of the file in which it is defined: the user has a package `jobs`
+    if not hasattr(error, "exit_code"):
+        raise
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+
 from jobs.completion import complete_bench, complete_job, complete_key, complete_recipe
 from jobs.driver import broken_output as output
 from jobs.driver.signals import Interrupted
@@ -16,7 +24,6 @@ from jobs.job.arguments import split_arguments
 from jobs.submission.request import VERBS
 from jobs.submission.stop_request import watch_stop_request
 from jobs.torchrun import torchrun_options
-from raytrain.errors import InputError, RaytrainError
 
 INTERRUPTED = 130
 

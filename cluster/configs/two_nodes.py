@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from cluster.environment import variables_kept_from_ray
+from cluster.environment import LOOPBACK, variables_kept_from_ray
 from cluster.network import answers
 from cluster.ray_runtime import private_ray
 
@@ -47,7 +47,9 @@ def main(cpus: int, gpus: int, port: int) -> None:
         if silent := [address for address in (nodes.webui_url, *agents) if not answers(address)]:
             nodes.shutdown()
             raise click.ClickException(f"it would take no jobs, as {', '.join(silent)} does not answer")
-        print(f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={os.environ['RAY_AUTH_TOKEN_PATH']}")
+        # with the last of them, a plain `ray.init()` does not tell the cluster the address of a network interface
+        exported = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", *LOOPBACK)}
+        print("export", *(f"{name}={value}" for name, value in exported.items()))
         print(f"export RAY_API_SERVER_ADDRESS={url}", flush=True)
         print(f"two nodes are running at {nodes.gcs_address}; Ctrl-C stops them", file=sys.stderr, flush=True)
         try:

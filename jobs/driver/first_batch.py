@@ -42,7 +42,7 @@ from raytrain.config.user_code import OUR_PACKAGES, users_error
 from raytrain.data.rows.collate import UsersCollate
 from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.float64 import Float64Columns
-from raytrain.data.rows.map_style import gathered
+from raytrain.data.rows.map_style import NAMED_AT_MOST, gathered
 from raytrain.data.rows.residency import tensors_of
 from raytrain.errors import InputError, RaytrainError, first_line
 from raytrain.infer.predictor import outputs_of
@@ -402,8 +402,13 @@ class FirstBatch:
         found = users_error(error, key=key, doing=doing)
         if not _LABEL_TOO_HIGH.search(str(error)):
             return found
-        return InputError(key, got=found.got, expected="labels from 0 to the number of outputs less one",
-                          remedy=found.remedy)  # fmt: skip
+        expected, names = "labels from 0 to the number of outputs less one", self.source.class_names
+        if names:
+            expected += (
+                f"; the data has {len(names)} classes ({abbreviated(names, NAMED_AT_MOST)}), those of train and "
+                "eval together: the builder gets their number as num_classes"
+            )
+        return InputError(key, got=found.got, expected=expected, remedy=found.remedy)
 
 
 def is_ours(builder: str) -> bool:

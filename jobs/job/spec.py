@@ -213,8 +213,9 @@ PATHS = ("model.init_from", "save.dir", "infer.input", "infer.output")  # beside
 Name = Annotated[
     str,
     Field(
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        json_schema_extra={"expected": "1 to 64 ASCII letters, digits, dots, dashes or underscores"},
+        pattern=r"^\.*[A-Za-z0-9_-][A-Za-z0-9._-]*$",  # `..` is another folder
+        max_length=64,
+        json_schema_extra={"expected": "1 to 64 ASCII letters, digits, dots, dashes or underscores, not dots alone"},
     ),
 ]
 

@@ -21,6 +21,7 @@ from typing import Any
 import click
 
 from jobs.job.arguments import split_arguments
+from raytrain.config.user_code import imported_names
 from raytrain.errors import InputError
 
 # ---------------------------------------------------------------- arguments
@@ -33,7 +34,7 @@ LASTING = "an absolute path on storage that outlives the job and that every node
 CARRIED = (
     "a file in the package of the working directory, an absolute path on storage that every node can access, or a URI"
 )
-ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+ID = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def _job_file(path: Path | None) -> str | None:
 def check_id(job_id: str | None) -> None:
     """Check an ID that was given for a new job. Errors: InputError."""
     if job_id is not None and not ID.fullmatch(job_id):
-        raise InputError("--id", got=job_id, expected="up to 64 letters, digits, dots, dashes and underscores")
+        expected = "up to 64 letters, digits, dots, dashes and underscores, not dots alone"
+        raise InputError("--id", got=job_id, expected=expected)
 
 
 def _below_here(argument: str) -> str:
@@ -297,8 +299,8 @@ def _needed(request: JobRequest, folder: Path) -> Iterator[tuple[str, Path, str]
                 yield key, path, importer
 
 
-OPTIONAL = ("except ImportError", "except ModuleNotFoundError", "except Exception", "except:", "if TYPE_CHECKING")
-"""The statements in which an import that fails is no error."""
+CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+"""The exceptions that a missing module raises."""
 
 
 def imported_files(module: str, folder: Path) -> dict[Path, str]:
@@ -311,7 +313,8 @@ def imported_files(module: str, folder: Path) -> dict[Path, str]:
     while left:
         name, importer = left.pop()
         parts = name.split(".")
-        if PathFinder.find_spec(parts[0], others) is not None:  # an installed one comes first
+        installed = PathFinder.find_spec(parts[0], others)
+        if installed is not None and installed.origin is not None:  # it comes first, but not a folder without __init__
             continue
         for end in range(1, len(parts) + 1):
             base = folder.joinpath(*parts[:end])
@@ -328,13 +331,26 @@ def _imports(path: Path, package: list[str]) -> Iterator[str]:
     with contextlib.suppress(SyntaxError, ValueError):  # the job says so
         left = [ast.parse(path.read_bytes())]
     for node in left:
-        if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else []
-            yield from (".".join([*above, *filter(None, [node.module]), one.name]) for one in node.names)
-        optional = isinstance(node, ast.Try | ast.If) and any(words in ast.unparse(node) for words in OPTIONAL)
-        left += [child for child in ast.iter_child_nodes(node) if not optional or child not in node.body]  # pyright: ignore
+        yield from imported_names(node, package)
+        optional = node.body if isinstance(node, ast.Try | ast.TryStar | ast.With | ast.If) and _may_fail(node) else []
+        left += [child for child in ast.iter_child_nodes(node) if child not in optional]
+
+
+def _may_fail(node: ast.Try | ast.TryStar | ast.With | ast.If) -> bool:
+    """Whether the body of a statement may lack a module: what that raises is caught, or an import does not run it."""
+    if isinstance(node, ast.If):
+        test = ast.unparse(node.test)
+        return test in ("TYPE_CHECKING", "typing.TYPE_CHECKING") or test.startswith("__name__ ==")
+    if isinstance(node, ast.With):
+        calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+        return any("suppress" in ast.unparse(call.func) and any(map(_catches, call.args)) for call in calls)
+    first = next((one for one in node.handlers if _catches(one.type)), None)
+    return first is not None and not isinstance(first.body[-1], ast.Raise)
+
+
+def _catches(kind: ast.expr | None) -> bool:
+    kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
+    return any(one is None or ast.unparse(one).split(".")[-1] in CATCHES for one in kinds)
 
 
 # ---------------------------------------------------------------- environment

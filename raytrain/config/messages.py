@@ -226,7 +226,8 @@ def _remedy(cls: type[BaseModel], name: str, value: Any, *, prefix: str) -> str:
         if _NUMBER_OR_BOOLEAN.fullmatch(value.strip()):
             return "write it without underscores" if "_" in value else "write it without quotes"
     if isinstance(value, (bool, int, float)) and _takes_text(schema):
-        return "write it in quotes"
+        typed = shlex.quote(f'{join(prefix, name)}="{render(value)}"')
+        return f"write it in quotes; on the command line, where the shell takes quotes away: {typed}"
     example = example_text(cls, name, prefix=prefix)
     return f"for example {example}" if example else ""
 

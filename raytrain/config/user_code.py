@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
@@ -10,7 +11,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,24 @@ def _installed() -> list[str]:
     """The folders of Python's own modules and of installed packages."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     return sorted({os.path.realpath(sysconfig.get_path(name)) for name in names})
+
+
+def imported_names(node: ast.AST, package: Sequence[str]) -> Iterator[str]:
+    """The names that a piece of code in a module of `package` imports, each of which may be a module: in an import, or
+    a constant given to `import_module`."""
+    if isinstance(node, ast.Import):
+        yield from (one.name for one in node.names)
+        return
+    source, level, names = "", 0, []
+    if isinstance(node, ast.ImportFrom):
+        source, level, names = node.module or "", node.level, [one.name for one in node.names]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        first = node.args[0] if node.args else None
+        text = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+        source, level = text.lstrip("."), len(text) - len(text.lstrip("."))
+    above = package[: len(package) + 1 - level] if level else []
+    whole = ".".join(filter(None, [*above, source]))
+    yield from filter(None, [whole, *(".".join(filter(None, [whole, name])) for name in names)])
 
 
 def function_name(function: Any) -> str:

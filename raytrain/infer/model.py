@@ -434,6 +434,10 @@ def _prompt(infer: InferConfig, schema: Any, chat: Callable[[str], str] | None =
     templates = dict(infer.templates)
     made = prompt_of(schema.names, field=infer.prompt_field, template=infer.template, templates=templates, chat=chat)
     made.check(schema)
+    for name in made.columns:
+        if str(schema.field(name).type) == "null":  # Arrow's type of a column without any value
+            got = f"no value in the column {name} in any row of infer.input"
+            raise InputError(made.key, got=got, expected="a text in every row")
     return made
 
 

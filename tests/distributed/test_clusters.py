@@ -51,6 +51,7 @@ def test_the_development_cluster_has_two_nodes_on_loopback(
         assert lines[-1], command.finish(timeout=10).text
     told = dict(re.findall(r"(\w+)=(\S+)", "".join(lines)))
     assert told["RAY_API_SERVER_ADDRESS"] == f"http://127.0.0.1:{free_port}" and told["RAY_AUTH_MODE"] == "token"
+    assert told["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "or a plain `ray.init` waits for another address"
     token = Path(told["RAY_AUTH_TOKEN_PATH"])
     assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
 

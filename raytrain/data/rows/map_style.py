@@ -78,7 +78,7 @@ class DatasetSplit(RowSplit):
         self.collate = collate
         self.masked = masked or MaskedColumns(self)
         self.classes: Mapping[str, int] | None = None
-        """The numbers of string labels."""
+        """The numbers of string labels; empty where labels are numbers, None before it is known which they are."""
         self._many = getattr(dataset, "__getitems__", None)
         self._generators = own_generators(dataset)
 
@@ -104,11 +104,12 @@ class DatasetSplit(RowSplit):
         if before is None or self._many is not None:
             if before is not None and len(indices):
                 before(int(indices[0]))
-            return [self._row(item) for item in self.items(indices)]
+            return [self._row(*pair) for pair in zip(self.items(indices), self.rows[indices].tolist(), strict=True)]
         rows = []
         for index in indices:
             before(int(index))
-            rows.append(self._row(self.dataset[int(self.rows[index])]))
+            at = int(self.rows[index])
+            rows.append(self._row(self.dataset[at], at))
         return rows
 
     def _seed(self, before: Callable[[int], None], index: int) -> None:
@@ -116,14 +117,20 @@ class DatasetSplit(RowSplit):
         for generator in self._generators:
             generator.bit_generator.state = type(generator.bit_generator)(random.getrandbits(64)).state
 
-    def _row(self, item: Any) -> Any:
+    def _row(self, item: Any, number: int) -> Any:
         if self.collate is not None:
             return item
         row = as_row(item, key=self.key)
-        if self.classes is not None and (name := row["labels"]) not in self.classes:
+        if self.classes is None or "labels" not in row:
+            return row
+        if isinstance(name := row["labels"], str) != bool(self.classes):
+            raise mixed_labels(self.key, name, row=number, names=bool(self.classes))
+        if not self.classes:
+            return row
+        if name not in self.classes:
             expected = f"one of {abbreviated(list(self.classes), NAMED_AT_MOST)}"
             raise InputError(self.key, got=f"the label {name!r}", expected=expected)
-        return row if self.classes is None else {**row, "labels": torch.tensor(self.classes[row["labels"]])}
+        return {**row, "labels": torch.tensor(self.classes[name])}
 
     def batch(self, rows: list[Any]) -> Batch:
         if self.collate is not None:
@@ -155,6 +162,16 @@ class DatasetSplit(RowSplit):
         """All rows of this split, read, as a split in memory: a table of tensors if their shapes allow it."""
         table = tensor_split(rows, key=self.key, masked=self.masked.names) if self.collate is None else None
         return table or ItemSplit(rows, key=self.key, collate=self.collate, masked=self.masked)
+
+
+def mixed_labels(key: str, value: Any, *, row: int, names: bool) -> InputError:
+    """The error for a label that is no name among `names`, or a name among numbers."""
+    seen = value.tolist() if isinstance(value, torch.Tensor) else value
+    return InputError(
+        key, got=f"{seen!r} in column 'labels' row {row}",
+        expected=f"{'a name' if names else 'a number'}, as in row 0 of the training data",
+        remedy="rows are numbered from 0; write all labels as names (strings) or all as numbers",
+    )  # fmt: skip
 
 
 class PartialDataset(SplitView):

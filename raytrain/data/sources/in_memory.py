@@ -11,7 +11,7 @@ import torch
 
 from raytrain.data.rows.collate import UsersCollate
 from raytrain.data.rows.contract import RowSplit, Source, facts_of, split_off
-from raytrain.data.rows.map_style import DatasetSplit, MaskedColumns, generators_kept
+from raytrain.data.rows.map_style import DatasetSplit, MaskedColumns, generators_kept, mixed_labels
 from raytrain.data.rows.residency import full_tensor
 from raytrain.data.rows.splits import (
     Ragged,
@@ -23,7 +23,15 @@ from raytrain.data.rows.splits import (
     is_integer,
 )
 from raytrain.data.sources.sections import is_table, refuse_class
-from raytrain.data.sources.tables import TableColumns, check_classes, choose_columns, class_names, convert
+from raytrain.data.sources.tables import (
+    TableColumns,
+    check_classes,
+    check_present,
+    choose_columns,
+    class_names,
+    convert,
+    is_text,
+)
 from raytrain.errors import InputError
 
 KINDS = "a dict of tensors, a map-style dataset (len and [i]), or a pyarrow Table"
@@ -52,6 +60,7 @@ def table_pair(
     """
     choice = choose_columns(train.schema, features=features, label=label, key=keys[0], table=train)
     tables = [train] if evaluation is None else [train, evaluation]
+    label = choice.label
     names = class_names(tables, label)
     converted = [convert(train, choice, classes=names, key=keys[0])]
     if evaluation is not None:
@@ -207,7 +216,7 @@ def memory_source(
     collate: UsersCollate | None = None,
 ) -> Source:
     """Return a source of one or two objects (`object_split`); without the second, part of the first is held out."""
-    given, names = _numbered([train] if evaluation is None else [train, evaluation])
+    given, names = _numbered([train] if evaluation is None else [train, evaluation], keys)
     train_split, *others = [object_split(one, key=key, collate=collate) for one, key in zip(given, keys, strict=False)]
     names = names or _name_classes([train_split, *others])
     classes = len(names) if names else class_count([train_split, *others])
@@ -221,13 +230,50 @@ def memory_source(
     return _source(*splits, origin=origin, classes=classes, class_names=names)
 
 
-def _numbered(given: Sequence[Any]) -> tuple[list[Any], tuple[str, ...] | None]:
-    """The objects with string labels in dicts of columns replaced by numbers, and the names of these, sorted."""
-    columns = [one["labels"] for one in given if isinstance(one, Mapping) and "labels" in one]
-    if not columns or not all(len(one) and isinstance(one[0], str) for one in columns):
+def _numbered(given: Sequence[Any], keys: Sequence[str]) -> tuple[list[Any], tuple[str, ...] | None]:
+    """The objects with string labels in columns replaced by numbers, and the names of these, sorted."""
+    given = [as_table(one, key=key) if is_table(one) else one for one, key in zip(given, keys, strict=False)]
+    columns = [(key, _label_column(one, key)) for one, key in zip(given, keys, strict=False)]
+    if not _hold_names([(key, column) for key, column in columns if column is not None]):
         return list(given), None
-    names = sorted({str(name) for one in columns for name in one})
-    return [{**one, "labels": np.searchsorted(names, one["labels"])} for one in given], tuple(names)
+    names = sorted({str(name) for _, column in columns if column is not None for name in column})
+    pairs = [(one, column) for one, (_, column) in zip(given, columns, strict=True)]
+    return [one if found is None else _relabelled(one, np.searchsorted(names, found)) for one, found in pairs], tuple(
+        names
+    )
+
+
+def _label_column(one: Any, key: str) -> Any | None:
+    """The labels of an object of columns; None for other objects and without labels."""
+    if not is_table(one):
+        return one.get("labels") if isinstance(one, Mapping) else None
+    if "labels" not in one.column_names:
+        return None
+    if not is_text(one["labels"].type):
+        return one["labels"]
+    check_present(one["labels"], "labels", key=key)
+    return one["labels"].to_pylist()
+
+
+def _relabelled(one: Any, numbers: np.ndarray) -> Any:
+    if isinstance(one, Mapping):
+        return {**one, "labels": numbers}
+    import pyarrow as pa
+
+    return one.set_column(one.column_names.index("labels"), "labels", pa.array(numbers))
+
+
+def _hold_names(columns: Sequence[tuple[str, Any]]) -> bool:
+    """Whether label columns, each with the key that errors name, hold names. Errors: InputError for names and numbers
+    together."""
+    first = list[Any]()
+    for key, column in columns:
+        may_differ = isinstance(column, list | tuple) or str(getattr(column, "dtype", "")) == "object"
+        for row, value in enumerate(column if may_differ else column[:1] if np.ndim(column) else ()):
+            first = first or [value]
+            if isinstance(value, str) != isinstance(first[0], str):
+                raise mixed_labels(key, value, row=row, names=isinstance(first[0], str))
+    return bool(first) and isinstance(first[0], str)
 
 
 def _name_classes(splits: Sequence[RowSplit]) -> tuple[str, ...] | None:
@@ -235,12 +281,18 @@ def _name_classes(splits: Sequence[RowSplit]) -> tuple[str, ...] | None:
     splits. None for other labels."""
     own = [split for split in splits if isinstance(split, DatasetSplit) and split.collate is None]
     with generators_kept():
-        if not own or not isinstance(_label(own[0], 0), str):
+        first = _label(own[0], 0) if own else None
+        if not isinstance(first, str | torch.Tensor):
             return None
-        names = sorted({str(_label(split, row)) for split in own for row in range(len(split))})
+        names = set[str]()
+        for split in own if isinstance(first, str) else ():
+            for row in range(len(split)):
+                if not isinstance(label := _label(split, row), str):
+                    raise mixed_labels(split.key, label, row=row, names=True)
+                names.add(str(label))
     for split in own:
-        split.classes = {name: number for number, name in enumerate(names)}
-    return tuple(names)
+        split.classes = {name: number for number, name in enumerate(sorted(names))}
+    return tuple(sorted(names)) or None
 
 
 def _label(split: DatasetSplit, row: int) -> Any:

@@ -110,7 +110,7 @@ def _table_sizes(kind: str, keys: Mapping[str, Any]) -> list[tuple[int, int, boo
     for name, table in zip(names, read_pair(keys, kind=kind), strict=True):
         key = f"data.{name}"
         choice = choose_columns(table.schema, features=keys["features"], label=keys["label"], key=key, table=table)
-        columns = convert(table, choice, classes=class_names([table], keys["label"]), key=key)
+        columns = convert(table, choice, classes=class_names([table], choice.label), key=key)
         arrays = [*columns.dense.values(), *(values for values, _ in columns.ragged.values())]
         made.append((table.num_rows, -(-sum(array.nbytes for array in arrays) // table.num_rows), False))
     return made
@@ -140,7 +140,7 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
     elif data.source in TABLES:
         tables = read_pair(keys, kind=data.source)
         found = choose_columns(tables[0].schema, features=keys["features"], label=keys["label"], key="data.path")
-        stacked, classes = found.stacked, {"num_classes": count_classes(tables, keys["label"])}
+        stacked, classes = found.stacked, {"num_classes": count_classes(tables, found.label)}
     else:
         return {}
     known = {"num_features": len(stacked) or None, **classes}

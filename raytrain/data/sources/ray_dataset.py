@@ -20,12 +20,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cluster.ray_runtime import private_ray
-from raytrain.config.user_code import is_users_file
+from raytrain.config.user_code import imported_names, is_users_file
 from raytrain.errors import InputError
 
 FOLDER = "datasets"
@@ -68,7 +68,8 @@ def imports_ray(function: Callable[..., Any]) -> bool:
         found = _users_module(name, package=package)
         if found is None:
             continue
-        targets = set(_imports(found.tree, package=found.package))
+        package_parts = found.package.split(".")
+        targets = {name for node in ast.walk(found.tree) for name in imported_names(node, package_parts)}
         if any(target.split(".")[0] == "ray" for target in targets):
             return True
         left += targets
@@ -97,22 +98,6 @@ def _users_module(name: str, *, package: str) -> _ParsedModule | None:
         return None
     is_package = os.path.basename(path).startswith("__init__.")
     return _ParsedModule(tree, name if is_package else parent)
-
-
-def _imports(tree: ast.Module, *, package: str) -> Iterator[str]:
-    """The modules that a file names in imports, also in those inside functions and in calls of `import_module`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            source = ".".join([*above, *([node.module] if node.module else [])])
-            yield source
-            yield from (f"{source}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-            first = node.args[0] if node.args else None
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                yield first.value
 
 
 def written_datasets(source: str, function: Callable[..., Any], keys: Mapping[str, Any]) -> WrittenDataset | None:

@@ -260,7 +260,8 @@ def choose_columns(
 ) -> ColumnChoice:
     """Choose the columns of `schema` to use.
 
-    List columns keep their names. Numeric columns are stacked into x, unless neither features nor a label is given.
+    List columns keep their names. Numeric columns are stacked into x, unless neither features nor a label is given:
+    then all keep their names, and a column `labels` of strings is the label.
 
     Args:
         table: the rows, if they were read: a message names the value that makes a column text.
@@ -286,6 +287,9 @@ def choose_columns(
             expected="columns other than the label",
             remedy=typed,
         )
+    own = features is None and label is None
+    if own and "labels" in names and is_text(schema.field("labels").type):
+        label = "labels"
     used = [name for name in (names if features is None else features) if name != label]
     kinds = {name: column_kind(schema.field(name).type) for name in used}
     for name, kind in kinds.items():
@@ -300,7 +304,6 @@ def choose_columns(
             )  # fmt: skip
     if not used:
         raise InputError("data.features", got="no column", expected=f"some of {abbreviated(names, NAMED_AT_MOST)}")
-    own = features is None and label is None
     stacked = tuple(name for name in used if kinds[name] == "number" and not own)
     return ColumnChoice(stacked, tuple(name for name in used if name not in stacked), label)
 

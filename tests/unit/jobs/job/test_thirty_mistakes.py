@@ -85,7 +85,9 @@ MISTAKES = {
     "name with a space": Mistake("name", overrides=["name=my run"], says=("letters",)),
     "name with a slash": Mistake("name", overrides=["name=../other"]),
     "name too long": Mistake("name", overrides=["name=" + "x" * 65], says=("64",)),
-    "name that is a number": Mistake("name", overrides=["name=7"], says=("in quotes",)),
+    "name that is a number": Mistake("name", overrides=["name=7"], says=("in quotes", "'name=\"7\"'")),
+    "name of the folder above": Mistake("name", overrides=["name=.."], says=("not dots alone",)),
+    "name of the folder itself": Mistake("name", overrides=["name=."], says=("not dots alone",)),
     # what must be there, and what does not fit together
     "no model": Mistake("model", text="data: {source: text}", says=("builder",)),
     "no data": Mistake("data", text="model: {builder: 'a:b'}", says=("source",)),

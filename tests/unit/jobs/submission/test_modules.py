@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.job.spec import load_spec
-from jobs.submission.request import JobRequest, check_package, imported_files, pack
+from jobs.submission.request import JobRequest, check_id, check_package, imported_files, pack
 from raytrain.errors import InputError
 
 FILES = {
@@ -46,6 +46,44 @@ def test_modules_are_found_through_packages_relative_imports_and_functions(folde
     assert imported_files("raytrain.models.mlp", folder) == {}
 
 
+#: Code -> whether it does without the module `late`.
+STATEMENTS = {
+    "import importlib\nimportlib.import_module('late')": False,
+    "__import__('late')": False,
+    "try:\n    import late\nexcept Exception as e:\n    raise RuntimeError('no') from e": False,
+    "try:\n    import late\nexcept ImportError:\n    print(1)\n    raise": False,
+    "try:\n    import late\nexcept ImportError:\n    raise\nexcept Exception:\n    pass": False,
+    "try:\n    import late\nexcept ValueError:\n    raise ImportError('x')": False,
+    "if 1:\n    import late\n    try:\n        import zzz\n    except ImportError:\n        zzz = 0": False,
+    "if 1:\n    pass\nelif 2:\n    import late": False,
+    "if not TYPE_CHECKING:\n    import late": False,
+    "try:\n    import late\nexcept (ValueError, ImportError):\n    late = 0": True,
+    "try:\n    import late\nexcept:\n    late = 0": True,
+    "try:\n    import importlib\n    importlib.import_module('late')\nexcept ModuleNotFoundError:\n    pass": True,
+    "from contextlib import suppress\nwith suppress(ImportError):\n    import late": True,
+    "import typing\nif typing.TYPE_CHECKING:\n    import late": True,
+    "if __name__ == '__main__':\n    import late": True,
+}
+
+
+@pytest.mark.parametrize("code", STATEMENTS)
+def test_only_an_import_that_may_fail_is_optional(code: str, folder: Path) -> None:
+    (folder / "model.py").write_text(code)
+    assert ("late.py" in [path.name for path in imported_files("model", folder)]) == (not STATEMENTS[code])
+
+
+def test_a_package_comes_before_a_folder_without_init_elsewhere(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other" / "pkg").mkdir(parents=True)
+    (folder / "pkg" / "deep.py").write_text("import importlib\nimportlib.import_module('.near', __package__)\n")
+    monkeypatch.syspath_prepend(tmp_path / "other")
+    names = {path.relative_to(folder).as_posix() for path in imported_files("pkg.deep", folder)}
+    assert names >= {"pkg/__init__.py", "pkg/deep.py", "pkg/near.py"}
+    (tmp_path / "other" / "pkg" / "__init__.py").write_text("")
+    assert not imported_files("pkg.deep", folder)
+
+
 @pytest.mark.parametrize("ignored", ["late.py", "pkg/sub/far.py", "model.py"])
 def test_a_module_that_is_left_out_is_refused_with_its_file_and_the_remedy(
     folder: Path, tmp_path: Path, ignored: str
@@ -58,3 +96,10 @@ def test_a_module_that_is_left_out_is_refused_with_its_file_and_the_remedy(
     with (folder / ".gitignore").open("a") as file:
         file.write(f"!/{ignored}\n")  # as the remedy says
     check_package(request, pack(folder, tmp_path / "two.zip"), folder)
+
+
+@pytest.mark.parametrize("given", [".", "..", "a b", "x" * 65])
+def test_an_id_that_is_no_name_of_a_folder_is_refused(given: str) -> None:
+    check_id("..a")
+    with pytest.raises(InputError, match="not dots alone"):
+        check_id(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,6 +122,31 @@ def test_a_file_that_shadows_is_named_and_our_own_folder_is_let_be(
     with pytest.raises(InputError, match=r"jobs\.py"):
         check_shadowing(str(folder))
     check_shadowing(str(Path(__file__).parents[4]))
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ("raytrain.py", "import raytrain\nraytrain.train('job.yaml')\n"),
+        ("raytrain/__init__.py", ""),
+        ("jobs/__init__.py", f"__path__.append({str(Path(raytrain.__file__).parents[1] / 'jobs')!r})\n"),
+    ],
+)
+def test_the_command_line_names_the_file_that_hides_it_in_one_sentence(folder: Path, own: str, text: str) -> None:
+    """An installation for development finds `jobs.__main__` whatever `jobs` is."""
+    (folder / own).parent.mkdir(exist_ok=True)
+    (folder / own).write_text(text)
+    command = [sys.executable, "-m", "jobs", "recipes"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=with_our_code())
+    assert ended.returncode == 2 and re.fullmatch(
+        rf"error: \S+{own}: got your own module named \w+, .*\n", ended.stderr
+    )
+
+
+def test_the_package_is_the_command_line_too(folder: Path) -> None:
+    command = [sys.executable, "-m", "raytrain", "recipes"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=with_our_code())
+    assert ended.returncode == 0 and "default" in ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize(("given", "refused"), [(["mylab/train.py"], True), (["-m", "mylab.train"], False)])

@@ -216,4 +216,6 @@ def test_the_columns_of_the_training_data_and_of_prompts_are_looked_for_in_the_h
     text.check_header(config, pa.schema([("prompt", pa.string())]))
     with pytest.raises(InputError, match=r"infer\.prompt_field"):
         text.check_header(config, pa.schema([("words", pa.string())]))
+    with pytest.raises(InputError, match="no value in the column prompt in any row of infer"):
+        text.check_header(config, pa.schema([("prompt", pa.null())]))
     InferenceModel(own).check_header(config, pa.schema([("z", pa.int64())]))  # only its forward tells

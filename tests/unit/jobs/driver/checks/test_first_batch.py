@@ -22,6 +22,7 @@ from raytrain.data.rows.map_style import VARIATION_READINGS, VARIATION_SAMPLE
 from raytrain.errors import InputError
 
 CODE = """
+import bdb
 import sys
 import torch
 from torch import nn
@@ -117,6 +118,8 @@ class Items:
         CALLS.append(index)
         if self.fault == "row" and index == self.bad:
             return {"x": torch.zeros(4), "labels": int("a label")}
+        if self.fault == "stop":
+            raise bdb.BdbQuit  # as `breakpoint()` does without a terminal
         if self.fault == "one":
             return {"x": torch.zeros(4), "labels": index % 3 + 1}
         if self.fault == "nan":
@@ -130,6 +133,10 @@ def rows(fault="", first=0):
 
 def columns():
     return {"train": {"x": torch.zeros(40, 4), "labels": torch.zeros(40, dtype=torch.int64)}}
+
+def named():
+    names = [["a", "b", "c"][row % 3] for row in range(40)]
+    return {"train": {"x": torch.zeros(40, 4), "labels": names}, "eval": {"x": torch.zeros(4, 4), "labels": ["d"] * 4}}
 
 def collate(rows):
     return {"x": torch.stack([row["x"] for row in rows]), "labels": torch.tensor([row["label"] for row in rows])}
@@ -174,6 +181,10 @@ FAULTS = {
             "in forward:",
         ],
     ),
+    "a class that only the evaluation has": (
+        {"data": "source: GUEST:named"},
+        ["Target 3 is out of bounds", "(eval)", "the data has 4 classes (a, b, c, d)", "gets their number as num_cl"],
+    ),
     "a shape": (
         {"model": "builder: GUEST:build, fault: shape"},
         [
@@ -188,6 +199,10 @@ FAULTS = {
     "evaluation": ({"model": "builder: GUEST:build, fault: eval"}, ["OverflowError: only in evaluation", "(eval)"]),
     "a builder": ({"model": "builder: GUEST:fails"}, ["model.builder: got KeyError", 'in fails: return {}["fault"]']),
     "the first row": ({"data": "source: GUEST:rows, fault: row"}, ["data.source: got ValueError", "in __getitem__:"]),
+    "a breakpoint": (
+        {"data": "source: GUEST:rows, fault: stop"},
+        ["data.source: got BdbQuit", "`raytrain train --debug`"],
+    ),
     "a data function": ({"data": "source: GUEST:lost"}, ["data.source: got LookupError: no such bucket", "in lost:"]),
     "collate": (
         {"data": 'source: GUEST:rows, collate: "GUEST:collate"'},
