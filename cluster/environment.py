@@ -120,8 +120,13 @@ def restored_environment(environ: MutableMapping[str, str] = os.environ) -> Iter
         environ.update(before)
 
 
-#: Meant for the user's program. A daemon of Ray would end at its first warning (PYTHONWARNINGS=error).
-FOR_THE_PROGRAM = ("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONINSPECT", "PYTHONVERBOSE", "PYTHONASYNCIODEBUG")
+# fmt: off
+#: Meant for the user's program. A daemon of Ray would end at its first warning (PYTHONWARNINGS=error), or without its
+#: docstrings (PYTHONOPTIMIZE=2).
+FOR_THE_PROGRAM = (
+    "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONINSPECT", "PYTHONVERBOSE", "PYTHONASYNCIODEBUG", "PYTHONOPTIMIZE",
+)
+# fmt: on
 KEPT = "RAYTRAIN_FOR_THE_PROGRAM"  # hands them to the processes of a private cluster
 
 

@@ -1,7 +1,7 @@
 """What raytrain needs to know about Ray's processes: the settings of a private cluster, placement, and forks.
 
-`jobs.driver.runtime` starts Ray with these settings. Actors are pinned to a node by `on_node`; a child that is forked
-from a process connected to Ray must leave its parent's objects alone.
+`raytrain.execution.ray_start` starts Ray with these settings. Actors are pinned to a node by `on_node`; a child that is
+forked from a process connected to Ray must leave its parent's objects alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import gc
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -49,6 +50,8 @@ PATIENT = {
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_raylet_client_connect_timeout_milliseconds": "10000",
 }
+#: In a line of a daemon's log: when, which process, and the advice to report a bug, which a lack of memory is not.
+RAYS_PREFIX = r"(?m)^\[[^\]]*\] \(\w+\) |An unexpected system state .*(?=Check failed:)"
 #: One secret for all private clusters of this process: a Ray without a way to reset its token reads it only once.
 _TOKEN = secrets.token_hex(32)
 
@@ -183,13 +186,23 @@ def _write_token(folder: str) -> str:
     return path
 
 
-def last_words(folder: str) -> str:
-    """The exception in the log of a daemon of the cluster in `folder`, or how to see more."""
+def last_words(folder: str, *, process: str) -> str:
+    """What the logs of the cluster in `folder` say of a daemon that ended: the exception of an agent, which its daemon
+    follows, else the last lines of the daemon itself before its stack trace; without any, how to see more."""
     for path in sorted(Path(folder).glob("session_2*/logs/*_agent.*")):
         _, raised, text = path.read_text(errors="replace").rpartition("Traceback (most recent call last)")
         if raised:
-            return f"{path.name} ends with: {' / '.join(line.strip() for line in text.strip().splitlines()[-3:])}"
+            return _ending(path, text, lines=3)
+    for kind, lines in {"err": 3, "out": 1}.items():  # the latter says what the daemon did when a signal ended it
+        for path in Path(folder).glob(f"session_2*/logs/{process}.{kind}"):
+            text = path.read_text(errors="replace").partition("*** StackTrace")[0]
+            if text := re.sub(RAYS_PREFIX, "", text).strip():
+                return _ending(path, text, lines=lines)
     return "--verbose shows Ray's own messages"
+
+
+def _ending(path: Path, text: str, *, lines: int) -> str:
+    return f"{path.name} ends with: {' / '.join(line.strip() for line in text.strip().splitlines()[-lines:])}"
 
 
 def end_daemons(folder: str) -> list[int]:

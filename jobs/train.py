@@ -53,7 +53,8 @@ def train(
         overrides: `section.key=value` strings, as on the command line.
         resume: the run folder to resume, or "auto".
         verbose, quiet: show Ray's own messages; print nothing.
-        debug: train in this process, without Ray, so that `breakpoint()` and debuggers stop in the user's code.
+        debug: train in this process, so that `breakpoint()` and debuggers stop in the user's code. Ray starts only to
+            write the Ray Datasets of a data source.
 
     Returns:
         How the run ended. After a KeyboardInterrupt (Ctrl-C, the Stop button of a notebook) the workers save, `status`

@@ -54,7 +54,6 @@ RAY_LAZILY = {
 """Modules that import Ray inside functions only."""
 RAY_AT_THE_EDGE = (
     "raytrain.execution",
-    "raytrain.data.sources.ray_dataset",
     "raytrain.infer.ray_data",
     "raytrain.infer.stages.actors",
     "experts.hosts",

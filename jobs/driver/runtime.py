@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.environment import LOOPBACK, ray_environment, restored_environment, variables_kept_from_ray
+from cluster.environment import LOOPBACK, ray_environment, restored_environment
 from cluster.network import answers, head_problem, loopback_only
 from cluster.preflight import is_submitted
-from cluster.ray_runtime import LONGEST_BASE, PATIENT, SHORT_BASE, end_daemons, last_words, private_folder, private_ray
+from cluster.ray_runtime import private_folder, private_ray
 from jobs import torchrun
 from jobs.driver.signals import restored_handlers
 from raytrain.errors import ClusterLost, InputError, RunError, first_line
+from raytrain.execution.ray_start import start_ray, unreachable
 from raytrain.plan.choice import Resolved
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.plan import Plan
-from raytrain.runs.faults import RAY_FAILED, RAY_NOT_STARTED
+from raytrain.runs.faults import RAY_FAILED
 
 #: Actors of a run that reserve no CPU: the driver's channel, Ray Train's controller and its meeting point of workers.
 RAY_PROCESSES = 3
@@ -55,7 +54,17 @@ def cluster_address(configured: str | None) -> str:
     """The cluster of torchrun's nodes, else `cluster.address`, else the one this job was submitted to, else "local".
 
     Returns "connected" if this process (a notebook) is connected to a cluster already: it is used and left running.
+
+    Raises:
+        InputError: Ray does not work in this interpreter, or none of several addresses answers.
     """
+    if sys.flags.optimize > 1:
+        raise InputError(
+            "PYTHONOPTIMIZE",
+            got="2, or `python -OO`",
+            expected="at most 1, or `python -O`",
+            remedy="Ray Train needs its docstrings, which level 2 removes",
+        )
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return "connected"
     if under_torchrun := os.environ.get(torchrun.CLUSTER):
@@ -210,107 +219,18 @@ def _running() -> str:
     try:
         return running_address()
     except ConnectionError as error:
-        raise _unreachable("auto", "no Ray cluster runs on this machine, and RAY_ADDRESS is not set") from error
+        raise unreachable("auto", "no Ray cluster runs on this machine, and RAY_ADDRESS is not set") from error
 
 
 def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:
-    """Start the private cluster, or connect to a running one.
-
-    Raises:
-        InputError: the address cannot be reached, or something else than the head of a Ray cluster listens there.
-        RunError: the private cluster did not start.
-    """
-    if re.fullmatch(r"[^/]+:\d+", cluster.address) and (problem := head_problem(cluster.address)):
-        raise _unreachable(cluster.address, problem)
-    if cluster.local:
-        _start_private(cluster.folder, options)
-    else:
-        try:
-            _init(cluster.address, options)
-        except Exception as error:  # Ray raises plain `Exception` too
-            raise _unreachable(cluster.address, first_line(error)) from error
+    """Start the private cluster, or connect to a running one; `start_ray` says what it raises."""
+    with restored_handlers():  # Ray puts a handler of SIGTERM in place that exits with 15; every verb has 130
+        # imported meanwhile is what the driver needs next; the slowest are Ray Train and pandas, which it imports
+        start_ray(cluster.address, options, folder=cluster.folder, imports="raytrain.execution.trainer")
     from raytrain.execution.trainer import quiet_ray
 
     if not verbose:
         quiet_ray()
-
-
-def _unreachable(address: str, why: str) -> InputError:
-    return InputError(
-        "cluster.address",
-        got=f"{address} ({why})",
-        expected="HOST:PORT of the head of a running Ray cluster",
-        remedy="if it uses token authentication, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
-    )
-
-
-def _start_private(folder: str, options: dict[str, Any]) -> None:
-    """Start the private cluster; if that fails, try once more with longer time limits.
-
-    Raises:
-        RunError: both attempts failed, or one of Ray's daemons ended of itself, which it would do again.
-    """
-    try:
-        _init("local", options)
-        return
-    except Exception as error:  # Ray raises plain `Exception` when a daemon does not start in time
-        first = error
-    words = last_words(os.path.join(folder, "r"))
-    _abandon(folder)
-    if isinstance(first, ChildProcessError) and (first.errno or 0) > 0:  # negative: it was killed
-        raise RunError(f"{RAY_NOT_STARTED}: {first.strerror}; {words}") from first
-    for name, value in PATIENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        _init("local", options | {"_temp_dir": os.path.join(folder, "r2")})
-    except Exception as error:
-        _abandon(folder)
-        if len(os.fsencode(tempfile.gettempdir())) > LONGEST_BASE and "AF_UNIX" in str(error):
-            raise RunError(
-                f"{RAY_NOT_STARTED}: got TMPDIR={tempfile.gettempdir()}, expected a path of at most {LONGEST_BASE} "
-                f"bytes for Ray's sockets, as {SHORT_BASE} cannot be used instead"
-            ) from error
-        raise RunError(
-            f"{RAY_NOT_STARTED} in two attempts (1: {first_line(first)} 2: {first_line(error)}): the "
-            "machine may be overloaded, or out of memory, processes or disk space. Free some, then start the command "
-            "again or resume the run; --verbose shows Ray's own messages"
-        ) from error
-
-
-def _init(address: str, options: dict[str, Any]) -> None:
-    import ray
-
-    from raytrain.execution.ray_private import (
-        first_look,
-        free_agent_port,
-        only_needed_daemons,
-        own_process_groups,
-        reread_environment,
-    )
-
-    reread_environment()
-    with (
-        variables_kept_from_ray(),
-        restored_handlers(),  # Ray puts a handler of SIGTERM in place that exits with 15; every verb has 130
-        own_process_groups() as daemons,
-        free_agent_port(),
-        only_needed_daemons(logs=options["log_to_driver"]),
-        first_look(meanwhile=_import_train, daemons=daemons),
-    ):
-        ray.init(address=address, ignore_reinit_error=True, **options)
-
-
-def _import_train() -> None:
-    """Import what the driver needs next. The slowest are Ray Train and pandas, which it imports."""
-    importlib.import_module("raytrain.execution.trainer")
-
-
-def _abandon(folder: str) -> None:
-    """End what is left of a cluster that failed to start."""
-    import ray
-
-    ray.shutdown()
-    end_daemons(folder)
 
 
 @contextlib.contextmanager

@@ -49,6 +49,7 @@ import glob
 import importlib
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -206,15 +207,17 @@ def first_look(*, meanwhile: Callable[[], object], daemons: Sequence[Any] = ()) 
     """Context manager in which `ray.init`, before it looks whether its node has started, calls `meanwhile`.
 
     Args:
-        daemons: of the node. One that has ended by then raises a `ChildProcessError(exit code, text)` in `ray.init`,
-            which would look for its node until a time limit.
+        daemons: of the node. One that has ended by then raises a `ChildProcessError(exit code, text, name)` in
+            `ray.init`, which would look for its node until a time limit.
     """
 
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_node(*given: Any) -> Any:
             meanwhile()
             for one in (one for one in daemons if one.poll() is not None):
-                raise ChildProcessError(one.returncode, f"Ray's process {os.path.basename(one.args[0])} ended at once")
+                name, code = os.path.basename(one.args[0]), one.returncode
+                by = f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.Signals(-code).name}"
+                raise ChildProcessError(code, f"Ray's process {name} ended at once ({by})", name)
             return original(*given)
 
         return get_node

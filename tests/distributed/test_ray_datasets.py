@@ -40,6 +40,7 @@ def test_it_is_written_once_and_read_in_the_same_order_ever_after(
     (tmp_path / "ray_rows.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONWARNINGS", "error::UserWarning,error::FutureWarning,error::DeprecationWarning")
     data = DataConfig(source="ray_rows:rows", count=300)  # pyright: ignore[reportCallIssue]
     source = open_source(data, context=None)
     assert len(source.train) == 270 and source.eval is not None and len(source.eval) == 30
@@ -66,7 +67,8 @@ def test_the_limit_of_the_process_decides(tmp_path: Path, monkeypatch: pytest.Mo
 
     def run(command: list[str], **named: Any) -> Any:
         environments.append({name: value for name, value in named["env"].items() if name.startswith("RAY_")})
-        clusters.append(json.loads(command[-1])["cluster"])
+        cluster = json.loads(command[-1])["cluster"]
+        clusters.append({"address": cluster["address"], **cluster["options"]})
         folder = os.path.dirname(clusters[-1].get("_temp_dir", ""))
         assert not folder or stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         bad = failed.pop(0)
@@ -89,4 +91,7 @@ def test_the_limit_of_the_process_decides(tmp_path: Path, monkeypatch: pytest.Mo
         assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "on every interface"
         assert environment["RAY_AUTH_MODE"] == "token" and environment["RAY_AUTH_TOKEN_PATH"].startswith(f"{folder}/")
         assert not os.path.exists(folder)
-    assert clusters[2] == {"address": "127.0.0.1:1"} and environments[2]["RAY_AUTH_TOKEN_PATH"] == "token"
+    assert (
+        clusters[2] == {"address": "127.0.0.1:1", "log_to_driver": False}
+        and environments[2]["RAY_AUTH_TOKEN_PATH"] == "token"
+    )

@@ -4,8 +4,9 @@ An exact resume needs an order fixed by a seed and a way to start in the middle 
 neither; row groups on shared storage have both (`raytrain.data.sources.row_groups`). The files are kept under a name
 derived from the function and its keys, so that a resumed run reads the same rows in the same order.
 
-A separate process calls the function (`python -m raytrain.data.sources.ray_dataset`), in a private cluster on this
-machine or in the cluster of RAY_ADDRESS: Ray Data starts Ray on first use, before the run's own cluster exists.
+A separate process calls the function (`python -m raytrain.execution.dataset_writer`), in a private cluster on this
+machine or in the cluster of RAY_ADDRESS, since the run's own does not exist yet: Ray is started when the function first
+uses it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ import importlib.util
 import inspect
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cluster.environment import (
+    LOOPBACK,
+    ray_environment,
+    variables_kept_from_ray,
+)
+from cluster.network import loopback_only
 from cluster.ray_runtime import private_ray
 from raytrain.config.user_code import imported_names, is_users_file
-from raytrain.errors import InputError
+from raytrain.errors import InputError, RunError
 
 FOLDER = "datasets"
 """In the working directory of the command, which must be visible to all nodes."""
@@ -124,64 +130,36 @@ def written_datasets(source: str, function: Callable[..., Any], keys: Mapping[st
 
 def _write_in_process(source: str, keys: Mapping[str, Any], folder: str) -> bool:
     request = {"source": source, "keys": dict(keys), "folder": folder}
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    local = address == "local"
+    environment = {**ray_environment(local_cluster=local, quiet=True), **os.environ}
+    environment |= LOOPBACK if loopback_only(address) else {}
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    environment["RAY_ENABLE_AUTO_CONNECT"] = "1"  # Ray is started by the function's first call that needs it
     with contextlib.ExitStack() as stack:
-        if address := os.environ.get("RAY_ADDRESS"):
-            cluster = {"address": address}
-        else:
+        folder_of_ray, options = "", dict[str, Any]()
+        if local:
             private = stack.enter_context(private_ray())
             private.set_environment(environment)
-            cluster = {"address": "local", **private.options}
+            folder_of_ray, options = private.folder, dict(private.options)
+        stack.enter_context(variables_kept_from_ray(environment))
+        cluster = {"address": address, "folder": folder_of_ray, "options": {"log_to_driver": False, **options}}
         try:
             text = json.dumps({**request, "cluster": cluster})
         except TypeError as error:
             raise InputError(
                 "data", got=f"a value that JSON cannot represent ({error})", expected="plain values"
             ) from error
-        command = [sys.executable, "-m", "raytrain.data.sources.ray_dataset", text]
+        command = [sys.executable, "-m", "raytrain.execution.dataset_writer", text]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     answer = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
     if done.returncode or answer is None:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise InputError("data.source", got=f"{source}, which failed: {last}", expected="datasets")
     result = json.loads(answer)
+    if "ray" in result:
+        text, fields = result["ray"]
+        raise InputError(**fields) if fields else RunError(text)
     if "mixed" in result:
         raise InputError("data.source", got=result["mixed"], expected="Ray Datasets for both")
     return bool(result["written"])
-
-
-def _main(request: dict[str, Any]) -> dict[str, Any]:
-    """In the separate process: call the function and write the Ray Datasets that it returns."""
-    import ray
-
-    from raytrain.config.user_code import make_importable, resolve
-    from raytrain.models.registry import call_builder
-
-    make_importable(os.getcwd())
-    ray.init(log_to_driver=False, **request["cluster"])
-    function = resolve(request["source"], key="data.source")
-    result = call_builder(function, request["keys"], sections={}, key="data")
-    parts = {name: value for name, value in result.items() if value is not None} if isinstance(result, dict) else {}
-    others = [name for name, value in parts.items() if not is_ray_dataset(value)]
-    if not parts or len(others) == len(parts):
-        return {"written": False}
-    if others:
-        return {"mixed": f"a {type(parts[others[0]]).__name__} for {others[0]} together with a Ray Dataset"}
-    _write(parts, request["folder"], named=list(result))
-    return {"written": True}
-
-
-def _write(parts: Mapping[str, Any], folder: str, *, named: list[str]) -> None:
-    """Write blocks in their order, so that the same dataset always gives the same rows."""
-    from ray.data import DataContext
-
-    DataContext.get_current().execution_options.preserve_order = True
-    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed before COMPLETE
-    for name, dataset in parts.items():
-        dataset.write_parquet(os.path.join(folder, name), row_group_size=GROUP_ROWS)
-    with open(os.path.join(folder, COMPLETE), "w") as file:
-        json.dump({"parts": [*parts, *(["none"] if "eval" in named and "eval" not in parts else [])]}, file)
-
-
-if __name__ == "__main__":
-    print(json.dumps(_main(json.loads(sys.argv[1]))), flush=True)

@@ -84,6 +84,7 @@ def test_the_commit_of_the_users_code_is_recorded(tmp_path: Path) -> None:
 
 def test_rays_daemons_do_not_get_what_the_users_program_has_again(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"PYTHONWARNINGS": "error::UserWarning,ignore::FutureWarning", "PYTHONINSPECT": "1", "PATH": "/bin"}
+    environ["PYTHONOPTIMIZE"] = "2"
     given = dict(environ)
     with variables_kept_from_ray(environ):
         inherited = dict(environ)

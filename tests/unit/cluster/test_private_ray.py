@@ -193,13 +193,25 @@ def test_daemons_of_this_cluster_and_what_they_started_are_ended_and_no_others()
         others.kill()
 
 
-def test_the_exception_of_an_agent_is_quoted(tmp_path: Path) -> None:
-    assert last_words(str(tmp_path)) == "--verbose shows Ray's own messages"
+def test_the_exception_of_an_agent_is_quoted_and_else_the_end_of_the_daemon_itself(tmp_path: Path) -> None:
+    assert last_words(str(tmp_path), process="raylet") == "--verbose shows Ray's own messages"
     logs = tmp_path / "session_2026-01-01_00-00-00_1_1/logs"
     logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text("")
+    (logs / "raylet.out").write_text("[a I 1 1] (raylet) main.cc:1: began\n[a I 1 1] (raylet) dl.cc:2: mmap\n\n")
+    (logs / "gcs_server.err").write_text("another's\n")
+    assert last_words(str(tmp_path), process="raylet") == "raylet.out ends with: dl.cc:2: mmap"
+    (logs / "raylet.err").write_text(
+        "[a E 1 2] (raylet) dl.cc:3: mmap failed: Cannot allocate memory\n"
+        "[a C 1 2] (raylet) pl.cc:4:  An unexpected system state has occurred. Report it. Check failed: has_value()\n"
+        "*** StackTrace Information ***\nraylet(+0xff770a) ray::operator<<()\n"
+    )
+    own = "raylet.err ends with: dl.cc:3: mmap failed: Cannot allocate memory / pl.cc:4:  Check failed: has_value()"
+    assert last_words(str(tmp_path), process="raylet") == own
     (logs / "runtime_env_agent.log").write_text("INFO started\n")
     (logs / "worker-1.err").write_text("Traceback (most recent call last)\nanother's\n")
+    assert last_words(str(tmp_path), process="raylet") == own
     (logs / "dashboard_agent.log").write_text(
         "INFO\nTraceback (most recent call last):\n  a\n  b\n  c\nOSError: port\n\n"
     )
-    assert last_words(str(tmp_path)) == "dashboard_agent.log ends with: b / c / OSError: port"
+    assert last_words(str(tmp_path), process="raylet") == "dashboard_agent.log ends with: b / c / OSError: port"

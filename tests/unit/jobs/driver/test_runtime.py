@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from cluster.preflight import JOB_ENVIRONMENT
 from cluster.ray_runtime import PATIENT
 from jobs.driver.runtime import cluster_address, connected
 from raytrain.errors import ClusterLost, InputError, ResourcesTaken, RunError
+from raytrain.execution.ray_start import start_ray
 
 
 @pytest.mark.parametrize(
@@ -204,11 +206,64 @@ def test_two_failed_attempts_are_one_error_with_both_causes_and_a_remedy(failing
     assert not os.path.exists(os.path.dirname(ray.calls[0][0]["_temp_dir"])), "the private folder stays"
 
 
+@pytest.mark.parametrize(("code", "attempts"), [(1, 1), (-signal.SIGXFSZ, 1), (-signal.SIGKILL, 2)])
+def test_a_daemon_that_ended_of_itself_is_reported_at_once_in_its_own_words(
+    failing: Any, code: int, attempts: int
+) -> None:
+    """Ray's error of it begins with an errno that it is not."""
+    ray = failing()
+
+    def init(**options: Any) -> None:
+        logs = os.path.join(options["_temp_dir"], "session_2026/logs")
+        os.makedirs(logs)
+        with open(os.path.join(logs, "raylet.err"), "w") as file:
+            file.write("no memory")
+        ray.failures.append(ChildProcessError(code, "Ray's process raylet ended at once", "raylet"))
+        FailingRay.init(ray, **options)
+
+    ray.init = init
+    with pytest.raises(RunError) as caught, connected("local", num_cpus=1, num_gpus=0, verbose=False):
+        raise AssertionError("no cluster")
+    text = str(caught.value)
+    assert len(ray.calls) == attempts and "Errno" not in text
+    assert text.count("Ray's process raylet ended at once; raylet.err ends with: no memory") == attempts
+
+
+def test_an_import_that_fails_while_ray_starts_is_reported_as_itself(
+    failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray tries again after a RuntimeError, for half a minute, and any other looked like a machine without memory."""
+    (tmp_path / "broken_import.py").write_text("\nraise RuntimeError('no docstring')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ray = failing()
+    looks: list[Callable[[], object]] = []
+
+    def first_look(*, meanwhile: Callable[[], object], daemons: Any) -> Any:
+        looks.append(meanwhile)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(sys.modules["raytrain.execution.ray_private"], "first_look", first_look)
+    ray.init = lambda **options: looks[-1]()
+    options = {"log_to_driver": False}
+    with pytest.raises(RunError, match="did not start") as caught:
+        start_ray("local", options, folder=str(tmp_path), imports="broken_import")
+    text = str(caught.value)
+    assert f"`import broken_import` failed in {tmp_path}/broken_import.py, line 2 (RuntimeError: no docstring)" in text
+    assert len(looks) == 1 and ray.shutdowns == 1, "once, and nothing of it is left"
+
+
+def test_an_interpreter_without_docstrings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "flags", SimpleNamespace(optimize=2))
+        with pytest.raises(InputError, match=r"PYTHONOPTIMIZE: got 2, or `python -OO`, expected at most 1"):
+            cluster_address(None)
+
+
 @pytest.mark.parametrize("error", [ConnectionError("no GCS"), Exception("timed out"), ValueError("bad address")])
 def test_a_cluster_that_cannot_be_reached_is_a_wrong_address(
     failing: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.driver.runtime.head_problem", lambda address: None)
+    monkeypatch.setattr("raytrain.execution.ray_start.head_problem", lambda address: None)
     ray = failing(error)
     with (
         pytest.raises(InputError, match=rf"cluster\.address.*10\.0\.0\.4:6379.*{error}.*RAY_AUTH_TOKEN"),
@@ -221,7 +276,9 @@ def test_a_cluster_that_cannot_be_reached_is_a_wrong_address(
 def test_auto_is_the_address_that_ray_finds_judged_like_one_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself would try another address of this machine where a cluster listens on loopback, for minutes."""
     seen: list[str] = []
-    monkeypatch.setattr("jobs.driver.runtime.head_problem", lambda address: seen.append(address) or "no answer")
+    monkeypatch.setattr(
+        "raytrain.execution.ray_start.head_problem", lambda address: seen.append(address) or "no answer"
+    )
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:7")
     with (
         pytest.raises(InputError, match=r"cluster\.address: got 127\.0\.0\.1:7 \(no answer\)"),

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 import threading
 from types import SimpleNamespace
@@ -175,12 +176,17 @@ def test_work_goes_on_while_the_daemons_start_and_one_that_ended_is_an_error_at_
     assert done == ["imports", "Ray's own"] and services().get_node is ray_looks
     with (
         ray_private.first_look(meanwhile=lambda: None, daemons=[running, ended]),
-        pytest.raises(ChildProcessError, match="Ray's process false ended at once") as raised,
+        pytest.raises(ChildProcessError, match=r"Ray's process false ended at once \(exit code 1\)") as raised,
     ):
         services().get_node("here:1", "n1")
-    assert raised.value.errno == 1 and done == ["imports", "Ray's own"]
-    running.kill()
+    assert raised.value.errno == 1 and raised.value.filename == "false" and done == ["imports", "Ray's own"]
+    running.send_signal(signal.SIGXFSZ)
     running.wait()
+    with (
+        ray_private.first_look(meanwhile=lambda: None, daemons=[running]),
+        pytest.raises(ChildProcessError, match=r"Ray's process sleep ended at once \(signal 25, SIGXFSZ\)"),
+    ):
+        services().get_node("here:1", "n1")
     monkeypatch.delattr("ray._private.services.get_node")
     with ray_private.first_look(meanwhile=lambda: None):
         assert not hasattr(services(), "get_node")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.environment import KEPT
 from raytrain.config.sections import DataConfig
 from raytrain.config.user_code import resolve
 from raytrain.data.sources import ray_dataset
 from raytrain.data.sources.open import open_source
+from raytrain.errors import RunError
 
 ROWS = 'def rows():\n    return {"train": {"x": [[1.0], [2.0]], "labels": [0, 1]}, "eval": None}\n'
 IMPORTS = {
@@ -58,3 +61,24 @@ def test_only_code_that_imports_ray_is_asked_for_ray_datasets(
     assert len(open_source(data, context=None).train) == 2 and len(asked) == imports
     assert len(open_source(data, context=None, on_driver=False).train) == 2
     assert len(asked) == imports, "a worker starts no process: the driver has sent what there is"
+
+
+def test_the_process_has_the_settings_of_a_private_cluster_and_the_programs_variables_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "imports_guest_kept.py").write_text("import ray\n" + ROWS)
+    environments: list[dict[str, str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        environments.append(dict(env))
+        answer = {"ray": ["Ray did not start on this machine: no memory", {}]}
+        return subprocess.CompletedProcess(command, 0, json.dumps(answer), "")
+
+    monkeypatch.setattr(ray_dataset.subprocess, "run", run)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    with pytest.raises(RunError, match=r"^Ray did not start on this machine: no memory$"):
+        open_source(DataConfig(source="imports_guest_kept:rows"), context=None)
+    (environment,) = environments
+    assert "PYTHONWARNINGS" not in environment and json.loads(environment[KEPT]) == {"PYTHONWARNINGS": "error"}
+    assert environment["RAY_USAGE_STATS_ENABLED"] == "0" and environment["RAY_ENABLE_AUTO_CONNECT"] == "1"
