@@ -148,9 +148,7 @@ def main() -> None:
     help="resume the run in this folder; `auto`: the newest unfinished run of the same job, else start one",
 )
 @click.option("--from-tune", "sweep", metavar="DIR", help="train with the best.yaml of this search folder")
-@click.option(
-    "--debug", is_flag=True, help="train here, without Ray (but for Ray Datasets): breakpoint() has the terminal"
-)
+@click.option("--debug", is_flag=True, help="train here, without Ray except for Ray Datasets; breakpoint() works")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
 def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, debug: bool, verbose: bool) -> None:
     """Train a model from JOB.yaml or a recipe (default: the recipe `default`)."""

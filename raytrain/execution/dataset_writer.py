@@ -44,12 +44,18 @@ def write_datasets(request: dict[str, Any]) -> dict[str, Any]:
     make_importable(os.getcwd())
     take_variables()
     try:
-        function = resolve(request["source"], key="data.source")
-        result = call_builder(function, request["keys"], sections={}, key="data")
+        return _called_and_written(request)
     except Exception:
         if failed:  # not the fault of the function
             return {"ray": [str(failed[0]), vars(failed[0])]}
         raise
+
+
+def _called_and_written(request: dict[str, Any]) -> dict[str, Any]:
+    import ray
+
+    function = resolve(request["source"], key="data.source")
+    result = call_builder(function, request["keys"], sections={}, key="data")
     parts = {name: value for name, value in result.items() if value is not None} if isinstance(result, dict) else {}
     others = [name for name, value in parts.items() if not is_ray_dataset(value)]
     if not parts or len(others) == len(parts):

@@ -183,8 +183,10 @@ def test_a_private_cluster_that_fails_to_start_gets_a_second_attempt_with_longer
 
     def init_and_leave_a_daemon(**options: Any) -> None:
         if not daemon:
-            code = "import sys; sys.stdin.read()"
-            daemon.append(subprocess.Popen([sys.executable, "-c", code, options["_temp_dir"]], stdin=subprocess.PIPE))
+            code, pipe = "import sys; print(flush=True); sys.stdin.read()", subprocess.PIPE
+            command = [sys.executable, "-c", code, options["_temp_dir"]]
+            daemon.append(subprocess.Popen(command, stdin=pipe, stdout=pipe))
+            assert daemon[0].stdout is not None and daemon[0].stdout.readline(), "its command line can be read"
         FailingRay.init(ray, **options)
 
     ray.init = init_and_leave_a_daemon
