@@ -27,6 +27,7 @@ from raytrain.models.sizes import (
     check_gpt,
     facts,
     gpt_activations,
+    gpt_logits,
     gpt_parameters,
     gpt_recomputed,
     known_facts,
@@ -334,6 +335,7 @@ def _moe_gpt_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
         facts(parameters, gpt_activations(**kept), flops, reason),
         experts=expert_part(layers, width, experts, tokens=context),
         recomputed_bytes_per_sample=gpt_recomputed(**kept),
+        full_bytes_per_sample=gpt_logits(context=context, vocab_size=vocab),
     )
 
 

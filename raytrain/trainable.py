@@ -541,8 +541,8 @@ def _refuse_keys(name: str, columns: list[str], unknown: Set[str], missing: Set[
         own = f"def forward(self, {', '.join(columns)})"
         remedy = f"write {own} that returns the loss, or pass Trainable.from_module(module, loss=fn)"
     elif MASK in unknown | missing:
-        lengths = "differ in length" if MASK in unknown else "have equal lengths, so that batches have no mask"
-        remedy = f"the rows {lengths}: accept attention_mask=None in forward, or make batches with data.collate"
+        why = "rows of lists, or that differ in length, have" if MASK in unknown else "rows of equal lengths have no"
+        remedy = f"{why} an attention_mask: accept attention_mask=None in forward, or make batches with data.collate"
     expected = f"batches with keys among {sorted(accepted)}" if accepted else "a forward with these parameters"
     raise InputError(
         "data.source" if accepted else "model.builder", got=" and ".join(parts), expected=expected, remedy=remedy

@@ -218,7 +218,8 @@ def _planned(
     if room is not None:
         from jobs.driver.watch import check_room  # imports Ray
 
-        least = 1 if each > 1 or asked == "auto" else workers if isinstance(asked, int) else min(asked[0], workers)
+        several = each == 1 and isinstance(asked, tuple)  # a range of replicas is lowered to those that have room
+        least = workers if isinstance(asked, int) else min(asked[0], workers) if several else 1
         waits = check_room([replace(need, number=least * each)]).rstrip()
     settings = {key: value for key, value in encode(infer).items() if key not in UNIMPORTANT}
     identity = {
@@ -280,11 +281,12 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
         InputError: there are fewer GPUs here, and one worker more would wait for one without end.
     """
     wanted, gpus = target.spec.scale.workers, len(target.machines.gpus)
-    room = room_of(target, inventory, stages=stages)
+    room, exact = room_of(target, inventory, stages=stages), isinstance(wanted, int)
     local = room is None
     if isinstance(wanted, tuple):  # the pool of a cluster grows from one worker to all that it finds room for
         wanted = max(wanted[0], min(wanted[1], gpus // stages)) if local and gpus else wanted[1]
-    if room is not None and (stages > 1 or wanted == "auto"):  # a replica more would hold what another one waits for
+    if room is not None and not exact and (stages > 1 or wanted == "auto"):
+        # a replica more would hold what another one waits for
         units = min(units, max(room, 1))
     if local and 0 < gpus < stages:
         raise InputError(

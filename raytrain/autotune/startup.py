@@ -45,6 +45,8 @@ USUAL_COMPILATION_S, USUAL_RATIO = 30.0, 1.3
 #: Least and most rounds: of precisions and of micro-batches in flight, and of two ways of which one takes preparation.
 PRECISION_ROUNDS = INFLIGHT_ROUNDS = 3, 12
 ROUNDS = 5, 15
+#: Passes that say how long the run will be; one is enough of those that take seconds.
+EAGER_ROUNDS = 1, 3
 #: Most micro-batches of each worker in a measurement of those in flight, or of overlap.
 MEASURED_PASSES = 4
 #: Timed passes and updates of an eager step, after one that is dropped.
@@ -334,15 +336,16 @@ def settle_compile(calibration: Calibration, *, done: int = 0) -> None:
 
 
 def _measured_compile(calibration: Calibration, steps: int) -> Record:
-    """Time an eager pass; where the rest of the run may pay for a compilation, compile, and time both in turn."""
+    """Time eager passes; where the rest of the run may pay for a compilation, compile, and time both in turn."""
     session = calibration.session
     if steps < FEW_STEPS:
         return _record("off", too_few(steps))
-    (eager,), share = calibration.probe.passes_in_turn([lambda: None], most=1, rounds=(1, 1))
+    (eager,), share = calibration.probe.passes_in_turn([lambda: None], most=1, rounds=EAGER_ROUNDS)
     if eager.error:
         return _record("off", f"a pass failed: {eager.error}")
-    if steps * share * eager.median_s * (1 - 1 / USUAL_RATIO) < USUAL_COMPILATION_S:
-        left = f"{counted(steps, 'step')} of {seconds_text(share * eager.median_s)}"
+    step_s = share * min(eager.round_s)  # other work on the machine makes a short run look long
+    if steps * step_s * (1 - 1 / USUAL_RATIO) < USUAL_COMPILATION_S:
+        left = f"{counted(steps, 'step')} of {seconds_text(step_s)}"
         why = f"{left} are too short for a compilation to pay, which takes about {USUAL_COMPILATION_S:.0f} s"
         return _record("off", why)
     calibration.begin("compilation")

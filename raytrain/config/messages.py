@@ -257,12 +257,11 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
     """The error for a key that a section does not have: names the nearest key, and all keys."""
     known = list(cls.model_fields)
     near = _nearest(key, known)
-    remote = [
-        join(name, key)
-        for name, field in root.model_fields.items()
-        if (section := section_of(field)) is not None and key in section.model_fields
-    ]
-    guess = remote[0] if remote and (near is None or not prefix) else near and join(prefix, near)
+    elsewhere = _places(root, key)
+    below = [place for place in elsewhere if prefix and place.startswith(f"{prefix}.")]
+    guess = near and join(prefix, near)
+    if below or (elsewhere and (near is None or not prefix)):
+        guess = (below or elsewhere)[0]
     foreign = guess is None or not (prefix or isinstance(value, Mapping))  # a mapping was meant as a section
     guess = (meant(key) if foreign else None) or guess
     guess = guess if prefix else _nested(cls, key, value) or guess
@@ -272,6 +271,13 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
         expected=f"one of {', '.join(known)}",
         remedy=f"did you mean {guess}?" if guess else "",
     )
+
+
+def _places(cls: type[BaseModel], key: str, prefix: str = "") -> list[str]:
+    """The keys and sections of this name, at any depth below a section."""
+    inside = {join(prefix, name): section_of(field) for name, field in cls.model_fields.items()}
+    found = [join(place, key) for place, section in inside.items() if section and key in section.model_fields]
+    return found + [one for place, section in inside.items() if section for one in _places(section, key, place)]
 
 
 def meant(name: str) -> str | None:

@@ -136,13 +136,21 @@ def gpt_activations(
 
     A block keeps the inputs and outputs of its two norms (4 D), query, key, value and result (4 D), two statistics per
     norm, and one value per head for attention. With dropout, attention keeps its S x S weights. All of this is still
-    held while backward computes the gradient of the logits, which needs two more tensors of their size.
+    held while backward computes the gradient of the logits, which needs two more tensors of their size: `gpt_logits`.
     """
     block = 8 * width + heads + 4 + feed_forward
     if dropout:
         block += 2 * width + 3 * heads * context
-    ends = 2 * width + 2 + 3 * vocab_size + (width if dropout else 0)
-    return round(FLOAT_BYTES * context * (layers * block + ends))
+    ends = 2 * width + 2 + (width if dropout else 0)
+    logits = gpt_logits(context=context, vocab_size=vocab_size)
+    return round(FLOAT_BYTES * context * (layers * block + ends)) + logits
+
+
+def gpt_logits(*, context: int, vocab_size: int) -> int:
+    """Bytes of the logits of one window, of their log-softmax and of its gradient, in fp32. In half precision they need
+    the same: logits of 2 bytes, the two of the cross-entropy in fp32, and that gradient again in 2 bytes. (A GPT-2 of
+    50,304 words with 16 x 1024 tokens reserved 16.7 GiB on a GPU in bf16; this estimate is 17.0.)"""
+    return 3 * FLOAT_BYTES * context * vocab_size
 
 
 def gpt_recomputed(
@@ -174,7 +182,10 @@ def _gpt_facts(**keys: Any) -> ModelFacts:
     flops = language_flops(**sizes, matmul_parameters=parameters - context * width, window=keys["window"])
     block = gpt_block(width=width, feed_forward=8 * width * width)
     found = facts(parameters, gpt_activations(**kept), flops, f"formula of gpt, vocabulary {vocab}")
-    return replace(found, blocks=(block,) * layers, recomputed_bytes_per_sample=gpt_recomputed(**kept))
+    return replace(
+        found, blocks=(block,) * layers, recomputed_bytes_per_sample=gpt_recomputed(**kept),
+        full_bytes_per_sample=gpt_logits(context=context, vocab_size=vocab),
+    )  # fmt: skip
 
 
 def _mlp_facts(**keys: Any) -> ModelFacts:

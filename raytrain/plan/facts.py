@@ -42,7 +42,7 @@ class HeldExperts:
 
 
 HALF_OF_FULL = 5 / 8
-"""Activations in half precision over those in fp32: residuals, norms and losses stay in fp32 (a GPT measured 0.64)."""
+"""Activations in half precision over those in fp32: residuals and norms stay in fp32 (a GPT measured 0.64)."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class ModelFacts:
         flops_per_sample: forward and backward of one row; None where unknown.
         blocks: parameters of each repeated block; None where unknown.
         recomputed_bytes_per_sample: the activations with blocks recomputed in backward; None where unknown.
+        full_bytes_per_sample: of both, what a half precision does not halve: the logits, their cross-entropy in fp32
+            and its gradient.
     """
 
     parameters: int
@@ -66,11 +68,15 @@ class ModelFacts:
     experts: ExpertFacts | None = None
     blocks: tuple[int, ...] | None = None
     recomputed_bytes_per_sample: int | None = None
+    full_bytes_per_sample: int = 0
 
     def row_bytes(self, dtype: str, *, recomputed: bool) -> int | None:
         """Bytes that a row adds to a worker's memory; None where unknown."""
         known = self.recomputed_bytes_per_sample if recomputed else self.activation_bytes_per_sample
-        return None if known is None else scaled_bytes(known, dtype)
+        if known is None:
+            return None
+        full = self.full_bytes_per_sample if dtype in ("bf16", "fp16") else 0
+        return full + scaled_bytes(known - full, dtype)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "blocks": None if self.blocks is None else list(self.blocks)}

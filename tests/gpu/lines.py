@@ -48,6 +48,10 @@ class Line:
 
 SAME = "the losses of `one`, within 0.1 %"
 HALF = {"scale.gpus_per_worker": 0.5}
+LIFECYCLE = {
+    "max_experts": 6, "every": 5, "birth": {"uncertainty": 0.0, "cooldown_steps": 10},
+    "replay": {"bytes": 200_000, "every": 20, "rows": 64, "lr": 1e-3},
+}  # fmt: skip
 
 
 def _layouts(gpus: int, prefix: str, *, nodes: int = 1, across: bool = False) -> list[Line]:
@@ -103,6 +107,12 @@ LINES = [
     Line("grouped", 1, "the grouped product of experts equals the loop, experts without rows included",
          "\"used\"; where the GPU has no kernel (9 and 10 have), or a wrong one, why not",
          test="test_kernels.py -k grouped"),
+    Line("lifecycle", 1, "experts are born while it trains; it sleeps, replays rows and checks its memory",
+         "an event `expert_born`; sleep cycles end; the loss falls", job={"experts.lifecycle": LIFECYCLE}),
+    Line("lifecycle-hosts", 1, "experts are born on two hosts that share the GPU with the worker",
+         "an event `expert_born`; the loss falls",
+         job={"scale.workers": 1, "experts.hosts": 2, "scale.gpus_per_worker": 0.33,
+              "experts.lifecycle": {name: LIFECYCLE[name] for name in ("max_experts", "every", "birth")}}),
     Line("expert-host", 1, "an expert host runs out of memory: the step is dropped there, and it goes on",
          "the shortage is recorded, and the next rows are computed as before", test="test_kernels.py -k expert_host",
          on_cpu=False),

@@ -409,6 +409,25 @@ def scaler() -> None:
     tell("scaler", fp16_over_bf16=found["fp16"]["ms"] / found["bf16"]["ms"])
 
 
+@contextlib.contextmanager
+def collections_timed() -> Iterator[list[float]]:
+    """The seconds of each garbage collection: a full one of a process with torch and Ray takes 0.1 s, anywhere."""
+    seconds, began = list[float](), 0.0
+
+    def note(phase: str, _about: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.perf_counter()
+        else:
+            seconds.append(time.perf_counter() - began)
+
+    gc.callbacks.append(note)
+    try:
+        yield seconds
+    finally:
+        gc.callbacks.remove(note)
+
+
 def checkpoint() -> None:
     """How long a checkpoint stops the loop, and whether what it holds is what the step left."""
     from raytrain.checkpoint.safetensors import read_tensors
@@ -431,15 +450,16 @@ def checkpoint() -> None:
                 at = number + 10 * (not asynchronous)
                 made.run(3)
                 expected = next(made.session.trainable.module.parameters()).detach().cpu().clone()
-                began = time.perf_counter()
-                writer.save(made.session.parts(), {}, step=at)
-                stall = time.perf_counter() - began
+                with collections_timed() as collecting:
+                    began = time.perf_counter()
+                    writer.save(made.session.parts(), {}, step=at)
+                    stall = time.perf_counter() - began
                 busy = made.run(STEPS) / STEPS  # trains on while it is written
                 writer.wait()
                 quiet = made.run(STEPS) / STEPS
-                tell("checkpoint", asynchronous=asynchronous, stall_s=stall, write_s=writer.last_write_s,
-                     copy_s=rehearsed, gb=(writer.last_bytes or 0) / 1e9, step_ms_while_writing=1e3 * busy,
-                     step_ms=1e3 * quiet)  # fmt: skip
+                tell("checkpoint", asynchronous=asynchronous, stall_s=stall, of_it_garbage_s=sum(collecting),
+                     write_s=writer.last_write_s, copy_s=rehearsed, gb=(writer.last_bytes or 0) / 1e9,
+                     step_ms_while_writing=1e3 * busy, step_ms=1e3 * quiet)  # fmt: skip
                 goal("the checkpoint differs from the step", float(not same(at, expected)), at_most=0)
                 if asynchronous:
                     goal("seconds that a checkpoint stops the loop", stall + STEPS * (busy - quiet), at_most=0.1)

@@ -235,6 +235,9 @@ def test_a_run(line: Line) -> None:
         assert nodes_of(run) == 2, "all processes were on one node"
     if line.job.get("model.builder") == "hungry:moe_gpt":
         assert rows(run, "events.jsonl", "out_of_memory"), "the worker did not run out of memory"
+    if lifecycle := line.job.get("experts.lifecycle"):
+        assert rows(run, "events.jsonl", "expert_born"), "no expert was born"
+        assert bool(rows(run, "events.jsonl", "sleep_cycle")) == ("replay" in lifecycle), "cycles of sleep"
     assert json.loads((run / "result.json").read_text(encoding="utf-8"))["status"] == "done"
     found = losses(run)
     assert sorted(found) == list(range(1, STEPS + 1))

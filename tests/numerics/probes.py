@@ -51,6 +51,18 @@ def by_brute_force(session: Session, budget: int | None) -> dict[int, tuple[str,
     return found
 
 
+def activations(rank: int, world_size: int, vocabulary: int, precision: str) -> tuple[float, float]:
+    """(estimated by the plan, measured) bytes of 32 rows of a GPT with so many words, above the floor."""
+    sizes = {**GPT, "layers": 4, "heads": 4, "width": 128, "context": 128, "vocab_size": vocabulary}
+    data = {"train": token_rows(32, length=128, vocabulary=64), "eval_fraction": 0.0}
+    loop = {"global_batch_size": 32, "micro_batch_size": 32}
+    session = make_session(sizes, data, loop=loop, precision={"dtype": precision})
+    facts = session.job.plan.model_facts
+    found = StepProbe(session).measure(Candidate(precision, 32), budget=None, passes=0, with_memory=True)
+    assert facts is not None and found.peak_bytes is not None and found.floor_bytes is not None
+    return 32 * (facts.row_bytes(precision, recomputed=False) or 0), found.peak_bytes - found.floor_bytes
+
+
 def silent(status: dict[str, Any]) -> None:
     """No driver listens."""
 

@@ -55,12 +55,14 @@ def decided(session: Session, folder: Path, *, done: int = 0) -> tuple[str, str,
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, eager: float, compiled: float, **more: Any) -> None:
-    """The seconds of a pass."""
+    """The seconds of a pass; `disturbed`: those of the passes that say how long the run will be."""
     real = StepProbe.passes_in_turn
 
     def times(probe: StepProbe, befores: list[Any], **named: Any) -> Any:
         _, share = real(probe, befores, **named)
         arms = [ArmTimes(((seconds,) * 5,), (0.0,), "") for seconds in (eager, compiled)[: len(befores)]]
+        if len(befores) == 1 and "disturbed" in more:
+            arms = [ArmTimes((more["disturbed"],), (0.0,), "")]
         arms[1:] = [ArmTimes(arm.seconds, more.get("values", (0.0,)), more.get("error", "")) for arm in arms[1:]]
         return arms, share
 
@@ -73,7 +75,7 @@ def test_short_runs_compile_nothing_and_few_steps_measure_nothing(
     planted(monkeypatch, eager=0.1, compiled=0.05)
     short = make_session(MLP, DATA, loop={"max_steps": FEW_STEPS - 1}).job.plan.compile
     assert short == Resolved("off", f"{FEW_STEPS - 1} steps are too few to pay for a compilation"), "nothing to measure"
-    for steps, rows, done, calls in ((1200, 16, 1201 - FEW_STEPS, 0), (1200, 16, 0, 2), (600, 8, 0, 2)):
+    for steps, rows, done, calls in ((1200, 16, 1201 - FEW_STEPS, 0), (1200, 16, 0, 4), (600, 8, 0, 4)):
         loop = {"max_steps": steps, "micro_batch_size": rows}
         session = make_session(MLP, DATA, loop=loop)
         assert isinstance(session.job.plan.compile, Deferred)
@@ -89,6 +91,9 @@ def test_short_runs_compile_nothing_and_few_steps_measure_nothing(
     assert decided(make_session(MLP, DATA, loop={"max_steps": 1500}), tmp_path / "long")[0] == "default"
     late = decided(make_session(MLP, DATA, loop={"max_steps": 1500}), tmp_path / "late", done=1000)
     assert late[0] == "off" and late[1].startswith("500 steps of 0.1 s"), "what is left counts"
+    planted(monkeypatch, eager=0.1, compiled=0.05, disturbed=(2.0, 1.0, 0.02))
+    busy = decided(make_session(MLP, DATA, loop={"max_steps": 1500}), tmp_path / "busy")
+    assert busy[0] == "off" and busy[1].startswith("1,500 steps of 20 ms"), "other work made two of the passes long"
 
 
 @pytest.mark.parametrize(

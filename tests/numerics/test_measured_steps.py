@@ -10,6 +10,7 @@ import pytest
 from gang import run_gang
 from lab import Rows
 from probes import (
+    activations,
     by_everybody,
     found_by_a_search,
     precision_and_rows,
@@ -54,6 +55,14 @@ def test_a_memory_budget_is_answered_as_brute_force_does(tmp_path: Path) -> None
     (event,) = found["events"]
     assert event["what"] == "micro_batch" and event["value"] == found["chosen"] and "may take" in event["reason"]
     assert found["again"] == (found["chosen"], [])  # measured once; a restarted attempt takes it up
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("vocabulary", [256, 16384])
+def test_the_plan_knows_what_many_words_need_in_half_precision_too(vocabulary: int, precision: str) -> None:
+    """Of a small GPT of 16,384 words, most is the cross-entropy, which stays in fp32."""
+    ((estimated, measured),) = run_gang(activations, vocabulary, precision, world_size=1)
+    assert estimated == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.covers("TUNE-01", "FUT-02")

@@ -68,7 +68,7 @@ def test_on_gpus_the_next_block_counts_too_as_it_is_gathered_meanwhile() -> None
 def test_half_precision_brings_less_together() -> None:
     known = facts()
     assert known.blocks is not None
-    bare = replace(known, activation_bytes_per_sample=0)
+    bare = replace(known, activation_bytes_per_sample=0, full_bytes_per_sample=0)
     full, half = (resolved(plan(precision={"dtype": d}, known=bare), "memory").value for d in ("fp32", "bf16"))
     assert full - half == 4 * known.blocks[0], "weights and gradients of one block in two bytes each"
 
