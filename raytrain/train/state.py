@@ -195,7 +195,7 @@ class NonFinite:
         """Count one step. A skip while the loss scale is above 1 only lowers the scale and is no failure."""
         self.total += skip
         failed = skip if scale is None else skip & (scale <= 1.0)
-        self._run = torch.where(failed, self._run + 1, 0.0)
+        self._run = (self._run + 1) * failed
         self.longest = torch.maximum(self.longest, self._run)
         self._steps += 1
         self._copies[self._steps % len(self._copies)].start(self.longest)

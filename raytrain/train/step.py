@@ -153,7 +153,8 @@ class TrainingStep:
         self.metric_names: tuple[str, ...] = ()
         """The metrics of losses that every worker knows of (`raytrain.train.loop`)."""
         self._agreeing = self._looked = False
-        self._passed, self._metrics = Passed(torch.zeros(()), torch.zeros(())), MetricSums()
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._passed, self._metrics = Passed(self._zero, self._zero), MetricSums()
 
     def forward(self, batch: Batch, *, global_weight: int, idle: bool = False) -> LossOutput:
         """Loss of one micro-batch under the run's precision; `idle`: it has no rows of this worker."""
@@ -171,8 +172,7 @@ class TrainingStep:
         Raises:
             RunError: the model has unfrozen a parameter.
         """
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._passed, self._metrics = Passed(zero, zero.clone()), {}
+        self._passed, self._metrics = Passed(self._zero, self._zero), {}
         self.gradients.zero_()
         totals = self._forwards(micro_batches, global_weight=global_weight, passes=passes)
         if self.inflight == 2:
@@ -262,11 +262,18 @@ class TrainingStep:
     def _add(self, output: LossOutput, weight: float, share: float, *, told: bool) -> None:
         loss, aux, before, ever = self._passed
         if weight:  # the mean over nothing is NaN
-            loss += output.loss.detach().double() * share
+            loss = self._sum(loss, output.loss, share)
         if output.aux is not None:
-            aux += output.aux.detach().double() * share
+            aux = self._sum(aux, output.aux, share)
         self._passed = Passed(loss, aux, before + weight, ever or told)
         add_metrics(self._metrics, output, weight)
+
+    def _sum(self, total: Tensor, value: Tensor, share: float) -> Tensor:
+        """`total` and a share of `value`, in as few kernels as that takes: small models wait for the host."""
+        own = value.detach().double()
+        if share != 1.0 or own.dtype == value.dtype:  # a copy: the next pass of a captured graph overwrites `value`
+            own = own * share
+        return own if total is self._zero else total + own
 
     @property
     def collective_passes(self) -> bool:
@@ -334,7 +341,7 @@ class TrainingStep:
         local = LocalStep(
             step=step,
             sum_of_squares=squares,
-            nonfinite=~torch.isfinite(squares),
+            nonfinite=(squares - squares) != 0.0,  # as not isfinite, in two kernels instead of five
             counts=counts,
             lr=self.schedule.at(step),
             inverse_scale=inverse,
@@ -398,7 +405,7 @@ class TrainingStep:
         if self.max_grad_norm is not None:
             coefficient = (self.max_grad_norm / (agreed.norm + 1e-6)).clamp(max=1.0)
             # gradients of a skipped step are not scaled, so that the nonfinite ones can be named
-            self.gradients.scale_(torch.where(agreed.skip, torch.ones_like(coefficient), coefficient))
+            self.gradients.scale_(coefficient.masked_fill_(agreed.skip, 1.0))
         if self.skips_on_device:
             found = agreed.skip.to(torch.float32)
             for optimizer in self.optimizers:

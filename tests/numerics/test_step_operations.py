@@ -22,7 +22,8 @@ from raytrain.train.precision import LossScale, policy_for
 from raytrain.train.step import TrainingStep
 from raytrain.trainable import MicroBatch
 
-GOAL = 40
+GOAL = 20
+"""Half of the goal at which the audit of the GPU's step aimed."""
 FREE = {
     "view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "split", "split_with_sizes", "detach",
     "unsqueeze", "squeeze", "permute", "as_strided", "alias", "empty", "empty_like", "empty_strided", "new_empty",

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from raytrain.data.rows.contract import IGNORED_LABEL, Batch, RowSplit, Split, generator, nonfinite
-from raytrain.data.rows.residency import Column, PartialTensor, full_tensor, placed_column, take
+from raytrain.data.rows.residency import Column, PartialTensor, full_tensor, index_for, placed_column, take
 from raytrain.errors import InputError
 
 # ---------------------------------------------------------------- splits
@@ -107,7 +107,10 @@ class TensorSplit(RowSplit):
 
     def gather(self, indices: np.ndarray) -> Batch:
         """See `Split`. With `returns_views`, contiguous rows are returned as views of the columns, without a copy."""
-        batch = self._views(indices) or {name: take(column, indices) for name, column in self.columns.items()}
+        batch = self._views(indices)
+        if not batch:
+            at = index_for(next(iter(self.columns.values())), indices)  # all columns are placed alike
+            batch = {name: take(column, at) for name, column in self.columns.items()}
         for name, divisor in self.divisors.items():
             batch[name] = batch[name].to(torch.float32).div_(divisor)
         if self._widen:
@@ -209,9 +212,10 @@ class TextSplit(Split):
             labels = ids.clone()
             labels[:, 0] = IGNORED_LABEL
             return {"input_ids": ids, "labels": labels}
+        at = index_for(self._windows, indices)
         return {
-            "input_ids": take(self._windows, indices).to(torch.int64),
-            "labels": take(self._windows, indices + 1).to(torch.int64),
+            "input_ids": take(self._windows, at).to(torch.int64),
+            "labels": take(self._windows, at + 1).to(torch.int64),
         }
 
     def weights(self, indices: np.ndarray) -> int:

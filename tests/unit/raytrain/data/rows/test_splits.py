@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import raytrain.data.rows.residency as residency
 from raytrain.data.rows.contract import holdout
 from raytrain.data.rows.map_style import DatasetSplit, ItemSplit
 from raytrain.data.rows.residency import place_split, to_device
@@ -119,6 +120,27 @@ def test_rows_resident_on_another_device_keep_the_compact_type_and_are_gathered_
     labelled = TensorSplit({"x": torch.zeros(9, 2), "labels": torch.zeros(9, dtype=torch.uint8)}).to("meta")
     assert labelled.gather(np.arange(3))["labels"].dtype == torch.int64
     assert labelled.weights(np.arange(3)) == 3
+
+
+def test_a_gpu_gets_the_rows_of_a_batch_from_one_copy_of_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU stands in for the GPU; also where a column is in two parts, whose index the host divides."""
+    rows = np.array([5, 0, 3])
+    x, labels = torch.arange(18.0).reshape(6, 3), torch.arange(6)
+    splits = [TensorSplit({"x": x, "labels": labels}), TextSplit(np.arange(40), context=4)]
+    halves = TensorSplit({"x": x, "labels": labels}).to("cpu", rows=4)
+    expected = [split.gather(rows) for split in (*splits, halves)]
+    copies: list[int] = []
+    copy = residency._index_tensor
+    monkeypatch.setattr(residency, "_index_tensor", lambda *given: copies.append(1) or copy(*given))
+    monkeypatch.setattr(residency, "on_gpu", lambda device: True)
+    for split, batch in zip(splits, expected, strict=False):
+        found = split.gather(rows)
+        assert found.keys() == batch.keys() and all(torch.equal(found[name], batch[name]) for name in batch)
+        assert copies == [1]
+        copies.clear()
+    monkeypatch.setattr(residency, "_select", lambda column, index, pinned: column[torch.from_numpy(index)])
+    found = halves.gather(rows)
+    assert all(torch.equal(found[name], value) for name, value in expected[2].items())
 
 
 def test_scaled_columns_stay_bytes_until_they_are_gathered() -> None:
