@@ -7,6 +7,7 @@ accepts jobs, and token authentication. Every port is on loopback. It runs until
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -49,7 +50,7 @@ def main(cpus: int, gpus: int, port: int) -> None:
             raise click.ClickException(f"it would take no jobs, as {', '.join(silent)} does not answer")
         # with the last of them, a plain `ray.init()` does not tell the cluster the address of a network interface
         exported = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", *LOOPBACK)}
-        print("export", *(f"{name}={value}" for name, value in exported.items()))
+        print("export", *(f"{name}={shlex.quote(value)}" for name, value in exported.items()))
         print(f"export RAY_API_SERVER_ADDRESS={url}", flush=True)
         print(f"two nodes are running at {nodes.gcs_address}; Ctrl-C stops them", file=sys.stderr, flush=True)
         try:

@@ -202,19 +202,23 @@ def parse_override(text: str) -> tuple[str, Any]:
     """``section.key=value`` of a command line: the dotted key and its value.
 
     A value that begins with a bracket or a quote is read as YAML; any other is one scalar, so that a path
-    such as ``*.txt`` needs no quotes.
+    such as ``*.txt`` needs no quotes. A template is the text as it stands: its braces name columns, and the tokens of
+    a prompt depend on each space and line break.
 
     Raises:
         InputError: no ``=``, no key before it, a value that is not YAML, or no value, as a shell makes it of a variable
             that is not set.
     """
-    key, equals, value = (part.strip() for part in text.partition("="))
+    key, equals, typed = text.partition("=")
+    key, value = key.strip(), typed.strip()
     if not equals:
         raise InputError(text, got="no =", expected="section.key=value, such as loop.max_steps=100")
     if not _OVERRIDE_KEY.match(key):
         raise InputError(text, got=f"{render(key)} before the =", expected="section.key=value")
     if not value:
         raise InputError(key, got="nothing after the =", expected=f"{key}=VALUE, or {key}=null for none")
+    if key == "infer.template" and value[0] not in ('"', "'") and value != "null":
+        return key, typed
     if value[:1] in ("[", "{", '"', "'"):
         return key, load_value(value, origin="the command line", path=key)
     try:

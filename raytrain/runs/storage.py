@@ -27,7 +27,7 @@ from raytrain.errors import InputError, RunError, first_line
 
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})", re.ASCII)
+_VARIABLE = re.compile(r"(\\\$|\$(?:([A-Za-z_]\w*)|\{([^}]*)\}))", re.ASCII)
 _NO_DIR_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # network file systems
 
 
@@ -329,8 +329,8 @@ def open_store(path: str, advice: WriteAdvice = SAVES) -> Store:
 def typed_path(path: str, *, key: str) -> str:
     """A path or URI as a user types it, with `~`, `$NAME` and `${NAME}` expanded as in a shell.
 
-    A path that exists as it is written is left as it is, unless it begins with a variable: folders may have such names,
-    and the commands that name them are copied.
+    ``\\$`` is a dollar sign. The folders at its beginning that exist as they are written are left so, unless the path
+    begins with a variable: folders may have such names, and a shell may have expanded the path already.
 
     Args:
         key: the key or option whose value it is, for the error.
@@ -339,14 +339,19 @@ def typed_path(path: str, *, key: str) -> str:
         InputError: a variable is not set.
     """
     path = os.path.expanduser(path)
-    if "$" not in path or (path[0] != "$" and os.path.exists(path)):
+    if "$" not in path:
         return path
-    unset = [name for pair in _VARIABLE.findall(path) if (name := "".join(pair)) not in os.environ]
+    head = path if path[0] != "$" else ""
+    while head and not os.path.exists(head):
+        head = head.rpartition("/")[0]
+    rest = path[len(head) :]
+    names = [short or long for whole, short, long in _VARIABLE.findall(rest) if whole != "\\$"]
+    unset = [name for name in names if name not in os.environ]
     if unset:
         seen, where = f"{path}, whose variable {unset[0]} is not set", " on the cluster" if is_submitted() else ""
-        remedy = f"set it{where}, or write the path out"
+        remedy = f"set it{where}, or write the path out, a dollar sign as \\$"
         raise InputError(key, got=seen, expected="variables that are set", remedy=remedy)
-    return _VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], path)
+    return head + _VARIABLE.sub(lambda match: os.environ[match[2] or match[3]] if match[1] != "\\$" else "$", rest)
 
 
 def locate(path: str, *, key: str) -> tuple[Any, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -44,12 +44,14 @@ def without_secret(run: Path, token: str) -> bool:
 def test_the_development_cluster_has_two_nodes_on_loopback(
     start_python: Callable[..., Any], place: Any, guest_job: Callable[..., Any], free_port: int
 ) -> None:
-    command = start_python("-m", "cluster.configs.two_nodes", "--port", str(free_port), cwd=place.folder, env=place.env)
+    (odd := place.temp / "t d").mkdir()  # the token is in it
+    given = ("-m", "cluster.configs.two_nodes", "--port", str(free_port))
+    command = start_python(*given, cwd=place.folder, env=place.env | {"TMPDIR": str(odd)})
     lines: list[str] = []
     while len(lines) < 2:
         lines.append(command.process.stdout.readline())
         assert lines[-1], command.finish(timeout=10).text
-    told = dict(re.findall(r"(\w+)=(\S+)", "".join(lines)))
+    told = dict(word.split("=", 1) for word in shlex.split("".join(lines)) if "=" in word)
     assert told["RAY_API_SERVER_ADDRESS"] == f"http://127.0.0.1:{free_port}" and told["RAY_AUTH_MODE"] == "token"
     assert told["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "or a plain `ray.init` waits for another address"
     token = Path(told["RAY_AUTH_TOKEN_PATH"])

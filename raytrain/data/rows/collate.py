@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raytrain.config.messages import describe
 from raytrain.data.rows.contract import Batch, Split, SplitView
 from raytrain.data.rows.residency import StreamSplit, full_tensor, rebuild, tensors_of, with_fields
 from raytrain.data.rows.splits import (
@@ -61,11 +62,18 @@ def leaves(value: Any) -> Any:
         return value
     if isinstance(value, np.ndarray):
         return host_tensor(value) if value.dtype.kind in "biufc" else value
-    if isinstance(value, NUMBERS):
-        return torch.tensor(value)
-    if isinstance(value, list) and all(isinstance(part, NUMBERS) for part in value):
-        return torch.tensor(value)
+    if isinstance(value, NUMBERS) or (isinstance(value, list) and all(isinstance(part, NUMBERS) for part in value)):
+        return _tensor_of(value)
     return rebuild(value, leaves)
+
+
+def _tensor_of(numbers: Any) -> Tensor:
+    """A number of Python or numpy, or a list of them, as a tensor; with torch's types for Python's."""
+    try:
+        return torch.tensor(numbers) if not isinstance(numbers, np.generic) else host_tensor(np.asarray(numbers))
+    except (OverflowError, ValueError, RuntimeError, TypeError) as error:
+        seen = describe(numbers)
+        raise InputError("data.source", got=f"{seen} in an item", expected="numbers of at most 64 bits") from error
 
 
 def collate_rows(rows: list[dict[str, Any]], *, key: str, masked: Collection[str] = ()) -> Batch:

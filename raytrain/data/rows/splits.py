@@ -33,12 +33,15 @@ def host_tensor(values: ArrayLike | Tensor) -> Tensor:
     """
     if isinstance(values, Tensor):
         return values.detach().cpu()
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise ValueError(f"{int(np.ma.count_masked(values)):,} masked values; fill them in")
     array = np.ascontiguousarray(values) if isinstance(values, np.ndarray) else np.asarray(values)
     if not isinstance(values, np.ndarray) and array.dtype == np.float64:
         array = array.astype(np.float32)  # torch's own default for Python floats
     if array.dtype == np.uint16:
         array = array.astype(np.int32)  # torch cannot index uint16 everywhere
-    if array.dtype.kind not in "biufc":
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if array.dtype.kind not in "biufc" or array.dtype.itemsize > (16 if array.dtype.kind == "c" else 8):
         raise TypeError(f"values of type {array.dtype}")
     return torch.from_numpy(array if array.flags.writeable else array.copy()).reshape(np.shape(values))
 

@@ -188,10 +188,11 @@ def as_table(data: Any, *, key: str) -> Any:
 
 def _column(name: str, values: Any, *, key: str) -> torch.Tensor | Ragged:
     """Return a tensor (rows, ...), or a ragged column from a list of arrays or lists of different lengths."""
+    why = ""
     try:
         tensor = host_tensor(values)
-    except (TypeError, ValueError):
-        tensor = None
+    except (TypeError, ValueError) as error:
+        tensor, why = None, f" ({error})" if isinstance(values, np.ndarray) else ""
     if tensor is not None and tensor.ndim:
         return tensor
     if tensor is None and isinstance(values, (list, tuple)):
@@ -202,7 +203,9 @@ def _column(name: str, values: Any, *, key: str) -> torch.Tensor | Ragged:
         if parts and all(part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts):
             offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
             return Ragged(torch.cat([part for part in parts if len(part)] or parts), offsets)
-    what = "a single number" if tensor is not None else f"a {type(values).__name__} that is not a column of numbers"
+    what = (
+        "a single number" if tensor is not None else f"a {type(values).__name__} that is not a column of numbers{why}"
+    )
     raise InputError(key, got=f"'{name}' is {what}", expected="tensors or arrays (rows, ...)")
 
 

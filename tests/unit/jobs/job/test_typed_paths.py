@@ -64,6 +64,18 @@ def test_a_path_that_exists_as_it_is_written_is_kept(tmp_path: Path, monkeypatch
         typed_path("${NOTHING}", key="x")
 
 
+def test_a_new_folder_goes_where_the_shell_has_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell expands `"$PWD/o"`, also where the present folder has a dollar sign in its name."""
+    monkeypatch.setenv("PLACE", "elsewhere")
+    here = tmp_path / "we$PLACE"
+    here.mkdir()
+    assert typed_path(f"{here}/o/p", key="x") == f"{here}/o/p"
+    assert typed_path(f"{here}/$PLACE/p", key="x") == f"{here}/elsewhere/p"
+    assert typed_path(f"{tmp_path}/us$PLACE/o", key="x") == f"{tmp_path}/uselsewhere/o", "no such folder: a variable"
+    assert typed_path(r"\$PLACE/$PLACE/a\$b", key="x") == "$PLACE/elsewhere/a$b"
+    assert typed_path("$PLACE/o", key="x") == "elsewhere/o"
+
+
 @pytest.mark.parametrize("name", ["plain", "my runs", "it's", "a$HOME", "*.x", "lr=0.1", "~", "-x", "`id`", 'a"b;c&d'])
 def test_a_shell_and_the_command_line_read_a_printed_path_back(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -48,6 +49,13 @@ def test_scalars_are_those_of_yaml_1_2_in_files_and_on_the_command_line(text: st
     assert is_same(load_yaml(f"a: {text}", origin="job.yaml")["a"], value)
     assert is_same(load_yaml(f"a: [{text}]", origin="job.yaml")["a"], [value])
     assert is_same(parse_override(f"a.b={text}")[1], value)
+
+
+@pytest.mark.parametrize("text", ["{text}", " {text} ", "a\nb {text}\n", "[{a}] {b}:\t", "007", "true"])
+def test_a_template_on_the_command_line_is_the_text_as_it_stands(text: str) -> None:
+    assert parse_override(f"infer.template={text}") == ("infer.template", text)
+    assert parse_override(f"infer.template={json.dumps(text)}") == ("infer.template", text)
+    assert parse_override("infer.template=null") == ("infer.template", None)
 
 
 def test_nan_and_an_empty_value() -> None:

@@ -294,6 +294,21 @@ def test_bytes_in_memory_are_a_text() -> None:
     assert refused(train=b"x").key == "data.train"
 
 
+def test_numbers_of_numpy_arrive_in_every_byte_order_and_type() -> None:
+    swapped = np.arange(6, dtype=">f4").reshape(3, 2)
+    source = opened(train={"x": swapped, "labels": np.array([0, 1, 0], ">i8")}, eval_fraction=0.0)
+    assert source.train.gather(np.arange(3))["x"].tolist() == swapped.tolist()
+    unmasked = np.ma.masked_array(np.ones((4, 2)), mask=False)
+    assert opened(train={"x": unmasked}, eval_fraction=0.0).train.gather(np.arange(4))["x"].sum() == 8
+    items = [{"x": np.ones(2, np.float32), "labels": np.uint64(number % 2)} for number in range(4)]
+    assert opened(train=items, eval_fraction=0.0).train.gather(np.arange(4))["labels"].tolist() == [0, 1, 0, 1]
+
+
+def test_a_number_that_no_tensor_holds_is_named() -> None:
+    with pytest.raises(InputError, match=r"18446744073709551616.* in an item, expected numbers of at most 64 bits"):
+        opened(train=[{"x": [2**64, 1, 2]}] * 4, eval_fraction=0.0)
+
+
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(())
@@ -310,6 +325,11 @@ class Endless(torch.utils.data.IterableDataset):
         ({"x": np.array([1.0, -np.inf])}, "-inf in column 'x' row 1"),
         ({"x": [[1.0], [2.0, float("inf")]]}, "inf in column 'x' row 1"),
         ({"x": ["a", "b"]}, "'x' is a list that is not a column of numbers"),
+        (
+            {"x": np.ma.masked_array(np.ones((4, 2)), mask=np.eye(4, 2) > 0)},
+            "'x' is a MaskedArray that is not a column of numbers (2 masked",
+        ),
+        ({"x": np.ones(4, np.longdouble)}, "numbers (values of type float128"),
         ({"x": torch.tensor(3.0)}, "'x' is a single number"),
         (torch.ones(3, 2), "a Tensor"),
         ((torch.ones(3), torch.ones(3)), "a tuple"),
