@@ -218,6 +218,8 @@ def _object_size(value: Any, *, key: str) -> tuple[int, int]:
         if isinstance(value, Mapping):
             columns = list(value.values())
             rows, stored = len(columns[0]), sum(_bytes_of(column) for column in columns)
+        elif hasattr(value, "memory_usage"):  # a DataFrame, whose items are columns
+            rows, stored = len(value), int(value.memory_usage().sum())
         else:
             rows = len(value)
             stored = _bytes_of(value) or (rows * _bytes_of(value[0]) if rows else 0)

@@ -209,6 +209,8 @@ def test_a_table_and_a_data_frame_in_memory() -> None:
     for train in (data, pandas.DataFrame({name: data[name].to_numpy() for name in data.column_names})):
         source = opened(train=train, features=["a", "b"], label="y")
         assert source.train.columns["x"].shape == (45, 2) and source.classes == 3
+        told = describe_source(DataConfig(train=train), context=None)
+        assert told is not None and (told.train_rows, told.eval_rows) == (45, 5) and told.row_bytes > 0
 
 
 def bad(rows: int = 40, **columns: Any) -> pa.Table:
