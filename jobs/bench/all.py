@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from cluster.config import Text
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
+from jobs.bench.harness.measuring import BenchMeasurement, Check
 from jobs.bench.harness.options import BENCHES, BenchOptions, count_line, markdown, table
 from raytrain.errors import InputError
 from raytrain.runs.records import plain
@@ -37,7 +37,7 @@ class AllOptions(BenchOptions):
     dir: Text = Field("runs/bench/all", description="folder of their documents; existing documents are kept")
 
 
-def run(options: AllOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: AllOptions, found: BenchMeasurement) -> None:
     """Run the benches and collect their claims; see `AllOptions`.
 
     Raises:
@@ -51,9 +51,9 @@ def run(options: AllOptions, found: BenchMeasurement, say: Say) -> None:
     for name in names:
         path = folder / f"{name}.json"
         if path.exists():
-            say(f"{name}: read from {path}")
+            found.say(f"{name}: read from {path}")
         else:
-            say(f"{name}: {BENCHES[name]}")
+            found.say(f"{name}: {BENCHES[name]}")
             why = _run_bench(name, keys.get(name, []), path, quick=found.quick)
             if why:
                 found.gate(Check(name, False, why))

@@ -13,8 +13,8 @@ from cluster.config import Count
 from jobs.bench.claims_attention import measure_attention
 from jobs.bench.claims_data import measure_habits, measure_loader, measure_pinned, measure_resident
 from jobs.bench.claims_steps import measure_compiled, measure_memory, measure_precision
-from jobs.bench.harness.measuring import BenchMeasurement, Say
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.measuring import BenchMeasurement
+from jobs.bench.harness.options import GptOptions
 from jobs.bench.harness.sessions import restored_threads
 from raytrain.errors import InputError
 
@@ -26,7 +26,7 @@ MEASURES: dict[Part, Any] = {
 }  # fmt: skip
 
 
-class ClaimsOptions(BenchOptions):
+class ClaimsOptions(GptOptions):
     """Options of bench `claims`."""
 
     QUICK: ClassVar[dict[str, Any]] = {
@@ -40,12 +40,7 @@ class ClaimsOptions(BenchOptions):
     blocks: Count = Field(15, description="repetitions that are kept; each runs one block of every arm")
     repeats: Count = Field(3, description="the same where a block is a process, or whole epochs")
     block_s: float = Field(0.25, ge=0, description="seconds that one block should take")
-    layers: Count = Field(4, description="of the GPT, and of timed attention")
-    heads: Count = Field(4, description="of the GPT, and of attention")
-    width: Count = Field(128, description="of the GPT whose steps are timed")
-    context: Count = Field(64, description="tokens of its window")
-    batch: Count = Field(12, description="rows of its step")
-    block_steps: Count = Field(20, description="its steps in a block; those of habits")
+    block_steps: Count = Field(20, description="steps of the GPT in a block; those of habits")
     wide: Count = Field(256, description="width of the GPT whose memory is measured, and of attention")
     long: Count = Field(128, description="tokens of that GPT's window")
     rows: Count = Field(64, description="rows of its step; must be divisible by `accumulation`")
@@ -68,7 +63,7 @@ class ClaimsOptions(BenchOptions):
     load_batches: Count = Field(24, description="steps of a block with and without a loader process")
 
 
-def run(options: ClaimsOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: ClaimsOptions, found: BenchMeasurement) -> None:
     """Measure the parts; see `ClaimsOptions`.
 
     Raises:
@@ -80,5 +75,5 @@ def run(options: ClaimsOptions, found: BenchMeasurement, say: Say) -> None:
     found.block = "seconds of a step, a pass or a block, by part"
     with restored_threads(options.thread_count):
         for part in options.parts:
-            say(part)
-            MEASURES[part](options, found, say)
+            found.say(part)
+            MEASURES[part](options, found)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cluster.config import Count, NonNegative, Positive, Text
 from experts.lifecycle.replay import Reservoir
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, median_interval
 from jobs.bench.harness.options import BenchOptions
 from jobs.bench.harness.sessions import SessionArm
 from raytrain.data.sources.idx import IMAGES, LABELS, read_idx
@@ -57,7 +57,6 @@ class ContinualOptions(BenchOptions):
     memory: Count = Field(400_000, description="bytes of rows kept for replay, the same for both arms that replay")
     sleep_every: Count = Field(10, description="steps between two sleep cycles")
     sleep_rows: Count = Field(256, description="rows that a cycle replays")
-    graph_routing: NonNegative = Field(0.0, description="experts.graph_routing of the arm with a lifecycle")
     ewc: NonNegative = Field(1000.0, description="weight of EWC's penalty")
     lr: Positive = Field(0.002, description="learning rate of every arm, and of the replay")
 
@@ -100,7 +99,7 @@ def scores(matrix: Sequence[Sequence[float]], untrained: Sequence[float]) -> Sco
     return Scores(mean(last), mean(forgetting), mean(forward), mean(retention))
 
 
-def run(options: ContinualOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: ContinualOptions, found: BenchMeasurement) -> None:
     """Train every arm on every suite with each seed; see `ContinualOptions`.
 
     Raises:
@@ -125,7 +124,7 @@ def run(options: ContinualOptions, found: BenchMeasurement, say: Say) -> None:
                 own = scores(learnt["matrix"], learnt["untrained"])
                 row = {**learnt, **vars(own), "seconds": time.perf_counter() - began}
                 results[suite][arm].append(row)
-                say(f"{suite} seed {seed} {arm}: accuracy {own.accuracy:.3f}, forgetting {own.forgetting:.3f}")
+                found.say(f"{suite} seed {seed} {arm}: accuracy {own.accuracy:.3f}, forgetting {own.forgetting:.3f}")
         _judge(found, suite, results[suite])
     same_size = ("plain", "ewc", "replay")
     starts = [[row["untrained"] for row in results[options.suites[0]][arm]] for arm in same_size]
@@ -175,23 +174,16 @@ def table_lines(results: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> li
 
 
 @dataclass(frozen=True)
-class Images:
-    """x (N, side, side) from 0 to 1, labels (N,)."""
-
-    x: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True)
 class Task:
     """Rows to train on and to test with."""
 
-    train: dict[str, Tensor]
-    test: dict[str, Tensor]
+    train: Batch
+    test: Batch
 
 
-def draw_images(seed: int, *, rows: int = 6000) -> Images:
-    """Ten classes of images: each is a smooth drawn pattern, shifted by up to a pixel, with noise."""
+def draw_images(seed: int, *, rows: int = 6000) -> Batch:
+    """Ten classes of images, "x" (N, side, side) from 0 to 1 with their "labels" (N,): each is a smooth drawn pattern,
+    shifted by up to a pixel, with noise."""
     draw = torch.Generator().manual_seed(seed)
     coarse = torch.rand(CLASSES, 1, 4, 4, generator=draw)
     patterns = F.interpolate(coarse, size=(SIDE, SIDE), mode="bicubic", align_corners=False).squeeze(1)
@@ -200,10 +192,11 @@ def draw_images(seed: int, *, rows: int = 6000) -> Images:
     shifted = torch.stack(
         [patterns[label].roll(tuple(shift), (0, 1)) for label, shift in zip(labels.tolist(), shifts, strict=True)]
     )
-    return Images((shifted + 0.35 * torch.randn(rows, SIDE, SIDE, generator=draw)).clamp(0, 1), labels)
+    noise = torch.randn(rows, SIDE, SIDE, generator=draw)
+    return {"x": (shifted + 0.35 * noise).clamp(0, 1), "labels": labels}
 
 
-def read_images(images: str, labels: str) -> Images:
+def read_images(images: str, labels: str) -> Batch:
     """Images of an IDX file as averages of 2 x 2 pixels.
 
     Raises:
@@ -215,10 +208,10 @@ def read_images(images: str, labels: str) -> Images:
             "images", got=f"shape {pixels.shape} with {len(classes)} labels", expected="as many (N, side, side) images"
         )
     x = torch.from_numpy(np.ascontiguousarray(pixels)).float().div(255).unsqueeze(1)
-    return Images(F.avg_pool2d(x, 2).squeeze(1), torch.from_numpy(classes.astype(np.int64)))
+    return {"x": F.avg_pool2d(x, 2).squeeze(1), "labels": torch.from_numpy(classes.astype(np.int64))}
 
 
-def tasks_of(suite: Suite, images: Images, options: ContinualOptions, *, seed: int) -> list[Task]:
+def tasks_of(suite: Suite, images: Batch, options: ContinualOptions, *, seed: int) -> list[Task]:
     """The tasks of a suite. permuted: the pixels of each task in an order of its own, the first in theirs. split: two
     classes a task. rotating: each task is turned further, up to a half turn in all.
 
@@ -226,27 +219,24 @@ def tasks_of(suite: Suite, images: Images, options: ContinualOptions, *, seed: i
         InputError: more split tasks than pairs of classes, or too few images.
     """
     draw = torch.Generator().manual_seed(1000 + seed)
-    number, pixels = options.tasks, images.x[0].numel()
-    if suite == "split" and 2 * number > int(images.labels.max()) + 1:
+    number, held = options.tasks, options.test_rows
+    if suite == "split" and 2 * number > int(images["labels"].max()) + 1:
         raise InputError("tasks", got=str(number), expected="at most a task for each two classes, with suites split")
     found = []
     for task in range(number):
-        x, labels = images.x, images.labels
+        x, labels = images["x"], images["labels"]
         if suite == "split":
             mine = (labels == 2 * task) | (labels == 2 * task + 1)
             x, labels = x[mine], labels[mine]
-        order = torch.randperm(len(x), generator=draw)[: options.rows + options.test_rows]
-        if len(order) <= options.test_rows:
-            raise InputError(
-                "test_rows", got=str(options.test_rows), expected=f"fewer than the {len(x)} rows of a task"
-            )
+        order = torch.randperm(len(x), generator=draw)[: options.rows + held]
+        if len(order) <= held:
+            raise InputError("test_rows", got=str(held), expected=f"fewer than the {len(x)} rows of a task")
         x, labels = x[order], labels[order]
         if suite == "rotating":
             x = _turned(x, math.pi * task / max(1, number - 1))
         flat = x.flatten(1)
         if suite == "permuted" and task:
-            flat = flat[:, torch.randperm(pixels, generator=draw)]
-        held = options.test_rows
+            flat = flat[:, torch.randperm(flat.shape[1], generator=draw)]
         found.append(Task({"x": flat[held:], "labels": labels[held:]}, {"x": flat[:held], "labels": labels[:held]}))
     return found
 
@@ -260,13 +250,13 @@ def _turned(x_NSS: Tensor, angle: float) -> Tensor:
 # ---------------------------------------------------------------- losses
 
 
-def ewc_penalty(parameters: Mapping[str, Tensor], kept: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]],
-                weight: float) -> Tensor:  # fmt: skip
-    """weight / 2 x the sum over tasks and parameters of fisher x (parameter - anchor)^2 (Kirkpatrick et al., 2017).
+Loss = Callable[..., LossOutput]
+Kept = list[tuple[dict[str, Tensor], dict[str, Tensor]]]
+"""Of each task the weights and their Fisher information, by name."""
 
-    Args:
-        kept: (anchors, Fisher information) of each task, by name.
-    """
+
+def ewc_penalty(parameters: Mapping[str, Tensor], kept: Kept, weight: float) -> Tensor:
+    """weight / 2 x the sum over tasks and parameters of fisher x (parameter - anchor)^2 (Kirkpatrick et al., 2017)."""
     total = torch.zeros(())
     for anchors, fisher in kept:
         for name, parameter in parameters.items():
@@ -291,30 +281,16 @@ def fisher_information(session: Session, rows: Batch, *, seed: int) -> dict[str,
     return found
 
 
-class EwcLoss:
+def with_ewc(loss: Loss, kept: Kept, weight: float) -> Loss:
     """A loss with EWC's penalty for the tasks so far."""
 
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+    def penalised(module: nn.Module, batch: Batch) -> LossOutput:
+        plain = loss(module, batch)
+        if not kept or not module.training:
+            return plain
+        return replace(plain, loss=plain.loss + ewc_penalty(dict(module.named_parameters()), kept, weight))
 
-    def wrap(self, loss: Callable[..., LossOutput]) -> Callable[..., LossOutput]:
-        """Add the penalty."""
-
-        def penalised(module: nn.Module, batch: Batch) -> LossOutput:
-            plain = loss(module, batch)
-            if not self.kept or not module.training:
-                return plain
-            return replace(
-                plain, loss=plain.loss + ewc_penalty(dict(module.named_parameters()), self.kept, self.weight)
-            )
-
-        return penalised
-
-    def end_task(self, session: Session, rows: Batch, *, seed: int) -> None:
-        """Keep the weights and their importance for this task."""
-        anchors = {name: value.detach().clone() for name, value in session.trainable.module.named_parameters()}
-        self.kept.append((anchors, fisher_information(session, rows, seed=seed)))
+    return penalised
 
 
 class ReplayLoss:
@@ -323,7 +299,7 @@ class ReplayLoss:
     def __init__(self, limit: int, seed: int) -> None:
         self.kept, self.step = Reservoir(limit, seed), 0
 
-    def wrap(self, loss: Callable[..., LossOutput]) -> Callable[..., LossOutput]:
+    def wrap(self, loss: Loss) -> Loss:
         """Add the replay."""
 
         def replayed(module: nn.Module, batch: Batch) -> LossOutput:
@@ -349,13 +325,14 @@ def learn_tasks(
     arm: str, tasks: Sequence[Task], options: ContinualOptions, *, seed: int, experts: list[int] | None
 ) -> dict[str, Any]:
     """Train an arm on the tasks in turn: {"matrix", "untrained" accuracies, "experts" of each layer at the end,
-    "parameters", "kept_bytes", "replayed" rows}.
+    "kept_bytes", "replayed" rows, "sleep_s"}.
 
     Args:
         experts: of each layer, for the fixed mixture.
     """
     job = job_of(arm, options, seed=seed, experts=max(experts or [START]), features=tasks[0].train["x"].shape[1])
-    ewc, replay = EwcLoss(options.ewc), ReplayLoss(options.memory, seed)
+    importance: Kept = []
+    replay = ReplayLoss(options.memory, seed)
     matrix, untrained = list[list[float]](), list[float]()
     cycles: list[dict[str, Any]] = []
     session: Session | None = None
@@ -369,12 +346,16 @@ def learn_tasks(
             before.close()
         session.state.step = number * options.steps
         plain = session.trainable.loss
-        session.trainable.loss = {"ewc": ewc.wrap, "replay": replay.wrap}.get(arm, lambda loss: loss)(plain)
+        if arm == "ewc":
+            session.trainable.loss = with_ewc(plain, importance, options.ewc)
+        elif arm == "replay":
+            session.trainable.loss = replay.wrap(plain)
         learner.run(options.steps)
         cycles += [fields for kind, fields in learner.log.events if kind == "sleep_cycle"]
         session.trainable.loss = plain
         if arm == "ewc":
-            ewc.end_task(session, task.train, seed=seed)
+            weights = {name: value.detach().clone() for name, value in session.trainable.module.named_parameters()}
+            importance.append((weights, fisher_information(session, task.train, seed=seed)))
         matrix.append([accuracy(session, other.test) for other in tasks])
     assert session is not None
     session.close()
@@ -382,10 +363,8 @@ def learn_tasks(
     kept = replay.kept.bytes if arm == "replay" else max((cycle["kept_bytes"] for cycle in cycles), default=0)
     return {
         "matrix": matrix, "untrained": untrained, "experts": living, "kept_bytes": kept,
-        "parameters": sum(value.numel() for value in session.trainable.module.parameters()),
         "replayed": BATCH * replay.step if arm == "replay" else sum(cycle["rows"] for cycle in cycles),
-        "births": sum(cycle["born"] for cycle in cycles), "merges": sum(cycle["merged"] for cycle in cycles),
-        "sleep_s": sum(cycle["seconds"] for cycle in cycles), "drift": [cycle["drift"] for cycle in cycles],
+        "sleep_s": sum(cycle["seconds"] for cycle in cycles),
     }  # fmt: skip
 
 
@@ -394,7 +373,6 @@ def job_of(arm: str, options: ContinualOptions, *, seed: int, experts: int, feat
     number = experts if arm == "fixed" else START
     section: dict[str, Any] = {"num_experts": number, "top_k": 2, "hidden": 48, "hosts": 0}
     if arm == "lifecycle":
-        section["graph_routing"] = options.graph_routing
         section["lifecycle"] = {
             "max_experts": MOST, "every": options.sleep_every, "birth": {"cooldown_steps": options.sleep_every},
             "replay": {"bytes": options.memory, "every": options.sleep_every, "rows": options.sleep_rows,

@@ -21,8 +21,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from cluster.config import Count
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
+from jobs.bench.harness.options import GptOptions
 from jobs.bench.harness.sessions import restored_threads, timed
 from jobs.driver.runtime import connected
 from raytrain.config.sections import InferConfig, ModelConfig
@@ -51,7 +51,7 @@ STAGES = 2
 Answering = Callable[[list[list[int]]], list[list[int]]]
 
 
-class InferOptions(BenchOptions):
+class InferOptions(GptOptions):
     """Options of bench `infer`."""
 
     QUICK: ClassVar[dict[str, Any]] = {
@@ -63,9 +63,6 @@ class InferOptions(BenchOptions):
     parts: list[Part] = Field(list(PARTS), description="what to measure; transformers needs batches")
     threads: Count | Literal["auto"] = Field(1, description="threads of the process that generates")
     blocks: Count = Field(15, description="repetitions of generation that are kept; each runs one block of every arm")
-    layers: Count = Field(4, description="of the GPT")
-    heads: Count = Field(4, description="of the GPT")
-    width: Count = Field(128, description="of the GPT")
     prompt: Count = Field(32, description="tokens of the longest prompt; the shortest has half of them")
     tokens: Count = Field(64, description="tokens of an answer")
     batches: list[Count] = Field([1, 4, 16], description="rows of a batch")
@@ -77,7 +74,7 @@ class InferOptions(BenchOptions):
     micro_batches: Count = Field(8, description="batches over stages, all of them in flight in one arm")
 
 
-def run(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: InferOptions, found: BenchMeasurement) -> None:
     """Measure; see `InferOptions`.
 
     Raises:
@@ -86,9 +83,9 @@ def run(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
     found.block = "CPU seconds of a token, for stages seconds of all batches"
     if "batches" in options.parts:
         with restored_threads(options.thread_count):
-            _measure_batches(options, found, say)
+            _measure_batches(options, found)
     if "stages" in options.parts:
-        _measure_stages(options, found, say)
+        _measure_stages(options, found)
 
 
 def seeded_gpt(*, layers: int, heads: int, width: int, context: int, vocab_size: int, seed: int) -> Trainable:
@@ -100,11 +97,10 @@ def seeded_gpt(*, layers: int, heads: int, width: int, context: int, vocab_size:
 # ---------------------------------------------------------------- batches
 
 
-def _measure_batches(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
+def _measure_batches(options: InferOptions, found: BenchMeasurement) -> None:
     """Tokens/s of our generation in batches, against single rows and transformers."""
     sampling, context = Sampling(options.tokens), options.prompt + options.tokens
-    sizes = {"layers": options.layers, "heads": options.heads, "width": options.width}
-    made = seeded_gpt(**sizes, context=context, vocab_size=VOCABULARY, seed=options.seed)
+    made = seeded_gpt(**{**options.sizes, "context": context}, vocab_size=VOCABULARY, seed=options.seed)
     module = made.module.eval().requires_grad_(False)
     arms: dict[str, Answering] = {"ours": partial(generate, module, sampling=sampling, context=context)}
     if "transformers" in options.parts:
@@ -120,9 +116,8 @@ def _measure_batches(options: InferOptions, found: BenchMeasurement, say: Say) -
         for rows in options.batches
         for name, answer in arms.items()
     }
-    say(f"{options.blocks} blocks of {len(blocks)} arms, {options.tokens} tokens a row")
-    times = alternate(blocks, blocks=options.blocks)
-    found.arms |= times
+    found.say(f"{options.blocks} blocks of {len(blocks)} arms, {options.tokens} tokens a row")
+    times = found.alternate(blocks, blocks=options.blocks)
     found.values["tokens_per_s"] = {name: 1 / statistics.median(values) for name, values in times.items()}
     single = min(options.batches)
     for rows in options.batches:
@@ -196,13 +191,13 @@ def transformers_gpt2(module: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------- stages
 
 
-def _measure_stages(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
+def _measure_stages(options: InferOptions, found: BenchMeasurement) -> None:
     """Seconds of the same batches through the whole model, and over two stages with one or all of them in flight."""
     draw = torch.Generator().manual_seed(options.seed)
     shape = (options.stage_rows, options.stage_tokens)
     batches = [torch.randint(VOCABULARY, shape, generator=draw) for _ in range(options.micro_batches)]
     outputs: dict[str, list[Tensor]] = {}
-    say("stages: starting Ray")
+    found.say("stages: starting Ray")
     with (
         TemporaryDirectory(prefix="bench-infer-") as folder,
         connected("local", num_cpus=STAGES + 1, num_gpus=0, verbose=False),
@@ -225,14 +220,13 @@ def _measure_stages(options: InferOptions, found: BenchMeasurement, say: Say) ->
         def block(name: str) -> float:
             return timed(lambda: outputs.update({name: ways[name]()}))
 
-        say(f"stages: {options.stage_blocks} times {len(ways)} arms of {len(batches)} batches")
-        times = alternate({name: partial(block, name) for name in ways}, blocks=options.stage_blocks)
+        found.say(f"stages: {options.stage_blocks} times {len(ways)} arms of {len(batches)} batches")
+        times = found.alternate({name: partial(block, name) for name in ways}, blocks=options.stage_blocks)
         pipeline.close()
     pairs = [pair for name in (one, every) for pair in zip(outputs[whole_model], outputs[name], strict=True)]
     equal = all(torch.equal(expected, other) for expected, other in pairs)
     label, detail = "stages: the outputs of the whole model, bit for bit", f"{len(batches)} batches of {shape}"
     found.gate(Check(label, equal, detail))
-    found.arms |= times
     for name, goal in ((one, None), (every, GOAL_STAGES)):
         label = f"seconds, whole model in one process / {name}"
         found.compare(times, of=whole_model, to=name, name=label, goal=goal)

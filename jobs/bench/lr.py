@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 
 from cluster.config import Positive, Text
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
+from jobs.bench.harness.measuring import BenchMeasurement, Check
 from jobs.bench.harness.options import BenchOptions
 from jobs.bench.harness.sessions import restored_threads
 from jobs.driver.local_session import session_of
@@ -67,7 +67,7 @@ class Advice:
     suggested: float | None
 
 
-def run(options: LrOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: LrOptions, found: BenchMeasurement) -> None:
     """Train on the ramp; see `LrOptions`.
 
     Raises:
@@ -80,7 +80,7 @@ def run(options: LrOptions, found: BenchMeasurement, say: Say) -> None:
     changes = list(options.changes) + ([] if options.threads == "auto" else [f"scale.threads={options.threads}"])
     loaded = load_spec(None if options.job is None else Path(options.job), changes)
     refuse_later(loaded.spec, "bench")
-    ramp = train_on_ramp(loaded, options, say)
+    ramp = train_on_ramp(loaded, options, found)
     rates, losses, diverged = ramp.rates, ramp.losses, ramp.diverged
     if len(losses) < MIN_STEPS:
         raise RunError(f"the loss was not finite after {len(losses)} steps, at lr {diverged}; try a smaller lowest")
@@ -133,14 +133,14 @@ class Ramp(Schedule):
         return self.lowest * self.rise ** ((step - 1) / max(1, self.max_steps - 1)) / self.peak
 
 
-def train_on_ramp(loaded: LoadedSpec, options: LrOptions, say: Say) -> RampLog:
+def train_on_ramp(loaded: LoadedSpec, options: LrOptions, found: BenchMeasurement) -> RampLog:
     """Train a session of the job until the ramp ends or the loss diverges. Restores torch's threads and random
     generators of this process."""
     with restored_threads(), _restored_generators():
         session = session_of(loaded)
         precision = str(session.job.plan.precision.value_or("fp32"))
         session.prepare(precision)
-        say(f"{options.steps} steps in {precision}, lr from {options.lowest:g} to {options.highest:g}")
+        found.say(f"{options.steps} steps in {precision}, lr from {options.lowest:g} to {options.highest:g}")
         session.step.schedule = Ramp(
             session.job.optim, lr=session.step.schedule.peak, lowest=options.lowest, highest=options.highest,
             steps=options.steps,

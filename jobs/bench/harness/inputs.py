@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.options import BenchOptions, GptOptions
 from raytrain.errors import InputError
 
 MAX_TOKENS = 4_000_000
@@ -62,17 +62,18 @@ def draw_rows(rows: int, features: int, *, classes: int, seed: int) -> dict[str,
     }
 
 
-def write_text(folder: Path, *, batch: int, context: int, steps: int, seed: int, source: str | None = None) -> Path:
+def write_text(folder: Path, options: GptOptions, *, steps: int, source: str | None = None) -> Path:
     """Write a text whose windows fill every step of an epoch (the plain loop has no shorter last batch) and return its
     path: random words for `steps` steps, or the beginning of the file `source`.
 
     Raises:
         InputError: `source` is shorter than one batch of windows.
     """
+    batch, context = options.batch, options.context
     if source:
         text = Path(source).read_bytes()
     else:
-        draw = np.random.default_rng(seed)
+        draw = np.random.default_rng(options.seed)
         words = [bytes(draw.integers(97, 123, size=draw.integers(2, 9)).astype(np.uint8)) for _ in range(400)]
         tokens = min(steps * batch * context, MAX_TOKENS) + 10_000
         text = b" ".join(words[i] for i in draw.integers(len(words), size=tokens // 3))[:tokens]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from jobs.bench.harness.processes import ArmServer, connect
+from jobs.bench.harness.processes import ADDRESS, ARM, ArmProcesses, ArmServer, connect
 from jobs.bench.harness.sessions import SessionArm
 from jobs.bench.loop import BlockObserver, LoopOptions, gpt_loop, loop_job, make_text
 from raytrain.errors import RunError
@@ -33,7 +34,7 @@ def test_the_plain_loop_equals_our_loop_across_the_end_of_an_epoch(tmp_path: Pat
     path = tmp_path / "short.txt"
     path.write_bytes(make_text(options, tmp_path).read_bytes()[: 16 * (4 * 7 + 1)])  # seven steps an epoch
     threads = torch.get_num_threads()
-    ours = SessionArm(loop_job(options, world_size=1, text=path, save_dir=tmp_path), precision="fp32")
+    ours = SessionArm(loop_job(options, world_size=1, text=path, folder=tmp_path), precision="fp32")
     ours.run(20)
     settings = {**options.model_dump(), "text": str(path), "max_steps": 20}
     exact = gpt_loop(settings, clip="rows", rank=0, world_size=1).run(20)
@@ -43,46 +44,62 @@ def test_the_plain_loop_equals_our_loop_across_the_end_of_an_epoch(tmp_path: Pat
     assert near == pytest.approx(exact, rel=1e-4)
 
 
-def test_a_run_waits_between_blocks_and_continues_alone_after_the_last() -> None:
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArmServer]:
+    """One that this process can connect to as a process of the arm "ours"."""
     with ArmServer() as server:
-        observer, seen = BlockObserver(), []
-
-        def train() -> None:
-            observer.event({"kind": "decision"})  # does not wait before the attempt
-            observer.event({"kind": "attempt"})
-            for step in (10, 20, 30, 40, 50):
-                seen.append(step)
-                observer.metrics({"step": step, "loss": float(step)})
-
-        thread = threading.Thread(target=train, daemon=True)
-        thread.start()
-        server.await_arm("ours", processes=1, alive=thread.is_alive)
-        assert seen == []
-        first = server.ask("ours", steps=20)
-        assert first["losses"] == [10.0, 20.0] and first["seconds"] > 0 and seen == [10, 20]
-        assert server.ask("ours", steps=10)["losses"] == [30.0]
-        server.dismiss("ours")
-        thread.join(10)
-        assert not thread.is_alive() and seen == [10, 20, 30, 40, 50]
-
-
-def test_the_slowest_process_of_an_arm_counts() -> None:
-    with ArmServer() as server:
-        lines = [connect("two") for _ in range(2)]
-        for line, seconds in zip(lines, (2.0, 1.0), strict=True):
-            line.send({"seconds": seconds})
-        server.await_arm("two", processes=2, alive=lambda: True)
-        assert server.ask("two", steps=3, clip="rows") == {"seconds": 2.0}
-        assert [line.recv() for line in lines] == [{"steps": 3, "clip": "rows"}] * 2
-
-
-def test_the_error_names_an_arm_that_died() -> None:
-    with ArmServer() as server:
-        with pytest.raises(RunError, match="'plain' ended before"):
-            server.await_arm("plain", processes=1, alive=lambda: False)
-        line = connect("plain")
-        server.await_arm("plain", processes=1, alive=lambda: True)
-        line.close()
-        with pytest.raises((RunError, OSError)):
-            server.ask("plain", steps=1)
+        monkeypatch.setenv(ADDRESS, server.address)
+        monkeypatch.setenv(ARM, "ours")
+        yield server
     assert not Path(server.folder).exists()
+
+
+def arm_of(server: ArmServer, number: int = 1) -> ArmProcesses:
+    """An arm without processes of its own, to which so many others connect."""
+    return ArmProcesses(server, "ours", "unused:unused", {}, processes=0, connecting=number)
+
+
+def test_a_run_waits_between_blocks_and_continues_alone_after_the_last(server: ArmServer) -> None:
+    observer, seen = BlockObserver(), []
+
+    def train() -> None:
+        observer.event({"kind": "decision"})  # does not wait before the attempt
+        observer.event({"kind": "attempt"})
+        for step in (10, 20, 30, 40, 50):
+            seen.append(step)
+            observer.metrics({"step": step, "loss": float(step)})
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    arm = arm_of(server)
+    arm.await_ready()
+    assert seen == []
+    first = arm.ask(steps=20)
+    assert first["losses"] == [10.0, 20.0] and first["seconds"] > 0 and seen == [10, 20]
+    assert arm.ask(steps=10)["losses"] == [30.0]
+    arm.close()
+    thread.join(10)
+    assert not thread.is_alive() and seen == [10, 20, 30, 40, 50]
+
+
+def test_the_slowest_process_of_an_arm_counts(server: ArmServer) -> None:
+    lines = [connect() for _ in range(2)]
+    for line, seconds in zip(lines, (2.0, 1.0), strict=True):
+        line.send({"seconds": seconds})
+    arm = arm_of(server, 2)
+    arm.await_ready()
+    assert arm.ask(steps=3, clip="rows") == {"seconds": 2.0}
+    assert [line.recv() for line in lines] == [{"steps": 3, "clip": "rows"}] * 2
+
+
+def test_the_error_names_an_arm_that_died_with_the_end_of_its_log(server: ArmServer) -> None:
+    arm = ArmProcesses(server, "plain", "jobs.bench.loop:no_such_loop", {})
+    with pytest.raises(RunError, match=r"(?s)'plain': ended before its first step.*no_such_loop"):
+        arm.await_ready()
+    with pytest.raises(RunError, match=r"(?s)'plain': did not end well: exit 1.*no_such_loop"):
+        arm.close()
+    line, ours = connect(), arm_of(server)
+    ours.await_ready()
+    line.close()
+    with pytest.raises(RunError, match="'ours': "):
+        ours.ask(steps=1)

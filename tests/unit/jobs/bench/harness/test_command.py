@@ -16,13 +16,13 @@ from raytrain.errors import InputError
 
 
 def test_the_bytes_saved_for_backward_are_counted_exactly() -> None:
-    from jobs.bench.harness.sessions import SavedForBackward
+    from jobs.bench.harness.sessions import saved_for_backward
 
     layers = torch.nn.Linear(8, 16, bias=False), torch.nn.Tanh(), torch.nn.Linear(16, 4, bias=False)
     module = torch.nn.Sequential(*layers)
     x = torch.randn(32, 8)
     # saved: x for the first weight; the output of tanh for tanh and for the second weight, counted once
-    assert SavedForBackward(module).during(lambda: module(x)) == 4 * (32 * 8 + 32 * 16)
+    assert saved_for_backward(module, lambda: module(x)) == 4 * (32 * 8 + 32 * 16)
 
 
 def test_the_growth_of_peak_bytes_is_recognised() -> None:
