@@ -10,16 +10,15 @@ import math
 import shutil
 import tempfile
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field
 from safetensors.torch import load_file
 
 from cluster.config import Count, Text
 from jobs.bench.harness.inputs import draw_rows, job_of, perceptron_model
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.sessions import SessionArm, restored_threads, timed
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
@@ -36,12 +35,10 @@ KINDS = ("asynchronous", "synchronous")
 class CheckpointOptions(BenchOptions):
     """Options of bench `checkpoint`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {"millions": [0.05], "blocks": 3, "steps": 2, "batch": 4}
-
-    millions: list[float] = Field([1.0, 10.0, 50.0], description="millions of parameters, with AdamW state")
-    batch: Count = Field(64, description="rows of a step")
-    steps: Count = Field(5, description="steps of one block after its checkpoint")
-    dir: Text | None = Field(None, description="folder to save them in; null is the system's temporary directory")
+    millions: list[float] = key([1.0, 10.0, 50.0], "millions of parameters, with AdamW state", quick=[0.05])
+    batch: Count = key(64, "rows of a step", quick=4)
+    steps: Count = key(5, "steps of one block after its checkpoint", quick=2)
+    dir: Text | None = key(None, "folder to save them in; null is the system's temporary directory")
 
 
 def run(options: CheckpointOptions, found: BenchMeasurement) -> None:

@@ -11,18 +11,17 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from cluster.config import Count, NonNegative, Positive, Text
 from experts.lifecycle.replay import Reservoir
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, median_interval
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.sessions import SessionArm
 from raytrain.data.sources.idx import IMAGES, LABELS, read_idx
 from raytrain.errors import InputError
@@ -43,22 +42,20 @@ class ContinualOptions(BenchOptions):
     Images are drawn from the seed, or read from IDX files (images=FILE labels=FILE, such as MNIST's).
     """
 
-    QUICK: ClassVar[dict[str, Any]] = {"tasks": 2, "steps": 12, "rows": 100, "test_rows": 50, "blocks": 1}
-
-    blocks: Count = Field(3, description="seeds; each trains every arm on the same tasks")
-    threads: Count | Literal["auto"] = Field(1, description="threads of one process; products this small gain none")
-    suites: list[Suite] = Field(["permuted", "split", "rotating"], description="kinds of tasks")
-    tasks: Count = Field(3, description="of each suite; split needs at least as many pairs of classes")
-    steps: Count = Field(80, description="of training on each task, 32 rows each")
-    rows: Count = Field(800, description="of each task, for training")
-    test_rows: Count = Field(500, description="of each task, for its accuracy")
-    images: Text | None = Field(None, description="an IDX file of images; null draws them")
-    labels: Text | None = Field(None, description="the IDX file of their labels")
-    memory: Count = Field(400_000, description="bytes of rows kept for replay, the same for both arms that replay")
-    sleep_every: Count = Field(10, description="steps between two sleep cycles")
-    sleep_rows: Count = Field(256, description="rows that a cycle replays")
-    ewc: NonNegative = Field(1000.0, description="weight of EWC's penalty")
-    lr: Positive = Field(0.002, description="learning rate of every arm, and of the replay")
+    blocks: Count = key(3, "seeds; each trains every arm on the same tasks", quick=1)
+    threads: Count | Literal["auto"] = key(1, "threads of one process; products this small gain none")
+    suites: list[Suite] = key(["permuted", "split", "rotating"], "kinds of tasks")
+    tasks: Count = key(3, "of each suite; split needs at least as many pairs of classes", quick=2)
+    steps: Count = key(80, "of training on each task, 32 rows each", quick=12)
+    rows: Count = key(800, "of each task, for training", quick=100)
+    test_rows: Count = key(500, "of each task, for its accuracy", quick=50)
+    images: Text | None = key(None, "an IDX file of images; null draws them")
+    labels: Text | None = key(None, "the IDX file of their labels")
+    memory: Count = key(400_000, "bytes of rows kept for replay, the same for both arms that replay")
+    sleep_every: Count = key(10, "steps between two sleep cycles")
+    sleep_rows: Count = key(256, "rows that a cycle replays")
+    ewc: NonNegative = key(1000.0, "weight of EWC's penalty")
+    lr: Positive = key(0.002, "learning rate of every arm, and of the replay")
 
 
 @dataclass(frozen=True)

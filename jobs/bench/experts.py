@@ -14,12 +14,11 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor
 
 from cluster.config import Count, Text
@@ -36,7 +35,7 @@ from experts.router import LoadTracker
 from experts.sizes import hidden_widths
 from experts.transport import JointGroup
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, alternate
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
@@ -57,19 +56,17 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 class ExpertsOptions(BenchOptions):
     """Options of bench `experts`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        "tokens": 64, "width": 16, "experts": 4, "layouts": ["1+2", "2+0"], "blocks": 3, "block_s": 0.0
-    }  # fmt: skip
-
-    threads: Count | Literal["auto"] = Field(2, description="threads of the single process; workers and hosts have one")
-    tokens: Count = Field(2048, description="tokens of a pass, over all workers")
-    width: Count = Field(512, description="of a token; the experts' hidden width is four times that")
-    experts: Count = Field(8, description="of the layer")
-    top_k: Count = Field(2, description="experts of a token")
-    layouts: list[Text] = Field(
-        ["1+2", "2+0", "1+0", "1+1", "2+1", "2+2"], description="WORKERS+HOSTS; 0 hosts: partitioned over the workers"
+    threads: Count | Literal["auto"] = key(2, "threads of the single process; workers and hosts have one")
+    tokens: Count = key(2048, "tokens of a pass, over all workers", quick=64)
+    width: Count = key(512, "of a token; the experts' hidden width is four times that", quick=16)
+    experts: Count = key(8, "of the layer", quick=4)
+    top_k: Count = key(2, "experts of a token")
+    layouts: list[Text] = key(
+        ["1+2", "2+0", "1+0", "1+1", "2+1", "2+2"],
+        "WORKERS+HOSTS; 0 hosts: partitioned over the workers",
+        quick=["1+2", "2+0"],
     )
-    block_s: float = Field(0.5, ge=0, description="seconds that one block should take")
+    block_s: float = key(0.5, "seconds that one block should take", quick=0.0, ge=0)
 
 
 @dataclass(frozen=True)

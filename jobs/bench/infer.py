@@ -14,15 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
-from jobs.bench.harness.options import GptOptions
+from jobs.bench.harness.options import GptOptions, key
 from jobs.bench.harness.sessions import restored_threads, timed
 from jobs.driver.runtime import connected
 from raytrain.config.sections import InferConfig, ModelConfig
@@ -54,24 +53,20 @@ Answering = Callable[[list[list[int]]], list[list[int]]]
 class InferOptions(GptOptions):
     """Options of bench `infer`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "heads": 2, "width": 16, "prompt": 6, "tokens": 4, "batches": [1, 4], "blocks": 2,
-        "stage_blocks": 1, "stage_layers": 2, "stage_width": 16, "stage_rows": 2, "stage_tokens": 8, "micro_batches": 2,
-        "parts": ["batches", "transformers"],
-    }  # fmt: skip
-
-    parts: list[Part] = Field(list(PARTS), description="what to measure; transformers needs batches")
-    threads: Count | Literal["auto"] = Field(1, description="threads of the process that generates")
-    blocks: Count = Field(15, description="repetitions of generation that are kept; each runs one block of every arm")
-    prompt: Count = Field(32, description="tokens of the longest prompt; the shortest has half of them")
-    tokens: Count = Field(64, description="tokens of an answer")
-    batches: list[Count] = Field([1, 4, 16], description="rows of a batch")
-    stage_blocks: Count = Field(7, description="repetitions of the batches over stages that are kept")
-    stage_layers: Count = Field(8, description="of the GPT over stages")
-    stage_width: Count = Field(256, description="of the GPT over stages")
-    stage_rows: Count = Field(8, description="rows of a batch over stages")
-    stage_tokens: Count = Field(128, description="tokens of a row over stages")
-    micro_batches: Count = Field(8, description="batches over stages, all of them in flight in one arm")
+    parts: list[Part] = key(
+        list(PARTS), "what to measure; transformers needs batches", quick=["batches", "transformers"]
+    )
+    threads: Count | Literal["auto"] = key(1, "threads of the process that generates")
+    blocks: Count = key(15, "repetitions of generation that are kept; each runs one block of every arm", quick=2)
+    prompt: Count = key(32, "tokens of the longest prompt; the shortest has half of them", quick=6)
+    tokens: Count = key(64, "tokens of an answer", quick=4)
+    batches: list[Count] = key([1, 4, 16], "rows of a batch", quick=[1, 4])
+    stage_blocks: Count = key(7, "repetitions of the batches over stages that are kept", quick=1)
+    stage_layers: Count = key(8, "of the GPT over stages", quick=2)
+    stage_width: Count = key(256, "of the GPT over stages", quick=16)
+    stage_rows: Count = key(8, "rows of a batch over stages", quick=2)
+    stage_tokens: Count = key(128, "tokens of a row over stages", quick=8)
+    micro_batches: Count = key(8, "batches over stages, all of them in flight in one arm", quick=2)
 
 
 def run(options: InferOptions, found: BenchMeasurement) -> None:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any, ClassVar
-
-from pydantic import Field
+from typing import Any
 
 from cluster.config import Count
 from experts.lifecycle.policy import merge
 from experts.lifecycle.table import Change, ExpertTable
 from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, equal_series, median_interval
+from jobs.bench.harness.options import key
 from jobs.bench.harness.processes import ArmServer
 from jobs.bench.harness.sessions import SessionArm, alternate_steps, restored_threads
 from jobs.bench.moves import AROUND, ExpertsTrainer, MoeOptions, moe_job, over_around, run_member, start_trainer
@@ -32,17 +31,12 @@ KINDS = {"expert_born": "birth", "expert_merged": "merge", "expert_pruned": "pru
 class LifecycleOptions(MoeOptions):
     """Options of bench `lifecycle`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "width": 32, "context": 16, "batch": 4, "blocks": 3, "block_steps": 4, "steps": 60, "every": 5,
-        "rows": 32, "cycles": 2,
-    }  # fmt: skip
-
-    blocks: Count = Field(30, description="repetitions; each runs one block of both arms")
-    block_steps: Count = Field(10, description="steps of one block")
-    steps: Count = Field(300, description="steps of the run with changes on two hosts")
-    every: Count = Field(12, description="steps from one change of that run to the next")
-    rows: Count = Field(256, description="rows that a sleep cycle replays")
-    cycles: Count = Field(5, description="sleep cycles that are timed")
+    blocks: Count = key(30, "repetitions; each runs one block of both arms", quick=3)
+    block_steps: Count = key(10, "steps of one block", quick=4)
+    steps: Count = key(300, "steps of the run with changes on two hosts", quick=60)
+    every: Count = key(12, "steps from one change of that run to the next", quick=5)
+    rows: Count = key(256, "rows that a sleep cycle replays", quick=32)
+    cycles: Count = key(5, "sleep cycles that are timed", quick=2)
 
 
 def run(options: LifecycleOptions, found: BenchMeasurement) -> None:

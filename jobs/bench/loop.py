@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor, nn
 
 from cluster.config import Count, Text
 from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, alternate, equal_series
-from jobs.bench.harness.options import GptOptions
+from jobs.bench.harness.options import TextOptions, key
 from jobs.bench.harness.processes import ArmProcesses, ArmServer, connect, receive, serve_blocks
 from jobs.bench.harness.sessions import PlainLoop
 from raytrain.data.sources.text import text_source
@@ -40,16 +39,12 @@ GOAL, GOAL_DDP = Goal(at_least=0.98), Goal(at_least=1.0)
 DDP_TOLERANCE = 1e-4
 
 
-class StepOptions(GptOptions):
+class StepOptions(TextOptions):
     """Options of a bench whose arms train the same steps on the same text."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "blocks": 3, "block_steps": 10,
-    }  # fmt: skip
-
-    text: Text | None = Field(None, description="a text file; null generates one")
-    block_steps: Count = Field(40, description="steps of one block, a multiple of 10 (the log interval)")
-    dropped: Count = Field(2, description="warm-up blocks")
+    text: Text | None = key(None, "a text file; null generates one")
+    block_steps: Count = key(40, "steps of one block, a multiple of 10 (the log interval)", quick=10)
+    dropped: Count = key(2, "warm-up blocks")
 
     @property
     def total_steps(self) -> int:
@@ -64,7 +59,7 @@ class StepOptions(GptOptions):
 class LoopOptions(StepOptions):
     """Options of bench `loop`."""
 
-    workers: list[Count] = Field([1, 2], description="world sizes, one after the other")
+    workers: list[Count] = key([1, 2], "world sizes, one after the other")
 
 
 def run(options: LoopOptions, found: BenchMeasurement) -> None:

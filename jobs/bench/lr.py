@@ -13,14 +13,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from cluster.config import Positive, Text
 from jobs.bench.harness.measuring import BenchMeasurement, Check
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.sessions import restored_threads
 from jobs.driver.local_session import session_of
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
@@ -40,15 +39,13 @@ MIN_FALL = 0.01
 class LrOptions(BenchOptions):
     """Options of `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
-
-    job: Text | None = Field(None, description="a JOB.yaml or a recipe's name; null is the recipe default")
-    changes: list[Text] = Field([], description="section.key=value overrides of the job, also as arguments")
-    steps: Annotated[int, Field(ge=5)] = Field(150, description="of the ramp")
-    lowest: Positive = Field(1e-6, description="learning rate of the first step")
-    highest: Positive = Field(10.0, description="learning rate of the last step")
-    smoothing: float = Field(0.9, ge=0, lt=1, description="weight of earlier steps in the smoothed loss")
-    divergence: float = Field(2.0, gt=1, description="multiple of the lowest smoothed loss at which the ramp stops")
+    job: Text | None = key(None, "a JOB.yaml or a recipe's name; null is the recipe default")
+    changes: list[Text] = key([], "section.key=value overrides of the job, also as arguments")
+    steps: int = key(150, "of the ramp", quick=20, ge=5)
+    lowest: Positive = key(1e-6, "learning rate of the first step", quick=1e-4)
+    highest: Positive = key(10.0, "learning rate of the last step")
+    smoothing: float = key(0.9, "weight of earlier steps in the smoothed loss", ge=0, lt=1)
+    divergence: float = key(2.0, "multiple of the lowest smoothed loss at which the ramp stops", gt=1)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from cluster.config import Count
@@ -24,7 +23,7 @@ from experts.router import TopKRouter
 from jobs.bench.experts import FileConnection, group_settings, serve_host
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, alternate, equal_series
-from jobs.bench.harness.options import GptOptions
+from jobs.bench.harness.options import TextOptions, key
 from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
 from jobs.bench.harness.sessions import SessionArm
 from raytrain.train.memory.device import keep_freed_memory
@@ -36,30 +35,25 @@ SWITCH_GOAL, AROUND = Goal(at_most=1.5), 10
 ROUND_ROBIN, MOVING = "round-robin", "moving"
 
 
-class MoeOptions(GptOptions):
+class MoeOptions(TextOptions):
     """Options of a bench that trains a small GPT with experts."""
 
-    block_steps: Count = Field(20, description="steps of one block")
-    layers: Count = Field(2, description="of the GPT")
-    width: Count = Field(256, description="of the GPT")
-    context: Count = Field(128, description="tokens of a row")
-    batch: Count = Field(8, description="rows of a step")
-    experts: Count = Field(8, description="of each layer; with a lifecycle the room for them")
+    block_steps: Count = key(20, "steps of one block", quick=8)
+    layers: Count = key(2, "of the GPT", quick=1)
+    width: Count = key(256, "of the GPT", quick=32)
+    context: Count = key(128, "tokens of a row", quick=16)
+    batch: Count = key(8, "rows of a step", quick=4)
+    experts: Count = key(8, "of each layer; with a lifecycle the room for them")
 
 
 class MovesOptions(MoeOptions):
     """Options of bench `moves`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "width": 32, "context": 16, "batch": 4, "blocks": 3, "block_steps": 8, "shift_steps": 12,
-        "every": 4, "slowness": [1, 2],
-    }  # fmt: skip
-
-    blocks: Count = Field(15, description="repetitions; each runs one block of both arms")
-    skew: float = Field(0.4, ge=0, description="added to the score of the preferred expert; to the n-th, 1/n of it")
-    shift_steps: Count = Field(60, description="steps until other experts are preferred")
-    every: Count = Field(10, description="experts.rebalance_every of the moving arm")
-    slowness: list[Count] = Field([1, 3], description="times that each host computes everything")
+    blocks: Count = key(15, "repetitions; each runs one block of both arms", quick=3)
+    skew: float = key(0.4, "added to the score of the preferred expert; to the n-th, 1/n of it", ge=0)
+    shift_steps: Count = key(60, "steps until other experts are preferred", quick=12)
+    every: Count = key(10, "experts.rebalance_every of the moving arm", quick=4)
+    slowness: list[Count] = key([1, 3], "times that each host computes everything", quick=[1, 2])
 
 
 def run(options: MovesOptions, found: BenchMeasurement) -> None:

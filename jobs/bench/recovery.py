@@ -17,13 +17,11 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
-
-from pydantic import Field
+from typing import Any
 
 from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, alternate, median_interval
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.processes import await_exit, log_tail
 from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
@@ -41,14 +39,12 @@ TITLES = {HOST: b"ray::ExpertHost", WORKER: b"ray::RayTrainWorker"}
 class RecoveryOptions(BenchOptions):
     """Options of bench `recovery`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "layers": 1, "width": 32, "steps_between": 12, "save_every": 5}
-
-    blocks: Count = Field(5, description="deaths of each kind")
-    hosts: Count = Field(2, description="expert hosts")
-    layers: Count = Field(4, description="of the GPT")
-    width: Count = Field(128, description="of the GPT")
-    save_every: Count = Field(10, description="steps between checkpoints")
-    steps_between: Count = Field(40, description="steps from one recovery to the next death")
+    blocks: Count = key(5, "deaths of each kind", quick=1)
+    hosts: Count = key(2, "expert hosts")
+    layers: Count = key(4, "of the GPT", quick=1)
+    width: Count = key(128, "of the GPT", quick=32)
+    save_every: Count = key(10, "steps between checkpoints", quick=5)
+    steps_between: Count = key(40, "steps from one recovery to the next death", quick=12)
 
 
 def run(options: RecoveryOptions, found: BenchMeasurement) -> None:

@@ -13,15 +13,15 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
-from pydantic import Field
 
 from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, alternate, equal_series
+from jobs.bench.harness.options import key
 from jobs.bench.harness.processes import ArmServer
 from jobs.bench.loop import StepOptions, TrainingBlocks, check_blocks, loop_job, make_text, start_run
 from jobs.driver.runtime import connected
@@ -48,19 +48,16 @@ VOCABULARY = 256  # bytes
 class ScalingOptions(StepOptions):
     """Options of bench `scaling`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        **StepOptions.QUICK, "dropped": 1, "jobs": 1, "samples": 4, "unit_rows": 2, "prompt": 6, "answer": 2,
-    }  # fmt: skip
-
-    parts: list[Part] = Field(list(PARTS), description="what to measure")
-    threads: Count | Literal["auto"] = Field(1, description="threads of a worker")
-    batch: Count = Field(64, description="rows of a step, over all workers")
-    block_steps: Count = Field(10, description="steps of one block, a multiple of 10 (the log interval)")
-    jobs: Count = Field(6, description="repetitions of inference; each runs a job of one and a job of two workers")
-    samples: Count = Field(50, description="rows for each of two workers; one worker answers twice as many")
-    unit_rows: Count = Field(10, description="rows of a unit, one batch")
-    prompt: Count = Field(32, description="tokens of the longest prompt")
-    answer: Count = Field(64, description="tokens of an answer")
+    parts: list[Part] = key(list(PARTS), "what to measure")
+    threads: Count | Literal["auto"] = key(1, "threads of a worker")
+    batch: Count = key(64, "rows of a step, over all workers")
+    dropped: Count = key(2, "warm-up blocks", quick=1)
+    block_steps: Count = key(10, "steps of one block, a multiple of 10 (the log interval)")
+    jobs: Count = key(6, "repetitions of inference; each runs a job of one and a job of two workers", quick=1)
+    samples: Count = key(50, "rows for each of two workers; one worker answers twice as many", quick=4)
+    unit_rows: Count = key(10, "rows of a unit, one batch", quick=2)
+    prompt: Count = key(32, "tokens of the longest prompt", quick=6)
+    answer: Count = key(64, "tokens of an answer", quick=2)
 
 
 def run(options: ScalingOptions, found: BenchMeasurement) -> None:
@@ -136,7 +133,7 @@ class PoolJobs:
         texts = [bytes(draw.integers(97, 123, length).astype(np.uint8)).decode() for length in lengths]
         parquet.write_table(pa.table({"text": texts}), folder / "prompts.parquet")
         sizes: Any = {**options.sizes, "context": options.prompt + options.answer, "vocab_size": VOCABULARY}
-        keys = ModelConfig(builder="jobs.bench.infer:seeded_gpt", seed=options.seed, **sizes)
+        keys = ModelConfig.model_validate({"builder": "jobs.bench.infer:seeded_gpt", "seed": options.seed, **sizes})
         model = InferenceModel(keys, facts={"vocab_size": VOCABULARY})
         prompts, config = InputRows.at([str(folder / "prompts.parquet")]), InferConfig(max_new_tokens=options.answer)
         self._work = Work(model, config, prompts, "", options.unit_rows, 0, 1)

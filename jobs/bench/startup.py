@@ -14,14 +14,11 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
-
-from pydantic import Field
 
 from cluster.config import Count
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
-from jobs.bench.harness.options import GptOptions
+from jobs.bench.harness.options import TextOptions, key
 from jobs.bench.harness.processes import MEMBER, run_command
 from jobs.bench.startup_arms import NOTE
 from raytrain.config.decode import dump_yaml
@@ -36,14 +33,12 @@ CHECK_GOAL, MACHINES_GOAL_S = Goal(at_most=1.3), 5.0
 OURS, BARE, SCRIPT, CHECK = "raytrain train", "TorchTrainer", "script without Ray", "raytrain check"
 
 
-class StartupOptions(GptOptions):
+class StartupOptions(TextOptions):
     """Options of bench `startup`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "dropped": 0, "layers": 1, "width": 16, "context": 16, "batch": 4}
-
-    blocks: Count = Field(5, description="starts of each command that are kept")
-    dropped: int = Field(1, ge=0, description="starts before those, which fill the page cache")
-    workers: Count = Field(1, description="workers of each command; the script has one process")
+    blocks: Count = key(5, "starts of each command that are kept", quick=1)
+    dropped: int = key(1, "starts before those, which fill the page cache", quick=0, ge=0)
+    workers: Count = key(1, "workers of each command; the script has one process")
 
 
 def run(options: StartupOptions, found: BenchMeasurement) -> None:

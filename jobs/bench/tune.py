@@ -16,16 +16,15 @@ import hashlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from cluster.config import Count
 from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.inputs import gpt_model, job_of
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, matrix_units
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.sessions import SessionArm, restored_threads, timed
 from jobs.driver.local_session import session_of
 from raytrain.autotune.batch_decision import BatchDecision, decide
@@ -49,20 +48,15 @@ OF_THE_BEST, OF_THE_GRIDS_TIME = Goal(at_least=0.95), Goal(at_most=0.25)
 class TuneOptions(BenchOptions):
     """Options of bench `tune`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        "wide": 32, "narrow": 16, "context": 16, "rows": 16, "repeats": 2, "blocks": 2, "gate_steps": 2,
-        "block_s": 0.0, "ceilings": [2],
-    }  # fmt: skip
-
-    blocks: Count = Field(15, description="repetitions of the chosen point against the grid's best")
-    repeats: Count = Field(3, description="runs of the grid and of the search, in turn")
-    wide: Count = Field(256, description="width of one GPT of two layers")
-    narrow: Count = Field(64, description="width of the other")
-    context: Count = Field(64, description="tokens of a window of both")
-    rows: Count = Field(256, description="rows of a step, and the largest micro-batch; a power of two")
-    gate_steps: Count = Field(20, description="steps of the numeric gate")
-    block_s: float = Field(0.25, ge=0, description="seconds that one block of the chosen point should take")
-    ceilings: list[Count] = Field([4, 8, 32], description="micro-batch sizes that just fit in the injected budgets")
+    blocks: Count = key(15, "repetitions of the chosen point against the grid's best", quick=2)
+    repeats: Count = key(3, "runs of the grid and of the search, in turn", quick=2)
+    wide: Count = key(256, "width of one GPT of two layers", quick=32)
+    narrow: Count = key(64, "width of the other", quick=16)
+    context: Count = key(64, "tokens of a window of both", quick=16)
+    rows: Count = key(256, "rows of a step, and the largest micro-batch; a power of two", quick=16)
+    gate_steps: Count = key(20, "steps of the numeric gate", quick=2)
+    block_s: float = key(0.25, "seconds that one block of the chosen point should take", quick=0.0, ge=0)
+    ceilings: list[Count] = key([4, 8, 32], "micro-batch sizes that just fit in the injected budgets", quick=[2])
 
 
 def run(options: TuneOptions, found: BenchMeasurement) -> None:

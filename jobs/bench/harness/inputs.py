@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jobs.bench.harness.options import BenchOptions, GptOptions
+from jobs.bench.harness.options import BenchOptions, TextOptions
 from raytrain.errors import InputError
 
 MAX_TOKENS = 4_000_000
@@ -62,7 +62,7 @@ def draw_rows(rows: int, features: int, *, classes: int, seed: int) -> dict[str,
     }
 
 
-def write_text(folder: Path, options: GptOptions, *, steps: int, source: str | None = None) -> Path:
+def write_text(folder: Path, options: TextOptions, *, steps: int, source: str | None = None) -> Path:
     """Write a text whose windows fill every step of an epoch (the plain loop has no shorter last batch) and return its
     path: random words for `steps` steps, or the beginning of the file `source`.
 

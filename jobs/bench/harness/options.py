@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import click
 from pydantic import Field
@@ -51,20 +51,18 @@ BENCHES = {
 """What each bench measures, by the name of its module in jobs/bench, in the order of `bench --list` and `bench all`."""
 
 
+def key(default: Any, description: str, *, quick: Any = None, **bounds: Any) -> Any:
+    """An option of a bench; `quick` is its value for `--quick`: a size for a test, too small for meaningful figures."""
+    extra = None if quick is None else {"quick": quick}
+    return Field(default, description=description, json_schema_extra=extra, **bounds)
+
+
 class BenchOptions(Section):
-    """Options of one bench; each bench derives its own class, the type of the `options` of its `run`.
+    """Options of one bench; each bench derives its own class, the type of the `options` of its `run`."""
 
-    Attributes:
-        QUICK: values for `--quick`: sizes for a test, too small for meaningful figures.
-        OUT: default path of its JSON document; None means a new file in runs/bench.
-    """
-
-    QUICK: ClassVar[dict[str, Any]] = {}
-    OUT: ClassVar[str | None] = None
-
-    seed: NonNegativeInt = Field(42, description="of weights, order and generated data")
-    blocks: Count = Field(20, description="repetitions that are kept; each runs one block of every arm")
-    threads: Count | Literal["auto"] = Field("auto", description="threads of one process, the same for every arm")
+    seed: NonNegativeInt = key(42, "of weights, order and generated data")
+    blocks: Count = key(20, "repetitions that are kept; each runs one block of every arm", quick=3)
+    threads: Count | Literal["auto"] = key("auto", "threads of one process, the same for every arm")
 
     @property
     def thread_count(self) -> int:
@@ -73,18 +71,23 @@ class BenchOptions(Section):
 
 
 class GptOptions(BenchOptions):
-    """Options of a bench that trains a GPT on a text."""
+    """Options of a bench with a GPT."""
 
-    layers: Count = Field(4, description="of the GPT")
-    heads: Count = Field(4, description="of the GPT")
-    width: Count = Field(128, description="of the GPT")
-    context: Count = Field(64, description="tokens of a row")
-    batch: Count = Field(12, description="rows of a step, over all workers")
+    layers: Count = key(4, "of the GPT", quick=1)
+    heads: Count = key(4, "of the GPT", quick=2)
+    width: Count = key(128, "of the GPT", quick=16)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Of the GPT, by the names of its keys."""
         return self.model_dump(include={"layers", "heads", "width", "context"})
+
+
+class TextOptions(GptOptions):
+    """Options of a bench that trains a GPT on a text."""
+
+    context: Count = key(64, "tokens of a row", quick=16)
+    batch: Count = key(12, "rows of a step, over all workers", quick=4)
 
 
 @dataclass(frozen=True)
@@ -250,7 +253,8 @@ def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOpti
     if "changes" in kind.model_fields:
         overrides = _with_changes(overrides, job="job" in kind.model_fields)
     given = dict(parse_override(text) for text in overrides)
-    return decode(kind, {**(kind.QUICK if quick else {}), **given})
+    sizes = {name: field.json_schema_extra for name, field in kind.model_fields.items() if quick}
+    return decode(kind, {**{name: size["quick"] for name, size in sizes.items() if isinstance(size, dict)}, **given})
 
 
 def _with_changes(arguments: Sequence[str], *, job: bool) -> list[str]:
@@ -273,8 +277,7 @@ def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: b
     found = BenchMeasurement(name, quick, options.model_dump(), say=lambda text: click.echo(f"  {text}", err=True))
     load_bench(name).run(options, found)
     document = json.dumps(plain(found.to_json()), indent=1)
-    named = out or options.OUT
-    path = Path(named) if named else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    path = Path(out) if out else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(document + "\n")

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from jobs.bench.harness.options import options_of
 from jobs.bench.harness.processes import ADDRESS, ARM, ArmProcesses, ArmServer, connect
 from jobs.bench.harness.sessions import SessionArm
 from jobs.bench.loop import BlockObserver, LoopOptions, gpt_loop, loop_job, make_text
 from raytrain.errors import RunError
 
-SMALL = {**LoopOptions.QUICK, "threads": 1}
+SMALL = options_of("loop", ["threads=1"], quick=True).model_dump()
 
 
 @pytest.fixture
