@@ -38,7 +38,6 @@ class ClaimsOptions(TextOptions):
     rows: Count = key(64, "rows of its step; must be divisible by `accumulation`", quick=16)
     accumulation: Count = key(4, "micro-batches of a step with less memory")
     widths: list[Count] = key([256, 512, 1024, 2048], "of the three hidden layers of a perceptron", quick=[16, 32])
-    compare_width: Count = key(512, "width at which the gain of bf16 is compared with a plain loop's", quick=32)
     mlp_batch: Count = key(256, "rows of a step of the perceptron", quick=8)
     modes: list[Mode] = key(list(get_args(Mode)), "of torch.compile")
     length: Count = key(512, "tokens of a row of timed attention", quick=32)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cluster.devices.inventory import local_inventory, missing_for_compile
 from jobs.bench.harness.inputs import draw_bytes, draw_rows, gpt_model, job_of, perceptron_model
@@ -17,14 +15,12 @@ from jobs.bench.harness.measuring import (
     Goal,
     Ratio,
     alternate,
-    compare,
     equal_series,
     matrix_units,
     median_interval,
 )
 from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
-from jobs.bench.harness.sessions import DEVICE, PlainLoop, SessionArm, alternate_steps, saved_for_backward, timed
-from raytrain.models.mlp import row_loss
+from jobs.bench.harness.sessions import DEVICE, SessionArm, alternate_steps, saved_for_backward
 from raytrain.train.memory.device import memory_in_use
 
 MAX_STEPS = 100_000
@@ -119,15 +115,18 @@ GPT = "gpt"
 def measure_precision(options: Any, found: BenchMeasurement) -> None:
     """Full steps in each precision, of perceptrons by width and of the small GPT, and the bytes kept for backward."""
     units = matrix_units(local_inventory().cpu_flags) if DEVICE.type == "cpu" else torch.cuda.get_device_name()
+    jobs = {
+        f"mlp {width}": _job(
+            options, perceptron_model(width, classes=CLASSES), batch=options.mlp_batch,
+            data=draw_rows(4 * options.mlp_batch, width, classes=CLASSES, seed=options.seed),
+        )
+        for width in options.widths
+    }  # fmt: skip
+    jobs[GPT] = _job(options, gpt_model(options), draw_bytes(options.seed), batch=options.batch)
     gains: dict[str, Ratio] = {}
     kept: dict[str, dict[str, float]] = {}
-    for width in options.widths:
-        rows = draw_rows(4 * options.mlp_batch, width, classes=CLASSES, seed=options.seed)
-        job = _job(options, perceptron_model(width, classes=CLASSES), rows, batch=options.mlp_batch)
-        name, plain = f"mlp {width}", width == options.compare_width
-        gains[name], kept[name] = _compare_precisions(options, found, name, job, beside_plain=plain)
-    job = _job(options, gpt_model(options), draw_bytes(options.seed), batch=options.batch)
-    gains[GPT], kept[GPT] = _compare_precisions(options, found, GPT, job, beside_plain=False)
+    for name, job in jobs.items():
+        gains[name], kept[name] = _compare_precisions(options, found, name, job)
     found.values["saved_for_backward, bf16 / fp32"] = kept
     perceptrons = [name for name in gains if name != GPT]
     best = max(perceptrons, key=lambda name: gains[name].median)
@@ -146,33 +145,20 @@ def measure_precision(options: Any, found: BenchMeasurement) -> None:
 
 
 def _compare_precisions(
-    options: Any, found: BenchMeasurement, name: str, job: dict[str, Any], *, beside_plain: bool
+    options: Any, found: BenchMeasurement, name: str, job: dict[str, Any]
 ) -> tuple[Ratio, dict[str, float]]:
     """The gain from bf16, and its bytes kept for backward over those of fp32."""
     found.say(f"precision: {name}")
-    ours = {precision: SessionArm(job, precision=precision) for precision in PRECISIONS}
-    plain = ("fp32", "bf16") if beside_plain else ()
-    arms: dict[str, Any] = {**ours, **{f"plain {precision}": PlainArm(job, precision) for precision in plain}}
+    arms = {precision: SessionArm(job, precision=precision) for precision in PRECISIONS}
     for arm in arms.values():
         arm.run(WARM_STEPS)
-    for precision in plain:
-        label = f"{name}: ours equals plain {precision}"
-        found.gate(equal_series(label, ours[precision].losses, arms[f"plain {precision}"].losses, relative=1e-6))
     for precision in ("bf16", "fp16"):
         label = f"{name}: the loss in {precision} is that of fp32"
-        losses = ours[precision].losses
-        found.gate(equal_series(label, losses, ours["fp32"].losses, relative=HALF_TOLERANCE))
-    steps = max(1, min(200, round(options.block_s * WARM_STEPS / ours["fp32"].run(WARM_STEPS))))
+        found.gate(equal_series(label, arms[precision].losses, arms["fp32"].losses, relative=HALF_TOLERANCE))
+    steps = max(1, min(200, round(options.block_s * WARM_STEPS / arms["fp32"].run(WARM_STEPS))))
     times = alternate_steps(found, arms, steps=steps, blocks=options.blocks, named=f"{name}, {{}}")
     gain, _ = (found.compare(times, of="fp32", to=to, name=f"{name}: fp32 / {to}") for to in ("bf16", "fp16"))
-    if plain:
-        gains = {"ours": gain.values, "the plain loop's": compare(times, of="plain fp32", to="plain bf16").values}
-        found.compare(
-            gains, of="ours", to="the plain loop's", goal=Goal(at_least=0.9),
-            name=f"{name}: our gain from bf16 / the plain loop's own gain", words=("smaller", "larger"),
-        )  # fmt: skip
-        found.compare(times, of="plain fp32", to="fp32", name=f"{name}: plain / ours, fp32")
-    full, half = _saved_bytes(ours, whole=True), _saved_bytes(ours, whole=False)
+    full, half = _saved_bytes(arms, whole=True), _saved_bytes(arms, whole=False)
     per_row = {precision: full[precision] - half[precision] for precision in full}
     return gain, {"total": full["bf16"] / full["fp32"], "per_row": per_row["bf16"] / per_row["fp32"]}
 
@@ -188,33 +174,6 @@ def _saved_bytes(arms: dict[str, SessionArm], *, whole: bool) -> dict[str, int]:
         forward = partial(session.step.forward, micro.batch, global_weight=micro.weight)
         found[precision] = saved_for_backward(session.trainable.module, forward)
     return found
-
-
-class PlainArm:
-    """The plain loop on a perceptron job's rows, in the job's order, with its weights."""
-
-    def __init__(self, job: dict[str, Any], precision: str) -> None:
-        arm = SessionArm(job)  # for its weights, rows and order; never trained
-        self.losses: list[float] = []
-        self._loop = PlainLoop(
-            arm.session.trainable.module, lambda model, batch: row_loss(model, batch).loss, _batches(arm),
-            max_steps=MAX_STEPS, autocast=torch.bfloat16 if precision == "bf16" else None,
-        )  # fmt: skip
-
-    def run(self, steps: int) -> float:
-        """As `SessionArm.run`."""
-        return timed(lambda: self._train(steps))
-
-    def _train(self, steps: int) -> None:
-        self.losses += [*self._loop.run(steps, log_every=MAX_STEPS), self._loop.last.item()]
-
-
-def _batches(arm: SessionArm) -> Iterator[dict[str, Tensor]]:
-    split, seed, batch = arm.session.source.train, arm.session.job.seed, arm.session.loader.batches.global_batch_size
-    for epoch in range(MAX_STEPS):
-        order = split.order(seed, epoch)
-        for begin in range(0, len(order), batch):
-            yield {name: column.to(DEVICE) for name, column in split.gather(order[begin : begin + batch]).items()}
 
 
 # ---------------------------------------------------------------- compiled code
@@ -279,13 +238,10 @@ def _compare_modes(options: Any, found: BenchMeasurement) -> None:
         found.gate(equal_series(label, arm.losses, arms["eager"].losses, relative=TOLERANCE))
         arms[mode] = arm
     times = alternate_steps(found, arms, steps=options.block_steps, blocks=options.blocks)
-    paying = {}
     for mode in (mode for mode in arms if mode != "eager"):
         ratio, status = found.compare(times, of="eager", to=mode), found.values[mode]
         gain = median_interval(times["eager"]).median - median_interval(times[mode]).median
         pays = status["pays_from_step"] = math.ceil(status["seconds"] / gain) if gain > 0 else None
-        if ratio.low > 1 and pays is not None:
-            paying[mode] = ratio.median
         found.claim(
             f"torch.compile ({mode}) makes steps faster", ratio.low > 1,
             f"{ratio}; {status['seconds']:.1f} s in the compiler, {status['graph_breaks']} graph breaks, "
@@ -293,9 +249,3 @@ def _compare_modes(options: Any, found: BenchMeasurement) -> None:
             + ("no break-even" if pays is None else f"break-even at step {pays}")
             + (f"; {ON_CPU[mode]}" if mode in ON_CPU and DEVICE.type == "cpu" else ""),
         )  # fmt: skip
-    found.values["worth_setting"] = best = max(paying, key=lambda mode: paying[mode], default=None)
-    if best is None:
-        found.advice.append(f"of {', '.join(options.modes)} none is faster than loop.compile=off here")
-    else:
-        pays = found.values[best]["pays_from_step"]
-        found.advice.append(f"loop.compile={best} is the fastest, {paying[best]:.2f} times off, from step {pays} on")

@@ -34,7 +34,7 @@ from experts.placement.values import Placement, equal_hosts
 from experts.router import LoadTracker
 from experts.sizes import hidden_widths
 from experts.transport import JointGroup
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, alternate
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
 from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
 from raytrain.config.sections import OptimConfig
@@ -149,26 +149,22 @@ def _measure(
         **{_alone(number): (arms[ALONE], {"dtype": dtype, "threads": number}) for number in (threads, 1)},
         **{str(layout): (arms[layout], {"dtype": dtype}) for layout in remote},
     }
-    steps, cpu_s = dict.fromkeys(ways, 1), {name: list[float]() for name in ways}
+    steps = dict.fromkeys(ways, 1)
 
     def block(name: str) -> float:
         arm, request = ways[name]
-        before = arm.cpu_seconds()
-        answer = arm.ask(steps=steps[name], **request)
-        cpu_s[name].append((arm.cpu_seconds() - before) / steps[name])
-        return answer["seconds"] / steps[name]
+        return arm.ask(steps=steps[name], **request)["seconds"] / steps[name]
 
     for name in ways:
         steps[name] = max(1, min(500, round(options.block_s / block(name))))
-    times = alternate({name: partial(block, name) for name in ways}, blocks=options.blocks)
-    found.arms |= {f"{dtype}, {name}": values for name, values in times.items()}
+    blocks = {name: partial(block, name) for name in ways}
+    times = found.alternate(blocks, blocks=options.blocks, named=f"{dtype}, {{}}")
     single = times[_alone(threads)]
     calm = [n for n, seconds in enumerate(single) if seconds <= CALM * min(single)]
     times = {name: [values[n] for n in calm] for name, values in times.items()}
-    cpu = {name: statistics.median(values[-options.blocks :][n] for n in calm) for name, values in cpu_s.items()}
     found.values["exchange"][dtype] = {
         "calm_rounds": calm,
-        "layouts": {name: {"ms": 1e3 * statistics.median(times[name]), "cpu_s": cpu[name]} for name in times},
+        "ms": {name: 1e3 * statistics.median(values) for name, values in times.items()},
     }
     goals = {(REMOTE, 2): HOSTS_GOAL, (COLOCATED, 1): COLOCATED_GOAL}
     for layout in remote:

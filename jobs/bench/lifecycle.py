@@ -1,5 +1,4 @@
-"""Bench `lifecycle`: what experts that come and go cost: while nothing happens, in the steps of their changes, and in
-a sleep cycle.
+"""Bench `lifecycle`: what experts that come and go cost: while nothing happens, and in the steps of their changes.
 
 An idle lifecycle is compared with none, in one process, on the same tensors: its bounds leave it nothing to do. Changes
 are timed in a worker with two hosts; a birth, a merge or a prune happens at the end of a step, so the larger of that
@@ -16,7 +15,7 @@ from cluster.config import Count
 from experts.lifecycle.policy import merge
 from experts.lifecycle.table import Change, ExpertTable
 from jobs.bench.harness.inputs import write_text
-from jobs.bench.harness.measuring import BenchMeasurement, Goal, equal_series, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, equal_series
 from jobs.bench.harness.options import key
 from jobs.bench.harness.processes import ArmServer
 from jobs.bench.harness.sessions import SessionArm, alternate_steps, restored_threads
@@ -35,8 +34,6 @@ class LifecycleOptions(MoeOptions):
     block_steps: Count = key(10, "steps of one block", quick=4)
     steps: Count = key(300, "steps of the run with changes on two hosts", quick=60)
     every: Count = key(12, "steps from one change of that run to the next", quick=5)
-    rows: Count = key(256, "rows that a sleep cycle replays", quick=32)
-    cycles: Count = key(5, "sleep cycles that are timed", quick=2)
 
 
 def run(options: LifecycleOptions, found: BenchMeasurement) -> None:
@@ -51,7 +48,6 @@ def run(options: LifecycleOptions, found: BenchMeasurement) -> None:
         text = write_text(server.folder, options, steps=number)
         _measure_idle(options, found, text)
         if found.passed:
-            _measure_cycles(options, found, text)
             _measure_changes(options, found, server, text)
 
 
@@ -67,29 +63,6 @@ def _measure_idle(options: LifecycleOptions, found: BenchMeasurement, text: Path
     label = "the losses with an idle lifecycle are those without"
     if found.gate(equal_series(label, arms[ON].losses, arms[OFF].losses)):
         found.compare(found.arms, of=ON, to=OFF, name="a step with an idle lifecycle / without", goal=IDLE_GOAL)
-
-
-def _measure_cycles(options: LifecycleOptions, found: BenchMeasurement, text: Path) -> None:
-    """The seconds of a cycle for each of its rows, over those of a training pass for each of its rows."""
-    found.say(f"{options.cycles} sleep cycles of {options.rows} rows")
-    replay = {"bytes": 64 << 20, "every": 1, "rows": options.rows, "batch_size": options.batch}
-    cycle = {"max_experts": options.experts, "birth": {"uncertainty": 1.0}, "replay": replay}
-    experts = {"num_experts": options.experts // 2, "hosts": 0, "lifecycle": cycle}
-    arm = SessionArm(moe_job(options, text, "cycles", experts))
-    sleep = arm.session.trainable.state_parts()["sleep"]  # pyright: ignore[reportOptionalCall]
-    sleep.next_step, steps = 10**9, -(-options.rows // options.batch) * 4 + 4
-    passes = [arm.run(1) for _ in range(min(steps, options.steps))][-40:]
-    for _ in range(options.cycles):
-        sleep.next_step = 0
-        arm.run(1)
-    cycles = [fields for kind, fields in arm.log.events if kind == "sleep_cycle"]
-    a_row = statistics.median(passes) / options.batch
-    middle = median_interval([one["seconds"] / one["rows"] / a_row for one in cycles])
-    found.values |= {
-        "cycle_over_pass": vars(middle), "cycles": cycles, "pass_s_a_row": a_row,
-        "reservoir_bytes": [sleep.reservoir.bytes, sleep.reservoir.limit],
-    }  # fmt: skip
-    found.advice.append(f"a sleep cycle: {middle} times the seconds of a training pass, for each row")
 
 
 def _measure_changes(options: LifecycleOptions, found: BenchMeasurement, server: ArmServer, text: Path) -> None:

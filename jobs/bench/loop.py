@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cluster.config import Count, Text
+from cluster.config import Count
 from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, alternate, equal_series
@@ -42,7 +42,6 @@ DDP_TOLERANCE = 1e-4
 class StepOptions(TextOptions):
     """Options of a bench whose arms train the same steps on the same text."""
 
-    text: Text | None = key(None, "a text file; null generates one")
     block_steps: Count = key(40, "steps of one block, a multiple of 10 (the log interval)", quick=10)
     dropped: Count = key(2, "warm-up blocks")
 
@@ -83,7 +82,7 @@ def _measure(options: LoopOptions, found: BenchMeasurement, world_size: int) -> 
     threads = options.threads_of(world_size)
     found.say(f"{label}, {threads} thread(s) each: starting both arms")
     with ArmServer() as server:
-        text = make_text(options, server.folder)
+        text = write_text(server.folder, options, steps=options.total_steps)
         plain = start_script(server, "plain", "jobs.bench.loop:plain_loop", options, world_size=world_size, text=text)
         ours = start_run(server, "ours", loop_job(options, world_size=world_size, text=text, folder=server.folder))
         asks = {
@@ -108,7 +107,6 @@ def _measure(options: LoopOptions, found: BenchMeasurement, world_size: int) -> 
     found.values[label] = {
         "threads": threads,
         "samples_per_s": {name: options.batch / statistics.median(times[name]) for name in asks},
-        "cpu_s_per_step": {name: statistics.median(values) for name, values in blocks.cpu_s.items()},
         "losses": blocks.losses,
     }
 
@@ -123,11 +121,6 @@ def check_blocks(options: StepOptions, *, workers: list[int]) -> None:
     for world_size in workers:
         if options.batch % world_size:
             raise InputError("batch", got=f"{options.batch} for {world_size} workers", expected="a multiple of workers")
-
-
-def make_text(options: StepOptions, folder: Path) -> Path:
-    """The training text of both arms."""
-    return write_text(folder, options, steps=options.total_steps, source=options.text)
 
 
 def loop_job(options: StepOptions, *, world_size: int, text: Path, folder: Path) -> dict[str, Any]:
@@ -173,12 +166,11 @@ class TrainingBlocks:
     """Arms that train so many steps on request, in alternating blocks, once all arms of the server are ready.
 
     Attributes:
-        losses, cpu_s: of each arm, of all blocks so far: the logged losses, and the CPU seconds of a step.
+        losses: the logged losses of each arm, of all blocks so far.
     """
 
     def __init__(self, server: ArmServer, asks: Mapping[str, Callable[..., dict[str, Any]]], steps: int) -> None:
         self.losses: dict[str, list[float]] = {name: [] for name in asks}
-        self.cpu_s: dict[str, list[float]] = {name: [] for name in asks}
         self._asks, self._steps = asks, steps
         for arm in server.arms:
             arm.await_ready()
@@ -190,7 +182,6 @@ class TrainingBlocks:
     def _block(self, name: str) -> float:
         answer = self._asks[name](steps=self._steps)
         self.losses[name] += answer["losses"]
-        self.cpu_s[name].append(answer["cpu_s"] / self._steps)
         return answer["seconds"] / self._steps
 
 
@@ -218,12 +209,12 @@ class BlockObserver:
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Record the loss of a logged row; at the end of a block, send its seconds and wait for the next block."""
-        ended, cpu = time.perf_counter(), time.process_time()
+        ended = time.perf_counter()
         if self._connection is None or self.over:
             return
         self._losses.append(row["loss"])
         if row["step"] >= self._last_step:
-            self._connection.send({"seconds": ended - self._began, "cpu_s": cpu - self._cpu, "losses": self._losses})
+            self._connection.send({"seconds": ended - self._began, "losses": self._losses})
             self._wait(self._connection)
 
     def _wait(self, connection: Connection) -> None:
@@ -232,7 +223,7 @@ class BlockObserver:
             connection.close()  # the run goes on to its end without waiting
         self._last_step += steps
         self._losses: list[float] = []
-        self._began, self._cpu = time.perf_counter(), time.process_time()
+        self._began = time.perf_counter()
 
 
 # ---------------------------------------------------------------- the plain loop
@@ -278,9 +269,9 @@ def plain_loop(settings: dict[str, Any], rank: int) -> None:
     def run_block(request: dict[str, Any]) -> dict[str, Any]:
         if world_size > 1:
             dist.barrier()
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         losses = loops[request["clip"]].run(request["steps"])
-        return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "losses": losses}
+        return {"seconds": time.perf_counter() - began, "losses": losses}
 
     serve_blocks(run_block)
     if world_size > 1:

@@ -8,9 +8,8 @@ neural networks" (2017, https://arxiv.org/abs/1506.01186), with the smoothing an
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError, RunError
 from raytrain.execution.reporter import SilentReporter
-from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.optim import Schedule
 
 SETTLING = 0.05
@@ -132,8 +130,8 @@ class Ramp(Schedule):
 
 def train_on_ramp(loaded: LoadedSpec, options: LrOptions, found: BenchMeasurement) -> RampLog:
     """Train a session of the job until the ramp ends or the loss diverges. Restores torch's threads and random
-    generators of this process."""
-    with restored_threads(), _restored_generators():
+    generators."""
+    with restored_threads(), torch.random.fork_rng():
         session = session_of(loaded)
         precision = str(session.job.plan.precision.value_or("fp32"))
         session.prepare(precision)
@@ -148,15 +146,6 @@ def train_on_ramp(loaded: LoadedSpec, options: LrOptions, found: BenchMeasuremen
         loop.limits = replace(loop.limits, max_steps=options.steps, log_every=1, eval_every=None, patience=None)
         loop.run(session.state)
     return log
-
-
-@contextlib.contextmanager
-def _restored_generators() -> Iterator[None]:
-    generators = rng_state(torch.device("cpu"))
-    try:
-        yield
-    finally:
-        set_rng_state(generators, torch.device("cpu"))
 
 
 # ---------------------------------------------------------------- the advice

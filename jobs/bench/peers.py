@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from cluster.environment import package_version
+from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, equal_series, median_interval
 from jobs.bench.harness.processes import ArmServer
 from jobs.bench.harness.sessions import PlainLoop
@@ -29,7 +30,6 @@ from jobs.bench.loop import (
     gpt_loop,
     language_loss,
     loop_job,
-    make_text,
     start_run,
     start_script,
 )
@@ -64,7 +64,7 @@ def run(options: StepOptions, found: BenchMeasurement) -> None:
 def _measure(options: StepOptions, found: BenchMeasurement, peers: list[str]) -> None:
     found.say(f"starting ours, {' and '.join(peers)}")
     with ArmServer() as server:
-        text = make_text(options, server.folder)
+        text = write_text(server.folder, options, steps=options.total_steps)
         arms = [start_run(server, "ours", loop_job(options, world_size=1, text=text, folder=server.folder))]
         arms += [start_script(server, name, f"{__name__}:{name}", options, world_size=1, text=text) for name in peers]
         blocks = TrainingBlocks(server, {arm.arm: arm.ask for arm in arms}, options.block_steps)

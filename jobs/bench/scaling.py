@@ -20,10 +20,11 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from cluster.config import Count
+from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, alternate, equal_series
 from jobs.bench.harness.options import key
 from jobs.bench.harness.processes import ArmServer
-from jobs.bench.loop import StepOptions, TrainingBlocks, check_blocks, loop_job, make_text, start_run
+from jobs.bench.loop import StepOptions, TrainingBlocks, check_blocks, loop_job, start_run
 from jobs.driver.runtime import connected
 from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.errors import InputError
@@ -80,7 +81,7 @@ def run(options: ScalingOptions, found: BenchMeasurement) -> None:
 def _measure_training(options: ScalingOptions, found: BenchMeasurement) -> None:
     found.say("training: starting both")
     with ArmServer() as server:
-        text = make_text(options, server.folder)
+        text = write_text(server.folder, options, steps=options.total_steps)
         jobs = {
             name: loop_job(options, world_size=workers, text=text, folder=server.folder)
             for name, workers in ((ONE, 1), (TWO, 2))

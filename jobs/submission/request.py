@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import importlib.util
 import os
 import re
 import shlex
-import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import click
 
 from jobs.job.arguments import split_arguments
-from raytrain.config.user_code import imported_names
 from raytrain.errors import InputError
 
 # ---------------------------------------------------------------- arguments
@@ -260,8 +255,8 @@ def pack(folder: Path, archive: Path) -> Package:
 
 
 def check_package(request: JobRequest, package: Package, folder: Path) -> None:
-    """Check that the files of the working directory that a job reads are in its package. Errors: InputError."""
-    for key, path, importer in _needed(request, folder):
+    """Check that the files of the working directory that a job names are in its package. Errors: InputError."""
+    for key, path in _needed(request, folder):
         if not path.is_relative_to(folder) or path.is_dir():
             continue
         name = path.relative_to(folder).as_posix()
@@ -271,18 +266,16 @@ def check_package(request: JobRequest, package: Package, folder: Path) -> None:
         if name not in package.large:
             why = "it is ignored"
             remedy = f"take it out of .gitignore and .rayignore, or add the line !/{name} to .gitignore"
-        imported = f", which {importer} imports, and" if importer else ","
-        got = f"{name}{imported} which is not in the package of the working directory: {why}"
-        expected = "every module of the job in it" if importer else CARRIED
-        raise InputError(key, got=got, expected=expected, remedy=remedy)
+        got = f"{name}, which is not in the package of the working directory: {why}"
+        raise InputError(key, got=got, expected=CARRIED, remedy=remedy)
 
 
-def _needed(request: JobRequest, folder: Path) -> Iterator[tuple[str, Path, str]]:
-    """(key, file that a job reads, module that imports it or ""). Errors: InputError if one is not there."""
+def _needed(request: JobRequest, folder: Path) -> Iterator[tuple[str, Path]]:
+    """(key, file that a job reads), the modules that it names among them. Errors: InputError if a file is not there."""
     from jobs.job.facts import local_paths, resolved
 
     if request.job_file is not None:
-        yield "JOB.yaml", folder / request.job_file, ""
+        yield "JOB.yaml", folder / request.job_file
     if request.spec is None:
         return
     spec = resolved(request.spec)
@@ -290,67 +283,14 @@ def _needed(request: JobRequest, folder: Path) -> Iterator[tuple[str, Path, str]
         if Path(path).is_relative_to(folder) and "$" not in path:  # whose value is that on the cluster
             raise InputError(key, got=f"{path}, which does not exist", expected=CARRIED)
     for key, path in local_paths(spec).items():
-        yield key, Path(path), ""
+        yield key, Path(path)
     named = [("model.builder", spec.model.builder), ("data.source", spec.data.source)]
     named += [("data.collate", spec.data.collate), *(("telemetry.observers", one) for one in spec.telemetry.observers)]
     for key, one in named:
-        if isinstance(one, str) and ":" in one:
-            for path, importer in imported_files(one.partition(":")[0], folder).items():
-                yield key, path, importer
-
-
-CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
-"""The exceptions that a missing module raises."""
-
-
-def imported_files(module: str, folder: Path) -> dict[Path, str]:
-    """Files below `folder` that a module cannot do without, each with the module that imports it.
-
-    They are found in their source: nothing is imported, which may need the cluster.
-    """
-    found, left = dict[Path, str](), [(module, module)]
-    others = [path for path in sys.path if path and Path(path).resolve() != folder.resolve()]
-    while left:
-        name, importer = left.pop()
-        parts = name.split(".")
-        installed = PathFinder.find_spec(parts[0], others)
-        if installed is not None and installed.origin is not None:  # it comes first, but not a folder without __init__
-            continue
+        parts = one.partition(":")[0].split(".") if isinstance(one, str) and ":" in one else []
         for end in range(1, len(parts) + 1):
             base = folder.joinpath(*parts[:end])
-            path = base / "__init__.py" if (base / "__init__.py").is_file() else base.with_suffix(".py")
-            if path.is_file() and path not in found:
-                found[path] = importer
-                left += [(one, ".".join(parts[:end])) for one in _imports(path, parts[: end - (path.parent != base)])]
-    return found
-
-
-def _imports(path: Path, package: list[str]) -> Iterator[str]:
-    """Names that a file of a package imports, which may be modules."""
-    left = list[ast.AST]()
-    with contextlib.suppress(SyntaxError, ValueError):  # the job says so
-        left = [ast.parse(path.read_bytes())]
-    for node in left:
-        yield from imported_names(node, package)
-        optional = node.body if isinstance(node, ast.Try | ast.TryStar | ast.With | ast.If) and _may_fail(node) else []
-        left += [child for child in ast.iter_child_nodes(node) if child not in optional]
-
-
-def _may_fail(node: ast.Try | ast.TryStar | ast.With | ast.If) -> bool:
-    """Whether the body of a statement may lack a module: what that raises is caught, or an import does not run it."""
-    if isinstance(node, ast.If):
-        test = ast.unparse(node.test)
-        return test in ("TYPE_CHECKING", "typing.TYPE_CHECKING") or test.startswith("__name__ ==")
-    if isinstance(node, ast.With):
-        calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
-        return any("suppress" in ast.unparse(call.func) and any(map(_catches, call.args)) for call in calls)
-    first = next((one for one in node.handlers if _catches(one.type)), None)
-    return first is not None and not isinstance(first.body[-1], ast.Raise)
-
-
-def _catches(kind: ast.expr | None) -> bool:
-    kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
-    return any(one is None or ast.unparse(one).split(".")[-1] in CATCHES for one in kinds)
+            yield from ((key, path) for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file())
 
 
 # ---------------------------------------------------------------- environment

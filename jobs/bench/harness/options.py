@@ -36,8 +36,8 @@ BENCHES = {
     "moves": "Moving experts against round-robin, with a shifting load on expert hosts of unequal speed.",
     "recovery": "Interruption of a run when an expert host dies, against that of a dead worker.",
     "experts": "A layer with experts on hosts or partitioned across workers, against one process.",
-    "lifecycle": "The time that the lifecycle of experts takes: idle, in a change, and in a sleep cycle.",
-    "tune": "The search for batch size and precision, against an exhaustive grid and against doubling until failure.",
+    "lifecycle": "The time that the lifecycle of experts takes: idle, and in a change.",
+    "tune": "The search for batch size and precision, against an exhaustive grid.",
     "infer": "Batch inference: generation in batches, against transformers; a model over two stages.",
     "startup": "First step of raytrain train, and raytrain check, against a bare TorchTrainer and a script.",
     "scaling": "One worker against two on equal work: training steps, and answers of a model.",
@@ -115,6 +115,7 @@ def load_bench(name: str) -> Bench:
 # ---------------------------------------------------------------- summary, for `raytrain report FILE.json`
 
 VERDICTS = ("reproduced", "not reproduced", "not measurable here")
+CELLS = ("bench", "claim", "figure", "verdict")
 EXPECTED = "a JSON document of `raytrain bench`"
 
 
@@ -131,7 +132,7 @@ def write_summary(path: Path) -> Path:
 
 
 def summary_lines(document: Mapping[str, Any]) -> list[str]:
-    """The summary as Markdown: machine and command, claims with verdicts, all ratios, failed gates."""
+    """The summary as Markdown: machine and command, claims and ratios with their verdicts, failed gates."""
     name = document["bench"]
     documents = document["values"]["benches"] if name == "all" else {name: document}
     rows = table(documents)
@@ -142,44 +143,39 @@ def summary_lines(document: Mapping[str, Any]) -> list[str]:
         if not check["passed"]
     ]
     return [
-        f"# Measured: {name}", "", *_machine(document), "", count_line(rows), "", *markdown(rows), "",
-        "## Every ratio", "", *_ratios(documents), *(["", "## Not compared", "", *failed] if failed else []),
+        f"# Measured: {name}", "", *_machine(document), "", count_line(rows), "", *markdown(rows),
+        *(["", "## Not compared", "", *failed] if failed else []),
     ]  # fmt: skip
 
 
 def table(documents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A row for each claim and for each ratio with a goal: {bench, claim, figure, verdict}."""
-    rows: list[dict[str, str]] = []
+    """A row for each claim and each ratio: {bench, claim, figure, verdict}; without a goal the verdict is which arm is
+    faster."""
+    rows: list[tuple[str, str, str, str]] = []
     for name, document in documents.items():
-        for claim in document["claims"]:
-            rows.append({"bench": name, "claim": claim["effect"], "figure": claim["evidence"],
-                         "verdict": claim["verdict"]})  # fmt: skip
+        rows += [(name, claim["effect"], claim["evidence"], claim["verdict"]) for claim in document["claims"]]
         for ratio in document["ratios"]:
+            figure = f"{Interval(ratio['median'], ratio['low'], ratio['high']):.3f} over {len(ratio['values'])} blocks"
+            claim, verdict = ratio["name"], ratio["verdict"]
             if ratio["goal"] is not None:
+                claim = f"{claim}: {Goal(**ratio['goal'])}"
                 verdict = VERDICTS[2] if document["quick"] else VERDICTS[0] if ratio["met"] else VERDICTS[1]
-                rows.append({"bench": name, "claim": f"{ratio['name']}: {Goal(**ratio['goal'])}", "verdict": verdict,
-                             "figure": f"{_figure(ratio)} over {len(ratio['values'])} blocks"})  # fmt: skip
+            rows.append((name, claim, figure, verdict))
         if not document["gate"]["passed"]:
-            rows.append({"bench": name, "claim": BENCHES.get(name, name), "verdict": VERDICTS[2],
-                         "figure": "its arms do not compute the same thing"})  # fmt: skip
-    return [{key: " ".join(value.split()) for key, value in row.items()} for row in rows]
-
-
-def _figure(ratio: Mapping[str, Any]) -> str:
-    return f"{Interval(ratio['median'], ratio['low'], ratio['high']):.3f}"
+            rows.append((name, BENCHES.get(name, name), "its arms do not compute the same thing", VERDICTS[2]))
+    return [dict(zip(CELLS, (" ".join(value.split()) for value in row), strict=True)) for row in rows]
 
 
 def markdown(rows: Iterable[Mapping[str, str]]) -> list[str]:
     """The table as Markdown."""
-    cells = ("bench", "claim", "figure", "verdict")
     head = ["| bench | claim | our figure, with its 95 % interval | verdict |", "|---|---|---|---|"]
-    return [*head, *("| " + " | ".join(row[cell].replace("|", "/") for cell in cells) + " |" for row in rows)]
+    return [*head, *("| " + " | ".join(row[cell].replace("|", "/") for cell in CELLS) + " |" for row in rows)]
 
 
 def count_line(rows: list[dict[str, str]]) -> str:
     """The number of claims by verdict."""
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
-    return f"{len(rows)} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    return f"{sum(counts.values())} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
 
 def _machine(document: Mapping[str, Any]) -> list[str]:
@@ -193,15 +189,6 @@ def _machine(document: Mapping[str, Any]) -> list[str]:
         f"Command: `{seen['command']}`",
         *(quick if document["quick"] else []),
     ]
-
-
-def _ratios(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = ["| bench | ratio | median, 95 % interval | blocks | says |", "|---|---|---|---|---|"]
-    for bench, document in documents.items():
-        for ratio in document["ratios"]:
-            figure = f"{_figure(ratio)} | {len(ratio['values'])}"
-            lines.append(f"| {bench} | {ratio['name']} | {figure} | {ratio['verdict']} |")
-    return lines
 
 
 def _read(path: Path) -> dict[str, Any]:

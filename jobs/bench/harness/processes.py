@@ -178,12 +178,6 @@ class ArmProcesses:
         """As `ask_all`; returns the answer of the slowest, the one with the most "seconds"."""
         return max(self.ask_all(steps=steps, **more), key=lambda answer: answer["seconds"])
 
-    def cpu_seconds(self) -> float:
-        """CPU seconds that they have used so far."""
-        stats = [Path(f"/proc/{process.pid}/stat").read_text() for process in self._processes]
-        ticks = sum(int(ticks) for stat in stats for ticks in stat.rpartition(")")[2].split()[11:13])  # user and system
-        return ticks / os.sysconf("SC_CLK_TCK")
-
     def close(self, *, kill: bool = False) -> None:
         """Tell them that there are no more blocks, and wait until they exit. They are ended with `kill`, or if they do
         not exit in time.

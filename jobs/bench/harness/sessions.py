@@ -34,13 +34,12 @@ class PlainLoop:
         loss: `loss(model, batch)` -> scalar; `model` is the module, or DDP around it.
         batches: an endless iterator.
         clip: "torch" for `clip_grad_norm_`; "rows" for raytrain's norm, the same to the last bit.
-        autocast: dtype of the forward pass, None for fp32.
         ddp: wrap the module in DistributedDataParallel.
     """
 
     def __init__(
         self, module: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batches: Iterator[Any], *, max_steps: int,
-        clip: str = "rows", autocast: torch.dtype | None = None, ddp: bool = False,
+        clip: str = "rows", ddp: bool = False,
     ) -> None:  # fmt: skip
         self.parameters = list(module.parameters())
         groups = [
@@ -49,9 +48,8 @@ class PlainLoop:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
         self.model = DistributedDataParallel(module) if ddp else module
-        self.loss, self.batches, self.clip, self.autocast = loss, batches, clip, autocast
+        self.loss, self.batches, self.clip = loss, batches, clip
         self.max_steps, self.warmup, self.done = max_steps, min(100, max_steps // 20), 0
-        self.last = torch.zeros(())
 
     def step(self) -> Tensor:
         """One optimizer step; returns its loss."""
@@ -59,9 +57,7 @@ class PlainLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = LR * self.factor(self.done)
         self.optimizer.zero_grad(set_to_none=True)
-        device = self.parameters[0].device.type
-        with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
-            loss = self.loss(self.model, next(self.batches))
+        loss = self.loss(self.model, next(self.batches))
         loss.backward()
         if self.clip == "rows":
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -81,12 +77,12 @@ class PlainLoop:
         done = min(1.0, (step - self.warmup - 1) / max(1, self.max_steps - self.warmup - 1))
         return 0.1 + 0.5 * 0.9 * (1.0 + math.cos(math.pi * done))
 
-    def run(self, steps: int, *, log_every: int = 10) -> list[float]:
-        """Train `steps` steps; returns the global loss of the first and of every `log_every`-th."""
+    def run(self, steps: int) -> list[float]:
+        """Train `steps` steps; returns the global loss of the first and of every tenth, as a job logs them."""
         losses = []
         for _ in range(steps):
-            loss = self.last = self.step()
-            if self.done == 1 or self.done % log_every == 0:
+            loss = self.step()
+            if self.done == 1 or self.done % 10 == 0:
                 if dist.is_initialized():
                     dist.all_reduce(loss)
                     loss = loss / dist.get_world_size()

@@ -28,10 +28,12 @@ def test_claims_and_ratios_with_a_goal_become_rows_with_their_verdicts(
         ("loop", "a / b: at least 1.2", figure, "reproduced"),
         ("loop", "c / d: at most 1.0", figure, "not reproduced"),
     ]
-    assert [row[3] for row in cells[4:]] == ["not measurable here"] * 3, "--quick sizes, or a failed gate"
-    assert cells[6][:2] == ("experts", BENCHES["experts"]) and len(cells) == 7
+    assert cells[3] == ("loop", "no goal", figure, "b is faster") and cells[7][1] == "no goal"
+    judged = [row[3] for row in cells[5:] if row[1] != "no goal"]
+    assert judged == ["not measurable here"] * 3, "--quick sizes, or a failed gate"
+    assert cells[8][:2] == ("experts", BENCHES["experts"]) and len(cells) == 9
     lines = markdown(rows)
-    assert all(line.count("|") == 5 for line in lines) and len(lines) == 9
+    assert all(line.count("|") == 5 for line in lines) and len(lines) == 11
     assert count_line(rows).startswith("7 claims: 1 reproduced, 3 not reproduced, 3 not measurable here")
 
 

@@ -19,7 +19,6 @@ from jobs.bench.continual import (
     ewc_penalty,
     fisher_information,
     learn_tasks,
-    read_images,
     scores,
     tasks_of,
     with_ewc,
@@ -98,17 +97,6 @@ def test_tasks_are_what_their_suite_says() -> None:
     }, "the last task is turned by a half turn"
     with pytest.raises(InputError, match=r"tasks.*two classes"):
         tasks_of("split", images, options.model_copy(update={"tasks": 6}), seed=1)
-
-
-def test_idx_files_are_read_and_a_file_without_labels_is_refused(tmp_path: Path) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (7, 8, 6), dtype=np.uint8)
-    (tmp_path / "x").write_bytes(b"\0\0\x08\x03" + np.array([7, 8, 6], ">u4").tobytes() + pixels.tobytes())
-    (tmp_path / "y").write_bytes(b"\0\0\x08\x01" + np.array([7], ">u4").tobytes() + bytes(range(7)))
-    found = read_images(str(tmp_path / "x"), str(tmp_path / "y"))
-    assert found["x"].shape == (7, 4, 3) and found["labels"].tolist() == list(range(7))
-    assert float(found["x"][2, 0, 0]) == pytest.approx(pixels[2, :2, :2].mean() / 255, abs=1e-6)
-    with pytest.raises(InputError, match="images"):
-        bench_verb("continual", [f"images={tmp_path / 'x'}"], out=None, quick=True, as_json=False)
 
 
 def test_plain_replay_adds_kept_rows_at_half_weight() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.options import options_of
 from jobs.bench.harness.processes import ADDRESS, ARM, ArmProcesses, ArmServer, connect
 from jobs.bench.harness.sessions import SessionArm
-from jobs.bench.loop import BlockObserver, LoopOptions, gpt_loop, loop_job, make_text
+from jobs.bench.loop import BlockObserver, LoopOptions, gpt_loop, loop_job
 from raytrain.errors import RunError
 
 SMALL = options_of("loop", ["threads=1"], quick=True).model_dump()
@@ -20,20 +21,19 @@ SMALL = options_of("loop", ["threads=1"], quick=True).model_dump()
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    return make_text(LoopOptions(**SMALL), tmp_path)
+    return write_text(tmp_path, LoopOptions(**SMALL), steps=50)
 
 
 def test_the_text_fills_every_step_of_an_epoch(text: Path) -> None:
     options = LoopOptions(**SMALL)
     rows = len(text.read_bytes()) // options.context - 1
     assert rows % options.batch == 0 and rows >= options.batch
-    assert text.read_bytes() == make_text(options, text.parent).read_bytes()
+    assert text.read_bytes() == write_text(text.parent, options, steps=50).read_bytes()
 
 
 def test_the_plain_loop_equals_our_loop_across_the_end_of_an_epoch(tmp_path: Path) -> None:
     options = LoopOptions(**{**SMALL, "blocks": 1, "dropped": 1})
-    path = tmp_path / "short.txt"
-    path.write_bytes(make_text(options, tmp_path).read_bytes()[: 16 * (4 * 7 + 1)])  # seven steps an epoch
+    path = write_text(tmp_path, options, steps=7)
     threads = torch.get_num_threads()
     ours = SessionArm(loop_job(options, world_size=1, text=path, folder=tmp_path), precision="fp32")
     ours.run(20)
