@@ -105,18 +105,16 @@ def _measure(found: BenchMeasurement, options: CheckpointOptions, millions: floa
 def _same_bytes(name: str, arm: SessionArm, savers: dict[str, Any], runs: dict[str, RunFolder]) -> Check:
     """Whether both kinds save the live state bit for bit, with valid checksums."""
     state, live = arm.session.state, arm.session.trainable.module.state_dict()
-    different: list[str] = []
-    moments: list[dict[str, Any]] = []
-    for kind, saver in savers.items():
+    paths = {kind: run.checkpoint_dir(state.step) for kind, run in runs.items()}
+    for saver in savers.values():
         saver.save(state, final=True)
-        path = runs[kind].checkpoint_dir(state.step)
-        kept = load(path).parts["model"]
-        different += [f"{kind}: {key}" for key, value in live.items() if not torch.equal(kept[key], value)]
-        moments.append(load_file(f"{path}/optimizer.safetensors"))
-    different += [key for key, value in moments[0].items() if not torch.equal(value, moments[1][key])]
-    return Check(
-        f"{name}: both checkpoints hold the live state",
-        not different,
-        f"{len(live)} weights and {len(moments[0])} optimizer tensors compared"
-        + (f"; different: {different[0]} and {len(different) - 1} more" if different else ""),
-    )
+    different = [
+        f"{kind}: {key}"
+        for kind, path in paths.items()
+        for key, value in load(path).parts["model"].items()
+        if not torch.equal(live[key], value)
+    ]
+    ours, theirs = (load_file(f"{path}/optimizer.safetensors") for path in paths.values())
+    different += [key for key, value in ours.items() if not torch.equal(value, theirs[key])]
+    detail = f"{len(live)} weights and {len(ours)} optimizer tensors compared; different: {len(different)}"
+    return Check(f"{name}: both checkpoints hold the live state", not different, detail)

@@ -19,7 +19,7 @@ from jobs.bench.harness.measuring import (
     matrix_units,
     median_interval,
 )
-from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
+from jobs.bench.harness.processes import ArmProcesses, Arms, serve_blocks
 from jobs.bench.harness.sessions import DEVICE, SessionArm, alternate_steps, saved_for_backward
 from raytrain.train.memory.device import memory_in_use
 
@@ -57,14 +57,14 @@ def measure_memory(options: Any, found: BenchMeasurement) -> None:
     losses: dict[str, list[float]] = {}
 
     def block(name: str) -> float:
-        with ArmServer() as server:
-            path = server.folder / "text.txt"
+        with Arms() as arms:
+            path = arms.folder / "text.txt"
             length = (8 + PEAK_STEPS * options.rows) * options.long
             path.write_bytes(bytes(97 + (31 * i * i + 7 * i) % 26 for i in range(length)))
             model = gpt_model(options, width=options.wide, context=options.long)
             job = _job(options, model, path, batch=options.rows, log_every=1, **ways[name])
             settings = {"job": job, "precision": "bf16" if name == "bf16" else "fp32", "threads": options.thread_count}
-            arm = ArmProcesses(server, "memory", "jobs.bench.claims_steps:serve_peak", settings, environment=MALLOC)
+            arm = ArmProcesses(arms, "memory", "jobs.bench.claims_steps:serve_peak", settings, environment=MALLOC)
             arm.await_ready()
             answer = arm.ask()
         losses[name] = answer["losses"]

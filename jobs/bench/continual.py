@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cluster.config import Count, NonNegative, Positive
 from experts.lifecycle.replay import Reservoir
+from jobs.bench.harness.inputs import job_of
 from jobs.bench.harness.measuring import BenchMeasurement, Check, median_interval
 from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.sessions import SessionArm
@@ -32,6 +33,7 @@ CLASSES, SIDE, BATCH = 10, 12, 32
 FISHER_ROWS = 200
 START, MOST = 4, 8
 """Experts of each layer at the start, and at most."""
+MODEL = {"builder": "experts.models:moe_mlp", "width": 64, "layers": 2, "num_classes": CLASSES}
 
 
 class ContinualOptions(BenchOptions):
@@ -298,14 +300,14 @@ def learn_tasks(
     Args:
         experts: of each layer, for the fixed mixture.
     """
-    job = job_of(arm, options, seed=seed, experts=max(experts or [START]), features=tasks[0].train["x"].shape[1])
+    sections = sections_of(arm, options, experts=max(experts or [START]))
     importance: Kept = []
     replay = ReplayLoss(options.memory, seed)
     matrix, untrained = list[list[float]](), list[float]()
     cycles: list[dict[str, Any]] = []
     session: Session | None = None
     for number, task in enumerate(tasks):
-        before, learner = session, SessionArm({**job, "data": {"train": task.train, "eval_fraction": 0.0}})
+        before, learner = session, SessionArm({**job_of(options, MODEL, task.train, **sections), "seed": seed})
         session = learner.session
         if before is None:
             untrained = [accuracy(session, other.test) for other in tasks]
@@ -327,7 +329,7 @@ def learn_tasks(
         matrix.append([accuracy(session, other.test) for other in tasks])
     assert session is not None
     session.close()
-    living = cycles[-1]["living_after"] if cycles else [job["experts"]["num_experts"]] * 2
+    living = cycles[-1]["living_after"] if cycles else [sections["experts"]["num_experts"]] * 2
     kept = replay.kept.bytes if arm == "replay" else max((cycle["kept_bytes"] for cycle in cycles), default=0)
     return {
         "matrix": matrix, "untrained": untrained, "experts": living, "kept_bytes": kept,
@@ -336,8 +338,8 @@ def learn_tasks(
     }  # fmt: skip
 
 
-def job_of(arm: str, options: ContinualOptions, *, seed: int, experts: int, features: int) -> dict[str, Any]:
-    """The job of an arm, without data."""
+def sections_of(arm: str, options: ContinualOptions, *, experts: int) -> dict[str, Any]:
+    """The sections of an arm's job, without model and data; `experts` are those of the fixed mixture."""
     number = experts if arm == "fixed" else START
     section: dict[str, Any] = {"num_experts": number, "top_k": 2, "hidden": 48, "hosts": 0}
     if arm == "lifecycle":
@@ -347,13 +349,9 @@ def job_of(arm: str, options: ContinualOptions, *, seed: int, experts: int, feat
                        "batch_size": BATCH, "lr": options.lr, "priority": "uniform"},
         }  # fmt: skip
     return {
-        "name": f"continual-{arm}", "seed": seed,
-        "model": {"builder": "experts.models:moe_mlp", "width": 64, "layers": 2, "num_features": features,
-                  "num_classes": CLASSES},
-        "experts": section,
+        "name": f"continual-{arm}", "threads": options.thread_count, "experts": section,
         "optim": {"lr": options.lr, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0},
         "precision": {"dtype": "fp32"},
-        "scale": {"workers": 1, "mode": "cpu", "threads": options.thread_count},
         "loop": {"global_batch_size": BATCH, "max_steps": options.tasks * options.steps, "log_every": options.steps},
     }  # fmt: skip
 

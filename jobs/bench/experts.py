@@ -36,7 +36,7 @@ from experts.sizes import hidden_widths
 from experts.transport import JointGroup
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
 from jobs.bench.harness.options import BenchOptions, key
-from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
+from jobs.bench.harness.processes import ArmProcesses, Arms, serve_blocks
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
 from raytrain.train.memory.device import keep_freed_memory
@@ -96,11 +96,10 @@ def run(options: ExpertsOptions, found: BenchMeasurement) -> None:
     layouts = [ALONE, *_layouts(options)]
     found.block = "seconds of one forward and backward pass"
     found.values["exchange"] = {}
-    with ArmServer() as server:
+    with Arms() as started:
         found.say("starting the processes")
-        arms = {layout: _start(server, layout, options) for layout in layouts}
-        for arm in server.arms:
-            arm.await_ready()
+        arms = {layout: _start(started, layout, options) for layout in layouts}
+        started.await_ready()
         for dtype in TOLERANCE:
             found.say(f"{dtype}: {', '.join(map(str, layouts))}")
             if not _measure(options, found, arms, dtype=dtype):
@@ -121,15 +120,15 @@ def _layouts(options: ExpertsOptions) -> list[ExpertsLayout]:
     return layouts
 
 
-def _start(server: ArmServer, layout: ExpertsLayout, options: ExpertsOptions) -> ArmProcesses:
+def _start(arms: Arms, layout: ExpertsLayout, options: ExpertsOptions) -> ArmProcesses:
     """The processes of one layout; each has one thread, except a single process."""
     name = str(layout).replace(" ", "")
     section = {"num_experts": options.experts, "top_k": options.top_k, "balance": "bias"}
     model = {"width": options.width, "layers": 1}
-    settings = group_settings(server, name, section, model, workers=layout.workers, hosts=layout.hosts)
+    settings = group_settings(arms, name, section, model, workers=layout.workers, hosts=layout.hosts)
     settings |= {"tokens": options.tokens, "seed": options.seed}
     return ArmProcesses(
-        server, name, "jobs.bench.experts:run_layer", settings,
+        arms, name, "jobs.bench.experts:run_layer", settings,
         processes=max(1, layout.workers + layout.hosts), connecting=max(1, layout.workers),
     )  # fmt: skip
 
@@ -206,13 +205,13 @@ TIMEOUT_S = 4 * 3600.0
 
 
 def group_settings(
-    server: ArmServer, name: str, section: dict[str, Any], model: dict[str, Any], *, workers: int, hosts: int
+    arms: Arms, name: str, section: dict[str, Any], model: dict[str, Any], *, workers: int, hosts: int
 ) -> dict[str, Any]:
     """What the processes of an arm need to meet: the section `experts`, "width" and "layers" of the model, and so many
     workers and hosts (0: the workers hold the experts)."""
     return {
         "experts": section, "width": model["width"], "layers": model["layers"], "workers": workers, "hosts": hosts,
-        "store": str(server.folder / f"{name}.store"),
+        "store": str(arms.folder / f"{name}.store"),
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from experts.lifecycle.table import Change, ExpertTable
 from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, equal_series
 from jobs.bench.harness.options import key
-from jobs.bench.harness.processes import ArmServer
+from jobs.bench.harness.processes import Arms
 from jobs.bench.harness.sessions import SessionArm, alternate_steps, restored_threads
 from jobs.bench.moves import AROUND, ExpertsTrainer, MoeOptions, moe_job, over_around, run_member, start_trainer
 
@@ -43,12 +43,12 @@ def run(options: LifecycleOptions, found: BenchMeasurement) -> None:
         RunError: a process died.
     """
     found.block = f"seconds per step, the mean of {options.block_steps}"
-    with ArmServer() as server, restored_threads(1):
+    with Arms() as arms, restored_threads(1):
         number = max(options.steps, (2 + options.blocks) * options.block_steps)
-        text = write_text(server.folder, options, steps=number)
+        text = write_text(arms.folder, options, steps=number)
         _measure_idle(options, found, text)
         if found.passed:
-            _measure_changes(options, found, server, text)
+            _measure_changes(options, found, arms, text)
 
 
 def _measure_idle(options: LifecycleOptions, found: BenchMeasurement, text: Path) -> None:
@@ -65,12 +65,12 @@ def _measure_idle(options: LifecycleOptions, found: BenchMeasurement, text: Path
         found.compare(found.arms, of=ON, to=OFF, name="a step with an idle lifecycle / without", goal=IDLE_GOAL)
 
 
-def _measure_changes(options: LifecycleOptions, found: BenchMeasurement, server: ArmServer, text: Path) -> None:
+def _measure_changes(options: LifecycleOptions, found: BenchMeasurement, arms: Arms, text: Path) -> None:
     found.say(f"{options.steps} steps with changes on two hosts")
     cycle = {"max_experts": options.experts, "birth": {"uncertainty": 1.0}, "prune": {"idle_steps": None}}
     experts = {"num_experts": options.experts // 2, "balance": "none", "lifecycle": cycle}
     job = moe_job(options, text, "changes", experts)
-    arm = start_trainer(server, "changes", "jobs.bench.lifecycle:run_changing", job, hosts=2, every=options.every)
+    arm = start_trainer(arms, "changes", "jobs.bench.lifecycle:run_changing", job, hosts=2, every=options.every)
     arm.await_ready()
     answer = arm.ask(steps=options.steps)
     events = [(KINDS[kind], fields["step"]) for kind, fields in answer["events"] if kind in KINDS]

@@ -26,7 +26,7 @@ from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, alternate, equal_series
 from jobs.bench.harness.options import TextOptions, key
-from jobs.bench.harness.processes import ArmProcesses, ArmServer, connect, receive, serve_blocks
+from jobs.bench.harness.processes import ArmProcesses, Arms, connect, receive, serve_blocks
 from jobs.bench.harness.sessions import PlainLoop
 from raytrain.data.sources.text import text_source
 from raytrain.errors import InputError
@@ -81,16 +81,16 @@ def _measure(options: LoopOptions, found: BenchMeasurement, world_size: int) -> 
     label, peer = f"{world_size} worker(s)", "plain loop" if world_size == 1 else "plain DDP"
     threads = options.threads_of(world_size)
     found.say(f"{label}, {threads} thread(s) each: starting both arms")
-    with ArmServer() as server:
-        text = write_text(server.folder, options, steps=options.total_steps)
-        plain = start_script(server, "plain", "jobs.bench.loop:plain_loop", options, world_size=world_size, text=text)
-        ours = start_run(server, "ours", loop_job(options, world_size=world_size, text=text, folder=server.folder))
+    with Arms() as arms:
+        text = write_text(arms.folder, options, steps=options.total_steps)
+        plain = start_script(arms, "plain", "jobs.bench.loop:plain_loop", options, world_size=world_size, text=text)
+        ours = start_run(arms, "ours", loop_job(options, world_size=world_size, text=text, folder=arms.folder))
         asks = {
             peer: partial(plain.ask, clip="rows"),
             f"{peer}, torch's clip": partial(plain.ask, clip="torch"),
             "ours": ours.ask,
         }
-        blocks = TrainingBlocks(server, asks, options.block_steps)
+        blocks = TrainingBlocks(arms, asks, options.block_steps)
         blocks.run(options.dropped)
         gate = f"losses of {label} equal those of the {peer}"
         tolerance = 0.0 if world_size == 1 else DDP_TOLERANCE
@@ -134,10 +134,10 @@ def loop_job(options: StepOptions, *, world_size: int, text: Path, folder: Path)
     )  # fmt: skip
 
 
-def start_run(server: ArmServer, arm: str, job: dict[str, Any]) -> ArmProcesses:
+def start_run(arms: Arms, arm: str, job: dict[str, Any]) -> ArmProcesses:
     """Start an arm that is a `train` run: a process with Ray, whose rank 0 connects."""
     observed = {**job, "telemetry": {"observers": ["jobs.bench.loop:BlockObserver"]}}
-    return ArmProcesses(server, arm, "jobs.bench.loop:train_run", observed)
+    return ArmProcesses(arms, arm, "jobs.bench.loop:train_run", observed)
 
 
 def train_run(job: dict[str, Any], _rank: int) -> None:
@@ -148,7 +148,7 @@ def train_run(job: dict[str, Any], _rank: int) -> None:
 
 
 def start_script(
-    server: ArmServer, arm: str, target: str, options: StepOptions, *, world_size: int, text: Path
+    arms: Arms, arm: str, target: str, options: StepOptions, *, world_size: int, text: Path
 ) -> ArmProcesses:
     """Start an arm that is a script without raytrain: in one process, or in `world_size` processes under torchrun."""
     threads = options.threads_of(world_size)
@@ -156,24 +156,23 @@ def start_script(
                 "max_steps": options.total_steps}  # fmt: skip
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     return ArmProcesses(
-        server, arm, target, settings, connecting=world_size,
+        arms, arm, target, settings, connecting=world_size,
         launcher=[*torchrun, f"--nproc-per-node={world_size}"] if world_size > 1 else [],
         environment={"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
 
 
 class TrainingBlocks:
-    """Arms that train so many steps on request, in alternating blocks, once all arms of the server are ready.
+    """Arms that train so many steps on request, in alternating blocks, once all arms are ready.
 
     Attributes:
         losses: the logged losses of each arm, of all blocks so far.
     """
 
-    def __init__(self, server: ArmServer, asks: Mapping[str, Callable[..., dict[str, Any]]], steps: int) -> None:
+    def __init__(self, arms: Arms, asks: Mapping[str, Callable[..., dict[str, Any]]], steps: int) -> None:
         self.losses: dict[str, list[float]] = {name: [] for name in asks}
         self._asks, self._steps = asks, steps
-        for arm in server.arms:
-            arm.await_ready()
+        arms.await_ready()
 
     def run(self, blocks: int) -> dict[str, list[float]]:
         """Run blocks of each arm in turn; returns the seconds per step of each."""

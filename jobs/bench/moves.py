@@ -24,7 +24,7 @@ from jobs.bench.experts import FileConnection, group_settings, serve_host
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, alternate, equal_series
 from jobs.bench.harness.options import TextOptions, key
-from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
+from jobs.bench.harness.processes import ArmProcesses, Arms, serve_blocks
 from jobs.bench.harness.sessions import SessionArm
 from raytrain.train.memory.device import keep_freed_memory
 
@@ -64,8 +64,8 @@ def run(options: MovesOptions, found: BenchMeasurement) -> None:
     """
     found.block = f"seconds per step, the mean of {options.block_steps}"
     reports: dict[str, list[dict[str, Any]]] = {ROUND_ROBIN: [], MOVING: []}
-    with ArmServer() as server:
-        arms = _start(options, server)
+    with Arms() as started:
+        arms = _start(options, started)
 
         def block(name: str) -> float:
             reports[name].append(arms[name].ask(steps=options.block_steps))
@@ -99,9 +99,9 @@ def run(options: MovesOptions, found: BenchMeasurement) -> None:
         found.claim(effect, SWITCH_GOAL.met(middle), f"median {middle:.3f}, worst {worst:.3f} of {len(after)} switches")
 
 
-def _start(options: MovesOptions, server: ArmServer) -> dict[str, ArmProcesses]:
+def _start(options: MovesOptions, started: Arms) -> dict[str, ArmProcesses]:
     """The processes of both arms, once they are ready."""
-    text = write_text(server.folder, options, steps=(2 + options.blocks) * options.block_steps)
+    text = write_text(started.folder, options, steps=(2 + options.blocks) * options.block_steps)
     common = {"num_experts": options.experts, "top_k": 2, "balance": "none", "noise": 1.0}
     placements = {
         ROUND_ROBIN: {"placement": "round_robin"}, MOVING: {"placement": "auto", "rebalance_every": options.every},
@@ -109,13 +109,12 @@ def _start(options: MovesOptions, server: ArmServer) -> dict[str, ArmProcesses]:
     more = {"skew": options.skew, "shift_steps": options.shift_steps, "slowness": options.slowness}
     arms = {
         name: start_trainer(
-            server, name, "jobs.bench.moves:run_member", moe_job(options, text, name, {**common, **placement}),
+            started, name, "jobs.bench.moves:run_member", moe_job(options, text, name, {**common, **placement}),
             hosts=len(options.slowness), **more,
         )
         for name, placement in placements.items()
     }  # fmt: skip
-    for arm in arms.values():
-        arm.await_ready()
+    started.await_ready()
     return arms
 
 
@@ -126,14 +125,12 @@ def moe_job(options: MoeOptions, text: Any, name: str, experts: dict[str, Any]) 
     return job_of(options, model, text, name=name, loop=loop, optim={"schedule": "constant"}, experts=experts)
 
 
-def start_trainer(
-    server: ArmServer, name: str, target: str, job: dict[str, Any], *, hosts: int, **more: Any
-) -> ArmProcesses:
+def start_trainer(arms: Arms, name: str, target: str, job: dict[str, Any], *, hosts: int, **more: Any) -> ArmProcesses:
     """Start the processes of an arm: a worker that trains the job on request, and so many hosts; `more` are settings of
     theirs."""
     job = {**job, "experts": {"hosts": 1, **job["experts"]}}
-    settings = group_settings(server, name, job["experts"], job["model"], workers=1, hosts=hosts)
-    return ArmProcesses(server, name, target, {**settings, "job": job, **more}, processes=1 + hosts, connecting=1)
+    settings = group_settings(arms, name, job["experts"], job["model"], workers=1, hosts=hosts)
+    return ArmProcesses(arms, name, target, {**settings, "job": job, **more}, processes=1 + hosts, connecting=1)
 
 
 def over_around(times: list[float], spans: Iterable[tuple[int, int]]) -> list[float]:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from cluster.environment import package_version
 from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, equal_series, median_interval
-from jobs.bench.harness.processes import ArmServer
+from jobs.bench.harness.processes import Arms
 from jobs.bench.harness.sessions import PlainLoop
 from jobs.bench.loop import (
     LOG_EVERY,
@@ -63,18 +63,20 @@ def run(options: StepOptions, found: BenchMeasurement) -> None:
 
 def _measure(options: StepOptions, found: BenchMeasurement, peers: list[str]) -> None:
     found.say(f"starting ours, {' and '.join(peers)}")
-    with ArmServer() as server:
-        text = write_text(server.folder, options, steps=options.total_steps)
-        arms = [start_run(server, "ours", loop_job(options, world_size=1, text=text, folder=server.folder))]
-        arms += [start_script(server, name, f"{__name__}:{name}", options, world_size=1, text=text) for name in peers]
-        blocks = TrainingBlocks(server, {arm.arm: arm.ask for arm in arms}, options.block_steps)
+    with Arms() as arms:
+        text = write_text(arms.folder, options, steps=options.total_steps)
+        ours = start_run(arms, "ours", loop_job(options, world_size=1, text=text, folder=arms.folder))
+        asks = {"ours": ours.ask}
+        for name in peers:
+            asks[name] = start_script(arms, name, f"{__name__}:{name}", options, world_size=1, text=text).ask
+        blocks = TrainingBlocks(arms, asks, options.block_steps)
         blocks.run(options.dropped)
         for name in peers:
             label = f"ours and {name} train the same steps"
             found.gate(equal_series(label, blocks.losses["ours"], blocks.losses[name], relative=TOLERANCE))
         if not found.passed:
             return
-        found.say(f"{options.blocks} blocks of {len(arms)} arms")
+        found.say(f"{options.blocks} blocks of {len(asks)} arms")
         found.arms = blocks.run(options.blocks)
     for name in peers:
         found.compare(found.arms, of=name, to="ours", name=f"{name} / ours, a step")

@@ -23,7 +23,7 @@ from cluster.config import Count
 from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, alternate, equal_series
 from jobs.bench.harness.options import key
-from jobs.bench.harness.processes import ArmServer
+from jobs.bench.harness.processes import Arms
 from jobs.bench.loop import StepOptions, TrainingBlocks, check_blocks, loop_job, start_run
 from jobs.driver.runtime import connected
 from raytrain.config.sections import InferConfig, ModelConfig
@@ -80,14 +80,14 @@ def run(options: ScalingOptions, found: BenchMeasurement) -> None:
 
 def _measure_training(options: ScalingOptions, found: BenchMeasurement) -> None:
     found.say("training: starting both")
-    with ArmServer() as server:
-        text = write_text(server.folder, options, steps=options.total_steps)
+    with Arms() as arms:
+        text = write_text(arms.folder, options, steps=options.total_steps)
         jobs = {
-            name: loop_job(options, world_size=workers, text=text, folder=server.folder)
+            name: loop_job(options, world_size=workers, text=text, folder=arms.folder)
             for name, workers in ((ONE, 1), (TWO, 2))
         }
-        runs = {name: start_run(server, name, job).ask for name, job in jobs.items()}
-        blocks = TrainingBlocks(server, runs, options.block_steps)
+        runs = {name: start_run(arms, name, job).ask for name, job in jobs.items()}
+        blocks = TrainingBlocks(arms, runs, options.block_steps)
         blocks.run(options.dropped)
         found.say(f"training: {options.blocks} blocks of both")
         times = blocks.run(options.blocks)

@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -90,16 +89,8 @@ class TextOptions(GptOptions):
     batch: Count = key(12, "rows of a step, over all workers", quick=4)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A bench: its options, and `run(options, found)`, which fills a `BenchMeasurement`."""
-
-    options: type[BenchOptions]
-    run: Callable[..., None]
-
-
-def load_bench(name: str) -> Bench:
-    """Import the bench of this name.
+def load_bench(name: str) -> tuple[type[BenchOptions], Callable[..., None]]:
+    """Import the bench of this name: its options, and its `run(options, found)`, which fills a `BenchMeasurement`.
 
     Raises:
         InputError: there is none.
@@ -109,7 +100,7 @@ def load_bench(name: str) -> Bench:
             "bench", got=name, expected=f"one of {', '.join(BENCHES)}", remedy="`raytrain bench --list` describes them"
         )
     run = importlib.import_module(f"jobs.bench.{name}").run
-    return Bench(get_type_hints(run)["options"], run)
+    return get_type_hints(run)["options"], run
 
 
 # ---------------------------------------------------------------- summary, for `raytrain report FILE.json`
@@ -225,7 +216,7 @@ def bench_section(name: str) -> tuple[str, list[tuple[str, str]]]:
     Raises:
         InputError: no such bench.
     """
-    keys = key_rows(load_bench(name).options)
+    keys = key_rows(load_bench(name)[0])
     rows = [(f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})") for row in keys]
     return f"Keys with their defaults, as key=value, of {name}: {BENCHES[name]}", rows
 
@@ -236,7 +227,7 @@ def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOpti
     Raises:
         InputError: no such bench, or an unknown key or an invalid value.
     """
-    kind = load_bench(name).options
+    kind, _ = load_bench(name)
     if "changes" in kind.model_fields:
         overrides = _with_changes(overrides, job="job" in kind.model_fields)
     given = dict(parse_override(text) for text in overrides)
@@ -262,7 +253,7 @@ def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: b
     """
     options = options_of(name, overrides, quick=quick)
     found = BenchMeasurement(name, quick, options.model_dump(), say=lambda text: click.echo(f"  {text}", err=True))
-    load_bench(name).run(options, found)
+    load_bench(name)[1](options, found)
     document = json.dumps(plain(found.to_json()), indent=1)
     path = Path(out) if out else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     try:

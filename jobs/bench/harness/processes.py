@@ -1,10 +1,10 @@
 """Processes that a bench measures: it starts them, asks them for one block at a time, and ends them.
 
-Every process connects to the bench over a Unix socket (`multiprocessing.connection`). The bench asks one arm at a time
+Every process connects to the Unix socket of its arm (`multiprocessing.connection`). The bench asks one arm at a time
 with `{"steps": n, ...}`; all other processes wait on their socket and use no CPU. `{"steps": 0}` ends a process.
 
-The bench uses an `ArmServer` and an `ArmProcesses` for each arm; a process uses `serve_blocks`, or `connect` where the
-steps are not its own, as in an observer.
+The bench uses `Arms`, and an `ArmProcesses` for each arm; a process uses `serve_blocks`, or `connect` where the steps
+are not its own, as in an observer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from typing import Any
 
 from raytrain.errors import RunError
 
-#: Environment variables with the path of the bench's socket and the name of the arm; the workers of Ray that a process
-#: of an arm starts inherit them.
-ADDRESS, ARM = "RAYTRAIN_BENCH_SOCKET", "RAYTRAIN_BENCH_ARM"
+#: Environment variable with the path of the arm's socket; Ray's workers inherit it from the process that starts them.
+ADDRESS = "RAYTRAIN_BENCH_SOCKET"
 #: Seconds within which an arm must answer.
 ANSWER_TIMEOUT_S = 180.0
 #: Seconds within which a process must exit after its last block: a run writes its report.
@@ -54,9 +53,7 @@ def receive(line: Connection, *, within_s: float | None = None) -> Any:
 
 def connect() -> Connection:
     """Connect to the bench, as a process of its arm that is ready."""
-    line: Any = Client(os.environ[ADDRESS], family="AF_UNIX")
-    line.send(os.environ[ARM])
-    return line
+    return Client(os.environ[ADDRESS], family="AF_UNIX")  # pyright: ignore[reportReturnType]
 
 
 def serve_blocks(run_block: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -70,50 +67,31 @@ def serve_blocks(run_block: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 # ---------------------------------------------------------------- in the bench
 
 
-class ArmServer:
-    """The socket that the processes of all arms connect to; a context manager that ends the arms on exit.
+class Arms:
+    """The arms of a bench; a context manager that ends them on exit.
 
     Attributes:
-        folder: private temporary folder for settings, logs and results; removed at the end.
+        folder: private temporary folder for sockets, settings, logs and results; removed at the end.
+        started: all of them.
     """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rtb-"))  # mode 0700, and short: socket paths end at 107 bytes
-        self.address = str(self.folder / "s")
-        self.arms: list[ArmProcesses] = []
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
-        self._listener.listen(64)
-        self._listener.settimeout(0.5)
-        self._lines: dict[str, list[Connection]] = {}
+        self.started: list[ArmProcesses] = []
 
-    def __enter__(self) -> ArmServer:
+    def __enter__(self) -> Arms:
         return self
 
     def __exit__(self, *exception: Any) -> None:
         with contextlib.ExitStack() as stack:  # all of them, also where one did not end well
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            stack.callback(self._listener.close)
-            for arm in self.arms:
+            for arm in self.started:
                 stack.callback(arm.close, kill=exception[0] is not None)
 
-    def lines_of(self, arm: str, number: int, *, alive: Callable[[], bool]) -> list[Connection]:
-        """Wait until so many processes of `arm` have connected. Those of other arms that connect meanwhile are kept.
-
-        Raises:
-            RunError: the arm ended first.
-        """
-        while len(self._lines.get(arm, [])) < number:
-            try:
-                accepted, _ = self._listener.accept()
-            except TimeoutError:
-                if not alive():
-                    raise RunError("ended before its first step") from None
-                continue
-            accepted.settimeout(None)
-            line = Connection(accepted.detach())
-            self._lines.setdefault(receive(line, within_s=ANSWER_TIMEOUT_S), []).append(line)
-        return self._lines[arm]
+    def await_ready(self) -> None:
+        """Wait until the processes of every arm have connected; see `ArmProcesses`."""
+        for arm in self.started:
+            arm.await_ready()
 
 
 class ArmProcesses:
@@ -129,16 +107,20 @@ class ArmProcesses:
     """
 
     def __init__(
-        self, server: ArmServer, arm: str, target: str, settings: Mapping[str, Any], *, processes: int = 1,
+        self, arms: Arms, arm: str, target: str, settings: Mapping[str, Any], *, processes: int = 1,
         connecting: int | None = None, launcher: Sequence[str] = (), environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        self.arm, self._server = arm, server
+        self.arm, self.address = arm, str(arms.folder / f"{arm}.s")
         self._connecting = processes if connecting is None else connecting
         self._lines: list[Connection] = []
-        path, self._log = server.folder / f"{arm}.json", server.folder / f"{arm}.log"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)
+        self._listener.listen(self._connecting)
+        self._listener.settimeout(0.5)
+        path, self._log = arms.folder / f"{arm}.json", arms.folder / f"{arm}.log"
         path.write_text(json.dumps(settings))
-        server.arms.append(self)
-        variables = {**os.environ, ADDRESS: server.address, ARM: arm, **(environment or {})}
+        arms.started.append(self)
+        variables = {**os.environ, ADDRESS: self.address, **(environment or {})}
         command = [sys.executable, *launcher, "-m", MEMBER, target, str(path)]
         with self._log.open("ab") as log:
             self._processes = [
@@ -161,7 +143,15 @@ class ArmProcesses:
             RunError: with the end of their log, if one of them exited.
         """
         with self._explained():
-            self._lines = self._server.lines_of(self.arm, self._connecting, alive=self._are_alive)
+            while len(self._lines) < self._connecting:
+                try:
+                    accepted, _ = self._listener.accept()
+                except TimeoutError:
+                    if any(process.poll() is not None for process in self._processes):
+                        raise RunError("ended before its first step") from None
+                else:
+                    accepted.settimeout(None)
+                    self._lines.append(Connection(accepted.detach()))
 
     def ask_all(self, *, steps: int = 1, **more: Any) -> list[dict[str, Any]]:
         """Send a request to all that are connected, and return their answers.
@@ -190,6 +180,7 @@ class ArmProcesses:
                 line.send({"steps": 0})
             line.close()
         self._lines = []
+        self._listener.close()
         for process in self._processes if kill else ():
             process.terminate()
         for process in self._processes:
@@ -199,9 +190,6 @@ class ArmProcesses:
         with self._explained():
             if any(codes) and not kill:
                 raise RunError(f"did not end well: exit {', '.join(map(str, codes))}")
-
-    def _are_alive(self) -> bool:
-        return all(process.poll() is None for process in self._processes)
 
 
 # ---------------------------------------------------------------- any command

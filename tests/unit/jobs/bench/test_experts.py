@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from experts.grouped import GroupedExperts
-from jobs.bench.experts import ALONE, REMOTE, TOLERANCE, LayerRunner, _measure, equal_arrays, joined
+from jobs.bench.experts import ALONE, REMOTE, TOLERANCE, ExpertsOptions, LayerRunner, _measure, equal_arrays, joined
 from jobs.bench.harness.measuring import BenchMeasurement
-from jobs.bench.harness.options import bench_verb, load_bench
+from jobs.bench.harness.options import bench_verb
 from raytrain.errors import InputError
 
 
@@ -53,7 +53,7 @@ class TimedArm:
 
 
 def test_every_layout_is_timed_by_its_own_processes() -> None:
-    options = load_bench("experts").options(blocks=3, threads=2, block_s=1.0)
+    options = ExpertsOptions(blocks=3, threads=2, block_s=1.0)
     arms = {ALONE: TimedArm(of_1=0.5, of_2=0.25), REMOTE: TimedArm(of_1=0.2)}
     found = BenchMeasurement("experts", False, {}, values={"exchange": {}})
     assert _measure(options, found, arms, dtype="fp32")  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 
 from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.options import options_of
-from jobs.bench.harness.processes import ADDRESS, ARM, ArmProcesses, ArmServer, connect
+from jobs.bench.harness.processes import ADDRESS, ArmProcesses, Arms, connect
 from jobs.bench.harness.sessions import SessionArm
 from jobs.bench.loop import BlockObserver, LoopOptions, gpt_loop, loop_job
 from raytrain.errors import RunError
@@ -46,21 +46,25 @@ def test_the_plain_loop_equals_our_loop_across_the_end_of_an_epoch(tmp_path: Pat
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArmServer]:
-    """One that this process can connect to as a process of the arm "ours"."""
-    with ArmServer() as server:
-        monkeypatch.setenv(ADDRESS, server.address)
-        monkeypatch.setenv(ARM, "ours")
-        yield server
-    assert not Path(server.folder).exists()
+def arms() -> Iterator[Arms]:
+    with Arms() as arms:
+        yield arms
+    assert not arms.folder.exists()
 
 
-def arm_of(server: ArmServer, number: int = 1) -> ArmProcesses:
-    """An arm without processes of its own, to which so many others connect."""
-    return ArmProcesses(server, "ours", "unused:unused", {}, processes=0, connecting=number)
+@pytest.fixture
+def arm_of(arms: Arms, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ArmProcesses]:
+    """`arm_of(number=1)`: an arm without processes of its own, to which so many threads of this process connect."""
+
+    def make(number: int = 1) -> ArmProcesses:
+        arm = ArmProcesses(arms, "ours", "unused:unused", {}, processes=0, connecting=number)
+        monkeypatch.setenv(ADDRESS, arm.address)
+        return arm
+
+    return make
 
 
-def test_a_run_waits_between_blocks_and_continues_alone_after_the_last(server: ArmServer) -> None:
+def test_a_run_waits_between_blocks_and_continues_alone_after_the_last(arm_of: Callable[..., ArmProcesses]) -> None:
     observer, seen = BlockObserver(), []
 
     def train() -> None:
@@ -70,9 +74,9 @@ def test_a_run_waits_between_blocks_and_continues_alone_after_the_last(server: A
             seen.append(step)
             observer.metrics({"step": step, "loss": float(step)})
 
+    arm = arm_of()
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
-    arm = arm_of(server)
     arm.await_ready()
     assert seen == []
     first = arm.ask(steps=20)
@@ -83,23 +87,26 @@ def test_a_run_waits_between_blocks_and_continues_alone_after_the_last(server: A
     assert not thread.is_alive() and seen == [10, 20, 30, 40, 50]
 
 
-def test_the_slowest_process_of_an_arm_counts(server: ArmServer) -> None:
+def test_the_slowest_process_of_an_arm_counts(arm_of: Callable[..., ArmProcesses]) -> None:
+    arm = arm_of(2)
     lines = [connect() for _ in range(2)]
     for line, seconds in zip(lines, (2.0, 1.0), strict=True):
         line.send({"seconds": seconds})
-    arm = arm_of(server, 2)
     arm.await_ready()
     assert arm.ask(steps=3, clip="rows") == {"seconds": 2.0}
     assert [line.recv() for line in lines] == [{"steps": 3, "clip": "rows"}] * 2
 
 
-def test_the_error_names_an_arm_that_died_with_the_end_of_its_log(server: ArmServer) -> None:
-    arm = ArmProcesses(server, "plain", "jobs.bench.loop:no_such_loop", {})
+def test_the_error_names_an_arm_that_died_with_the_end_of_its_log(
+    arms: Arms, arm_of: Callable[..., ArmProcesses]
+) -> None:
+    arm = ArmProcesses(arms, "plain", "jobs.bench.loop:no_such_loop", {})
     with pytest.raises(RunError, match=r"(?s)'plain': ended before its first step.*no_such_loop"):
         arm.await_ready()
     with pytest.raises(RunError, match=r"(?s)'plain': did not end well: exit 1.*no_such_loop"):
         arm.close()
-    line, ours = connect(), arm_of(server)
+    ours = arm_of()
+    line = connect()
     ours.await_ready()
     line.close()
     with pytest.raises(RunError, match="'ours': "):
