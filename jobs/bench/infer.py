@@ -37,8 +37,7 @@ from raytrain.models.gpt import gpt
 from raytrain.models.weights.stored import export_weights
 from raytrain.trainable import Trainable
 
-Part = Literal["batches", "transformers", "stages"]
-PARTS: tuple[Part, ...] = ("batches", "transformers", "stages")
+Part = Literal["batches", "stages"]
 VOCABULARY = 256  # bytes
 #: Tokens/s of a batch of so many rows over those of single rows, and ours over transformers'.
 GOALS_BATCHED = {4: Goal(at_least=2.7), 16: Goal(at_least=4.0)}
@@ -53,9 +52,7 @@ Answering = Callable[[list[list[int]]], list[list[int]]]
 class InferOptions(GptOptions):
     """Options of bench `infer`."""
 
-    parts: list[Part] = key(
-        list(PARTS), "what to measure; transformers needs batches", quick=["batches", "transformers"]
-    )
+    parts: list[Part] = key(["batches", "stages"], "what to measure", quick=["batches"])
     threads: Count | Literal["auto"] = key(1, "threads of the process that generates")
     blocks: Count = key(15, "repetitions of generation that are kept; each runs one block of every arm", quick=2)
     prompt: Count = key(32, "tokens of the longest prompt; the shortest has half of them", quick=6)
@@ -98,12 +95,11 @@ def _measure_batches(options: InferOptions, found: BenchMeasurement) -> None:
     made = seeded_gpt(**{**options.sizes, "context": context}, vocab_size=VOCABULARY, seed=options.seed)
     module = made.module.eval().requires_grad_(False)
     arms: dict[str, Answering] = {"ours": partial(generate, module, sampling=sampling, context=context)}
-    if "transformers" in options.parts:
-        if importlib.util.find_spec("transformers") is None:
-            found.cannot("as fast as transformers' generate", "transformers is not installed")
-        else:
-            copy = transformers_gpt2(module)
-            arms["transformers"] = lambda prompts: greedy_answers(copy, None, prompts, sampling=sampling, numbers=())
+    if importlib.util.find_spec("transformers") is None:
+        found.cannot("as fast as transformers' generate", "transformers is not installed")
+    else:
+        copy = transformers_gpt2(module)
+        arms["transformers"] = lambda prompts: greedy_answers(copy, None, prompts, sampling=sampling, numbers=())
     if not _agree(options, found, arms):
         return
     blocks = {
@@ -114,18 +110,13 @@ def _measure_batches(options: InferOptions, found: BenchMeasurement) -> None:
     found.say(f"{options.blocks} blocks of {len(blocks)} arms, {options.tokens} tokens a row")
     times = found.alternate(blocks, blocks=options.blocks)
     found.values["tokens_per_s"] = {name: 1 / statistics.median(values) for name, values in times.items()}
-    single = min(options.batches)
-    for rows in options.batches:
-        if rows != single:
-            found.compare(
-                times, of=f"ours, batch {single}", to=f"ours, batch {rows}", goal=GOALS_BATCHED.get(rows),
-                name=f"tokens/s, batch {rows} / batch {single}",
-            )  # fmt: skip
+    single, *larger = sorted(options.batches)
+    for rows in larger:
+        label, goal = f"tokens/s, batch {rows} / batch {single}", GOALS_BATCHED.get(rows)
+        found.compare(times, of=f"ours, batch {single}", to=f"ours, batch {rows}", name=label, goal=goal)
     for rows in options.batches if "transformers" in arms else ():
-        found.compare(
-            times, of=f"transformers, batch {rows}", to=f"ours, batch {rows}", goal=GOAL_TRANSFORMERS,
-            name=f"tokens/s, ours / transformers, batch {rows}",
-        )  # fmt: skip
+        label, other = f"tokens/s, ours / transformers, batch {rows}", f"transformers, batch {rows}"
+        found.compare(times, of=other, to=f"ours, batch {rows}", name=label, goal=GOAL_TRANSFORMERS)
 
 
 def prompts_of(options: InferOptions, rows: int) -> list[list[int]]:

@@ -35,7 +35,6 @@ from raytrain.infer.ray_data import run_units
 from raytrain.infer.worker import Work
 
 Part = Literal["training", "inference"]
-PARTS: tuple[Part, ...] = ("training", "inference")
 ONE, TWO = "one worker", "two workers"
 #: Time of two workers over that of one, on equal work: half is what two cores can bring.
 GOAL = Goal(at_most=0.55)
@@ -49,7 +48,7 @@ VOCABULARY = 256  # bytes
 class ScalingOptions(StepOptions):
     """Options of bench `scaling`."""
 
-    parts: list[Part] = key(list(PARTS), "what to measure")
+    parts: list[Part] = key(["training", "inference"], "what to measure")
     threads: Count | Literal["auto"] = key(1, "threads of a worker")
     batch: Count = key(64, "rows of a step, over all workers")
     dropped: Count = key(2, "warm-up blocks", quick=1)
