@@ -61,6 +61,17 @@ def test_ewcs_penalty_and_its_gradient_are_the_closed_form(tasks: int) -> None:
         assert torch.allclose(parameter.grad, gradient)  # type: ignore[arg-type]
 
 
+def test_a_loss_with_ewc_has_the_penalty_in_training_alone() -> None:
+    module, batch = torch.nn.Linear(2, 1, bias=False), {"x": torch.ones(4, 2)}
+    loss = lambda module, batch: LossOutput(module(batch["x"]).mean())  # noqa: E731
+    anchors, fisher = ({"weight": torch.full((1, 2), value)} for value in (0.0, 1.0))
+    plain = float(loss(module, batch).loss.detach())
+    penalised = with_ewc(loss, [(anchors, fisher)], 2.0)
+    expected = plain + float(module.weight.detach().square().sum())
+    assert float(penalised(module, batch).loss.detach()) == pytest.approx(expected)
+    assert float(penalised(module.eval(), batch).loss.detach()) == pytest.approx(plain)
+
+
 def test_the_fisher_information_of_a_linear_model_is_the_closed_form() -> None:
     from types import SimpleNamespace
 
