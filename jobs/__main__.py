@@ -447,8 +447,8 @@ def _submitted(verb: str) -> click.Command:
 def submit() -> None:
     """Run a verb as a Ray job on a cluster, and look after such jobs.
 
-    The exit code is the job's: 0 done, 1 failed, 2 wrong input, 130 stopped, 137 killed. Ctrl-C asks whether to stop
-    the job; without a terminal it keeps running.
+    The exit code is the job's: 0 done, 1 failed, 2 wrong input, 130 stopped, 137 killed. After Ctrl-C the job
+    keeps running; a line says how to follow it again, and how to stop it.
     """
 
 

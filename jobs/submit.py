@@ -18,7 +18,7 @@ from rich.text import Text
 
 from jobs.driver.progress import clock_text
 from jobs.job.facts import path_from_here
-from jobs.submission.follow import INTERRUPTED, fetch, follow_again, follow_job, print_log, say, stop_job
+from jobs.submission.follow import INTERRUPTED, fetch, follow_job, go_on, print_log, say, stop_job
 from jobs.submission.on_cluster import versions
 from jobs.submission.request import (
     JobRequest,
@@ -65,40 +65,41 @@ def submit_verb(
     request = request_of(verb, command, arguments)
     began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     job_id = job_id or f"{request.record['name'] or verb}-{began}-{secrets.token_hex(2)}"
-    try:
-        server, env = _uploaded(request, address, install=install)
-    except KeyboardInterrupt:
-        say("cancelled: nothing was submitted")
-        return INTERRUPTED
-    try:
-        server.submit(request.entrypoint, job_id=job_id, runtime_env=env, metadata={RECORD: json.dumps(request.record)})
-    except KeyboardInterrupt:
-        shown = shell_command("submit", "status", job_id, "--address", server.address)
-        say(f"interrupted: {shown} shows whether {job_id} was submitted")
-        return INTERRUPTED
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            server = JobServer(address)
+            env = _checked(request, server, Path(temporary), install=install)
+        except KeyboardInterrupt:
+            say("cancelled: nothing was submitted")
+            return INTERRUPTED
+        try:
+            metadata = {RECORD: json.dumps(request.record)}
+            server.submit(request.entrypoint, job_id=job_id, runtime_env=env, metadata=metadata)
+        except KeyboardInterrupt:
+            shown = shell_command("submit", "status", job_id, "--address", server.address)
+            say(f"interrupted: {shown} shows whether {job_id} was submitted")
+            return INTERRUPTED
     say(f"submitted {job_id} to {server.address}: {request.entrypoint}")
     if detach:
-        say(follow_again(server, job_id))
+        say(go_on(server, job_id))
         return 0
     return follow_job(server, job_id)
 
 
-def _uploaded(request: JobRequest, address: str | None, *, install: bool) -> tuple[JobServer, dict[str, Any]]:
-    """The server, and the job's environment, whose files are on the cluster.
+def _checked(request: JobRequest, server: JobServer, temporary: Path, *, install: bool) -> dict[str, Any]:
+    """The job's environment, with its files packed in a folder here.
 
     Raises:
         InputError: the working directory or the cluster does not fit.
     """
     folder = Path.cwd()
-    with tempfile.TemporaryDirectory() as temporary:
-        server = JobServer(address)
-        package = pack(folder, Path(temporary) / "working_dir.zip")
-        check_package(request, package, folder)
-        with server.asked("versions") as there:
-            check_versions(versions(), there, install=install)
-        say(package.text)
-        say(f"cluster: python {there['python']}, torch {there['torch']}, ray {there['ray']}; raytrain is carried along")
-        return server, server.upload(runtime_environment(working_dir=package.path, install=install))
+    package = pack(folder, temporary / "working_dir.zip")
+    check_package(request, package, folder)
+    with server.asked("versions") as there:
+        check_versions(versions(), there, install=install)
+    say(package.text)
+    say(f"cluster: python {there['python']}, torch {there['torch']}, ray {there['ray']}; raytrain is carried along")
+    return runtime_environment(working_dir=package.path, install=install)
 
 
 def status_verb(job_id: str | None, *, address: str | None, as_json: bool) -> int:

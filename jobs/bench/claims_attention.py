@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate
+from jobs.bench.harness.measuring import BenchMeasurement, Check
 from jobs.bench.harness.sessions import DEVICE, synchronize, timed
 from raytrain.models.attention import MaskCache, windowed_attention
 
@@ -33,7 +33,7 @@ STRAIGHT = 0.999
 PROMISED_GAIN, PROMISED_BYTES = 1.05, 2**20
 
 
-def measure_attention(options: Any, found: BenchMeasurement, say: Say) -> None:
+def measure_attention(options: Any, found: BenchMeasurement) -> None:
     """Time the variants, count the bytes by length, judge the claims."""
     cache = MaskCache()
     ways = _variants(cache)
@@ -50,8 +50,7 @@ def measure_attention(options: Any, found: BenchMeasurement, say: Say) -> None:
 
         times = max(1, round(options.block_s / max(map(forward, ways.values()))))
         arms = {name: partial(forward, way, times) for name, way in ways.items()}
-        seconds = alternate(arms, blocks=options.blocks)
-    found.arms |= seconds
+        seconds = found.alternate(arms, blocks=options.blocks)
     pairs = ((BUILT, KEPT), (FUSED_BUILT, FUSED_KEPT), (FUSED_KEPT, NONE), (BUILT, NONE), (NONE, WINDOW))
     gain, fused, kept, none, _ = (found.compare(seconds, of=of, to=to) for of, to in pairs)
     found.values["mask_cache"] = MaskCache.total([cache])
@@ -69,7 +68,7 @@ def measure_attention(options: Any, found: BenchMeasurement, say: Say) -> None:
         "the masks of typical lengths take less than 1 MB", one < PROMISED_BYTES,
         f"one mask of {options.length} tokens: {one} bytes; of 1024 exactly {1024 * 1024}, of n always n x n",
     )  # fmt: skip
-    say(f"bytes at lengths {', '.join(map(str, options.lengths))}")
+    found.say(f"bytes at lengths {', '.join(map(str, options.lengths))}")
     shapes: dict[str, dict[str, Any]] = {}
     for name in (BUILT, NONE, WINDOW):
         peaks = [_peak_bytes(ways[name], _draw_heads(options, rows=1, length=length)) for length in options.lengths]

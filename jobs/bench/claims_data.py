@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs.bench.harness.inputs import draw_rows, job_of, perceptron_model
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, equal_series, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, alternate, equal_series, median_interval
 from jobs.bench.harness.sessions import DEVICE, SessionArm, synchronize, timed
 from raytrain.data.prepare import DataPlan, prepare_source
 from raytrain.data.rows.batches import Cursor, StepBatches
@@ -58,34 +57,22 @@ class Annotations:
 
 
 class Seconds:
-    """Seconds of the preparation, and of each part of each epoch."""
+    """Seconds of the preparation, and `parts` (epochs, PARTS) of each epoch."""
 
-    def __init__(self) -> None:
-        self.preparation = 0.0
-        self.epochs: list[dict[str, float]] = []
+    def __init__(self, epochs: int) -> None:
+        self.preparation, self.parts = 0.0, np.zeros((epochs, len(PARTS)))
 
     @contextmanager
-    def spent_on(self, part: str) -> Iterator[None]:
-        """Adds the time spent inside to this part of the current epoch."""
+    def spent_on(self, part: str, epoch: int) -> Iterator[None]:
+        """Adds the time spent inside to this part of an epoch."""
         begin = time.perf_counter()
         yield
-        self.epochs[-1][part] += time.perf_counter() - begin
+        self.parts[epoch, PARTS.index(part)] += time.perf_counter() - begin
 
-    def begin_epoch(self) -> None:
-        """Begin a new epoch."""
-        self.epochs.append(dict.fromkeys(PARTS, 0.0))
-
-    def parts(self) -> dict[str, float]:
-        """Each part over all epochs, and the preparation."""
-        return {"preparation": self.preparation, **{part: sum(e[part] for e in self.epochs) for part in PARTS}}
-
-    def by_epoch(self) -> list[float]:
-        """The seconds of each epoch, without the preparation."""
-        return [sum(epoch.values()) for epoch in self.epochs]
-
-    def busy(self) -> list[float]:
-        """The fraction of each epoch that the model computes."""
-        return [epoch["compute"] / max(sum(epoch.values()), 1e-12) for epoch in self.epochs]
+    @property
+    def total(self) -> float:
+        """Of the preparation and all parts."""
+        return self.preparation + float(self.parts.sum())
 
 
 class Perceptron:
@@ -121,26 +108,25 @@ def order_of(rows: int, batch: int, epochs: int, *, seed: int) -> list[list[np.n
 
 def clone_and_copy(data: Annotations, order: list[list[np.ndarray]], model: Perceptron) -> Seconds:
     """The reference path: each epoch converts all annotations again, clones each batch and copies it."""
-    spent = Seconds()
-    for epoch in order:
-        spent.begin_epoch()
-        for indices in epoch:
-            with spent.spent_on("conversion"):
+    spent = Seconds(len(order))
+    for epoch, steps in enumerate(order):
+        for indices in steps:
+            with spent.spent_on("conversion", epoch):
                 rows = [data[index] for index in indices.tolist()]
                 batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-            with spent.spent_on("clone"):
+            with spent.spent_on("clone", epoch):
                 batch = {name: tensor.clone() for name, tensor in batch.items()}
-            with spent.spent_on("copy"):
+            with spent.spent_on("copy", epoch):
                 batch = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
                 synchronize()
-            with spent.spent_on("compute"):
+            with spent.spent_on("compute", epoch):
                 model.step(batch)
     return spent
 
 
 def resident(data: Annotations, model: Perceptron, *, batch: int, epochs: int, seed: int) -> Seconds:
     """raytrain's path: one preparation pass, rows kept on the device, batches gathered there."""
-    spent = Seconds()
+    spent = Seconds(epochs)
     begin = time.perf_counter()
     source = prepare_source(
         memory_source(data, None, fraction=0.0), DataPlan("resident", seed=seed), device=DEVICE,
@@ -150,21 +136,19 @@ def resident(data: Annotations, model: Perceptron, *, batch: int, epochs: int, s
     batches = StepBatches(source.train, seed=seed, global_batch_size=batch, micro_batch=batch, storage=None)
     loader = BatchLoader(batches, device=DEVICE, weight=None, dtype=torch.float32)
     cursor = Cursor()
-    for epoch in range(epochs):
-        spent.begin_epoch()
-        while cursor.epoch == epoch:
-            with spent.spent_on("copy"):  # rows gathered on the device
-                indices, cursor = loader.global_batch(cursor)
-                (micro,) = loader.micro_batches(indices)
-                synchronize()
-            with spent.spent_on("check"):
-                on_device = to_device(micro.batch, DEVICE)
-            with spent.spent_on("compute"):
-                model.step(on_device)
+    while (epoch := cursor.epoch) < epochs:
+        with spent.spent_on("copy", epoch):  # rows gathered on the device
+            indices, cursor = loader.global_batch(cursor)
+            (micro,) = loader.micro_batches(indices)
+            synchronize()
+        with spent.spent_on("check", epoch):
+            on_device = to_device(micro.batch, DEVICE)
+        with spent.spent_on("compute", epoch):
+            model.step(on_device)
     return spent
 
 
-def measure_resident(options: Any, found: BenchMeasurement, say: Say) -> None:
+def measure_resident(options: Any, found: BenchMeasurement) -> None:
     """Rows converted once and kept on the device, against converting, cloning and copying them in each epoch."""
     data = Annotations(options.annotations, options.values, seed=options.seed)
     order = order_of(options.annotations, options.data_batch, options.epochs, seed=options.seed)
@@ -193,62 +177,51 @@ def measure_resident(options: Any, found: BenchMeasurement, say: Say) -> None:
     detail = f"{converted[NEW]} against {converted[OLD]} conversions of {len(data)} annotations"
     found.gate(Check("converted once, against once an epoch", once, detail))
     for name, seconds in kept.items():
-        totals = [sum(one.parts().values()) for one in seconds]
-        worst = max(abs(wall - total) / wall for wall, total in zip(walls[name], totals, strict=True))
+        worst = max(abs(wall - one.total) / wall for wall, one in zip(walls[name], seconds, strict=True))
         allowed = UNACCOUNTED if not found.quick else 1.0
         found.gate(Check(f"{name}: the total is the sum of its parts", worst <= allowed, f"within {worst:.2%}"))
-    _judge_resident(found, walls, kept, say)
+    _judge_resident(found, walls, kept)
 
 
-def _judge_resident(
-    found: BenchMeasurement, walls: dict[str, list[float]], kept: dict[str, list[Seconds]], say: Say
-) -> None:
+def _judge_resident(found: BenchMeasurement, walls: dict[str, list[float]], kept: dict[str, list[Seconds]]) -> None:
     """The ratios by epoch, the seconds of each part, and the fraction of the time that the model computes."""
-
-    def of_each(value: Callable[[Seconds], float]) -> dict[str, list[float]]:
-        return {name: [value(one) for one in seconds] for name, seconds in kept.items()}
-
-    total = found.compare(walls, of=OLD, to=NEW, name="all epochs", goal=GOAL)
-    prepared, first = of_each(lambda one: one.preparation), of_each(lambda one: one.by_epoch()[0])
-    both = of_each(lambda one: one.preparation + one.by_epoch()[0])
+    prepared = {name: np.array([one.preparation for one in seconds]) for name, seconds in kept.items()}
+    parts = {name: np.stack([one.parts for one in seconds]) for name, seconds in kept.items()}
+    epochs = {name: table.sum(axis=2) for name, table in parts.items()}  # (repeats, epochs)
+    first = {name: table[:, 0] for name, table in epochs.items()}
+    both = {name: prepared[name] + first[name] for name in first}
+    found.compare(walls, of=OLD, to=NEW, name="all epochs", goal=GOAL)
     found.compare(both, of=OLD, to=NEW, name="first epoch, preparation included")
     found.compare(first, of=OLD, to=NEW, name="first epoch, preparation apart")
-    later = found.compare(of_each(lambda one: sum(one.by_epoch()[1:])), of=OLD, to=NEW, name="every later epoch")
-    conversion = median_of_ratios(of_each(lambda one: one.parts()["conversion"])[OLD], walls[OLD])
-    found.claim(
-        "rows kept on the device are at least 4.2 times the clone-and-copy path over all epochs", bool(total.met),
-        f"{total:.2f} times; conversion is {conversion:.0%} of the old path",
-    )  # fmt: skip
+    every = {name: table[:, 1:].sum(axis=1) for name, table in epochs.items()}
+    later = found.compare(every, of=OLD, to=NEW, name="every later epoch")
     found.claim("2 to 5 times with rows loaded in advance", later.low >= 2, f"{later.median:.2f} times, epoch by epoch")
-    cost = median_of_ratios(prepared[NEW], first[OLD])
+    cost = float(np.median(prepared[NEW] / first[OLD]))
     found.claim(
         "the preparation is a one-time cost of about one epoch of conversions", 0.5 < cost < 1.5,
         f"{cost:.2f} of an epoch of the old path",
     )  # fmt: skip
-    parts: dict[str, Any] = {}
+    medians: dict[str, dict[str, float]] = {}
     busy: dict[str, list[float]] = {}
-    for name, seconds in kept.items():
-        medians = {part: statistics.median(one.parts()[part] for one in seconds) for part in ("preparation", *PARTS)}
-        parts[name] = {**medians, "total": sum(medians.values())}
-        busy[name] = [statistics.median(shares) for shares in zip(*(one.busy() for one in seconds), strict=True)]
-        say(f"{name}, seconds: " + ", ".join(f"{part} {value:.3f}" for part, value in parts[name].items()))
-    found.values |= {"parts_s": parts, "busy_share_by_epoch": busy}
-    low, high = statistics.mean(busy[OLD]), statistics.mean(busy[NEW])
+    for name, table in parts.items():
+        columns = [prepared[name], *table.sum(axis=1).T]
+        medians[name] = dict(zip(("preparation", *PARTS), map(float, np.median(columns, axis=1)), strict=True))
+        medians[name]["total"] = sum(medians[name].values())
+        busy[name] = np.median(table[:, :, PARTS.index("compute")] / epochs[name], axis=0).tolist()
+        shown = ", ".join(f"{part} {value:.3f}" for part, value in medians[name].items())
+        found.say(f"{name}, seconds: {shown}")
+    found.values |= {"parts_s": medians, "busy_share_by_epoch": busy}
+    low, high = (sum(busy[name]) / len(busy[name]) for name in (OLD, NEW))
     found.claim(
         "the fraction of time that the model computes rises from 5-20 % to 70-95 %", high >= 0.7 and low <= 0.2,
         f"from {low:.0%} to {high:.0%} of an epoch",
     )  # fmt: skip
 
 
-def median_of_ratios(of: Sequence[float], to: Sequence[float]) -> float:
-    """The median of `of` / `to`, repetition by repetition."""
-    return statistics.median(a / b for a, b in zip(of, to, strict=True))
-
-
 # ---------------------------------------------------------------- habits
 
 
-def measure_habits(options: Any, found: BenchMeasurement, say: Say) -> None:
+def measure_habits(options: Any, found: BenchMeasurement) -> None:
     """Steps with cloned batches, and with moves of tensors that are already on the device.
 
     The dataset is larger than the caches, and a small model reads each row about once, so that the first access to the
@@ -269,8 +242,8 @@ def measure_habits(options: Any, found: BenchMeasurement, say: Say) -> None:
         for number in range(options.block_steps):
             models[name].step(ways[name](batches[number % len(batches)]))
 
-    times = alternate({name: partial(timed, partial(train, name)) for name in ways}, blocks=options.blocks)
-    found.arms |= {f"batches {name}": values for name, values in times.items()}
+    arms = {name: partial(timed, partial(train, name)) for name in ways}
+    times = found.alternate(arms, blocks=options.blocks, named="batches {}")
     for name in ("cloned", "always moved"):
         label = f"batches {name}: the losses are unchanged"
         found.gate(equal_series(label, models[name].losses, models["not cloned"].losses))
@@ -313,7 +286,7 @@ class ComputedItems:
         return timed(lambda: [self[index] for index in range(LOAD_BATCH)])
 
 
-def measure_loader(options: Any, found: BenchMeasurement, say: Say) -> None:
+def measure_loader(options: Any, found: BenchMeasurement) -> None:
     """Steps that take as long as the reading of their rows, read by the training process and by one other.
 
     Both are a fixed amount of work, not a sleep, so that contention between the processes shows.
@@ -338,11 +311,11 @@ def measure_loader(options: Any, found: BenchMeasurement, say: Say) -> None:
     items.rounds = max(1, round(trial * computing / items.read_batch()))  # before the processes are forked
     reading = min(items.read_batch() for _ in range(5)) * options.load_batches
     arms = {"0 processes": arm(0), "1 process": arm(1)}
-    times = alternate({n: partial(one.run, options.load_batches) for n, one in arms.items()}, blocks=options.blocks)
+    blocks = {name: partial(one.run, options.load_batches) for name, one in arms.items()}
+    times = found.alternate(blocks, blocks=options.blocks, named="data set read in {}")
     for one in arms.values():
         one.session.loader.close()
     found.gate(equal_series("one process reads the same rows", arms["1 process"].losses, arms["0 processes"].losses))
-    found.arms |= {f"data set read in {name}": values for name, values in times.items()}
     found.compare(times, of="0 processes", to="1 process", name="0 processes / 1 process that reads")
     hidden = [(a - b) / reading for a, b in zip(times["0 processes"], times["1 process"], strict=True)]
     middle = median_interval(hidden)
@@ -361,7 +334,7 @@ PINNED_BATCHES, PINNED_BYTES = 16, 16 * 2**20
 PINNED_CLAIM = "copies out of pinned memory are 1.1 to 1.2 times as fast, or 2 to 3 times: the guide has both"
 
 
-def measure_pinned(options: Any, found: BenchMeasurement, say: Say) -> None:
+def measure_pinned(options: Any, found: BenchMeasurement) -> None:
     """Copies of the same batches to a GPU in three ways; without a GPU nothing is timed, and there is no ratio."""
     if not torch.cuda.is_available():
         found.cannot(PINNED_CLAIM, "torch sees no GPU, and on the host nothing is copied")
@@ -377,7 +350,6 @@ def measure_pinned(options: Any, found: BenchMeasurement, say: Say) -> None:
     for name, way in ways.items():
         same = all(torch.equal(copied.cpu(), batch) for copied, batch in zip(way(), pageable, strict=True))
         found.gate(Check(f"{name}: the copies are equal", same, f"{PINNED_BATCHES} batches, bit for bit"))
-    times = alternate({name: partial(timed, way) for name, way in ways.items()}, blocks=options.blocks)
-    found.arms |= times
+    times = found.alternate({name: partial(timed, way) for name, way in ways.items()}, blocks=options.blocks)
     first, second = (found.compare(times, of=NEVER, to=to) for to in (BEFORE, ON_THE_WAY))
     found.claim(PINNED_CLAIM, first.low >= 1.1, f"{first:.2f} times, pinned on the way {second.median:.2f} times")

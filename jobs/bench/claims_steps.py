@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cluster.devices.inventory import local_inventory, missing_for_compile
 from jobs.bench.harness.inputs import draw_bytes, draw_rows, gpt_model, job_of, perceptron_model
@@ -16,16 +14,13 @@ from jobs.bench.harness.measuring import (
     BenchMeasurement,
     Goal,
     Ratio,
-    Say,
     alternate,
-    compare,
     equal_series,
     matrix_units,
     median_interval,
 )
-from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
-from jobs.bench.harness.sessions import DEVICE, PlainLoop, SavedForBackward, SessionArm, alternate_steps, timed
-from raytrain.models.mlp import row_loss
+from jobs.bench.harness.processes import ArmProcesses, Arms, serve_blocks
+from jobs.bench.harness.sessions import DEVICE, SessionArm, alternate_steps, saved_for_backward
 from raytrain.train.memory.device import memory_in_use
 
 MAX_STEPS = 100_000
@@ -51,7 +46,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", 
 FLOOR_STEPS, PEAK_STEPS = 2, 4
 
 
-def measure_memory(options: Any, found: BenchMeasurement, say: Say) -> None:
+def measure_memory(options: Any, found: BenchMeasurement) -> None:
     """The bytes that a step adds to those of a step with one row, each in a process of its own: in one large batch, in
     several micro-batches, with activation checkpointing, and in bf16."""
     micro = options.rows // options.accumulation
@@ -62,14 +57,14 @@ def measure_memory(options: Any, found: BenchMeasurement, say: Say) -> None:
     losses: dict[str, list[float]] = {}
 
     def block(name: str) -> float:
-        with ArmServer() as server:
-            path = server.folder / "text.txt"
+        with Arms() as arms:
+            path = arms.folder / "text.txt"
             length = (8 + PEAK_STEPS * options.rows) * options.long
             path.write_bytes(bytes(97 + (31 * i * i + 7 * i) % 26 for i in range(length)))
             model = gpt_model(options, width=options.wide, context=options.long)
             job = _job(options, model, path, batch=options.rows, log_every=1, **ways[name])
             settings = {"job": job, "precision": "bf16" if name == "bf16" else "fp32", "threads": options.thread_count}
-            arm = ArmProcesses(server, "memory", "jobs.bench.claims_steps:serve_peak", settings, environment=MALLOC)
+            arm = ArmProcesses(arms, "memory", "jobs.bench.claims_steps:serve_peak", settings, environment=MALLOC)
             arm.await_ready()
             answer = arm.ask()
         losses[name] = answer["losses"]
@@ -77,19 +72,13 @@ def measure_memory(options: Any, found: BenchMeasurement, say: Say) -> None:
 
     bytes_of = alternate({name: partial(block, name) for name in ways}, blocks=options.repeats, dropped=0)
     found.values["bytes_above_the_floor"] = bytes_of
-    claims = {
-        small: f"{options.accumulation} micro-batches need less memory than one batch of the same rows",
-        "checkpointing": "activation checkpointing needs less memory than keeping activations",
-        "bf16": "bf16 needs less memory than fp32",
-    }
-    for name, claim in claims.items():
+    for name in (small, "checkpointing", "bf16"):
         tolerance = HALF_TOLERANCE if name == "bf16" else TOLERANCE
         found.gate(equal_series(f"{name}: the same steps", losses[name], losses[large], relative=tolerance))
-        ratio = found.compare(
+        found.compare(
             bytes_of, of=name, to=large, name=f"peak above the floor, {name} / {large}",
             goal=Goal(at_most=1.0), words=("smaller", "larger"),
         )  # fmt: skip
-        found.claim(claim, ratio.high < 1, f"{ratio} of its bytes above the floor")
 
 
 def serve_peak(settings: dict[str, Any], rank: int) -> None:
@@ -112,7 +101,7 @@ def serve_peak(settings: dict[str, Any], rank: int) -> None:
             "losses": arm.losses[FLOOR_STEPS:],
         }
 
-    serve_blocks("memory", peak)
+    serve_blocks(peak)
 
 
 # ---------------------------------------------------------------- precision
@@ -123,18 +112,21 @@ PROMISED_SPEED, PROMISED_MEMORY = 1.5, 0.25
 GPT = "gpt"
 
 
-def measure_precision(options: Any, found: BenchMeasurement, say: Say) -> None:
+def measure_precision(options: Any, found: BenchMeasurement) -> None:
     """Full steps in each precision, of perceptrons by width and of the small GPT, and the bytes kept for backward."""
     units = matrix_units(local_inventory().cpu_flags) if DEVICE.type == "cpu" else torch.cuda.get_device_name()
+    jobs = {
+        f"mlp {width}": _job(
+            options, perceptron_model(width, classes=CLASSES), batch=options.mlp_batch,
+            data=draw_rows(4 * options.mlp_batch, width, classes=CLASSES, seed=options.seed),
+        )
+        for width in options.widths
+    }  # fmt: skip
+    jobs[GPT] = _job(options, gpt_model(options), draw_bytes(options.seed), batch=options.batch)
     gains: dict[str, Ratio] = {}
     kept: dict[str, dict[str, float]] = {}
-    for width in options.widths:
-        rows = draw_rows(4 * options.mlp_batch, width, classes=CLASSES, seed=options.seed)
-        job = _job(options, perceptron_model(width, classes=CLASSES), rows, batch=options.mlp_batch)
-        name, plain = f"mlp {width}", width == options.compare_width
-        gains[name], kept[name] = _compare_precisions(options, found, say, name, job, beside_plain=plain)
-    job = _job(options, gpt_model(options), draw_bytes(options.seed), batch=options.batch)
-    gains[GPT], kept[GPT] = _compare_precisions(options, found, say, GPT, job, beside_plain=False)
+    for name, job in jobs.items():
+        gains[name], kept[name] = _compare_precisions(options, found, name, job)
     found.values["saved_for_backward, bf16 / fp32"] = kept
     perceptrons = [name for name in gains if name != GPT]
     best = max(perceptrons, key=lambda name: gains[name].median)
@@ -153,34 +145,20 @@ def measure_precision(options: Any, found: BenchMeasurement, say: Say) -> None:
 
 
 def _compare_precisions(
-    options: Any, found: BenchMeasurement, say: Say, name: str, job: dict[str, Any], *, beside_plain: bool
+    options: Any, found: BenchMeasurement, name: str, job: dict[str, Any]
 ) -> tuple[Ratio, dict[str, float]]:
     """The gain from bf16, and its bytes kept for backward over those of fp32."""
-    say(f"precision: {name}")
-    ours = {precision: SessionArm(job, precision=precision) for precision in PRECISIONS}
-    plain = ("fp32", "bf16") if beside_plain else ()
-    arms: dict[str, Any] = {**ours, **{f"plain {precision}": PlainArm(job, precision) for precision in plain}}
+    found.say(f"precision: {name}")
+    arms = {precision: SessionArm(job, precision=precision) for precision in PRECISIONS}
     for arm in arms.values():
         arm.run(WARM_STEPS)
-    for precision in plain:
-        label = f"{name}: ours equals plain {precision}"
-        found.gate(equal_series(label, ours[precision].losses, arms[f"plain {precision}"].losses, relative=1e-6))
     for precision in ("bf16", "fp16"):
         label = f"{name}: the loss in {precision} is that of fp32"
-        losses = ours[precision].losses
-        found.gate(equal_series(label, losses, ours["fp32"].losses, relative=HALF_TOLERANCE))
-    steps = max(1, min(200, round(options.block_s * WARM_STEPS / ours["fp32"].run(WARM_STEPS))))
-    times = alternate_steps(arms, steps=steps, blocks=options.blocks)
-    found.arms |= {f"{name}, {key}": values for key, values in times.items()}
+        found.gate(equal_series(label, arms[precision].losses, arms["fp32"].losses, relative=HALF_TOLERANCE))
+    steps = max(1, min(200, round(options.block_s * WARM_STEPS / arms["fp32"].run(WARM_STEPS))))
+    times = alternate_steps(found, arms, steps=steps, blocks=options.blocks, named=f"{name}, {{}}")
     gain, _ = (found.compare(times, of="fp32", to=to, name=f"{name}: fp32 / {to}") for to in ("bf16", "fp16"))
-    if plain:
-        gains = {"ours": gain.values, "the plain loop's": compare(times, of="plain fp32", to="plain bf16").values}
-        found.compare(
-            gains, of="ours", to="the plain loop's", goal=Goal(at_least=0.9),
-            name=f"{name}: our gain from bf16 / the plain loop's own gain", words=("smaller", "larger"),
-        )  # fmt: skip
-        found.compare(times, of="plain fp32", to="fp32", name=f"{name}: plain / ours, fp32")
-    full, half = _saved_bytes(ours, whole=True), _saved_bytes(ours, whole=False)
+    full, half = _saved_bytes(arms, whole=True), _saved_bytes(arms, whole=False)
     per_row = {precision: full[precision] - half[precision] for precision in full}
     return gain, {"total": full["bf16"] / full["fp32"], "per_row": per_row["bf16"] / per_row["fp32"]}
 
@@ -194,35 +172,8 @@ def _saved_bytes(arms: dict[str, SessionArm], *, whole: bool) -> dict[str, int]:
         indices, _ = session.loader.global_batch(session.state.cursor)
         micro = session.loader.one(indices if whole else indices[: len(indices) // 2])
         forward = partial(session.step.forward, micro.batch, global_weight=micro.weight)
-        found[precision] = SavedForBackward(session.trainable.module).during(forward)
+        found[precision] = saved_for_backward(session.trainable.module, forward)
     return found
-
-
-class PlainArm:
-    """The plain loop on a perceptron job's rows, in the job's order, with its weights."""
-
-    def __init__(self, job: dict[str, Any], precision: str) -> None:
-        arm = SessionArm(job)  # for its weights, rows and order; never trained
-        self.losses: list[float] = []
-        self._loop = PlainLoop(
-            arm.session.trainable.module, lambda model, batch: row_loss(model, batch).loss, _batches(arm),
-            max_steps=MAX_STEPS, autocast=torch.bfloat16 if precision == "bf16" else None,
-        )  # fmt: skip
-
-    def run(self, steps: int) -> float:
-        """As `SessionArm.run`."""
-        return timed(lambda: self._train(steps))
-
-    def _train(self, steps: int) -> None:
-        self.losses += [*self._loop.run(steps, log_every=MAX_STEPS), self._loop.last.item()]
-
-
-def _batches(arm: SessionArm) -> Iterator[dict[str, Tensor]]:
-    split, seed, batch = arm.session.source.train, arm.session.job.seed, arm.session.loader.batches.global_batch_size
-    for epoch in range(MAX_STEPS):
-        order = split.order(seed, epoch)
-        for begin in range(0, len(order), batch):
-            yield {name: column.to(DEVICE) for name, column in split.gather(order[begin : begin + batch]).items()}
 
 
 # ---------------------------------------------------------------- compiled code
@@ -235,14 +186,14 @@ ON_CPU = {
 }
 
 
-def measure_compiled(options: Any, found: BenchMeasurement, say: Say) -> None:
+def measure_compiled(options: Any, found: BenchMeasurement) -> None:
     """Steps of the GPT in each mode of torch.compile against eager ones, then all defaults against `loop.reference`."""
     missing = missing_for_compile(DEVICE.type)
     if missing is not None:
         found.cannot("torch.compile makes steps faster", missing)
     else:
-        _compare_modes(options, found, say)
-    say("compile: all defaults against loop.reference")
+        _compare_modes(options, found)
+    found.say("compile: all defaults against loop.reference")
     arms = {
         "defaults": gpt_arm(options), "optim.fused false": gpt_arm(options, optim={"fused": False}),
         "reference": gpt_arm(options, reference=True),
@@ -251,8 +202,7 @@ def measure_compiled(options: Any, found: BenchMeasurement, say: Say) -> None:
         arm.run(2 * options.block_steps)
         label = f"{name}: the losses of the defaults"
         found.gate(equal_series(label, arm.losses, arms["defaults"].losses, relative=TOLERANCE))
-    times = alternate_steps(arms, steps=options.block_steps, blocks=options.blocks)
-    found.arms |= times
+    times = alternate_steps(found, arms, steps=options.block_steps, blocks=options.blocks)
     ratio = found.compare(times, of="reference", to="defaults", name="reference / every default")
     fused = found.compare(times, of="optim.fused false", to="defaults", name="optimizer without / with fused kernels")
     found.claim(
@@ -268,13 +218,13 @@ def gpt_arm(options: Any, *, optim: dict[str, Any] | None = None, **loop: Any) -
     return SessionArm(_job(options, gpt_model(options), data, batch=options.batch, optim=optim, **loop))
 
 
-def _compare_modes(options: Any, found: BenchMeasurement, say: Say) -> None:
+def _compare_modes(options: Any, found: BenchMeasurement) -> None:
     """Modes that do not compile every part are skipped, with their reason."""
     arms = {"eager": gpt_arm(options)}
     arms["eager"].run(2 * options.block_steps)
     found.values["skipped"] = skipped = dict[str, str]()
     for mode in options.modes:
-        say(f"compile: {mode}, the first steps")
+        found.say(f"compile: {mode}, the first steps")
         arm = gpt_arm(options, compile=mode, compile_parts="blocks")
         arm.run(2 * options.block_steps)
         compiled = arm.session.switches.compiled
@@ -287,15 +237,11 @@ def _compare_modes(options: Any, found: BenchMeasurement, say: Say) -> None:
         label = f"{mode}: the losses are those of eager code"
         found.gate(equal_series(label, arm.losses, arms["eager"].losses, relative=TOLERANCE))
         arms[mode] = arm
-    times = alternate_steps(arms, steps=options.block_steps, blocks=options.blocks)
-    found.arms |= times
-    paying = {}
+    times = alternate_steps(found, arms, steps=options.block_steps, blocks=options.blocks)
     for mode in (mode for mode in arms if mode != "eager"):
         ratio, status = found.compare(times, of="eager", to=mode), found.values[mode]
         gain = median_interval(times["eager"]).median - median_interval(times[mode]).median
         pays = status["pays_from_step"] = math.ceil(status["seconds"] / gain) if gain > 0 else None
-        if ratio.low > 1 and pays is not None:
-            paying[mode] = ratio.median
         found.claim(
             f"torch.compile ({mode}) makes steps faster", ratio.low > 1,
             f"{ratio}; {status['seconds']:.1f} s in the compiler, {status['graph_breaks']} graph breaks, "
@@ -303,9 +249,3 @@ def _compare_modes(options: Any, found: BenchMeasurement, say: Say) -> None:
             + ("no break-even" if pays is None else f"break-even at step {pays}")
             + (f"; {ON_CPU[mode]}" if mode in ON_CPU and DEVICE.type == "cpu" else ""),
         )  # fmt: skip
-    found.values["worth_setting"] = best = max(paying, key=lambda mode: paying[mode], default=None)
-    if best is None:
-        found.advice.append(f"of {', '.join(options.modes)} none is faster than loop.compile=off here")
-    else:
-        pays = found.values[best]["pays_from_step"]
-        found.advice.append(f"loop.compile={best} is the fastest, {paying[best]:.2f} times off, from step {pays} on")

@@ -11,20 +11,18 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from cluster.config import Count, NonNegative, Positive, Text
+from cluster.config import Count, NonNegative, Positive
 from experts.lifecycle.replay import Reservoir
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, median_interval
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.inputs import job_of
+from jobs.bench.harness.measuring import BenchMeasurement, Check, median_interval
+from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.sessions import SessionArm
-from raytrain.data.sources.idx import IMAGES, LABELS, read_idx
 from raytrain.errors import InputError
 from raytrain.train.session import Session
 from raytrain.trainable import Batch, LossOutput, in_eval
@@ -35,31 +33,24 @@ CLASSES, SIDE, BATCH = 10, 12, 32
 FISHER_ROWS = 200
 START, MOST = 4, 8
 """Experts of each layer at the start, and at most."""
+MODEL = {"builder": "experts.models:moe_mlp", "width": 64, "layers": 2, "num_classes": CLASSES}
 
 
 class ContinualOptions(BenchOptions):
-    """Options of bench `continual`.
+    """Options of bench `continual`."""
 
-    Images are drawn from the seed, or read from IDX files (images=FILE labels=FILE, such as MNIST's).
-    """
-
-    QUICK: ClassVar[dict[str, Any]] = {"tasks": 2, "steps": 12, "rows": 100, "test_rows": 50, "blocks": 1}
-
-    blocks: Count = Field(3, description="seeds; each trains every arm on the same tasks")
-    threads: Count | Literal["auto"] = Field(1, description="threads of one process; products this small gain none")
-    suites: list[Suite] = Field(["permuted", "split", "rotating"], description="kinds of tasks")
-    tasks: Count = Field(3, description="of each suite; split needs at least as many pairs of classes")
-    steps: Count = Field(80, description="of training on each task, 32 rows each")
-    rows: Count = Field(800, description="of each task, for training")
-    test_rows: Count = Field(500, description="of each task, for its accuracy")
-    images: Text | None = Field(None, description="an IDX file of images; null draws them")
-    labels: Text | None = Field(None, description="the IDX file of their labels")
-    memory: Count = Field(400_000, description="bytes of rows kept for replay, the same for both arms that replay")
-    sleep_every: Count = Field(10, description="steps between two sleep cycles")
-    sleep_rows: Count = Field(256, description="rows that a cycle replays")
-    graph_routing: NonNegative = Field(0.0, description="experts.graph_routing of the arm with a lifecycle")
-    ewc: NonNegative = Field(1000.0, description="weight of EWC's penalty")
-    lr: Positive = Field(0.002, description="learning rate of every arm, and of the replay")
+    blocks: Count = key(3, "seeds; each trains every arm on the same tasks", quick=1)
+    threads: Count | Literal["auto"] = key(1, "threads of one process; products this small gain none")
+    suites: list[Suite] = key(["permuted", "split", "rotating"], "kinds of tasks")
+    tasks: Count = key(3, "of each suite; split needs at least as many pairs of classes", quick=2)
+    steps: Count = key(80, "of training on each task, 32 rows each", quick=12)
+    rows: Count = key(800, "of each task, for training", quick=100)
+    test_rows: Count = key(500, "of each task, for its accuracy", quick=50)
+    memory: Count = key(400_000, "bytes of rows kept for replay, the same for both arms that replay")
+    sleep_every: Count = key(10, "steps between two sleep cycles")
+    sleep_rows: Count = key(256, "rows that a cycle replays")
+    ewc: NonNegative = key(1000.0, "weight of EWC's penalty")
+    lr: Positive = key(0.002, "learning rate of every arm, and of the replay")
 
 
 @dataclass(frozen=True)
@@ -100,14 +91,12 @@ def scores(matrix: Sequence[Sequence[float]], untrained: Sequence[float]) -> Sco
     return Scores(mean(last), mean(forgetting), mean(forward), mean(retention))
 
 
-def run(options: ContinualOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: ContinualOptions, found: BenchMeasurement) -> None:
     """Train every arm on every suite with each seed; see `ContinualOptions`.
 
     Raises:
-        InputError: files that are missing or do not fit, or more split tasks than pairs of classes.
+        InputError: more split tasks than pairs of classes, or too few rows.
     """
-    if (options.images is None) != (options.labels is None):
-        raise InputError("images", got="one of images and labels", expected="both, or neither")
     found.block = "the accuracy after the last task"
     found.unit = ""
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -115,8 +104,7 @@ def run(options: ContinualOptions, found: BenchMeasurement, say: Say) -> None:
         results[suite] = {arm: [] for arm in ARMS}
         for number in range(options.blocks):
             seed = options.seed + number
-            drawn = draw_images(seed) if options.images is None else read_images(options.images, str(options.labels))
-            tasks = tasks_of(suite, drawn, options, seed=seed)
+            tasks = tasks_of(suite, draw_images(seed), options, seed=seed)
             experts = None
             for arm in ARMS:
                 began = time.perf_counter()
@@ -125,7 +113,7 @@ def run(options: ContinualOptions, found: BenchMeasurement, say: Say) -> None:
                 own = scores(learnt["matrix"], learnt["untrained"])
                 row = {**learnt, **vars(own), "seconds": time.perf_counter() - began}
                 results[suite][arm].append(row)
-                say(f"{suite} seed {seed} {arm}: accuracy {own.accuracy:.3f}, forgetting {own.forgetting:.3f}")
+                found.say(f"{suite} seed {seed} {arm}: accuracy {own.accuracy:.3f}, forgetting {own.forgetting:.3f}")
         _judge(found, suite, results[suite])
     same_size = ("plain", "ewc", "replay")
     starts = [[row["untrained"] for row in results[options.suites[0]][arm]] for arm in same_size]
@@ -148,14 +136,10 @@ def _judge(found: BenchMeasurement, suite: str, results: Mapping[str, list[dict[
         f"{median_interval(own):.3f} against {median_interval(plain):.3f}",
     )
     accuracy = {arm: [row["accuracy"] for row in rows] for arm, rows in results.items()}
-    ratio = found.compare(
-        accuracy, of="lifecycle", to="replay", name=f"{suite}: accuracy with lifecycle / plain replay",
-        goal=Goal(at_least=1.0), words=("smaller", "larger"),
-    )  # fmt: skip
-    found.claim(
-        f"{suite}: at least level with plain replay of the same bytes", ratio.high >= 1.0,
-        f"ratio of accuracies {ratio:.3f}",
-    )  # fmt: skip
+    label = f"{suite}: accuracy with lifecycle / plain replay"
+    ratio = found.compare(accuracy, of="lifecycle", to="replay", name=label, words=("smaller", "larger"))
+    effect = f"{suite}: at least level with plain replay of the same bytes"
+    found.claim(effect, ratio.high >= 1.0, f"ratio of accuracies {ratio:.3f}")
 
 
 def table_lines(results: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> list[str]:
@@ -175,23 +159,16 @@ def table_lines(results: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> li
 
 
 @dataclass(frozen=True)
-class Images:
-    """x (N, side, side) from 0 to 1, labels (N,)."""
-
-    x: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True)
 class Task:
     """Rows to train on and to test with."""
 
-    train: dict[str, Tensor]
-    test: dict[str, Tensor]
+    train: Batch
+    test: Batch
 
 
-def draw_images(seed: int, *, rows: int = 6000) -> Images:
-    """Ten classes of images: each is a smooth drawn pattern, shifted by up to a pixel, with noise."""
+def draw_images(seed: int, *, rows: int = 6000) -> Batch:
+    """Ten classes of images, "x" (N, side, side) from 0 to 1 with their "labels" (N,): each is a smooth drawn pattern,
+    shifted by up to a pixel, with noise."""
     draw = torch.Generator().manual_seed(seed)
     coarse = torch.rand(CLASSES, 1, 4, 4, generator=draw)
     patterns = F.interpolate(coarse, size=(SIDE, SIDE), mode="bicubic", align_corners=False).squeeze(1)
@@ -200,25 +177,11 @@ def draw_images(seed: int, *, rows: int = 6000) -> Images:
     shifted = torch.stack(
         [patterns[label].roll(tuple(shift), (0, 1)) for label, shift in zip(labels.tolist(), shifts, strict=True)]
     )
-    return Images((shifted + 0.35 * torch.randn(rows, SIDE, SIDE, generator=draw)).clamp(0, 1), labels)
+    noise = torch.randn(rows, SIDE, SIDE, generator=draw)
+    return {"x": (shifted + 0.35 * noise).clamp(0, 1), "labels": labels}
 
 
-def read_images(images: str, labels: str) -> Images:
-    """Images of an IDX file as averages of 2 x 2 pixels.
-
-    Raises:
-        InputError: files that are not there, or do not fit each other.
-    """
-    pixels, classes = read_idx(images, key="images", **IMAGES), read_idx(labels, key="labels", **LABELS)
-    if pixels.ndim != 3 or len(pixels) != len(classes):
-        raise InputError(
-            "images", got=f"shape {pixels.shape} with {len(classes)} labels", expected="as many (N, side, side) images"
-        )
-    x = torch.from_numpy(np.ascontiguousarray(pixels)).float().div(255).unsqueeze(1)
-    return Images(F.avg_pool2d(x, 2).squeeze(1), torch.from_numpy(classes.astype(np.int64)))
-
-
-def tasks_of(suite: Suite, images: Images, options: ContinualOptions, *, seed: int) -> list[Task]:
+def tasks_of(suite: Suite, images: Batch, options: ContinualOptions, *, seed: int) -> list[Task]:
     """The tasks of a suite. permuted: the pixels of each task in an order of its own, the first in theirs. split: two
     classes a task. rotating: each task is turned further, up to a half turn in all.
 
@@ -226,27 +189,24 @@ def tasks_of(suite: Suite, images: Images, options: ContinualOptions, *, seed: i
         InputError: more split tasks than pairs of classes, or too few images.
     """
     draw = torch.Generator().manual_seed(1000 + seed)
-    number, pixels = options.tasks, images.x[0].numel()
-    if suite == "split" and 2 * number > int(images.labels.max()) + 1:
+    number, held = options.tasks, options.test_rows
+    if suite == "split" and 2 * number > CLASSES:
         raise InputError("tasks", got=str(number), expected="at most a task for each two classes, with suites split")
     found = []
     for task in range(number):
-        x, labels = images.x, images.labels
+        x, labels = images["x"], images["labels"]
         if suite == "split":
             mine = (labels == 2 * task) | (labels == 2 * task + 1)
             x, labels = x[mine], labels[mine]
-        order = torch.randperm(len(x), generator=draw)[: options.rows + options.test_rows]
-        if len(order) <= options.test_rows:
-            raise InputError(
-                "test_rows", got=str(options.test_rows), expected=f"fewer than the {len(x)} rows of a task"
-            )
+        order = torch.randperm(len(x), generator=draw)[: options.rows + held]
+        if len(order) <= held:
+            raise InputError("test_rows", got=str(held), expected=f"fewer than the {len(x)} rows of a task")
         x, labels = x[order], labels[order]
         if suite == "rotating":
             x = _turned(x, math.pi * task / max(1, number - 1))
         flat = x.flatten(1)
         if suite == "permuted" and task:
-            flat = flat[:, torch.randperm(pixels, generator=draw)]
-        held = options.test_rows
+            flat = flat[:, torch.randperm(flat.shape[1], generator=draw)]
         found.append(Task({"x": flat[held:], "labels": labels[held:]}, {"x": flat[:held], "labels": labels[:held]}))
     return found
 
@@ -260,13 +220,13 @@ def _turned(x_NSS: Tensor, angle: float) -> Tensor:
 # ---------------------------------------------------------------- losses
 
 
-def ewc_penalty(parameters: Mapping[str, Tensor], kept: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]],
-                weight: float) -> Tensor:  # fmt: skip
-    """weight / 2 x the sum over tasks and parameters of fisher x (parameter - anchor)^2 (Kirkpatrick et al., 2017).
+Loss = Callable[..., LossOutput]
+Kept = list[tuple[dict[str, Tensor], dict[str, Tensor]]]
+"""Of each task the weights and their Fisher information, by name."""
 
-    Args:
-        kept: (anchors, Fisher information) of each task, by name.
-    """
+
+def ewc_penalty(parameters: Mapping[str, Tensor], kept: Kept, weight: float) -> Tensor:
+    """weight / 2 x the sum over tasks and parameters of fisher x (parameter - anchor)^2 (Kirkpatrick et al., 2017)."""
     total = torch.zeros(())
     for anchors, fisher in kept:
         for name, parameter in parameters.items():
@@ -291,30 +251,16 @@ def fisher_information(session: Session, rows: Batch, *, seed: int) -> dict[str,
     return found
 
 
-class EwcLoss:
+def with_ewc(loss: Loss, kept: Kept, weight: float) -> Loss:
     """A loss with EWC's penalty for the tasks so far."""
 
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+    def penalised(module: nn.Module, batch: Batch) -> LossOutput:
+        plain = loss(module, batch)
+        if not kept or not module.training:
+            return plain
+        return replace(plain, loss=plain.loss + ewc_penalty(dict(module.named_parameters()), kept, weight))
 
-    def wrap(self, loss: Callable[..., LossOutput]) -> Callable[..., LossOutput]:
-        """Add the penalty."""
-
-        def penalised(module: nn.Module, batch: Batch) -> LossOutput:
-            plain = loss(module, batch)
-            if not self.kept or not module.training:
-                return plain
-            return replace(
-                plain, loss=plain.loss + ewc_penalty(dict(module.named_parameters()), self.kept, self.weight)
-            )
-
-        return penalised
-
-    def end_task(self, session: Session, rows: Batch, *, seed: int) -> None:
-        """Keep the weights and their importance for this task."""
-        anchors = {name: value.detach().clone() for name, value in session.trainable.module.named_parameters()}
-        self.kept.append((anchors, fisher_information(session, rows, seed=seed)))
+    return penalised
 
 
 class ReplayLoss:
@@ -323,7 +269,7 @@ class ReplayLoss:
     def __init__(self, limit: int, seed: int) -> None:
         self.kept, self.step = Reservoir(limit, seed), 0
 
-    def wrap(self, loss: Callable[..., LossOutput]) -> Callable[..., LossOutput]:
+    def wrap(self, loss: Loss) -> Loss:
         """Add the replay."""
 
         def replayed(module: nn.Module, batch: Batch) -> LossOutput:
@@ -349,18 +295,19 @@ def learn_tasks(
     arm: str, tasks: Sequence[Task], options: ContinualOptions, *, seed: int, experts: list[int] | None
 ) -> dict[str, Any]:
     """Train an arm on the tasks in turn: {"matrix", "untrained" accuracies, "experts" of each layer at the end,
-    "parameters", "kept_bytes", "replayed" rows}.
+    "kept_bytes", "replayed" rows, "sleep_s"}.
 
     Args:
         experts: of each layer, for the fixed mixture.
     """
-    job = job_of(arm, options, seed=seed, experts=max(experts or [START]), features=tasks[0].train["x"].shape[1])
-    ewc, replay = EwcLoss(options.ewc), ReplayLoss(options.memory, seed)
+    sections = sections_of(arm, options, experts=max(experts or [START]))
+    importance: Kept = []
+    replay = ReplayLoss(options.memory, seed)
     matrix, untrained = list[list[float]](), list[float]()
     cycles: list[dict[str, Any]] = []
     session: Session | None = None
     for number, task in enumerate(tasks):
-        before, learner = session, SessionArm({**job, "data": {"train": task.train, "eval_fraction": 0.0}})
+        before, learner = session, SessionArm({**job_of(options, MODEL, task.train, **sections), "seed": seed})
         session = learner.session
         if before is None:
             untrained = [accuracy(session, other.test) for other in tasks]
@@ -369,45 +316,42 @@ def learn_tasks(
             before.close()
         session.state.step = number * options.steps
         plain = session.trainable.loss
-        session.trainable.loss = {"ewc": ewc.wrap, "replay": replay.wrap}.get(arm, lambda loss: loss)(plain)
+        if arm == "ewc":
+            session.trainable.loss = with_ewc(plain, importance, options.ewc)
+        elif arm == "replay":
+            session.trainable.loss = replay.wrap(plain)
         learner.run(options.steps)
         cycles += [fields for kind, fields in learner.log.events if kind == "sleep_cycle"]
         session.trainable.loss = plain
         if arm == "ewc":
-            ewc.end_task(session, task.train, seed=seed)
+            weights = {name: value.detach().clone() for name, value in session.trainable.module.named_parameters()}
+            importance.append((weights, fisher_information(session, task.train, seed=seed)))
         matrix.append([accuracy(session, other.test) for other in tasks])
     assert session is not None
     session.close()
-    living = cycles[-1]["living_after"] if cycles else [job["experts"]["num_experts"]] * 2
+    living = cycles[-1]["living_after"] if cycles else [sections["experts"]["num_experts"]] * 2
     kept = replay.kept.bytes if arm == "replay" else max((cycle["kept_bytes"] for cycle in cycles), default=0)
     return {
         "matrix": matrix, "untrained": untrained, "experts": living, "kept_bytes": kept,
-        "parameters": sum(value.numel() for value in session.trainable.module.parameters()),
         "replayed": BATCH * replay.step if arm == "replay" else sum(cycle["rows"] for cycle in cycles),
-        "births": sum(cycle["born"] for cycle in cycles), "merges": sum(cycle["merged"] for cycle in cycles),
-        "sleep_s": sum(cycle["seconds"] for cycle in cycles), "drift": [cycle["drift"] for cycle in cycles],
+        "sleep_s": sum(cycle["seconds"] for cycle in cycles),
     }  # fmt: skip
 
 
-def job_of(arm: str, options: ContinualOptions, *, seed: int, experts: int, features: int) -> dict[str, Any]:
-    """The job of an arm, without data."""
+def sections_of(arm: str, options: ContinualOptions, *, experts: int) -> dict[str, Any]:
+    """The sections of an arm's job, without model and data; `experts` are those of the fixed mixture."""
     number = experts if arm == "fixed" else START
     section: dict[str, Any] = {"num_experts": number, "top_k": 2, "hidden": 48, "hosts": 0}
     if arm == "lifecycle":
-        section["graph_routing"] = options.graph_routing
         section["lifecycle"] = {
             "max_experts": MOST, "every": options.sleep_every, "birth": {"cooldown_steps": options.sleep_every},
             "replay": {"bytes": options.memory, "every": options.sleep_every, "rows": options.sleep_rows,
                        "batch_size": BATCH, "lr": options.lr, "priority": "uniform"},
         }  # fmt: skip
     return {
-        "name": f"continual-{arm}", "seed": seed,
-        "model": {"builder": "experts.models:moe_mlp", "width": 64, "layers": 2, "num_features": features,
-                  "num_classes": CLASSES},
-        "experts": section,
+        "name": f"continual-{arm}", "threads": options.thread_count, "experts": section,
         "optim": {"lr": options.lr, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0},
         "precision": {"dtype": "fp32"},
-        "scale": {"workers": 1, "mode": "cpu", "threads": options.thread_count},
         "loop": {"global_batch_size": BATCH, "max_steps": options.tasks * options.steps, "log_every": options.steps},
     }  # fmt: skip
 

@@ -10,19 +10,15 @@ a transport group without Ray, which the processes of benches `moves` and `lifec
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import Field
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.config import Count, Text
@@ -33,18 +29,19 @@ from experts.exchange.host_server import HostServer
 from experts.exchange.membership import Membership
 from experts.layer import MoELayer
 from experts.models import moe_layer
-from experts.placement.policy import PlacementRules, first_placement
-from experts.placement.values import Placement
+from experts.placement.policy import PlacementRules, starting_placement
+from experts.placement.values import Placement, equal_hosts
 from experts.router import LoadTracker
+from experts.sizes import hidden_widths
 from experts.transport import JointGroup
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
-from jobs.bench.harness.options import BenchOptions
-from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
+from jobs.bench.harness.options import BenchOptions, key
+from jobs.bench.harness.processes import ArmProcesses, Arms, serve_blocks
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
 from raytrain.train.memory.device import keep_freed_memory
 from raytrain.train.parallel.flat_gradients import GradientBuffers
-from raytrain.trainable import LocalStep, Trainable
+from raytrain.trainable import Trainable
 
 #: Two hosts of one thread each over the single process with two threads, and the bound of each round.
 HOSTS_GOAL, HOSTS_BOUND = Goal(at_most=1.25), 1.4
@@ -59,19 +56,17 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 class ExpertsOptions(BenchOptions):
     """Options of bench `experts`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        "tokens": 64, "width": 16, "experts": 4, "layouts": ["1+2", "2+0"], "blocks": 3, "block_s": 0.0
-    }  # fmt: skip
-
-    threads: Count | Literal["auto"] = Field(2, description="threads of the single process; workers and hosts have one")
-    tokens: Count = Field(2048, description="tokens of a pass, over all workers")
-    width: Count = Field(512, description="of a token; the experts' hidden width is four times that")
-    experts: Count = Field(8, description="of the layer")
-    top_k: Count = Field(2, description="experts of a token")
-    layouts: list[Text] = Field(
-        ["1+2", "2+0", "1+0", "1+1", "2+1", "2+2"], description="WORKERS+HOSTS; 0 hosts: partitioned over the workers"
+    threads: Count | Literal["auto"] = key(2, "threads of the single process; workers and hosts have one")
+    tokens: Count = key(2048, "tokens of a pass, over all workers", quick=64)
+    width: Count = key(512, "of a token; the experts' hidden width is four times that", quick=16)
+    experts: Count = key(8, "of the layer", quick=4)
+    top_k: Count = key(2, "experts of a token")
+    layouts: list[Text] = key(
+        ["1+2", "2+0", "1+0", "1+1", "2+1", "2+2"],
+        "WORKERS+HOSTS; 0 hosts: partitioned over the workers",
+        quick=["1+2", "2+0"],
     )
-    block_s: float = Field(0.5, ge=0, description="seconds that one block should take")
+    block_s: float = key(0.5, "seconds that one block should take", quick=0.0, ge=0)
 
 
 @dataclass(frozen=True)
@@ -91,50 +86,23 @@ class ExpertsLayout:
 ALONE, REMOTE, COLOCATED = ExpertsLayout(0), ExpertsLayout(1, 2), ExpertsLayout(2)
 
 
-class ExpertsArm(ArmProcesses):
-    """The processes of one layout; each has one thread, except a single process."""
-
-    def __init__(self, server: ArmServer, layout: ExpertsLayout, options: ExpertsOptions) -> None:
-        self.layout, name = layout, str(layout).replace(" ", "")
-        files = str(server.folder / name)
-        self._stem = f"{files}-results"
-        settings = {
-            **options.model_dump(include={"tokens", "width", "top_k", "seed"}), "num_experts": options.experts,
-            "arm": name, "workers": layout.workers, "hosts": layout.hosts, "store": f"{files}.store",
-        }  # fmt: skip
-        super().__init__(
-            server, name, "jobs.bench.experts:run_layer", settings,
-            processes=max(1, layout.workers + layout.hosts), connecting=max(1, layout.workers),
-        )  # fmt: skip
-
-    def results(self, dtype: str) -> list[dict[str, Tensor]]:
-        """The output and gradients of one pass in each worker."""
-        self.ask(dtype=dtype, results=self._stem)
-        paths = [f"{self._stem}-{rank}.safetensors" for rank in range(max(1, self.layout.workers))]
-        results = [load_file(path) for path in paths]
-        for path in paths:
-            os.unlink(path)
-        return results
-
-
-def run(options: ExpertsOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: ExpertsOptions, found: BenchMeasurement) -> None:
     """Measure the exchange by layout.
 
     Raises:
         InputError: an invalid layout, more holders than experts, or tokens that are not divisible by the workers.
         RunError: a process died.
     """
-    layouts = _layouts(options)
+    layouts = [ALONE, *_layouts(options)]
     found.block = "seconds of one forward and backward pass"
-    found.values |= {"exchange": {}}
-    with ArmServer() as server:
-        say("starting the processes")
-        alone, *arms = [ExpertsArm(server, layout, options) for layout in (ALONE, *layouts)]
-        for arm in (alone, *arms):
-            arm.await_ready()
+    found.values["exchange"] = {}
+    with Arms() as started:
+        found.say("starting the processes")
+        arms = {layout: _start(started, layout, options) for layout in layouts}
+        started.await_ready()
         for dtype in TOLERANCE:
-            say(f"{dtype}: {', '.join(str(arm.layout) for arm in arms)}")
-            if not _measure(options, found, alone, arms, dtype=dtype):
+            found.say(f"{dtype}: {', '.join(map(str, layouts))}")
+            if not _measure(options, found, arms, dtype=dtype):
                 break
 
 
@@ -152,92 +120,82 @@ def _layouts(options: ExpertsOptions) -> list[ExpertsLayout]:
     return layouts
 
 
+def _start(arms: Arms, layout: ExpertsLayout, options: ExpertsOptions) -> ArmProcesses:
+    """The processes of one layout; each has one thread, except a single process."""
+    name = str(layout).replace(" ", "")
+    section = {"num_experts": options.experts, "top_k": options.top_k, "balance": "bias"}
+    model = {"width": options.width, "layers": 1}
+    settings = group_settings(arms, name, section, model, workers=layout.workers, hosts=layout.hosts)
+    settings |= {"tokens": options.tokens, "seed": options.seed}
+    return ArmProcesses(
+        arms, name, "jobs.bench.experts:run_layer", settings,
+        processes=max(1, layout.workers + layout.hosts), connecting=max(1, layout.workers),
+    )  # fmt: skip
+
+
 def _measure(
-    options: ExpertsOptions, found: BenchMeasurement, alone: ExpertsArm, arms: list[ExpertsArm], *, dtype: str
+    options: ExpertsOptions, found: BenchMeasurement, arms: dict[ExpertsLayout, ArmProcesses], *, dtype: str
 ) -> bool:
     """Check the gate, then run blocks in turn; False if the gate failed."""
     threads = options.thread_count
-    (reference,) = alone.results(dtype)
-    for arm in arms:
-        name = f"{dtype}: outputs and gradients of {arm.layout} equal those in one process"
-        if not found.gate(equal_tensors(name, join(arm.results(dtype)), reference, tolerance=TOLERANCE[dtype])):
+    results = {layout: joined(arm.ask_all(dtype=dtype, results=True)) for layout, arm in arms.items()}
+    remote = [layout for layout in arms if layout is not ALONE]
+    for layout in remote:
+        name = f"{dtype}: output and gradient of {layout} equal those in one process"
+        if not found.gate(equal_arrays(name, results[layout], results[ALONE], tolerance=TOLERANCE[dtype])):
             return False
-    ways: dict[str, tuple[ExpertsArm, dict[str, Any]]] = {
-        **{_alone(number): (alone, {"dtype": dtype, "threads": number}) for number in (threads, 1)},
-        **{str(arm.layout): (arm, {"dtype": dtype}) for arm in arms},
+    ways: dict[str, tuple[ArmProcesses, dict[str, Any]]] = {
+        **{_alone(number): (arms[ALONE], {"dtype": dtype, "threads": number}) for number in (threads, 1)},
+        **{str(layout): (arms[layout], {"dtype": dtype}) for layout in remote},
     }
-    steps, cpu_s = dict.fromkeys(ways, 1), {name: list[float]() for name in ways}
+    steps = dict.fromkeys(ways, 1)
 
     def block(name: str) -> float:
         arm, request = ways[name]
-        before = arm.cpu_seconds()
-        answer = arm.ask(steps=steps[name], **request)
-        cpu_s[name].append((arm.cpu_seconds() - before) / steps[name])
-        return answer["seconds"] / steps[name]
+        return arm.ask(steps=steps[name], **request)["seconds"] / steps[name]
 
     for name in ways:
         steps[name] = max(1, min(500, round(options.block_s / block(name))))
-    times = alternate({name: partial(block, name) for name in ways}, blocks=options.blocks)
-    found.arms |= {f"{dtype}, {name}": values for name, values in times.items()}
+    blocks = {name: partial(block, name) for name in ways}
+    times = found.alternate(blocks, blocks=options.blocks, named=f"{dtype}, {{}}")
     single = times[_alone(threads)]
     calm = [n for n, seconds in enumerate(single) if seconds <= CALM * min(single)]
     times = {name: [values[n] for n in calm] for name, values in times.items()}
-    cpu = {name: statistics.median(values[-options.blocks :][n] for n in calm) for name, values in cpu_s.items()}
     found.values["exchange"][dtype] = {
         "calm_rounds": calm,
-        "layouts": {name: {"ms": 1e3 * statistics.median(times[name]), "cpu_s": cpu[name]} for name in times},
+        "ms": {name: 1e3 * statistics.median(values) for name, values in times.items()},
     }
-    _judge(options, found, times, arms, dtype=dtype)
-    return True
-
-
-def _judge(
-    options: ExpertsOptions, found: BenchMeasurement, times: dict[str, list[float]], arms: list[ExpertsArm], *,
-    dtype: str,
-) -> None:  # fmt: skip
-    """The ratio of every layout to the single process, over the calm rounds, and the claims about two of them."""
     goals = {(REMOTE, 2): HOSTS_GOAL, (COLOCATED, 1): COLOCATED_GOAL}
-    for arm in arms:
-        for threads in (options.thread_count, 1):
-            goal = goals.get((arm.layout, threads))
-            name = f"{dtype}: {arm.layout} / {_alone(threads)}"
-            ratio = found.compare(times, of=str(arm.layout), to=_alone(threads), name=name, goal=goal)
-            seen = f"{ratio}, {len(ratio.values)} calm rounds"
-            if goal is COLOCATED_GOAL:
-                effect = f"{dtype}: two colocated workers take at most 0.65 of the time of one"
-                found.claim(effect, bool(ratio.met), seen)
-            elif goal is HOSTS_GOAL:
-                effect = f"{dtype}: two hosts of one thread each cost at most 1.25 of one process with two"
-                found.claim(effect, bool(ratio.met), seen)
+    for layout in remote:
+        for number in (threads, 1):
+            goal = goals.get((layout, number))
+            name = f"{dtype}: {layout} / {_alone(number)}"
+            ratio = found.compare(times, of=str(layout), to=_alone(number), name=name, goal=goal)
+            if goal is HOSTS_GOAL:
                 worst = max(ratio.values)
-                found.claim(f"{dtype}: never more than {HOSTS_BOUND:g} of it", worst <= HOSTS_BOUND, f"{worst:.3f}")
+                found.claim(f"{name}: never more than {HOSTS_BOUND:g}", worst <= HOSTS_BOUND, f"{worst:.3f}")
+    return True
 
 
 def _alone(threads: int) -> str:
     return f"in process, {threads} thread(s)"
 
 
-def join(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The results of all workers as of one process: tokens concatenated, gradients of the router summed, gradients of
-    the experts from rank 0."""
-    joined = dict(results[0])
-    for name in ("output", "gradient of the input"):
-        joined[name] = torch.cat([part[name] for part in results])
-    joined["gradient of router.weight"] = torch.stack([part["gradient of router.weight"] for part in results]).sum(0)
-    return joined
+Arrays = dict[str, np.ndarray]
 
 
-def equal_tensors(name: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], *, tolerance: float) -> Check:
-    """Whether tensors of the same names agree: the largest difference over the largest value of each."""
-    if ours.keys() != theirs.keys() or not ours:
-        return Check(name, False, f"{', '.join(ours)} against {', '.join(theirs)}")
-    differences = {
-        key: float((ours[key].double() - value.double()).abs().max() / value.double().abs().max().clamp(min=1e-30))
-        for key, value in theirs.items()
-    }
-    worst = max(differences, key=lambda key: differences[key])
-    detail = f"{len(differences)} tensors, largest difference {differences[worst]:.2g} of {worst}, wanted {tolerance:g}"
-    return Check(name, all(value <= tolerance for value in differences.values()), detail)
+def joined(answers: list[dict[str, Any]]) -> Arrays:
+    """The results of all workers as of one process: the rows of one after those of the other."""
+    parts = [answer["results"] for answer in sorted(answers, key=lambda answer: answer["rank"])]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def equal_arrays(name: str, ours: Arrays, theirs: Arrays, *, tolerance: float) -> Check:
+    """Whether arrays agree: the largest difference over the largest value of each."""
+    worst = {key: float(np.abs(ours[key] - value).max() / np.abs(value).max()) for key, value in theirs.items()}
+    detail = ", ".join(f"{key} {value:.2g}" for key, value in worst.items())
+    agree = all(value <= tolerance for value in worst.values())
+    return Check(name, agree, f"largest difference: {detail}; wanted {tolerance:g}")
 
 
 # ---------------------------------------------------------------- in the processes: a group without Ray
@@ -246,18 +204,23 @@ def equal_tensors(name: str, ours: dict[str, Tensor], theirs: dict[str, Tensor],
 TIMEOUT_S = 4 * 3600.0
 
 
+def group_settings(
+    arms: Arms, name: str, section: dict[str, Any], model: dict[str, Any], *, workers: int, hosts: int
+) -> dict[str, Any]:
+    """What the processes of an arm need to meet: the section `experts`, "width" and "layers" of the model, and so many
+    workers and hosts (0: the workers hold the experts)."""
+    return {
+        "experts": section, "width": model["width"], "layers": model["layers"], "workers": workers, "hosts": hosts,
+        "store": str(arms.folder / f"{name}.store"),
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class FileConnection:
-    """A worker's connection to its hosts, with a fixed set of members that meet through a file.
-
-    Args:
-        settings: with "store", "workers" and "hosts" (0: the workers hold the experts).
-        place: returns the initial placement of the layers of a model.
-    """
+    """A worker's connection to its hosts, with a fixed set of members that meet through a file."""
 
     settings: dict[str, Any]
     rank: int
-    place: Callable[[list[LayerShape], PlacementRules], Placement]
 
     def close(self) -> None:
         """Does nothing."""
@@ -265,8 +228,9 @@ class FileConnection:
     def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[JointGroup, Membership]:
         """Join the group of all processes."""
         membership = Membership(
-            generation=1, rank=self.rank, workers=self.settings["workers"], placement=self.place(shapes, rules),
-            run_path="unused", host=None if self.settings["hosts"] else self.rank,
+            generation=1, rank=self.rank, workers=self.settings["workers"],
+            placement=first_placement(self.settings, shapes, rules), run_path="unused",
+            host=None if self.settings["hosts"] else self.rank,
         )  # fmt: skip
         return joint_group(self.settings, self.rank), membership
 
@@ -283,20 +247,26 @@ def joint_group(settings: dict[str, Any], rank: int) -> JointGroup:
     )  # fmt: skip
 
 
-def serve_host(settings: dict[str, Any], rank: int, placement: Placement) -> None:
+def first_placement(settings: dict[str, Any], shapes: list[LayerShape], rules: PlacementRules) -> Placement:
+    """The placement in all processes, before the hosts' speeds are known."""
+    return starting_placement(rules, shapes, equal_hosts(settings["hosts"] or settings["workers"]))
+
+
+def serve_host(settings: dict[str, Any], rank: int) -> None:
     """Run as a host until the workers let it exit."""
-    group, device = joint_group(settings, rank), torch.device("cpu")
-    HostServer(group, host=rank - settings["workers"], generation=1, placement=placement, device=device).serve()
+    section = ExpertsConfig.model_validate(settings["experts"])
+    shape = LayerShape(settings["width"], hidden_widths(section, settings["width"]), "gelu")
+    placement = first_placement(settings, [shape] * settings["layers"], PlacementRules.of(section))
+    HostServer(
+        joint_group(settings, rank), host=rank - settings["workers"], generation=1, placement=placement,
+        device=torch.device("cpu"),
+    ).serve()  # fmt: skip
 
 
 # ---------------------------------------------------------------- in the processes: the layer
 
 #: Updates of the loss-free bias before the measurements, after which all experts have nearly the same load.
 BALANCING_ROUNDS = 200
-#: Of the gradients of the layer's output: at a learning rate of 1 the experts' weights change by about their own size.
-GRADIENT_STD = 1e-2
-#: Plain gradient descent, unclipped: one step at a learning rate of 1 shows every expert's gradient.
-OPTIM = OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=None)
 
 
 class LayerRunner:
@@ -305,74 +275,43 @@ class LayerRunner:
 
     def __init__(self, settings: dict[str, Any], rank: int) -> None:
         workers, tokens, width = max(1, settings["workers"]), settings["tokens"], settings["width"]
-        section = ExpertsConfig(num_experts=settings["num_experts"], top_k=settings["top_k"], balance="bias")
+        self.rank = rank
         torch.manual_seed(settings["seed"])
-        self.layer = moe_layer(width, section, residual_scale=1.0)
+        self.layer = moe_layer(width, ExpertsConfig.model_validate(settings["experts"]))
         draw = torch.Generator().manual_seed(settings["seed"])
-        x_TD = torch.randn(tokens, width, generator=draw)
-        grad_TD = GRADIENT_STD * torch.randn(tokens, width, generator=draw)
+        x_TD, grad_TD = (torch.randn(tokens, width, generator=draw) for _ in range(2))
         self.counts = balance(self.layer, x_TD)
         part = slice(rank * tokens // workers, (rank + 1) * tokens // workers)
         self.x, self.grad = x_TD[part].clone().requires_grad_(), grad_TD[part].clone()
         self.client: Any = None
         if settings["workers"]:
-            self._hand_over(settings, rank)
+            trainable = Trainable(torch.nn.ModuleList([self.layer]), loss=_no_loss)
+            trainable.interval_log = LoadLog(LoadTracker([self.layer.router]))
+            hand_over(trainable, ExpertsConfig().connected(FileConnection(settings, rank)))
+            assert isinstance(self.layer.experts, RemoteExperts)
+            self.client = self.layer.experts.client
+            self.client.configure(OptimConfig(), dtype=torch.float32, device=torch.device("cpu"))
         self.buffers = GradientBuffers(self.layer.parameters())
 
-    def _hand_over(self, settings: dict[str, Any], rank: int) -> None:
-        self.first = {name: one.detach() for name, one in self.layer.experts.named_parameters()}
-        trainable = Trainable(torch.nn.ModuleList([self.layer]), loss=_no_loss)
-        trainable.interval_log = LoadLog(LoadTracker([self.layer.router]))
-        connection = FileConnection(settings, rank, lambda _shapes, _rules: place(settings))
-        hand_over(trainable, ExpertsConfig().connected(connection))
-        assert isinstance(self.layer.experts, RemoteExperts)
-        self.client = self.layer.experts.client
-        self._restore()
-
-    def _restore(self) -> None:
-        """Reset remote experts to their initial weights."""
-        self.client.configure(OPTIM, dtype=torch.float32, device=torch.device("cpu"))
-
-    def once(self, dtype: str) -> Tensor:
-        """Run forward and backward once; returns the output and leaves the gradient of the input in `x.grad`."""
-        self.x.grad = None
-        lower = torch.autocast("cpu", torch.bfloat16) if dtype == "bf16" else contextlib.nullcontext()
-        with lower:
-            y = self.layer(self.x.unsqueeze(0))[0].squeeze(0)
-        y.backward(self.grad)
-        return y.detach()
-
-    def run_block(self, request: dict[str, Any]) -> dict[str, float]:
-        """Run "steps" passes; the gradients of all processes are zero afterwards."""
+    def run_block(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run "steps" passes; with "results" also the output of the last one, and the gradient of its input. The
+        gradients of all processes are zero afterwards."""
         torch.set_num_threads(request.get("threads", 1))
+        y_TD = torch.empty(0)
         began = time.perf_counter()
         for _ in range(request["steps"]):
-            self.once(request["dtype"])
-        seconds = time.perf_counter() - began
+            self.x.grad = None
+            with torch.autocast("cpu", torch.bfloat16, enabled=request["dtype"] == "bf16"):
+                y_TD = self.layer(self.x.unsqueeze(0))[0].squeeze(0)
+            y_TD.backward(self.grad)
+        answer: dict[str, Any] = {"seconds": time.perf_counter() - began, "rank": self.rank}
         if self.client is not None:
             self.client.discard()
         self.buffers.zero_()
-        return {"seconds": seconds}
-
-    def results(self, dtype: str) -> dict[str, Tensor]:
-        """The output of one pass with the initial weights, the gradients of input and router, and those of the experts:
-        of remote ones on rank 0, their change in a step at a learning rate of 1."""
-        self.buffers.zero_()
-        y = self.once(dtype)
-        gradients = {name: parameter.grad for name, parameter in self.layer.named_parameters()}
-        results = {"output": y, "gradient of the input": self.x.grad}
-        results |= {f"gradient of {name}": value for name, value in gradients.items()}
-        kept = {name: value.clone() for name, value in results.items() if value is not None}
-        if self.client is not None:
-            nothing = torch.zeros((), dtype=torch.float64)
-            self.client.agree(LocalStep(self.client.steps + 1, nothing, torch.tensor(False), lr=1.0))
-            after = self.client.fetch(0)
-            for name in self.first if after is not None else ():
-                stacked = torch.stack([weights[name] for weights in after or ()])
-                kept[f"gradient of experts.{name}"] = self.first[name] - stacked
-            self._restore()
-        self.buffers.zero_()
-        return kept
+        if request.get("results"):
+            assert self.x.grad is not None
+            answer["results"] = {"output": y_TD.detach().float().numpy(), "gradient": self.x.grad.numpy()}
+        return answer
 
 
 @torch.no_grad()
@@ -387,11 +326,6 @@ def balance(layer: MoELayer, x_TD: Tensor) -> list[int]:
     return router(x_TD.unsqueeze(0)).counts_E.tolist()
 
 
-def place(settings: dict[str, Any]) -> Placement:
-    """The fixed placement of the layer."""
-    return first_placement([settings["num_experts"]], hosts=settings["hosts"] or settings["workers"])
-
-
 def _no_loss(_module: torch.nn.Module, _batch: Any) -> Any:
     raise AssertionError("the bench calls the layer")
 
@@ -401,15 +335,9 @@ def run_layer(settings: dict[str, Any], rank: int) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     if settings["workers"] and rank >= settings["workers"]:
-        serve_host(settings, rank, place(settings))
+        serve_host(settings, rank)
         return
     runner = LayerRunner(settings, rank)
-
-    def run_block(request: dict[str, Any]) -> dict[str, Any]:
-        if "results" in request:
-            save_file(runner.results(request["dtype"]), f"{request['results']}-{rank}.safetensors")
-        return runner.run_block(request)
-
-    serve_blocks(settings["arm"], run_block)
+    serve_blocks(runner.run_block)
     if runner.client is not None:
         runner.client.end()  # lets the hosts exit

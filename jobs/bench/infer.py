@@ -14,15 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from cluster.config import Count
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
+from jobs.bench.harness.options import GptOptions, key
 from jobs.bench.harness.sessions import restored_threads, timed
 from jobs.driver.runtime import connected
 from raytrain.config.sections import InferConfig, ModelConfig
@@ -38,8 +37,7 @@ from raytrain.models.gpt import gpt
 from raytrain.models.weights.stored import export_weights
 from raytrain.trainable import Trainable
 
-Part = Literal["batches", "transformers", "stages"]
-PARTS: tuple[Part, ...] = ("batches", "transformers", "stages")
+Part = Literal["batches", "stages"]
 VOCABULARY = 256  # bytes
 #: Tokens/s of a batch of so many rows over those of single rows, and ours over transformers'.
 GOALS_BATCHED = {4: Goal(at_least=2.7), 16: Goal(at_least=4.0)}
@@ -51,33 +49,24 @@ STAGES = 2
 Answering = Callable[[list[list[int]]], list[list[int]]]
 
 
-class InferOptions(BenchOptions):
+class InferOptions(GptOptions):
     """Options of bench `infer`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "heads": 2, "width": 16, "prompt": 6, "tokens": 4, "batches": [1, 4], "blocks": 2,
-        "stage_blocks": 1, "stage_layers": 2, "stage_width": 16, "stage_rows": 2, "stage_tokens": 8, "micro_batches": 2,
-        "parts": ["batches", "transformers"],
-    }  # fmt: skip
-
-    parts: list[Part] = Field(list(PARTS), description="what to measure; transformers needs batches")
-    threads: Count | Literal["auto"] = Field(1, description="threads of the process that generates")
-    blocks: Count = Field(15, description="repetitions of generation that are kept; each runs one block of every arm")
-    layers: Count = Field(4, description="of the GPT")
-    heads: Count = Field(4, description="of the GPT")
-    width: Count = Field(128, description="of the GPT")
-    prompt: Count = Field(32, description="tokens of the longest prompt; the shortest has half of them")
-    tokens: Count = Field(64, description="tokens of an answer")
-    batches: list[Count] = Field([1, 4, 16], description="rows of a batch")
-    stage_blocks: Count = Field(7, description="repetitions of the batches over stages that are kept")
-    stage_layers: Count = Field(8, description="of the GPT over stages")
-    stage_width: Count = Field(256, description="of the GPT over stages")
-    stage_rows: Count = Field(8, description="rows of a batch over stages")
-    stage_tokens: Count = Field(128, description="tokens of a row over stages")
-    micro_batches: Count = Field(8, description="batches over stages, all of them in flight in one arm")
+    parts: list[Part] = key(["batches", "stages"], "what to measure", quick=["batches"])
+    threads: Count | Literal["auto"] = key(1, "threads of the process that generates")
+    blocks: Count = key(15, "repetitions of generation that are kept; each runs one block of every arm", quick=2)
+    prompt: Count = key(32, "tokens of the longest prompt; the shortest has half of them", quick=6)
+    tokens: Count = key(64, "tokens of an answer", quick=4)
+    batches: list[Count] = key([1, 4, 16], "rows of a batch", quick=[1, 4])
+    stage_blocks: Count = key(7, "repetitions of the batches over stages that are kept", quick=1)
+    stage_layers: Count = key(8, "of the GPT over stages", quick=2)
+    stage_width: Count = key(256, "of the GPT over stages", quick=16)
+    stage_rows: Count = key(8, "rows of a batch over stages", quick=2)
+    stage_tokens: Count = key(128, "tokens of a row over stages", quick=8)
+    micro_batches: Count = key(8, "batches over stages, all of them in flight in one arm", quick=2)
 
 
-def run(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: InferOptions, found: BenchMeasurement) -> None:
     """Measure; see `InferOptions`.
 
     Raises:
@@ -86,9 +75,9 @@ def run(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
     found.block = "CPU seconds of a token, for stages seconds of all batches"
     if "batches" in options.parts:
         with restored_threads(options.thread_count):
-            _measure_batches(options, found, say)
+            _measure_batches(options, found)
     if "stages" in options.parts:
-        _measure_stages(options, found, say)
+        _measure_stages(options, found)
 
 
 def seeded_gpt(*, layers: int, heads: int, width: int, context: int, vocab_size: int, seed: int) -> Trainable:
@@ -100,19 +89,17 @@ def seeded_gpt(*, layers: int, heads: int, width: int, context: int, vocab_size:
 # ---------------------------------------------------------------- batches
 
 
-def _measure_batches(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
+def _measure_batches(options: InferOptions, found: BenchMeasurement) -> None:
     """Tokens/s of our generation in batches, against single rows and transformers."""
     sampling, context = Sampling(options.tokens), options.prompt + options.tokens
-    sizes = {"layers": options.layers, "heads": options.heads, "width": options.width}
-    made = seeded_gpt(**sizes, context=context, vocab_size=VOCABULARY, seed=options.seed)
+    made = seeded_gpt(**{**options.sizes, "context": context}, vocab_size=VOCABULARY, seed=options.seed)
     module = made.module.eval().requires_grad_(False)
     arms: dict[str, Answering] = {"ours": partial(generate, module, sampling=sampling, context=context)}
-    if "transformers" in options.parts:
-        if importlib.util.find_spec("transformers") is None:
-            found.cannot("as fast as transformers' generate", "transformers is not installed")
-        else:
-            copy = transformers_gpt2(module)
-            arms["transformers"] = lambda prompts: greedy_answers(copy, None, prompts, sampling=sampling, numbers=())
+    if importlib.util.find_spec("transformers") is None:
+        found.cannot("as fast as transformers' generate", "transformers is not installed")
+    else:
+        copy = transformers_gpt2(module)
+        arms["transformers"] = lambda prompts: greedy_answers(copy, None, prompts, sampling=sampling, numbers=())
     if not _agree(options, found, arms):
         return
     blocks = {
@@ -120,22 +107,16 @@ def _measure_batches(options: InferOptions, found: BenchMeasurement, say: Say) -
         for rows in options.batches
         for name, answer in arms.items()
     }
-    say(f"{options.blocks} blocks of {len(blocks)} arms, {options.tokens} tokens a row")
-    times = alternate(blocks, blocks=options.blocks)
-    found.arms |= times
+    found.say(f"{options.blocks} blocks of {len(blocks)} arms, {options.tokens} tokens a row")
+    times = found.alternate(blocks, blocks=options.blocks)
     found.values["tokens_per_s"] = {name: 1 / statistics.median(values) for name, values in times.items()}
-    single = min(options.batches)
-    for rows in options.batches:
-        if rows != single:
-            found.compare(
-                times, of=f"ours, batch {single}", to=f"ours, batch {rows}", goal=GOALS_BATCHED.get(rows),
-                name=f"tokens/s, batch {rows} / batch {single}",
-            )  # fmt: skip
+    single, *larger = sorted(options.batches)
+    for rows in larger:
+        label, goal = f"tokens/s, batch {rows} / batch {single}", GOALS_BATCHED.get(rows)
+        found.compare(times, of=f"ours, batch {single}", to=f"ours, batch {rows}", name=label, goal=goal)
     for rows in options.batches if "transformers" in arms else ():
-        found.compare(
-            times, of=f"transformers, batch {rows}", to=f"ours, batch {rows}", goal=GOAL_TRANSFORMERS,
-            name=f"tokens/s, ours / transformers, batch {rows}",
-        )  # fmt: skip
+        label, other = f"tokens/s, ours / transformers, batch {rows}", f"transformers, batch {rows}"
+        found.compare(times, of=other, to=f"ours, batch {rows}", name=label, goal=GOAL_TRANSFORMERS)
 
 
 def prompts_of(options: InferOptions, rows: int) -> list[list[int]]:
@@ -196,13 +177,13 @@ def transformers_gpt2(module: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------- stages
 
 
-def _measure_stages(options: InferOptions, found: BenchMeasurement, say: Say) -> None:
+def _measure_stages(options: InferOptions, found: BenchMeasurement) -> None:
     """Seconds of the same batches through the whole model, and over two stages with one or all of them in flight."""
     draw = torch.Generator().manual_seed(options.seed)
     shape = (options.stage_rows, options.stage_tokens)
     batches = [torch.randint(VOCABULARY, shape, generator=draw) for _ in range(options.micro_batches)]
     outputs: dict[str, list[Tensor]] = {}
-    say("stages: starting Ray")
+    found.say("stages: starting Ray")
     with (
         TemporaryDirectory(prefix="bench-infer-") as folder,
         connected("local", num_cpus=STAGES + 1, num_gpus=0, verbose=False),
@@ -225,14 +206,13 @@ def _measure_stages(options: InferOptions, found: BenchMeasurement, say: Say) ->
         def block(name: str) -> float:
             return timed(lambda: outputs.update({name: ways[name]()}))
 
-        say(f"stages: {options.stage_blocks} times {len(ways)} arms of {len(batches)} batches")
-        times = alternate({name: partial(block, name) for name in ways}, blocks=options.stage_blocks)
+        found.say(f"stages: {options.stage_blocks} times {len(ways)} arms of {len(batches)} batches")
+        times = found.alternate({name: partial(block, name) for name in ways}, blocks=options.stage_blocks)
         pipeline.close()
     pairs = [pair for name in (one, every) for pair in zip(outputs[whole_model], outputs[name], strict=True)]
     equal = all(torch.equal(expected, other) for expected, other in pairs)
     label, detail = "stages: the outputs of the whole model, bit for bit", f"{len(batches)} batches of {shape}"
     found.gate(Check(label, equal, detail))
-    found.arms |= times
     for name, goal in ((one, None), (every, GOAL_STAGES)):
         label = f"seconds, whole model in one process / {name}"
         found.compare(times, of=whole_model, to=name, name=label, goal=goal)

@@ -1,5 +1,4 @@
-"""Bench `lifecycle`: what experts that come and go cost: while nothing happens, in the steps of their changes, and in
-a sleep cycle.
+"""Bench `lifecycle`: what experts that come and go cost: while nothing happens, and in the steps of their changes.
 
 An idle lifecycle is compared with none, in one process, on the same tensors: its bounds leave it nothing to do. Changes
 are timed in a worker with two hosts; a birth, a merge or a prune happens at the end of a step, so the larger of that
@@ -10,129 +9,76 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any, ClassVar
-
-from pydantic import Field
+from typing import Any
 
 from cluster.config import Count
-from experts.config import ExpertsConfig
 from experts.lifecycle.policy import merge
 from experts.lifecycle.table import Change, ExpertTable
-from jobs.bench.harness.inputs import gpt_model, job_of, write_text
-from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, equal_series, median_interval
-from jobs.bench.harness.options import BenchOptions
-from jobs.bench.harness.processes import ArmProcesses, ArmServer
+from jobs.bench.harness.inputs import write_text
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, equal_series
+from jobs.bench.harness.options import key
+from jobs.bench.harness.processes import Arms
 from jobs.bench.harness.sessions import SessionArm, alternate_steps, restored_threads
-from jobs.bench.moves import ExpertsTrainer, run_member, settings_of
+from jobs.bench.moves import AROUND, ExpertsTrainer, MoeOptions, moe_job, over_around, run_member, start_trainer
 
 IDLE_GOAL = Goal(at_most=1.01)
 CHANGE_GOAL = Goal(at_most=1.5)
-AROUND = 10
 OFF, ON = "without", "idle"
 KINDS = {"expert_born": "birth", "expert_merged": "merge", "expert_pruned": "prune"}
 
 
-class LifecycleOptions(BenchOptions):
+class LifecycleOptions(MoeOptions):
     """Options of bench `lifecycle`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "width": 32, "context": 16, "batch": 4, "blocks": 3, "block_steps": 4, "steps": 60, "every": 5,
-        "rows": 32, "cycles": 2,
-    }  # fmt: skip
-
-    blocks: Count = Field(30, description="repetitions; each runs one block of both arms")
-    block_steps: Count = Field(10, description="steps of one block")
-    layers: Count = Field(2, description="of the GPT")
-    width: Count = Field(256, description="of the GPT")
-    context: Count = Field(128, description="tokens of a window")
-    batch: Count = Field(8, description="rows of a step")
-    experts: Count = Field(8, description="room for experts in each layer")
-    steps: Count = Field(300, description="steps of the run with changes on two hosts")
-    every: Count = Field(12, description="steps from one change of that run to the next")
-    rows: Count = Field(256, description="rows that a sleep cycle replays")
-    cycles: Count = Field(5, description="sleep cycles that are timed")
+    blocks: Count = key(30, "repetitions; each runs one block of both arms", quick=3)
+    block_steps: Count = key(10, "steps of one block", quick=4)
+    steps: Count = key(300, "steps of the run with changes on two hosts", quick=60)
+    every: Count = key(12, "steps from one change of that run to the next", quick=5)
 
 
-def run(options: LifecycleOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: LifecycleOptions, found: BenchMeasurement) -> None:
     """Measure; see `LifecycleOptions`.
 
     Raises:
         RunError: a process died.
     """
     found.block = f"seconds per step, the mean of {options.block_steps}"
-    with ArmServer() as server:
+    with Arms() as arms, restored_threads(1):
         number = max(options.steps, (2 + options.blocks) * options.block_steps)
-        text = write_text(server.folder, batch=options.batch, context=options.context, steps=number, seed=options.seed)
-        _measure_idle(options, found, text, say)
+        text = write_text(arms.folder, options, steps=number)
+        _measure_idle(options, found, text)
         if found.passed:
-            _measure_cycles(options, found, text, say)
-            _measure_changes(options, found, server, text, say)
+            _measure_changes(options, found, arms, text)
 
 
-def _job(options: LifecycleOptions, text: Path, name: str, experts: dict[str, Any]) -> dict[str, Any]:
-    model = gpt_model(options, builder="experts.models:moe_gpt")
-    loop = {"global_batch_size": options.batch, "log_every": 1, "micro_batch_size": options.batch}
-    return job_of(options, model, text, name=name, loop=loop, optim={"schedule": "constant"}, experts=experts)
-
-
-def _measure_idle(options: LifecycleOptions, found: BenchMeasurement, text: Path, say: Say) -> None:
-    say(f"{options.blocks} blocks of {options.block_steps} steps with and without an idle lifecycle")
+def _measure_idle(options: LifecycleOptions, found: BenchMeasurement, text: Path) -> None:
+    found.say(f"{options.blocks} blocks of {options.block_steps} steps with and without an idle lifecycle")
     cycle = {"max_experts": options.experts, "birth": {"uncertainty": 1.0}, "prune": {"idle_steps": None}}
     sections = {OFF: {}, ON: {"lifecycle": {**cycle, "merge": {"similarity": None}, "every": options.every}}}
-    with restored_threads(1):
-        arms = {
-            name: SessionArm(_job(options, text, name, {"num_experts": options.experts, **more}))
-            for name, more in sections.items()
-        }
-        found.arms |= alternate_steps(arms, steps=options.block_steps, blocks=options.blocks)
+    arms = {
+        name: SessionArm(moe_job(options, text, name, {"num_experts": options.experts, **more}))
+        for name, more in sections.items()
+    }
+    alternate_steps(found, arms, steps=options.block_steps, blocks=options.blocks)
     label = "the losses with an idle lifecycle are those without"
     if found.gate(equal_series(label, arms[ON].losses, arms[OFF].losses)):
-        ratio = found.compare(found.arms, of=ON, to=OFF, goal=IDLE_GOAL)
-        found.claim("an idle lifecycle takes at most 1 % of a step", bool(ratio.met), f"{ratio} of a step without")
+        found.compare(found.arms, of=ON, to=OFF, name="a step with an idle lifecycle / without", goal=IDLE_GOAL)
 
 
-def _measure_cycles(options: LifecycleOptions, found: BenchMeasurement, text: Path, say: Say) -> None:
-    """The seconds of a cycle for each of its rows, over those of a training pass for each of its rows."""
-    say(f"{options.cycles} sleep cycles of {options.rows} rows")
-    replay = {"bytes": 64 << 20, "every": 1, "rows": options.rows, "batch_size": options.batch}
-    cycle = {"max_experts": options.experts, "birth": {"uncertainty": 1.0}, "replay": replay}
-    with restored_threads(1):
-        experts = {"num_experts": options.experts // 2, "hosts": 0, "lifecycle": cycle}
-        arm = SessionArm(_job(options, text, "cycles", experts))
-        sleep = arm.session.trainable.state_parts()["sleep"]  # pyright: ignore[reportOptionalCall]
-        sleep.next_step, steps = 10**9, -(-options.rows // options.batch) * 4 + 4
-        passes = [arm.run(1) for _ in range(min(steps, options.steps))][-40:]
-        for _ in range(options.cycles):
-            sleep.next_step = 0
-            arm.run(1)
-    cycles = [fields for kind, fields in arm.log.events if kind == "sleep_cycle"]
-    a_row = statistics.median(passes) / options.batch
-    ratios = [one["seconds"] / one["rows"] / a_row for one in cycles]
-    middle, kept = median_interval(ratios), sleep.reservoir
-    found.values |= {
-        "cycle_over_pass": vars(middle), "cycles": cycles, "pass_s_a_row": a_row,
-        "reservoir_bytes": [kept.bytes, kept.limit],
-    }  # fmt: skip
-    found.advice.append(f"a sleep cycle: {middle} times the seconds of a training pass, for each row")
-
-
-def _measure_changes(
-    options: LifecycleOptions, found: BenchMeasurement, server: ArmServer, text: Path, say: Say
-) -> None:
-    say(f"{options.steps} steps with changes on two hosts")
+def _measure_changes(options: LifecycleOptions, found: BenchMeasurement, arms: Arms, text: Path) -> None:
+    found.say(f"{options.steps} steps with changes on two hosts")
     cycle = {"max_experts": options.experts, "birth": {"uncertainty": 1.0}, "prune": {"idle_steps": None}}
-    section = ExpertsConfig.model_validate(
-        {"num_experts": options.experts // 2, "hosts": 1, "balance": "none", "lifecycle": cycle}
-    )
-    job = _job(options, text, "changes", section.model_dump(mode="json", exclude_unset=True))
-    settings = settings_of("changes", server, section, job, hosts=2, every=options.every)
-    arm = ArmProcesses(server, "changes", "jobs.bench.lifecycle:run_changing", settings, processes=3, connecting=1)
+    experts = {"num_experts": options.experts // 2, "balance": "none", "lifecycle": cycle}
+    job = moe_job(options, text, "changes", experts)
+    arm = start_trainer(arms, "changes", "jobs.bench.lifecycle:run_changing", job, hosts=2, every=options.every)
     arm.await_ready()
     answer = arm.ask(steps=options.steps)
     events = [(KINDS[kind], fields["step"]) for kind, fields in answer["events"] if kind in KINDS]
     found.values |= {"step_times": answer["times"], "changes": events}
     for kind in KINDS.values():
-        ratios = change_ratios(answer["times"], [step for one, step in events if one == kind])
+        steps = dict.fromkeys(step for one, step in events if one == kind)
+        # the first steps allocate what the others have
+        ratios = over_around(answer["times"], ((step - 1, step + 1) for step in steps if step > AROUND))
         effect = f"the step of a {kind} takes at most {CHANGE_GOAL.at_most} median steps, on two hosts"
         if not ratios:
             found.cannot(effect, "there was none in this run")
@@ -149,7 +95,7 @@ def run_changing(settings: dict[str, Any], rank: int) -> None:
     trainer = ExpertsTrainer(settings)
     living: Any = trainer.session.trainable.state_parts()["lifecycle"]  # pyright: ignore[reportOptionalCall]
     living.sleep = lambda step: [] if step % settings["every"] else wanted(living.table, step // settings["every"])
-    trainer.serve(settings["arm"])
+    trainer.serve()
 
 
 def wanted(table: ExpertTable, turn: int) -> list[Change]:
@@ -161,15 +107,3 @@ def wanted(table: ExpertTable, turn: int) -> list[Change]:
     return [
         merge(table, layer, first, last, "a bench") if turn % 4 == 1 else Change("prune", layer, (last,), "a bench")
     ]
-
-
-def change_ratios(times: list[float], steps: list[int]) -> list[float]:
-    """Of each change at the end of a step (from 1): the larger of this step and the next, over the median of the steps
-    around them."""
-    found = []
-    for step in dict.fromkeys(steps):
-        own = times[step - 1 : step + 1]
-        around = times[max(0, step - 1 - AROUND) : step - 1] + times[step + 1 : step + 1 + AROUND]
-        if step > AROUND and around:  # the first steps allocate what the others have
-            found.append(max(own) / statistics.median(around))
-    return found

@@ -8,26 +8,23 @@ neural networks" (2017, https://arxiv.org/abs/1506.01186), with the smoothing an
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from cluster.config import Positive, Text
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.measuring import BenchMeasurement, Check
+from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.sessions import restored_threads
 from jobs.driver.local_session import session_of
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError, RunError
 from raytrain.execution.reporter import SilentReporter
-from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.optim import Schedule
 
 SETTLING = 0.05
@@ -40,15 +37,13 @@ MIN_FALL = 0.01
 class LrOptions(BenchOptions):
     """Options of `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
-
-    job: Text | None = Field(None, description="a JOB.yaml or a recipe's name; null is the recipe default")
-    changes: list[Text] = Field([], description="section.key=value overrides of the job, also as arguments")
-    steps: Annotated[int, Field(ge=5)] = Field(150, description="of the ramp")
-    lowest: Positive = Field(1e-6, description="learning rate of the first step")
-    highest: Positive = Field(10.0, description="learning rate of the last step")
-    smoothing: float = Field(0.9, ge=0, lt=1, description="weight of earlier steps in the smoothed loss")
-    divergence: float = Field(2.0, gt=1, description="multiple of the lowest smoothed loss at which the ramp stops")
+    job: Text | None = key(None, "a JOB.yaml or a recipe's name; null is the recipe default")
+    changes: list[Text] = key([], "section.key=value overrides of the job, also as arguments")
+    steps: int = key(150, "of the ramp", quick=20, ge=5)
+    lowest: Positive = key(1e-6, "learning rate of the first step", quick=1e-4)
+    highest: Positive = key(10.0, "learning rate of the last step")
+    smoothing: float = key(0.9, "weight of earlier steps in the smoothed loss", ge=0, lt=1)
+    divergence: float = key(2.0, "multiple of the lowest smoothed loss at which the ramp stops", gt=1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class Advice:
     suggested: float | None
 
 
-def run(options: LrOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: LrOptions, found: BenchMeasurement) -> None:
     """Train on the ramp; see `LrOptions`.
 
     Raises:
@@ -80,7 +75,7 @@ def run(options: LrOptions, found: BenchMeasurement, say: Say) -> None:
     changes = list(options.changes) + ([] if options.threads == "auto" else [f"scale.threads={options.threads}"])
     loaded = load_spec(None if options.job is None else Path(options.job), changes)
     refuse_later(loaded.spec, "bench")
-    ramp = train_on_ramp(loaded, options, say)
+    ramp = train_on_ramp(loaded, options, found)
     rates, losses, diverged = ramp.rates, ramp.losses, ramp.diverged
     if len(losses) < MIN_STEPS:
         raise RunError(f"the loss was not finite after {len(losses)} steps, at lr {diverged}; try a smaller lowest")
@@ -133,14 +128,14 @@ class Ramp(Schedule):
         return self.lowest * self.rise ** ((step - 1) / max(1, self.max_steps - 1)) / self.peak
 
 
-def train_on_ramp(loaded: LoadedSpec, options: LrOptions, say: Say) -> RampLog:
+def train_on_ramp(loaded: LoadedSpec, options: LrOptions, found: BenchMeasurement) -> RampLog:
     """Train a session of the job until the ramp ends or the loss diverges. Restores torch's threads and random
-    generators of this process."""
-    with restored_threads(), _restored_generators():
+    generators."""
+    with restored_threads(), torch.random.fork_rng():
         session = session_of(loaded)
         precision = str(session.job.plan.precision.value_or("fp32"))
         session.prepare(precision)
-        say(f"{options.steps} steps in {precision}, lr from {options.lowest:g} to {options.highest:g}")
+        found.say(f"{options.steps} steps in {precision}, lr from {options.lowest:g} to {options.highest:g}")
         session.step.schedule = Ramp(
             session.job.optim, lr=session.step.schedule.peak, lowest=options.lowest, highest=options.highest,
             steps=options.steps,
@@ -151,15 +146,6 @@ def train_on_ramp(loaded: LoadedSpec, options: LrOptions, say: Say) -> RampLog:
         loop.limits = replace(loop.limits, max_steps=options.steps, log_every=1, eval_every=None, patience=None)
         loop.run(session.state)
     return log
-
-
-@contextlib.contextmanager
-def _restored_generators() -> Iterator[None]:
-    generators = rng_state(torch.device("cpu"))
-    try:
-        yield
-    finally:
-        set_rng_state(generators, torch.device("cpu"))
 
 
 # ---------------------------------------------------------------- the advice

@@ -9,166 +9,137 @@ the moving arm starts without knowledge of load or speed.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from cluster.config import Count
-from experts.config import ExpertsConfig, LayerShape
 from experts.member.shard import ExpertShard
-from experts.placement.policy import PlacementRules, starting_placement
-from experts.placement.values import Placement, equal_hosts
 from experts.router import TopKRouter
-from experts.sizes import hidden_widths
-from jobs.bench.experts import FileConnection, serve_host
+from jobs.bench.experts import FileConnection, group_settings, serve_host
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
-from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, equal_series
-from jobs.bench.harness.options import BenchOptions
-from jobs.bench.harness.processes import ArmProcesses, ArmServer, serve_blocks
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, alternate, equal_series
+from jobs.bench.harness.options import TextOptions, key
+from jobs.bench.harness.processes import ArmProcesses, Arms, serve_blocks
 from jobs.bench.harness.sessions import SessionArm
 from raytrain.train.memory.device import keep_freed_memory
 
 #: Seconds per step of round-robin over those of moving experts.
 GOAL = Goal(at_least=1.2)
-#: The step after a switch of placements over the median step around it.
-SWITCH_GOAL = Goal(at_most=1.5)
-AROUND = 10
+#: The step after a switch of placements over the median of so many steps on each side.
+SWITCH_GOAL, AROUND = Goal(at_most=1.5), 10
 ROUND_ROBIN, MOVING = "round-robin", "moving"
 
 
-class MovesOptions(BenchOptions):
+class MoeOptions(TextOptions):
+    """Options of a bench that trains a small GPT with experts."""
+
+    block_steps: Count = key(20, "steps of one block", quick=8)
+    layers: Count = key(2, "of the GPT", quick=1)
+    width: Count = key(256, "of the GPT", quick=32)
+    context: Count = key(128, "tokens of a row", quick=16)
+    batch: Count = key(8, "rows of a step", quick=4)
+    experts: Count = key(8, "of each layer; with a lifecycle the room for them")
+
+
+class MovesOptions(MoeOptions):
     """Options of bench `moves`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "width": 32, "context": 16, "batch": 4, "blocks": 3, "block_steps": 8, "shift_steps": 12,
-        "every": 4, "slowness": [1, 2],
-    }  # fmt: skip
-
-    blocks: Count = Field(15, description="repetitions; each runs one block of both arms")
-    block_steps: Count = Field(20, description="steps of one block")
-    layers: Count = Field(2, description="of the GPT")
-    width: Count = Field(256, description="of the GPT")
-    context: Count = Field(128, description="tokens of a window")
-    batch: Count = Field(8, description="rows of a step")
-    experts: Count = Field(8, description="of each layer")
-    top_k: Count = Field(2, description="experts of a token")
-    skew: float = Field(0.4, ge=0, description="added to the score of the preferred expert; to the n-th, 1/n of it")
-    shift_steps: Count = Field(60, description="steps until other experts are preferred")
-    every: Count = Field(10, description="experts.rebalance_every of the moving arm")
-    slowness: list[Count] = Field([1, 3], description="times that each host computes everything")
+    blocks: Count = key(15, "repetitions; each runs one block of both arms", quick=3)
+    skew: float = key(0.4, "added to the score of the preferred expert; to the n-th, 1/n of it", ge=0)
+    shift_steps: Count = key(60, "steps until other experts are preferred", quick=12)
+    every: Count = key(10, "experts.rebalance_every of the moving arm", quick=4)
+    slowness: list[Count] = key([1, 3], "times that each host computes everything", quick=[1, 2])
 
 
-def run(options: MovesOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: MovesOptions, found: BenchMeasurement) -> None:
     """Measure; see `MovesOptions`.
 
     Raises:
         RunError: a process died.
     """
     found.block = f"seconds per step, the mean of {options.block_steps}"
-    with ArmServer() as server:
-        steps = (2 + options.blocks) * options.block_steps
-        text = write_text(server.folder, batch=options.batch, context=options.context, steps=steps, seed=options.seed)
-        arms = {name: MovesArm(server, name, options, text) for name in (ROUND_ROBIN, MOVING)}
-        for arm in arms.values():
-            arm.await_ready()
-        _measure(options, found, arms, say)
+    reports: dict[str, list[dict[str, Any]]] = {ROUND_ROBIN: [], MOVING: []}
+    with Arms() as started:
+        arms = _start(options, started)
 
+        def block(name: str) -> float:
+            reports[name].append(arms[name].ask(steps=options.block_steps))
+            return reports[name][-1]["seconds"] / options.block_steps
 
-def settings_of(
-    name: str, server: ArmServer, section: ExpertsConfig, job: dict[str, Any], *, hosts: int, **more: Any
-) -> dict[str, Any]:
-    """Settings of the processes of an arm: one worker that trains the job's GPT, and so many hosts.
+        found.say(f"{options.blocks} blocks of {options.block_steps} steps, two arms")
+        times = alternate({name: partial(block, name) for name in arms}, blocks=options.blocks, dropped=0)
 
-    Args:
-        section: the section `experts` of the job. more: of `ExpertsTrainer` and `run_member`.
-    """
-    width, layers = job["model"]["width"], job["model"]["layers"]
-    shape = LayerShape(width, tuple(hidden_widths(section, width)), "gelu")
-    return {
-        "arm": name, "workers": 1, "hosts": hosts, "seed": job["seed"], "job": job,
-        "store": str(server.folder / f"{name}.store"), "rules": PlacementRules.of(section).to_json(),
-        "shapes": [shape.to_json()] * layers, **more,
-    }  # fmt: skip
+    def all_of(name: str, what: str) -> list[Any]:
+        return [one for report in reports[name] for one in report[what]]
 
-
-class MovesArm(ArmProcesses):
-    """The processes of one arm, and the reports of its worker."""
-
-    def __init__(self, server: ArmServer, name: str, options: MovesOptions, text: Path) -> None:
-        moving = name == MOVING
-        experts = {
-            "num_experts": options.experts, "top_k": options.top_k, "balance": "none", "noise": 1.0, "hosts": 1,
-            "placement": "auto" if moving else "round_robin", "rebalance_every": options.every if moving else None,
-        }  # fmt: skip
-        job = job_of(
-            options, gpt_model(options, builder="experts.models:moe_gpt"), text, name=name,
-            loop={"global_batch_size": options.batch, "log_every": 1}, optim={"schedule": "constant"}, experts=experts,
-        )  # fmt: skip
-        settings = settings_of(
-            name, server, ExpertsConfig.model_validate(experts), job, hosts=len(options.slowness),
-            skew=options.skew, shift_steps=options.shift_steps, slowness=options.slowness,
-        )  # fmt: skip
-        processes = 1 + len(options.slowness)
-        super().__init__(server, name, "jobs.bench.moves:run_member", settings, processes=processes, connecting=1)
-        self.times: list[float] = []
-        self.losses: list[float] = []
-        self.events: list[tuple[str, dict[str, Any]]] = []
-
-    def run_block(self, steps: int) -> float:
-        """Train `steps` steps; returns the seconds per step."""
-        answer = self.ask(steps=steps)
-        self.times += answer["times"]
-        self.losses += answer["losses"]
-        self.events += answer["events"]
-        return answer["seconds"] / steps
-
-
-def _measure(options: MovesOptions, found: BenchMeasurement, arms: dict[str, MovesArm], say: Say) -> None:
-    say(f"{options.blocks} blocks of {options.block_steps} steps, two arms")
-    blocks = {name: partial(arm.run_block, options.block_steps) for name, arm in arms.items()}
-    times = alternate(blocks, blocks=options.blocks, dropped=0)
-    still, moving = arms[ROUND_ROBIN], arms[MOVING]
     label = "losses of the moving arm equal those of the round-robin arm"
-    if not found.gate(equal_series(label, moving.losses, still.losses)):
+    if not found.gate(equal_series(label, all_of(MOVING, "losses"), all_of(ROUND_ROBIN, "losses"))):
         return
     found.arms |= times
-    ratio = found.compare(times, of=ROUND_ROBIN, to=MOVING, goal=GOAL)
-    moves = [fields for kind, fields in moving.events if kind == "move"]
-    after = _after_switches(moving.times, [fields["step"] for fields in moves])
+    speeds = " : ".join(str(1 / factor)[:5] for factor in options.slowness)
+    label = f"step on hosts {speeds} in speed, round-robin / moving by measured load, moves included"
+    found.compare(times, of=ROUND_ROBIN, to=MOVING, name=label, goal=GOAL)
+    moves = [fields for kind, fields in all_of(MOVING, "events") if kind == "move"]
+    steps = {name: all_of(name, "times") for name in arms}
+    after = over_around(steps[MOVING], ((fields["step"], fields["step"] + 1) for fields in moves))
     found.values |= {
         "moves": moves,
-        "decisions": [fields for kind, fields in moving.events if kind == "decision"],
-        "step_times": {name: arm.times for name, arm in arms.items()},
+        "decisions": [fields for kind, fields in all_of(MOVING, "events") if kind == "decision"],
+        "step_times": steps,
         "after_switch": after,
-        "whole_run": sum(still.times) / sum(moving.times),
     }
-    found.claim(
-        f"on hosts {' : '.join(str(1 / factor)[:5] for factor in options.slowness)} in speed, experts moved by "
-        "measured load train at least 1.2 times as fast, moves included",
-        bool(ratio.met),
-        f"{sum(still.times) / sum(moving.times):.3f} over all {len(still.times)} steps, {len(moves)} moves",
-    )
     if after:
         worst, middle = max(after), statistics.median(after)
-        found.claim(
-            f"the step after a switch takes at most {SWITCH_GOAL.at_most} median steps",
-            SWITCH_GOAL.met(middle),
-            f"median {middle:.3f}, worst {worst:.3f} of {len(after)} switches",
+        effect = f"the step after a switch takes at most {SWITCH_GOAL.at_most} median steps"
+        found.claim(effect, SWITCH_GOAL.met(middle), f"median {middle:.3f}, worst {worst:.3f} of {len(after)} switches")
+
+
+def _start(options: MovesOptions, started: Arms) -> dict[str, ArmProcesses]:
+    """The processes of both arms, once they are ready."""
+    text = write_text(started.folder, options, steps=(2 + options.blocks) * options.block_steps)
+    common = {"num_experts": options.experts, "top_k": 2, "balance": "none", "noise": 1.0}
+    placements = {
+        ROUND_ROBIN: {"placement": "round_robin"}, MOVING: {"placement": "auto", "rebalance_every": options.every},
+    }  # fmt: skip
+    more = {"skew": options.skew, "shift_steps": options.shift_steps, "slowness": options.slowness}
+    arms = {
+        name: start_trainer(
+            started, name, "jobs.bench.moves:run_member", moe_job(options, text, name, {**common, **placement}),
+            hosts=len(options.slowness), **more,
         )
+        for name, placement in placements.items()
+    }  # fmt: skip
+    started.await_ready()
+    return arms
 
 
-def _after_switches(times: list[float], steps: list[int]) -> list[float]:
-    """The time of the step after each switch over the median of the steps around it; `steps` count from 1."""
+def moe_job(options: MoeOptions, text: Any, name: str, experts: dict[str, Any]) -> dict[str, Any]:
+    """The job that trains the GPT with this section `experts`."""
+    model = gpt_model(options, builder="experts.models:moe_gpt")
+    loop = {"global_batch_size": options.batch, "log_every": 1, "micro_batch_size": options.batch}
+    return job_of(options, model, text, name=name, loop=loop, optim={"schedule": "constant"}, experts=experts)
+
+
+def start_trainer(arms: Arms, name: str, target: str, job: dict[str, Any], *, hosts: int, **more: Any) -> ArmProcesses:
+    """Start the processes of an arm: a worker that trains the job on request, and so many hosts; `more` are settings of
+    theirs."""
+    job = {**job, "experts": {"hosts": 1, **job["experts"]}}
+    settings = group_settings(arms, name, job["experts"], job["model"], workers=1, hosts=hosts)
+    return ArmProcesses(arms, name, target, {**settings, "job": job, **more}, processes=1 + hosts, connecting=1)
+
+
+def over_around(times: list[float], spans: Iterable[tuple[int, int]]) -> list[float]:
+    """The slowest step of each span, from its begin to before its end, over the median of the steps around it."""
     found = []
-    for step in steps:
-        around = times[max(0, step - AROUND) : step] + times[step + 1 : step + 1 + AROUND]
-        if step < len(times) and around:
-            found.append(times[step] / statistics.median(around))
+    for begin, end in spans:
+        around = times[max(0, begin - AROUND) : begin] + times[end : end + AROUND]
+        if begin < len(times) and around:
+            found.append(max(times[begin:end]) / statistics.median(around))
     return found
 
 
@@ -179,16 +150,15 @@ class ExpertsTrainer:
     """The worker: a session whose routers are biased towards some experts, and towards others after each shift."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        connection = FileConnection(settings, 0, partial(_place, settings))
-        self._arm = SessionArm(settings["job"], connection=connection)
+        self._arm = SessionArm(settings["job"], connection=FileConnection(settings, rank=0))
         self.session = self._arm.session
         self._routers = [part for part in self.session.trainable.module.modules() if isinstance(part, TopKRouter)]
         self._skew, self._shift_steps = settings.get("skew", 0.0), settings.get("shift_steps")
-        self._draw = np.random.default_rng(settings["seed"])
+        self._draw = np.random.default_rng(settings["job"]["seed"])
 
-    def serve(self, arm: str) -> None:
+    def serve(self) -> None:
         """Train blocks for the bench, then let the hosts exit."""
-        serve_blocks(arm, self._run_block)
+        serve_blocks(self._run_block)
         self.session.full_module()
 
     def _run_block(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -214,17 +184,11 @@ def run_member(settings: dict[str, Any], rank: int) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     if rank == 0:
-        ExpertsTrainer(settings).serve(settings["arm"])
+        ExpertsTrainer(settings).serve()
         return
     if "slowness" in settings:
         slow_down(settings["slowness"][rank - 1])
-    shapes = [LayerShape.from_json(row) for row in settings["shapes"]]
-    serve_host(settings, rank, _place(settings, shapes, PlacementRules.from_json(settings["rules"])))
-
-
-def _place(settings: dict[str, Any], shapes: list[LayerShape], rules: PlacementRules) -> Placement:
-    """The initial placement in all processes, before the hosts' speeds are known."""
-    return starting_placement(rules, shapes, equal_hosts(settings["hosts"]))
+    serve_host(settings, rank)
 
 
 def slow_down(factor: int) -> None:

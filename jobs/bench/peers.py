@@ -13,26 +13,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from cluster.config import Count
 from cluster.environment import package_version
-from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, equal_series, median_interval
-from jobs.bench.harness.processes import ArmServer
+from jobs.bench.harness.inputs import write_text
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, equal_series, median_interval
+from jobs.bench.harness.processes import Arms
 from jobs.bench.harness.sessions import PlainLoop
 from jobs.bench.loop import (
     LOG_EVERY,
     BlockObserver,
-    LoopOptions,
-    OurRun,
+    StepOptions,
     TrainingBlocks,
-    check_block_steps,
+    check_blocks,
     gpt_loop,
     language_loss,
     loop_job,
-    make_text,
+    start_run,
     start_script,
 )
 
@@ -44,25 +42,18 @@ TOLERANCE = 1e-3
 PEERS = ("lightning", "accelerate")
 
 
-class PeersOptions(LoopOptions):
-    """Options of bench `peers`."""
-
-    workers: list[Count] = Field([1], description="always one")
-
-
-def run(options: PeersOptions, found: BenchMeasurement, say: Say) -> None:
-    """Measure the peers that are installed; see `PeersOptions`.
+def run(options: StepOptions, found: BenchMeasurement) -> None:
+    """Measure the peers that are installed; see `StepOptions`.
 
     Raises:
         InputError: a block does not end with a logged row.
         RunError: an arm died.
     """
-    check_block_steps(options)
+    check_blocks(options, workers=[1])
     found.block = f"seconds per step, the mean of {options.block_steps}"
     installed = [peer for peer in PEERS if importlib.util.find_spec(peer) is not None]
     if installed:
-        with ArmServer() as server:
-            _measure(options, found, server, installed, say=say)
+        _measure(options, found, installed)
     found.values["versions"] = {peer: package_version(peer) for peer in installed}
     missing = [peer for peer in PEERS if peer not in installed]
     if missing:
@@ -70,29 +61,26 @@ def run(options: PeersOptions, found: BenchMeasurement, say: Say) -> None:
         found.cannot(effect, "not installed: pip install raytrain[peers]")
 
 
-def _measure(options: PeersOptions, found: BenchMeasurement, server: ArmServer, peers: list[str], *, say: Say) -> None:
-    from jobs.driver.runtime import connected  # here and not above: the processes of the peers do without
-
-    text = make_text(options, server.folder)
-    say(f"starting Ray, {' and '.join(peers)}")
-    others = {
-        name: start_script(server, name, f"{__name__}:{name}", options, world_size=1, text=text) for name in peers
-    }
-    ours = OurRun(server, loop_job(options, world_size=1, text=text, save_dir=server.folder / "runs"))
-    blocks = TrainingBlocks({"ours": ours.ask, **{name: arm.ask for name, arm in others.items()}}, options.block_steps)
-    with connected("local", num_cpus=2, num_gpus=0, verbose=False), ours.beside(*others.values()):
+def _measure(options: StepOptions, found: BenchMeasurement, peers: list[str]) -> None:
+    found.say(f"starting ours, {' and '.join(peers)}")
+    with Arms() as arms:
+        text = write_text(arms.folder, options, steps=options.total_steps)
+        ours = start_run(arms, "ours", loop_job(options, world_size=1, text=text, folder=arms.folder))
+        asks = {"ours": ours.ask}
+        for name in peers:
+            asks[name] = start_script(arms, name, f"{__name__}:{name}", options, world_size=1, text=text).ask
+        blocks = TrainingBlocks(arms, asks, options.block_steps)
         blocks.run(options.dropped)
-        for name in others:
+        for name in peers:
             label = f"ours and {name} train the same steps"
             found.gate(equal_series(label, blocks.losses["ours"], blocks.losses[name], relative=TOLERANCE))
         if not found.passed:
             return
-        say(f"{options.blocks} blocks of {1 + len(others)} arms")
+        found.say(f"{options.blocks} blocks of {len(asks)} arms")
         found.arms = blocks.run(options.blocks)
-    for name in others:
+    for name in peers:
         found.compare(found.arms, of=name, to="ours", name=f"{name} / ours, a step")
     better = min(peers, key=lambda name: median_interval(found.arms[name]).median)
-    found.values["better"] = better
     label = f"the better of the peers ({better}) / ours, a step"
     found.compare(found.arms, of=better, to="ours", name=label, goal=GOAL)
 
@@ -126,7 +114,7 @@ def accelerate(settings: dict[str, Any], _rank: int) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     schedule = LambdaLR(loop.optimizer, lambda done: loop.factor(done + 1))
     model, optimizer, scheduler = accelerator.prepare(loop.model, loop.optimizer, schedule)
-    observer.begin("accelerate")
+    observer.begin()
     while not observer.over:
         optimizer.zero_grad()
         loss = language_loss(model, next(loop.batches))
@@ -157,7 +145,7 @@ def lightning(settings: dict[str, Any], _rank: int) -> None:
 
     class EndSteps(L.Callback):
         def on_train_start(self, *_about: Any) -> None:
-            observer.begin("lightning")
+            observer.begin()
 
         def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, *_about: Any) -> None:
             observer.end_step(outputs["loss"])

@@ -12,25 +12,20 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
-from pydantic import Field
 
 from cluster.config import Count
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, equal_series
-from jobs.bench.harness.processes import ArmServer
-from jobs.bench.loop import (
-    BlockObserver,
-    LoopOptions,
-    OurRun,
-    TrainingBlocks,
-    check_block_steps,
-    loop_job,
-    make_text,
-)
+from jobs.bench.harness.inputs import write_text
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, alternate, equal_series
+from jobs.bench.harness.options import key
+from jobs.bench.harness.processes import Arms
+from jobs.bench.loop import StepOptions, TrainingBlocks, check_blocks, loop_job, start_run
+from jobs.driver.runtime import connected
 from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.errors import InputError
 from raytrain.infer.input import InputRows, Unit, units_of
@@ -40,7 +35,6 @@ from raytrain.infer.ray_data import run_units
 from raytrain.infer.worker import Work
 
 Part = Literal["training", "inference"]
-PARTS: tuple[Part, ...] = ("training", "inference")
 ONE, TWO = "one worker", "two workers"
 #: Time of two workers over that of one, on equal work: half is what two cores can bring.
 GOAL = Goal(at_most=0.55)
@@ -51,86 +45,68 @@ STARTED_WITHIN_S = 300
 VOCABULARY = 256  # bytes
 
 
-class ScalingOptions(LoopOptions):
+class ScalingOptions(StepOptions):
     """Options of bench `scaling`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {
-        **LoopOptions.QUICK, "dropped": 1, "jobs": 1, "samples": 4, "unit_rows": 2, "prompt": 6, "answer": 2,
-    }  # fmt: skip
-
-    parts: list[Part] = Field(list(PARTS), description="what to measure")
-    threads: Count | Literal["auto"] = Field(1, description="threads of a worker")
-    workers: list[Count] = Field([1, 2], description="always one and two")
-    batch: Count = Field(64, description="rows of a step, over all workers")
-    block_steps: Count = Field(10, description="steps of one block, a multiple of 10 (the log interval)")
-    jobs: Count = Field(6, description="repetitions of inference; each runs a job of one and a job of two workers")
-    samples: Count = Field(50, description="rows for each of two workers; one worker answers twice as many")
-    unit_rows: Count = Field(10, description="rows of a unit, one batch")
-    prompt: Count = Field(32, description="tokens of the longest prompt")
-    answer: Count = Field(64, description="tokens of an answer")
+    parts: list[Part] = key(["training", "inference"], "what to measure")
+    threads: Count | Literal["auto"] = key(1, "threads of a worker")
+    batch: Count = key(64, "rows of a step, over all workers")
+    dropped: Count = key(2, "warm-up blocks", quick=1)
+    block_steps: Count = key(10, "steps of one block, a multiple of 10 (the log interval)")
+    jobs: Count = key(6, "repetitions of inference; each runs a job of one and a job of two workers", quick=1)
+    samples: Count = key(50, "rows for each of two workers; one worker answers twice as many", quick=4)
+    unit_rows: Count = key(10, "rows of a unit, one batch", quick=2)
+    prompt: Count = key(32, "tokens of the longest prompt", quick=6)
+    answer: Count = key(64, "tokens of an answer", quick=2)
 
 
-class OneWorker(BlockObserver):
-    """Holds the run of one worker between blocks."""
-
-    ARM: ClassVar[str] = ONE
-
-
-class TwoWorkers(BlockObserver):
-    """Holds the run of two workers between blocks."""
-
-    ARM: ClassVar[str] = TWO
-
-
-def run(options: ScalingOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: ScalingOptions, found: BenchMeasurement) -> None:
     """Measure; see `ScalingOptions`.
 
     Raises:
         InputError: a block does not end with a logged row, or the rows are not divisible by two.
         RunError: Ray did not start, or a run ended early.
     """
-    from jobs.driver.runtime import connected
-
-    check_block_steps(options)
-    if options.batch % 2 or 2 * options.samples % options.unit_rows:
-        raise InputError("batch, samples", got=f"{options.batch}, {options.samples}", expected="equal parts for two")
+    check_blocks(options, workers=[2])
+    if 2 * options.samples % options.unit_rows:
+        raise InputError("samples", got=str(options.samples), expected="whole units for two workers")
     found.block = f"seconds per step, the mean of {options.block_steps}; for inference seconds of a job"
-    with ArmServer() as server:
-        say("starting Ray")
-        with connected("local", num_cpus=4, num_gpus=0, verbose=False):
-            if "training" in options.parts:
-                _measure_training(options, found, server, say)
-            if "inference" in options.parts:
-                _measure_inference(options, found, server.folder, say)
+    if "training" in options.parts:
+        _measure_training(options, found)
+    if "inference" in options.parts:
+        _measure_inference(options, found)
 
 
-def _measure_training(options: ScalingOptions, found: BenchMeasurement, server: ArmServer, say: Say) -> None:
-    text = make_text(options, server.folder)
-    one, two = (
-        OurRun(
-            server, loop_job(options, world_size=workers, text=text, save_dir=server.folder / f"runs-{workers}"),
-            observer=kind,
-        )
-        for workers, kind in ((1, OneWorker), (2, TwoWorkers))
-    )  # fmt: skip
-    blocks = TrainingBlocks({ONE: one.ask, TWO: two.ask}, options.block_steps)
-    say("training: starting both")
-    with one.beside(), two.beside():
+def _measure_training(options: ScalingOptions, found: BenchMeasurement) -> None:
+    found.say("training: starting both")
+    with Arms() as arms:
+        text = write_text(arms.folder, options, steps=options.total_steps)
+        jobs = {
+            name: loop_job(options, world_size=workers, text=text, folder=arms.folder)
+            for name, workers in ((ONE, 1), (TWO, 2))
+        }
+        runs = {name: start_run(arms, name, job).ask for name, job in jobs.items()}
+        blocks = TrainingBlocks(arms, runs, options.block_steps)
         blocks.run(options.dropped)
-        say(f"training: {options.blocks} blocks of both")
+        found.say(f"training: {options.blocks} blocks of both")
         times = blocks.run(options.blocks)
     label = "the losses of two workers equal those of one: equal work"
     if found.gate(equal_series(label, blocks.losses[TWO], blocks.losses[ONE], relative=TOLERANCE)):
         _compare(found, times, what="training step")
 
 
-def _measure_inference(options: ScalingOptions, found: BenchMeasurement, folder: Path, say: Say) -> None:
+def _measure_inference(options: ScalingOptions, found: BenchMeasurement) -> None:
     from ray.data import DataContext
 
     DataContext.get_current().wait_for_min_actors_s = STARTED_WITHIN_S
-    jobs = PoolJobs(options, folder)
-    say(f"inference: {options.jobs} times two jobs of {jobs.rows} rows")
-    times = alternate({ONE: partial(jobs.run, 1), TWO: partial(jobs.run, 2)}, blocks=options.jobs, dropped=0)
+    found.say("inference: starting Ray")
+    with (
+        TemporaryDirectory(prefix="bench-scaling-") as folder,
+        connected("local", num_cpus=4, num_gpus=0, verbose=False),
+    ):
+        jobs = PoolJobs(options, Path(folder))
+        found.say(f"inference: {options.jobs} times two jobs of {jobs.rows} rows")
+        times = alternate({ONE: partial(jobs.run, 1), TWO: partial(jobs.run, 2)}, blocks=options.jobs, dropped=0)
     same = len(jobs.answers) == 1 and all(len(one) == jobs.rows for one in jobs.answers)
     detail = f"{len(jobs.rows_by_worker)} jobs of {jobs.rows} rows"
     found.gate(Check("one and two workers: every job wrote the same answer to each row", same, detail))
@@ -156,9 +132,8 @@ class PoolJobs:
         lengths = draw.integers(max(1, options.prompt // 2), options.prompt + 1, self.rows)
         texts = [bytes(draw.integers(97, 123, length).astype(np.uint8)).decode() for length in lengths]
         parquet.write_table(pa.table({"text": texts}), folder / "prompts.parquet")
-        sizes = {name: getattr(options, name) for name in ("layers", "heads", "width", "seed")}
-        sizes |= {"context": options.prompt + options.answer, "vocab_size": VOCABULARY}
-        keys = ModelConfig(builder="jobs.bench.infer:seeded_gpt", **sizes)
+        sizes: Any = {**options.sizes, "context": options.prompt + options.answer, "vocab_size": VOCABULARY}
+        keys = ModelConfig.model_validate({"builder": "jobs.bench.infer:seeded_gpt", "seed": options.seed, **sizes})
         model = InferenceModel(keys, facts={"vocab_size": VOCABULARY})
         prompts, config = InputRows.at([str(folder / "prompts.parquet")]), InferConfig(max_new_tokens=options.answer)
         self._work = Work(model, config, prompts, "", options.unit_rows, 0, 1)
@@ -187,11 +162,7 @@ def _answers(parts: Path, units: Sequence[Unit]) -> Iterator[Any]:
 
 
 def _compare(found: BenchMeasurement, times: dict[str, list[float]], *, what: str) -> None:
-    """Add the arms, the ratio of two workers to one, and the claim."""
+    """Add the arms, and the ratio of two workers to one."""
     found.arms |= {f"{what}, {name}": values for name, values in times.items()}
     name = f"seconds of {'an' if what[0] in 'aeiou' else 'a'} {what}, two workers / one"
-    ratio = found.compare(times, of=TWO, to=ONE, name=name, goal=GOAL)
-    found.claim(
-        f"two workers of one thread take about half the time of one for an equal {what}", ratio.high <= 0.6,
-        f"{ratio} of one worker's time; 0.5 is half",
-    )  # fmt: skip
+    found.compare(times, of=TWO, to=ONE, name=name, goal=GOAL)

@@ -14,14 +14,11 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
-
-from pydantic import Field
 
 from cluster.config import Count
 from jobs.bench.harness.inputs import gpt_model, job_of, write_text
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
-from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
+from jobs.bench.harness.options import TextOptions, key
 from jobs.bench.harness.processes import MEMBER, run_command
 from jobs.bench.startup_arms import NOTE
 from raytrain.config.decode import dump_yaml
@@ -36,22 +33,15 @@ CHECK_GOAL, MACHINES_GOAL_S = Goal(at_most=1.3), 5.0
 OURS, BARE, SCRIPT, CHECK = "raytrain train", "TorchTrainer", "script without Ray", "raytrain check"
 
 
-class StartupOptions(BenchOptions):
+class StartupOptions(TextOptions):
     """Options of bench `startup`."""
 
-    QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "dropped": 0, "layers": 1, "width": 16, "context": 16, "batch": 4}
-
-    blocks: Count = Field(5, description="starts of each command that are kept")
-    dropped: int = Field(1, ge=0, description="starts before those, which fill the page cache")
-    workers: Count = Field(1, description="workers of each command; the script has one process")
-    layers: Count = Field(4, description="of the GPT")
-    heads: Count = Field(4, description="of the GPT")
-    width: Count = Field(128, description="of the GPT")
-    context: Count = Field(64, description="tokens of a row")
-    batch: Count = Field(12, description="rows of the step, over all workers")
+    blocks: Count = key(5, "starts of each command that are kept", quick=1)
+    dropped: int = key(1, "starts before those, which fill the page cache", quick=0, ge=0)
+    workers: Count = key(1, "workers of each command; the script has one process")
 
 
-def run(options: StartupOptions, found: BenchMeasurement, say: Say) -> None:
+def run(options: StartupOptions, found: BenchMeasurement) -> None:
     """Measure; see `StartupOptions`.
 
     Raises:
@@ -61,31 +51,26 @@ def run(options: StartupOptions, found: BenchMeasurement, say: Say) -> None:
     machines: list[float] = []
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as folder:
         place = Path(folder)
-        arms = {
-            name: partial(_first_step, command, place / "note") for name, command in _commands(options, place).items()
-        }
+        commands = _commands(options, place)
+        arms = {name: partial(_first_step, command, place / "note") for name, command in commands.items()}
         arms[CHECK] = partial(_checked, place, machines)
-        say(f"{options.dropped + options.blocks} starts of {len(arms)} commands")
-        times = alternate(arms, blocks=options.blocks, dropped=options.dropped)
-    found.arms |= times
+        found.say(f"{options.dropped + options.blocks} starts of {len(arms)} commands")
+        times = found.alternate(arms, blocks=options.blocks, dropped=options.dropped)
     found.gate(Check("every command took a step", True, f"{sum(map(len, times.values()))} starts"))
     first = "seconds to the first step, raytrain train /"
     found.compare(times, of=OURS, to=BARE, goal=GOAL, name=f"{first} TorchTrainer")
     found.compare(times, of=OURS, to=SCRIPT, name=f"{first} script without Ray")
-    found.compare(
-        times, of=CHECK, to=BARE, goal=CHECK_GOAL, name="seconds of raytrain check / TorchTrainer's first step"
-    )
+    label = "seconds of raytrain check / TorchTrainer's first step"
+    found.compare(times, of=CHECK, to=BARE, goal=CHECK_GOAL, name=label)
     kept = found.values["seconds of the machine part of raytrain check"] = machines[options.dropped :]
     middle = statistics.median(kept)
-    found.claim(
-        f"the machine part of raytrain check takes at most {MACHINES_GOAL_S:g} s", middle <= MACHINES_GOAL_S,
-        f"median {middle:.2f} s",
-    )  # fmt: skip
+    effect = f"the machine part of raytrain check takes at most {MACHINES_GOAL_S:g} s"
+    found.claim(effect, middle <= MACHINES_GOAL_S, f"median {middle:.2f} s")
 
 
 def _commands(options: StartupOptions, place: Path) -> dict[str, list[str]]:
     """The commands that take a step, with their files in this folder."""
-    text = write_text(place, batch=options.batch, context=options.context, steps=4, seed=options.seed)
+    text = write_text(place, options, steps=4)
     job = job_of(
         options, gpt_model(options), text, name="startup", workers=options.workers, threads=options.thread_count,
         precision={"dtype": "fp32"}, loop={"max_steps": 1, "global_batch_size": options.batch},
@@ -93,9 +78,9 @@ def _commands(options: StartupOptions, place: Path) -> dict[str, list[str]]:
         telemetry={"observers": ["jobs.bench.startup_arms:FirstStep"], "tensorboard": False},
     )  # fmt: skip
     (place / "job.yaml").write_text(dump_yaml(job))
-    settings = options.model_dump(include={"layers", "heads", "width", "context", "workers"}) | {
-        "batch": options.batch // options.workers, "threads": options.thread_count, "text": str(text),
-        "storage": str(place / "storage"), "note": str(place / "note"),
+    settings = {
+        **options.sizes, "workers": options.workers, "batch": options.batch // options.workers, "text": str(text),
+        "threads": options.thread_count, "storage": str(place / "storage"), "note": str(place / "note"),
     }  # fmt: skip
     (place / "settings.json").write_text(json.dumps(settings))
     start = [sys.executable, "-m"]

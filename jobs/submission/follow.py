@@ -1,4 +1,4 @@
-"""A submitted job from the terminal: its log as it grows, Ctrl-C, stopping it, and a copy of its run folder."""
+"""A submitted job from the terminal: its log as it grows, stopping it, and a copy of its run folder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
 import requests
 from ray.job_submission import JobDetails
 
-from jobs.driver.signals import Interrupted
 from jobs.submission.server import JobServer, ServerSilent, exit_code, outcome, record_of
 from jobs.submission.stop_request import LISTENS, STOP
 from raytrain.config.sections import RetryConfig
-from raytrain.errors import InputError, RaytrainError, RunError
+from raytrain.errors import InputError, RunError
 from raytrain.runs.folder import shell_command
 
 INTERRUPTED = 130
@@ -29,7 +27,6 @@ EVERY_S, SILENT_S = 1.0, 300.0
 """Seconds between two questions for the log, and for which the server may not answer, as while a tunnel is reopened."""
 ASKED_LESS = 20
 """A log that takes a second to arrive is asked for again after so many."""
-QUESTION = "[d]etach and let it run (or Ctrl-C again), [s]top it, or [c]ontinue following"
 
 CLOSE_S = 15.0
 """Seconds beyond `retry.stop_grace_s`, in which a driver whose workers did not save in time closes its run."""
@@ -41,101 +38,63 @@ BLOCK = 1 << 20
 # ---------------------------------------------------------------- follow
 
 
-class JobLog:
-    """The log of a job, printed as it grows.
-
-    The whole log is asked for again and again: Ray's stream of a log may end while the job runs (ray #57002, #60665),
-    or stay silent after its connection was lost.
-    """
-
-    def __init__(self, server: JobServer, job_id: str) -> None:
-        self._server, self._id, self._printed = server, job_id, 0
-
-    def follow(self) -> JobDetails:
-        """Print what is new until the job has ended, and return it; after Ctrl-C it can be called again.
-
-        Raises:
-            RunError: the server was silent for too long; the job may still run.
-            InputError: the server does not know the job any more.
-        """
-        job, answered, pause_s = None, time.monotonic(), EVERY_S
-        while True:
-            asked = time.monotonic()
-            try:
-                job = self._server.job(self._id)  # before the log, which then holds all that it has printed
-                log = self._server.get_job_logs(self._id)
-            except (ServerSilent, RunError, RuntimeError) as error:  # the last two: it answers, but cannot say
-                late = asked - answered >= SILENT_S
-                if job is not None and job.status.is_terminal() and (late or not isinstance(error, ServerSilent)):
-                    return job  # one that never began has no log
-                if late:
-                    raise RunError(
-                        f"{self._server.address} has not answered for {SILENT_S:.0f} s, and {self._id} may still "
-                        f"run. Follow it again with: {shell_command('submit', 'logs', self._id, '--follow')}"
-                    ) from error
-            else:
-                answered = time.monotonic()
-                pause_s = max(EVERY_S, ASKED_LESS * (answered - asked))
-                print_log(log[self._printed :])
-                self._printed = len(log)
-                if job.status.is_terminal():
-                    return job
-            time.sleep(pause_s)
-
-
 def follow_job(server: JobServer, job_id: str) -> int:
-    """Print the log of a job to its end, and return the exit code of the job, or 130 when detached.
+    """Print the log of a job to its end, and return the exit code of the job.
 
-    Ctrl-C asks whether to detach, to stop the job or to continue; without a terminal, at a second Ctrl-C and at SIGTERM
-    the command detaches: the job keeps running.
+    Ctrl-C and SIGTERM detach: the job keeps running, and the exit code is 130.
 
     Raises:
         RunError: the server was silent for too long; the job may still run.
     """
-    log, answered = JobLog(server, job_id), ""
     try:
-        while True:
-            try:
-                if answered:  # here, where a Ctrl-C right after it asks again
-                    say(answered)
-                    answered = ""
-                job = log.follow()
-                break
-            except Interrupted:  # SIGTERM
-                raise
-            except KeyboardInterrupt:
-                answered = _ask(server, job_id)
+        job = follow_log(server, job_id)
     except KeyboardInterrupt:
-        say(f"{job_id} keeps running. {follow_again(server, job_id)}")
+        say(f"{job_id} keeps running. {go_on(server, job_id)}")
         return INTERRUPTED
     say(f"{job_id}: {outcome(job)}, exit code {exit_code(job)}{_explained(job)}")
     return exit_code(job) or 0
 
 
-def _ask(server: JobServer, job_id: str) -> str:
-    """Ask what to do with the job, and stop it or continue; returns what was done. Raises Interrupted to detach."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise Interrupted("nobody can answer")
-    click.echo(err=True)
-    try:
-        choice = click.Choice(["d", "s", "c"], case_sensitive=False)
-        answer = click.prompt(QUESTION, type=choice, default="d", show_choices=False, err=True)
-    except click.Abort as again:  # a second signal, or the end of the input
-        raise Interrupted("detached") from again
-    if answer == "d":
-        raise Interrupted("detached")
-    if answer == "c":
-        return f"following {job_id} again"
-    try:
-        request_stop(server, job_id)
-    except RaytrainError as error:
-        return f"{job_id} cannot be asked to stop: {error}. It keeps running"
-    return "asked the run to save and stop; Ctrl-C again to detach"
+def follow_log(server: JobServer, job_id: str) -> JobDetails:
+    """Print the log of a job as it grows, until the job has ended, and return the job.
+
+    The whole log is asked for again and again: Ray's stream of a log may end while the job runs (ray #57002, #60665),
+    or stay silent after its connection was lost.
+
+    Raises:
+        RunError: the server was silent for too long; the job may still run.
+        InputError: the server does not know the job any more.
+    """
+    job, printed, answered, pause_s = None, 0, time.monotonic(), EVERY_S
+    while True:
+        asked = time.monotonic()
+        try:
+            job = server.job(job_id)  # before the log, which then holds all that it has printed
+            log = server.get_job_logs(job_id)
+        except (ServerSilent, RunError, RuntimeError) as error:  # the last two: it answers, but cannot say
+            late = asked - answered >= SILENT_S
+            if job is not None and job.status.is_terminal() and (late or not isinstance(error, ServerSilent)):
+                return job  # one that never began has no log
+            if late:
+                raise RunError(
+                    f"{server.address} has not answered for {SILENT_S:.0f} s, and {job_id} may still run. "
+                    + go_on(server, job_id)
+                ) from error
+        else:
+            answered = time.monotonic()
+            pause_s = max(EVERY_S, ASKED_LESS * (answered - asked))
+            print_log(log[printed:])
+            printed = len(log)
+            if job.status.is_terminal():
+                return job
+        time.sleep(pause_s)
 
 
-def follow_again(server: JobServer, job_id: str) -> str:
-    """How to follow a job that keeps running."""
-    return f"Follow it with: {shell_command('submit', 'logs', job_id, '--follow', '--address', server.address)}"
+def go_on(server: JobServer, job_id: str) -> str:
+    """How to follow a job that keeps running, and how to stop it."""
+    where = ("--address", server.address)
+    follow = shell_command("submit", "logs", job_id, "--follow", *where)
+    return f"Follow it with: {follow}; stop it with: {shell_command('submit', 'stop', job_id, *where)}"
 
 
 def print_log(text: str) -> None:
@@ -167,7 +126,7 @@ def stop_job(server: JobServer, job_id: str) -> JobDetails:
 
     Raises:
         InputError: there is no such job, or it has ended already.
-        RunError: it did not end, even killed by Ray.
+        RunError: the cluster does not take the request, or the job did not end, even killed by Ray.
     """
     job = server.job(job_id)
     if job.status.is_terminal():
@@ -176,7 +135,10 @@ def stop_job(server: JobServer, job_id: str) -> JobDetails:
     if server.request("GET", f"/api/packages/gcs/{LISTENS.format(job_id)}").status_code == 200:
         grace_s = record_of(job).get("stop_grace_s")
         grace_s = RetryConfig().stop_grace_s if grace_s is None else float(grace_s)
-        request_stop(server, job_id)
+        answer = server.request("PUT", f"/api/packages/gcs/{STOP.format(job_id)}", data=b"stop")
+        if answer.status_code != 200:
+            refused = f"{answer.status_code} {answer.reason}"
+            raise RunError(f"{server.address} refused the request to stop {job_id}: {refused}")
         say(f"asked {job_id} to save and stop; waiting for up to {grace_s:g} s (retry.stop_grace_s)")
         server.ended(job_id, within_s=grace_s + CLOSE_S)
     else:
@@ -190,13 +152,6 @@ def stop_job(server: JobServer, job_id: str) -> JobDetails:
                 "end within RAY_JOB_STOP_WAIT_TIME_S of its head node"
             )
     return server.job(job_id)
-
-
-def request_stop(server: JobServer, job_id: str) -> None:
-    """Ask a running job to save and to return. Errors: RunError if the cluster does not take it."""
-    answer = server.request("PUT", f"/api/packages/gcs/{STOP.format(job_id)}", data=b"stop")
-    if answer.status_code != 200:
-        raise RunError(f"{server.address} refused the request to stop {job_id}: {answer.status_code} {answer.reason}")
 
 
 # ---------------------------------------------------------------- fetch

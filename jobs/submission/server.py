@@ -12,7 +12,7 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,21 +128,11 @@ class JobServer(JobSubmissionClient):
         """A request for which Ray's client has no method."""
         return self._do_request(method, path, **options)
 
-    def upload(self, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-        """The same environment with its local files on the cluster: what `submit` then sends is small."""
-        uploaded = dict(runtime_env)
-        try:
-            self._upload_working_dir_if_needed(uploaded)
-            self._upload_py_modules_if_needed(uploaded)
-        except RuntimeError as error:
-            raise RunError(f"{self.address} refused the upload: {_last_line(error)}") from error
-        return uploaded
-
     def submit(self, entrypoint: str, *, job_id: str, **more: Any) -> None:
         """Submit a job; `more` are arguments of Ray's `submit_job`.
 
         Raises:
-            InputError: the ID is taken, or Ray refuses the job.
+            InputError: the ID is taken, or Ray refuses the job or its files.
             RunError: the server did not answer: whether the job is submitted is not known.
         """
         try:

@@ -6,15 +6,12 @@ import contextlib
 import importlib.util
 import json
 import os
-import pty
 import re
 import secrets
 import shutil
 import signal
 import site
 import socket
-import subprocess
-import sys
 import threading
 import venv
 import zipfile
@@ -264,54 +261,6 @@ def test_a_killed_driver_gives_137(cluster: Cluster, write_job: Callable[..., Pa
     finished = command.finish(timeout=ASK_S)
     assert finished.code == 137 and "killed: FAILED, exit code 137" in finished.err, finished.text
     assert cluster.state("killed")["exit_code"] == 137
-
-
-@pytest.mark.timeout(900)
-def test_ctrl_c_at_a_terminal_asks_and_stops(cluster: Cluster, write_job: Callable[..., Path]) -> None:
-    """Each moment of a signal and each answer: tests/unit/jobs/submission/test_follow.py."""
-    write_job("asked", loop=LONG, save={"every": 1_000_000})
-    ours, theirs = pty.openpty()
-    arguments = [sys.executable, "-m", "jobs", "submit", "train", "asked.yaml", "--id", "asked"]
-    env = {**os.environ, **cluster.env}
-    process = subprocess.Popen(
-        arguments, cwd=cluster.place.folder, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-    )
-    os.close(theirs)
-    shown: list[str] = []
-    grew = threading.Condition()
-
-    def read() -> None:
-        try:
-            while block := os.read(ours, 4096):
-                with grew:
-                    shown.append(block.decode(errors="replace"))
-                    grew.notify_all()
-        except OSError:
-            return  # the other side is closed
-
-    def wait_for(text: str, times: int = 1) -> None:
-        with grew:
-            assert grew.wait_for(lambda: "".join(shown).count(text) >= times, JOB_S), "".join(shown)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        wait_for("machine ")  # the job's own log: it is followed
-        for times, (answer, then) in enumerate((("c\n", "following asked again"), ("s\n", "asked the run")), start=1):
-            if times == 2:
-                cluster.trains("asked", command=None)
-            os.killpg(process.pid, signal.SIGINT)
-            wait_for("[c]ontinue", times)
-            os.write(ours, answer.encode())
-            wait_for(then)
-        assert process.wait(timeout=JOB_S) == 130, "".join(shown)
-    finally:
-        process.kill()
-        process.wait()
-    reader.join(timeout=10)
-    os.close(ours)
-    run = cluster.run_of("asked")
-    assert run.result["status"] == "interrupted" and run.checkpoints(), "".join(shown)
 
 
 PLAIN = (

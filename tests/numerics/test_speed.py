@@ -17,7 +17,7 @@ from gang import run_gang
 from lab import GPT, MLP, class_rows, digest, make_session, token_rows, train
 from torch import nn
 
-from jobs.bench.harness.sessions import SavedForBackward
+from jobs.bench.harness.sessions import saved_for_backward
 from jobs.job.spec import REFERENCE
 from raytrain.autotune.startup import Calibration, measure_eager_step
 from raytrain.checkpoint.reader import load
@@ -181,9 +181,9 @@ def gradients(*, every: int | None, dtype: torch.dtype = torch.float64, half: bo
     torch.manual_seed(9)
     x = torch.randn(32, 64, dtype=dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-        counter = SavedForBackward(trainable.module)
         outputs: list[LossOutput] = []
-        kept = counter.during(lambda: outputs.append(trainable.loss(trainable.module, {"x": x})))
+        forward = lambda: outputs.append(trainable.loss(trainable.module, {"x": x}))  # noqa: E731
+        kept = saved_for_backward(trainable.module, forward)
         outputs[0].loss.backward()
     grads = [p.grad for p in trainable.module.parameters()]
     return [*grads, torch.get_rng_state()], kept

@@ -23,7 +23,7 @@ def test_benches_run_now_and_an_existing_document_share_one_table(
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "loop.json").write_text(json.dumps(bench_document()))
     keys = ["dir=parts", 'only=["loop","checkpoint","claims"]', "checkpoint.threads=1", "claims.rows=15"]
-    assert bench_verb("all", keys, out=None, quick=True, as_json=False) == 1, "claims gets an invalid key"
+    assert bench_verb("all", keys, out="benchmarks.json", quick=True, as_json=False) == 1, "claims gets an invalid key"
     made = json.loads((tmp_path / "benchmarks.json").read_text())
     checks = {check["name"]: check for check in made["gate"]["checks"]}
     assert [checks[name]["passed"] for name in ("loop", "checkpoint", "claims")] == [True, True, False]
@@ -34,7 +34,7 @@ def test_benches_run_now_and_an_existing_document_share_one_table(
     assert made["environment"]["versions"] and made["environment"]["cpu_model"] and made["environment"]["date"]
     printed = capsys.readouterr().out
     assert "| bench | claim | our figure, with its 95 % interval | verdict |" in printed
-    assert "| checkpoint | " in printed and "2026-11-22" in printed
+    assert "| checkpoint | " in printed
 
 
 def report(path: Path) -> Result:
@@ -64,7 +64,9 @@ def test_a_summary_holds_every_ratio_and_only_figures_of_its_json(measured: Path
     text, document = page.read_text(), json.loads(measured.read_text())
     ratios = [ratio for bench in document["values"]["benches"].values() for ratio in bench["ratios"]]
     figures = {round(ratio[part], 3) for ratio in ratios for part in ("median", "low", "high")}
-    assert len(ratios) == 4 and numbers(text.partition("## Every ratio")[2]) == figures
+    claims = [claim for bench in document["values"]["benches"].values() for claim in bench["claims"]]
+    told = numbers(" ".join(claim["evidence"] for claim in claims))
+    assert len(ratios) == 4 and figures <= numbers(text) <= figures | told
     assert document["environment"]["date"] in text and document["environment"]["command"] in text
     assert "Small sizes" in text and "copies out of pinned memory" in text
 

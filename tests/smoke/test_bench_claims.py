@@ -50,7 +50,7 @@ def check_consistent(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.covers("PERF-26", "TEST-05")
-def test_full_steps_in_each_precision_are_timed_in_turn_and_checked_against_a_plain_loop(
+def test_full_steps_in_each_precision_are_timed_in_turn_and_have_the_losses_of_fp32(
     part: Callable[[str], dict[str, Any]],
 ) -> None:
     document = part("precision")
@@ -61,9 +61,7 @@ def test_full_steps_in_each_precision_are_timed_in_turn_and_checked_against_a_pl
     fp32, bf16 = (document["arms"][f"mlp 16, {kind}"]["values"] for kind in ("fp32", "bf16"))
     assert pair["values"] == [a / b for a, b in zip(fp32, bf16, strict=True)]
     checks = [check["name"] for check in document["gate"]["checks"]]
-    assert "mlp 32: ours equals plain bf16" in checks and "mlp 32: ours equals plain fp32" in checks
-    (gain,) = [ratio for ratio in document["ratios"] if "the plain loop's own gain" in ratio["name"]]
-    assert gain["goal"] == {"at_least": 0.9, "at_most": None}
+    assert checks == [f"{model}: the loss in {half} is that of fp32" for model in models for half in ("bf16", "fp16")]
     (speed,) = [claim for claim in document["claims"] if "1.5 times as fast" in claim["effect"]]
     assert any(units in speed["evidence"] for units in ("AMX", "AVX512-bf16", "neither"))
 
@@ -135,7 +133,7 @@ def test_attention_is_timed_with_built_masks_cached_masks_and_no_mask(part: Call
 def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilation_separately(
     part: Callable[[str], dict[str, Any]],
 ) -> None:
-    """In all three modes, one of which may be worth setting."""
+    """In all three modes."""
     document = part("compile")
     modes = ("default", "reduce-overhead", "max-autotune")
     assert set(document["arms"]) == {"eager", *modes, "defaults", "optim.fused false", "reference"}
@@ -144,10 +142,6 @@ def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilation_separate
         assert document["values"][mode]["achieved"] == "1 of 1 parts"
         (claim,) = [one for one in document["claims"] if one["effect"] == f"torch.compile ({mode}) makes steps faster"]
         assert ("as its CUDA graphs need a GPU" in claim["evidence"]) == (mode == "reduce-overhead")
-    ratios = {ratio["to"]: ratio for ratio in document["ratios"][:3]}
-    faster = {mode: ratios[mode]["median"] for mode in modes if ratios[mode]["low"] > 1}
-    best = document["values"]["worth_setting"]
-    assert best == max(faster, key=lambda mode: faster[mode], default=None)
     status = document["values"]["default"]
     assert status["achieved"] == "1 of 1 parts" and status["seconds"] > 0 and status["graph_breaks"] == 0
     assert status["pays_from_step"] is None or status["pays_from_step"] >= 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jobs.bench.harness.options import bench_verb
-from jobs.bench.moves import _after_switches
+from jobs.bench.moves import over_around
 
 ALONE = {"in process, 2 thread(s)", "in process, 1 thread(s)"}
 
@@ -25,10 +25,8 @@ def test_every_layout_and_implementation_is_checked_and_timed_in_turn(tmp_path: 
     ratios = {ratio["name"]: ratio for ratio in document["ratios"]}
     for dtype in ("fp32", "bf16"):
         exchange = document["values"]["exchange"][dtype]
-        assert set(exchange["layouts"]) == ALONE | {"1 + 2", "2 colocated"}
-        for layout in exchange["layouts"].values():
-            assert layout["ms"] > 0 and layout["cpu_s"] >= 0
-        for name in exchange["layouts"]:
+        assert set(exchange["ms"]) == ALONE | {"1 + 2", "2 colocated"} and min(exchange["ms"].values()) > 0
+        for name in exchange["ms"]:
             assert len(document["arms"][f"{dtype}, {name}"]["values"]) == 3
         calm = ratios[f"{dtype}: 1 + 2 / in process, 2 thread(s)"]
         assert calm["goal"] == {"at_least": None, "at_most": 1.25}
@@ -63,12 +61,12 @@ def test_experts_move_and_the_losses_stay_the_same_bit_for_bit(tmp_path: Path) -
             assert decision["bytes"] <= measured < 1.1 * decision["bytes"], "names and shapes are added"
     assert compared, "no decision was carried out"
     assert len(values["step_times"]["moving"]) == 32
-    assert values["after_switch"] == _after_switches(
-        values["step_times"]["moving"], [move["step"] for move in values["moves"]]
+    assert values["after_switch"] == over_around(
+        values["step_times"]["moving"], ((move["step"], move["step"] + 1) for move in values["moves"])
     )
 
 
-def test_the_cost_of_a_lifecycle_is_measured_idle_in_its_changes_and_in_its_cycles(tmp_path: Path) -> None:
+def test_the_cost_of_a_lifecycle_is_measured_idle_and_in_its_changes(tmp_path: Path) -> None:
     out = tmp_path / "lifecycle.json"
     assert bench_verb("lifecycle", ["steps=50"], out=str(out), quick=True, as_json=False) == 0
     document = json.loads(out.read_text())
@@ -77,11 +75,7 @@ def test_the_cost_of_a_lifecycle_is_measured_idle_in_its_changes_and_in_its_cycl
     assert len(values["step_times"]) == 50
     kinds = [kind for kind, _ in values["changes"]]
     assert sorted({*kinds}) == ["birth", "merge", "prune"] and len(kinds) == 9, "one every five steps, done in the next"
-    assert len(values["cycles"]) == 2 and all(cycle["rows"] == 32 for cycle in values["cycles"])
-    ratios = [cycle["seconds"] / 32 / values["pass_s_a_row"] for cycle in values["cycles"]]
-    assert min(ratios) <= values["cycle_over_pass"]["median"] <= max(ratios)
-    assert 0 < values["reservoir_bytes"][0] <= values["reservoir_bytes"][1]
-    assert len(document["claims"]) == 4
+    assert len(document["claims"]) == 3
 
 
 @pytest.mark.covers("PERF-02", "FUT-05")
@@ -103,4 +97,4 @@ def test_our_run_in_ray_equals_ddp_under_torchrun_and_both_rates_are_reported(
     assert ratio["values"] == [a / b for a, b in zip(theirs, ours, strict=True)]
     assert values["threads"] == 1 and set(values["samples_per_s"]) == set(values["losses"])
     assert values["samples_per_s"]["ours"] == pytest.approx(4 / (sum(ours) / 2))
-    assert len(values["losses"]["ours"]) == 5 and values["cpu_s_per_step"]["ours"] > 0
+    assert len(values["losses"]["ours"]) == 5

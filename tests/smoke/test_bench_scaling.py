@@ -31,4 +31,3 @@ def test_two_workers_do_the_work_of_one_in_halves_and_the_times_are_compared(tmp
         two, one = (found["arms"][f"{what}, {name}"]["values"] for name in ("two workers", "one worker"))
         assert ratio["values"] == pytest.approx([both / alone for both, alone in zip(two, one, strict=True)])
         assert ratio["goal"] == {"at_least": None, "at_most": 0.55}
-    assert {claim["verdict"] for claim in found["claims"]} == {"not measurable here"}, "small sizes claim nothing"

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from jobs.bench.harness.options import BenchOptions
-from raytrain.errors import InputError
+from jobs.bench.harness.options import BenchOptions, TextOptions
 
-MAX_TOKENS = 4_000_000
+MAX_TOKENS = 1_000_000
 
 
 def job_of(
@@ -47,10 +45,10 @@ def perceptron_model(width: int, *, classes: int) -> dict[str, Any]:
     return {"builder": "raytrain.models.mlp:mlp", "hidden": [width] * 3, "num_classes": classes}
 
 
-def draw_bytes(seed: int) -> bytes:
-    """60,000 random letters."""
+def draw_bytes(seed: int, size: int = 60_000) -> bytes:
+    """So many random letters."""
     draw = torch.Generator().manual_seed(seed)
-    return bytes(torch.randint(97, 123, (60_000,), generator=draw, dtype=torch.uint8).tolist())
+    return bytes(torch.randint(97, 123, (size,), generator=draw, dtype=torch.uint8).tolist())
 
 
 def draw_rows(rows: int, features: int, *, classes: int, seed: int) -> dict[str, torch.Tensor]:
@@ -62,23 +60,10 @@ def draw_rows(rows: int, features: int, *, classes: int, seed: int) -> dict[str,
     }
 
 
-def write_text(folder: Path, *, batch: int, context: int, steps: int, seed: int, source: str | None = None) -> Path:
-    """Write a text whose windows fill every step of an epoch (the plain loop has no shorter last batch) and return its
-    path: random words for `steps` steps, or the beginning of the file `source`.
-
-    Raises:
-        InputError: `source` is shorter than one batch of windows.
-    """
-    if source:
-        text = Path(source).read_bytes()
-    else:
-        draw = np.random.default_rng(seed)
-        words = [bytes(draw.integers(97, 123, size=draw.integers(2, 9)).astype(np.uint8)) for _ in range(400)]
-        tokens = min(steps * batch * context, MAX_TOKENS) + 10_000
-        text = b" ".join(words[i] for i in draw.integers(len(words), size=tokens // 3))[:tokens]
-    whole_steps = (len(text) // context - 1) // batch
-    if not whole_steps:
-        raise InputError("text", got=f"{len(text)} bytes", expected="at least one batch of windows")
+def write_text(folder: Path, options: TextOptions, *, steps: int) -> Path:
+    """Write random letters and return their path. Their windows fill every step of an epoch, which has `steps` steps if
+    that is not too long: the plain loop has no shorter last batch."""
+    rows = options.batch * max(1, min(steps, MAX_TOKENS // (options.batch * options.context)))
     path = folder / "text.txt"
-    path.write_bytes(text[: context * (whole_steps * batch + 1)])
+    path.write_bytes(draw_bytes(options.seed, options.context * (rows + 1)))
     return path

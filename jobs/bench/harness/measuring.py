@@ -25,8 +25,6 @@ LEVEL = 0.95
 RESAMPLES = 4000
 NO_DIFFERENCE = "no difference shown"
 
-Say = Callable[[str], None]
-
 
 def alternate(arms: Mapping[str, Callable[[], float]], *, blocks: int, dropped: int = 1) -> dict[str, list[float]]:
     """Run one block of each arm in turn, the order reversed at every repetition.
@@ -62,12 +60,12 @@ class Interval:
         return f"{self.median:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
 
-def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
+def median_interval(values: Sequence[float]) -> Interval:
     """The median of `values` with its percentile bootstrap interval at `LEVEL`; the same for the same values."""
     sample = np.asarray(values, dtype=np.float64)
     if not len(sample):
         raise ValueError("an interval needs at least one value")
-    draws = np.random.default_rng(seed).integers(len(sample), size=(RESAMPLES, len(sample)))
+    draws = np.random.default_rng(0).integers(len(sample), size=(RESAMPLES, len(sample)))
     medians = np.median(sample[draws], axis=1)
     low, high = np.quantile(medians, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(np.median(sample)), float(low), float(high))
@@ -94,8 +92,8 @@ class Ratio(Interval):
 
     Attributes:
         values: one ratio for each repetition.
-        verdict: whether `to` is "faster" or "slower" than `of` ("smaller" or "larger" if the values are not times), if
-            the interval excludes 1; else "no difference shown".
+        verdict: "TO is faster" or "slower" than `of` ("smaller" or "larger" if the values are not times), if the
+            interval excludes 1; else "no difference shown".
         goal, met: the goal, and whether the median reaches it; None without a goal.
     """
 
@@ -116,7 +114,8 @@ def compare(
     second."""
     values = [a / b for a, b in zip(times[of], times[to], strict=True)]
     found = median_interval(values)
-    verdict = words[0] if found.low > 1 else words[1] if found.high < 1 else NO_DIFFERENCE
+    excluded = found.low > 1 or found.high < 1
+    verdict = f"{to} is {words[0] if found.low > 1 else words[1]}" if excluded else NO_DIFFERENCE
     met = None if goal is None else goal.met(found.median)
     return Ratio(**vars(found), name=name or f"{of} / {to}", of=of, to=to, values=values, verdict=verdict, goal=goal,
                  met=met)  # fmt: skip
@@ -159,6 +158,7 @@ class BenchMeasurement:
     """The document of one bench; filled while it runs.
 
     Attributes:
+        say: tells the person at the terminal what is being measured.
         block, unit: what one value of an arm measures.
         arms: name -> raw values.
         values: everything else that was measured, by name.
@@ -169,6 +169,7 @@ class BenchMeasurement:
     bench: str
     quick: bool
     settings: dict[str, Any]
+    say: Callable[[str], None] = lambda text: None
     block: str = ""
     unit: str = "s"
     checks: list[Check] = field(default_factory=list)
@@ -185,6 +186,14 @@ class BenchMeasurement:
         """Add a condition; returns whether it holds."""
         self.checks.append(check)
         return check.passed
+
+    def alternate(
+        self, arms: Mapping[str, Callable[[], float]], *, blocks: int, dropped: int = 1, named: str = "{}"
+    ) -> dict[str, list[float]]:
+        """Run the arms in turn, see `alternate`; add their values under these names, and return them."""
+        values = alternate(arms, blocks=blocks, dropped=dropped)
+        self.arms |= {named.format(name): own for name, own in values.items()}
+        return values
 
     def compare(self, times: Mapping[str, Sequence[float]], *, of: str, to: str, **about: Any) -> Ratio:
         """Add the ratio of two arms, see `compare`, and return it."""
@@ -232,13 +241,9 @@ class BenchMeasurement:
             return [*shown, "the gate failed: nothing is compared", *self.advice]
         for ratio in self.ratios:
             goal = "" if ratio.goal is None else f"; goal {ratio.goal}: {'met' if ratio.met else 'MISSED'}"
-            shown.append(f"{ratio.name}: {ratio:.3f} over {len(ratio.values)} blocks, {_sentence(ratio)}{goal}")
+            shown.append(f"{ratio.name}: {ratio:.3f} over {len(ratio.values)} blocks, {ratio.verdict}{goal}")
         claims = [f"{claim.effect}: {claim.verdict} ({claim.evidence})" for claim in self.claims]
         return [*shown, *claims, *self.advice]
-
-
-def _sentence(ratio: Ratio) -> str:
-    return ratio.verdict if ratio.verdict == NO_DIFFERENCE else f"{ratio.to} is {ratio.verdict}"
 
 
 def header(began: float, *, load_before: float) -> dict[str, Any]:

@@ -10,10 +10,9 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import click
 from pydantic import Field
@@ -36,8 +35,8 @@ BENCHES = {
     "moves": "Moving experts against round-robin, with a shifting load on expert hosts of unequal speed.",
     "recovery": "Interruption of a run when an expert host dies, against that of a dead worker.",
     "experts": "A layer with experts on hosts or partitioned across workers, against one process.",
-    "lifecycle": "The time that the lifecycle of experts takes: idle, in a change, and in a sleep cycle.",
-    "tune": "The search for batch size and precision, against an exhaustive grid and against doubling until failure.",
+    "lifecycle": "The time that the lifecycle of experts takes: idle, and in a change.",
+    "tune": "The search for batch size and precision, against an exhaustive grid.",
     "infer": "Batch inference: generation in batches, against transformers; a model over two stages.",
     "startup": "First step of raytrain train, and raytrain check, against a bare TorchTrainer and a script.",
     "scaling": "One worker against two on equal work: training steps, and answers of a model.",
@@ -51,20 +50,18 @@ BENCHES = {
 """What each bench measures, by the name of its module in jobs/bench, in the order of `bench --list` and `bench all`."""
 
 
+def key(default: Any, description: str, *, quick: Any = None, **bounds: Any) -> Any:
+    """An option of a bench; `quick` is its value for `--quick`: a size for a test, too small for meaningful figures."""
+    extra = None if quick is None else {"quick": quick}
+    return Field(default, description=description, json_schema_extra=extra, **bounds)
+
+
 class BenchOptions(Section):
-    """Options of one bench; each bench derives its own class, the type of the `options` of its `run`.
+    """Options of one bench; each bench derives its own class, the type of the `options` of its `run`."""
 
-    Attributes:
-        QUICK: values for `--quick`: sizes for a test, too small for meaningful figures.
-        OUT: default path of its JSON document; None means a new file in runs/bench.
-    """
-
-    QUICK: ClassVar[dict[str, Any]] = {}
-    OUT: ClassVar[str | None] = None
-
-    seed: NonNegativeInt = Field(42, description="of weights, order and generated data")
-    blocks: Count = Field(20, description="repetitions that are kept; each runs one block of every arm")
-    threads: Count | Literal["auto"] = Field("auto", description="threads of one process, the same for every arm")
+    seed: NonNegativeInt = key(42, "of weights, order and generated data")
+    blocks: Count = key(20, "repetitions that are kept; each runs one block of every arm", quick=3)
+    threads: Count | Literal["auto"] = key("auto", "threads of one process, the same for every arm")
 
     @property
     def thread_count(self) -> int:
@@ -72,16 +69,28 @@ class BenchOptions(Section):
         return self.threads if isinstance(self.threads, int) else local_inventory().cpus
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A bench: its options, and `run(options, found, say)`, which fills a `BenchMeasurement`."""
+class GptOptions(BenchOptions):
+    """Options of a bench with a GPT."""
 
-    options: type[BenchOptions]
-    run: Callable[..., None]
+    layers: Count = key(4, "of the GPT", quick=1)
+    heads: Count = key(4, "of the GPT", quick=2)
+    width: Count = key(128, "of the GPT", quick=16)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the GPT, by the names of its keys."""
+        return self.model_dump(include={"layers", "heads", "width", "context"})
 
 
-def load_bench(name: str) -> Bench:
-    """Import the bench of this name.
+class TextOptions(GptOptions):
+    """Options of a bench that trains a GPT on a text."""
+
+    context: Count = key(64, "tokens of a row", quick=16)
+    batch: Count = key(12, "rows of a step, over all workers", quick=4)
+
+
+def load_bench(name: str) -> tuple[type[BenchOptions], Callable[..., None]]:
+    """Import the bench of this name: its options, and its `run(options, found)`, which fills a `BenchMeasurement`.
 
     Raises:
         InputError: there is none.
@@ -91,12 +100,13 @@ def load_bench(name: str) -> Bench:
             "bench", got=name, expected=f"one of {', '.join(BENCHES)}", remedy="`raytrain bench --list` describes them"
         )
     run = importlib.import_module(f"jobs.bench.{name}").run
-    return Bench(get_type_hints(run)["options"], run)
+    return get_type_hints(run)["options"], run
 
 
 # ---------------------------------------------------------------- summary, for `raytrain report FILE.json`
 
 VERDICTS = ("reproduced", "not reproduced", "not measurable here")
+CELLS = ("bench", "claim", "figure", "verdict")
 EXPECTED = "a JSON document of `raytrain bench`"
 
 
@@ -113,7 +123,7 @@ def write_summary(path: Path) -> Path:
 
 
 def summary_lines(document: Mapping[str, Any]) -> list[str]:
-    """The summary as Markdown: machine and command, claims with verdicts, all ratios, failed gates."""
+    """The summary as Markdown: machine and command, claims and ratios with their verdicts, failed gates."""
     name = document["bench"]
     documents = document["values"]["benches"] if name == "all" else {name: document}
     rows = table(documents)
@@ -124,44 +134,39 @@ def summary_lines(document: Mapping[str, Any]) -> list[str]:
         if not check["passed"]
     ]
     return [
-        f"# Measured: {name}", "", *_machine(document), "", count_line(rows), "", *markdown(rows), "",
-        "## Every ratio", "", *_ratios(documents), *(["", "## Not compared", "", *failed] if failed else []),
+        f"# Measured: {name}", "", *_machine(document), "", count_line(rows), "", *markdown(rows),
+        *(["", "## Not compared", "", *failed] if failed else []),
     ]  # fmt: skip
 
 
 def table(documents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A row for each claim and for each ratio with a goal: {bench, claim, figure, verdict}."""
-    rows: list[dict[str, str]] = []
+    """A row for each claim and each ratio: {bench, claim, figure, verdict}; without a goal the verdict is which arm is
+    faster."""
+    rows: list[tuple[str, str, str, str]] = []
     for name, document in documents.items():
-        for claim in document["claims"]:
-            rows.append({"bench": name, "claim": claim["effect"], "figure": claim["evidence"],
-                         "verdict": claim["verdict"]})  # fmt: skip
+        rows += [(name, claim["effect"], claim["evidence"], claim["verdict"]) for claim in document["claims"]]
         for ratio in document["ratios"]:
+            figure = f"{Interval(ratio['median'], ratio['low'], ratio['high']):.3f} over {len(ratio['values'])} blocks"
+            claim, verdict = ratio["name"], ratio["verdict"]
             if ratio["goal"] is not None:
+                claim = f"{claim}: {Goal(**ratio['goal'])}"
                 verdict = VERDICTS[2] if document["quick"] else VERDICTS[0] if ratio["met"] else VERDICTS[1]
-                rows.append({"bench": name, "claim": f"{ratio['name']}: {Goal(**ratio['goal'])}", "verdict": verdict,
-                             "figure": f"{_figure(ratio)} over {len(ratio['values'])} blocks"})  # fmt: skip
+            rows.append((name, claim, figure, verdict))
         if not document["gate"]["passed"]:
-            rows.append({"bench": name, "claim": BENCHES.get(name, name), "verdict": VERDICTS[2],
-                         "figure": "its arms do not compute the same thing"})  # fmt: skip
-    return [{key: " ".join(value.split()) for key, value in row.items()} for row in rows]
-
-
-def _figure(ratio: Mapping[str, Any]) -> str:
-    return f"{Interval(ratio['median'], ratio['low'], ratio['high']):.3f}"
+            rows.append((name, BENCHES.get(name, name), "its arms do not compute the same thing", VERDICTS[2]))
+    return [dict(zip(CELLS, (" ".join(value.split()) for value in row), strict=True)) for row in rows]
 
 
 def markdown(rows: Iterable[Mapping[str, str]]) -> list[str]:
     """The table as Markdown."""
-    cells = ("bench", "claim", "figure", "verdict")
     head = ["| bench | claim | our figure, with its 95 % interval | verdict |", "|---|---|---|---|"]
-    return [*head, *("| " + " | ".join(row[cell].replace("|", "/") for cell in cells) + " |" for row in rows)]
+    return [*head, *("| " + " | ".join(row[cell].replace("|", "/") for cell in CELLS) + " |" for row in rows)]
 
 
 def count_line(rows: list[dict[str, str]]) -> str:
     """The number of claims by verdict."""
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
-    return f"{len(rows)} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    return f"{sum(counts.values())} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
 
 def _machine(document: Mapping[str, Any]) -> list[str]:
@@ -177,20 +182,9 @@ def _machine(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _ratios(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = ["| bench | ratio | median, 95 % interval | blocks | says |", "|---|---|---|---|---|"]
-    for bench, document in documents.items():
-        for ratio in document["ratios"]:
-            says = ratio["verdict"] if "difference" in ratio["verdict"] else f"{ratio['to']} is {ratio['verdict']}"
-            lines.append(f"| {bench} | {ratio['name']} | {_figure(ratio)} | {len(ratio['values'])} | {says} |")
-    return lines
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(str(path), got="no such file", expected=EXPECTED) from error
     except (OSError, ValueError) as error:
         raise InputError(str(path), got=str(error), expected=EXPECTED) from error
     needed = {"bench", "environment", "gate", "ratios", "claims", "values"}
@@ -222,7 +216,7 @@ def bench_section(name: str) -> tuple[str, list[tuple[str, str]]]:
     Raises:
         InputError: no such bench.
     """
-    keys = key_rows(load_bench(name).options)
+    keys = key_rows(load_bench(name)[0])
     rows = [(f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})") for row in keys]
     return f"Keys with their defaults, as key=value, of {name}: {BENCHES[name]}", rows
 
@@ -233,11 +227,12 @@ def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOpti
     Raises:
         InputError: no such bench, or an unknown key or an invalid value.
     """
-    kind = load_bench(name).options
+    kind, _ = load_bench(name)
     if "changes" in kind.model_fields:
         overrides = _with_changes(overrides, job="job" in kind.model_fields)
     given = dict(parse_override(text) for text in overrides)
-    return decode(kind, {**(kind.QUICK if quick else {}), **given})
+    sizes = {name: field.json_schema_extra for name, field in kind.model_fields.items() if quick}
+    return decode(kind, {**{name: size["quick"] for name, size in sizes.items() if isinstance(size, dict)}, **given})
 
 
 def _with_changes(arguments: Sequence[str], *, job: bool) -> list[str]:
@@ -257,11 +252,10 @@ def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: b
     A missed goal is a result, not a failure.
     """
     options = options_of(name, overrides, quick=quick)
-    found = BenchMeasurement(name, quick, options.model_dump())
-    load_bench(name).run(options, found, lambda text: click.echo(f"  {text}", err=True))
+    found = BenchMeasurement(name, quick, options.model_dump(), say=lambda text: click.echo(f"  {text}", err=True))
+    load_bench(name)[1](options, found)
     document = json.dumps(plain(found.to_json()), indent=1)
-    named = out or options.OUT
-    path = Path(named) if named else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    path = Path(out) if out else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(document + "\n")

@@ -1,10 +1,10 @@
 """Processes that a bench measures: it starts them, asks them for one block at a time, and ends them.
 
-Every process connects to the bench over a Unix socket (`multiprocessing.connection`). The bench asks one arm at a time
+Every process connects to the Unix socket of its arm (`multiprocessing.connection`). The bench asks one arm at a time
 with `{"steps": n, ...}`; all other processes wait on their socket and use no CPU. `{"steps": 0}` ends a process.
 
-The bench uses an `ArmServer` and an `ArmProcesses` for each arm; a process uses `serve_blocks`, or `connect` where the
-steps are not its own, as in an observer.
+The bench uses `Arms`, and an `ArmProcesses` for each arm; a process uses `serve_blocks`, or `connect` where the steps
+are not its own, as in an observer.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
 from raytrain.errors import RunError
 
-#: Environment variable with the path of the bench's socket; Ray's workers inherit it from the driver.
+#: Environment variable with the path of the arm's socket; Ray's workers inherit it from the process that starts them.
 ADDRESS = "RAYTRAIN_BENCH_SOCKET"
 #: Seconds within which an arm must answer.
 ANSWER_TIMEOUT_S = 180.0
-#: Seconds within which a process must exit after its last block.
-EXIT_TIMEOUT_S = 20.0
+#: Seconds within which a process must exit after its last block: a run writes its report.
+EXIT_TIMEOUT_S = 120.0
 #: What every process of an arm runs.
 MEMBER = "jobs.bench.harness.member"
 LOG_TAIL = 2000
@@ -51,16 +51,14 @@ def receive(line: Connection, *, within_s: float | None = None) -> Any:
         raise RunError("the other process closed the connection") from error
 
 
-def connect(arm: str) -> Connection:
-    """Connect to the bench as a process of `arm` that is ready."""
-    line: Any = Client(os.environ[ADDRESS], family="AF_UNIX")
-    line.send(arm)
-    return line
+def connect() -> Connection:
+    """Connect to the bench, as a process of its arm that is ready."""
+    return Client(os.environ[ADDRESS], family="AF_UNIX")  # pyright: ignore[reportReturnType]
 
 
-def serve_blocks(arm: str, run_block: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def serve_blocks(run_block: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Connect, then answer every request with `run_block(request)` until the bench sends zero steps."""
-    line = connect(arm)
+    line = connect()
     while (request := receive(line))["steps"]:
         line.send(run_block(request))
     line.close()
@@ -69,71 +67,31 @@ def serve_blocks(arm: str, run_block: Callable[[dict[str, Any]], dict[str, Any]]
 # ---------------------------------------------------------------- in the bench
 
 
-class ArmServer:
-    """The bench's end of all connections, by arm; a context manager that ends the processes of all arms on exit.
+class Arms:
+    """The arms of a bench; a context manager that ends them on exit.
 
     Attributes:
-        folder: private temporary folder for settings, logs and results; removed at the end.
+        folder: private temporary folder for sockets, settings, logs and results; removed at the end.
+        started: all of them.
     """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rtb-"))  # mode 0700, and short: socket paths end at 107 bytes
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self.folder / "s"))
-        self._listener.listen(64)
-        self._listener.settimeout(0.5)
-        self._connections: dict[str, list[Connection]] = {}
-        self._arms: list[ArmProcesses] = []
-        self._environment = dict(os.environ)
+        self.started: list[ArmProcesses] = []
 
-    def __enter__(self) -> ArmServer:
-        os.environ[ADDRESS] = str(self.folder / "s")
+    def __enter__(self) -> Arms:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        for arm in self._arms:
-            arm.close(kill=exception[0] is not None)
-        for arm in list(self._connections):
-            self.dismiss(arm)
-        self._listener.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.environ.clear()  # Ray has set variables too
-        os.environ.update(self._environment)
+        with contextlib.ExitStack() as stack:  # all of them, also where one did not end well
+            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            for arm in self.started:
+                stack.callback(arm.close, kill=exception[0] is not None)
 
-    def own(self, arm: ArmProcesses) -> None:
-        """Close this arm on exit; its processes are killed after an error."""
-        self._arms.append(arm)
-
-    def await_arm(self, arm: str, *, processes: int, alive: Callable[[], bool]) -> None:
-        """Wait until all processes of `arm` have connected. Processes of other arms that connect meanwhile are kept.
-
-        Raises:
-            RunError: the arm ended first.
-        """
-        while len(self._connections.get(arm, [])) < processes:
-            try:
-                accepted, _ = self._listener.accept()
-            except TimeoutError:
-                if not alive():
-                    raise RunError(f"the arm {arm!r} ended before its first step") from None
-                continue
-            accepted.settimeout(None)
-            line = Connection(accepted.detach())
-            self._connections.setdefault(receive(line, within_s=ANSWER_TIMEOUT_S), []).append(line)
-
-    def ask(self, arm: str, *, steps: int = 1, **more: Any) -> dict[str, Any]:
-        """Send a request to every process of an arm; returns the answer of the slowest (the largest "seconds")."""
-        for connection in self._connections[arm]:
-            connection.send({"steps": steps, **more})
-        answers = [receive(connection, within_s=ANSWER_TIMEOUT_S) for connection in self._connections[arm]]
-        return max(answers, key=lambda answer: answer["seconds"])
-
-    def dismiss(self, arm: str) -> None:
-        """Tell the processes of an arm that there are no more blocks, and disconnect them."""
-        for connection in self._connections.pop(arm, []):
-            with contextlib.suppress(OSError):
-                connection.send({"steps": 0})
-            connection.close()
+    def await_ready(self) -> None:
+        """Wait until the processes of every arm have connected; see `ArmProcesses`."""
+        for arm in self.started:
+            arm.await_ready()
 
 
 class ArmProcesses:
@@ -142,27 +100,41 @@ class ArmProcesses:
     Args:
         target: "MODULE:FUNCTION" that they run.
         settings: written to SETTINGS.json.
-        processes: number of processes; `connecting` of them (default: all) connect to the bench.
+        processes: number of processes; `connecting` of them (default: all), or of those that they start, connect to the
+            bench.
         launcher: arguments before `-m`, such as those of torchrun.
         environment: variables in addition to those of the bench.
     """
 
     def __init__(
-        self, server: ArmServer, arm: str, target: str, settings: Mapping[str, Any], *, processes: int = 1,
+        self, arms: Arms, arm: str, target: str, settings: Mapping[str, Any], *, processes: int = 1,
         connecting: int | None = None, launcher: Sequence[str] = (), environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        self.server, self.arm = server, arm
+        self.arm, self.address = arm, str(arms.folder / f"{arm}.s")
         self._connecting = processes if connecting is None else connecting
-        path, self._log = server.folder / f"{arm}.json", server.folder / f"{arm}.log"
+        self._lines: list[Connection] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)
+        self._listener.listen(self._connecting)
+        self._listener.settimeout(0.5)
+        path, self._log = arms.folder / f"{arm}.json", arms.folder / f"{arm}.log"
         path.write_text(json.dumps(settings))
-        server.own(self)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        arms.started.append(self)
+        variables = {**os.environ, ADDRESS: self.address, **(environment or {})}
         command = [sys.executable, *launcher, "-m", MEMBER, target, str(path)]
         with self._log.open("ab") as log:
-            for rank in range(processes):
-                variables = {**os.environ, **(environment or {})}
-                started = subprocess.Popen([*command, str(rank)], stdout=log, stderr=log, env=variables)
-                self._processes.append(started)
+            self._processes = [
+                subprocess.Popen([*command, str(rank)], stdout=log, stderr=log, env=variables)
+                for rank in range(processes)
+            ]
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Adds the name of the arm and the end of its log to what goes wrong inside."""
+        try:
+            yield
+        except (RunError, OSError) as error:
+            raise RunError(f"the arm {self.arm!r}: {error}; {log_tail(self._log)}") from error
 
     def await_ready(self) -> None:
         """Wait until they have connected.
@@ -170,42 +142,54 @@ class ArmProcesses:
         Raises:
             RunError: with the end of their log, if one of them exited.
         """
-        try:
-            self.server.await_arm(self.arm, processes=self._connecting, alive=self._is_alive)
-        except RunError as error:
-            raise RunError(f"{error}; {self.log_tail()}") from error
+        with self._explained():
+            while len(self._lines) < self._connecting:
+                try:
+                    accepted, _ = self._listener.accept()
+                except TimeoutError:
+                    if any(process.poll() is not None for process in self._processes):
+                        raise RunError("ended before its first step") from None
+                else:
+                    accepted.settimeout(None)
+                    self._lines.append(Connection(accepted.detach()))
 
-    def ask(self, *, steps: int = 1, **more: Any) -> dict[str, Any]:
-        """Send a request to all that are connected; returns the answer of the slowest (the largest "seconds").
+    def ask_all(self, *, steps: int = 1, **more: Any) -> list[dict[str, Any]]:
+        """Send a request to all that are connected, and return their answers.
 
         Raises:
             RunError: with the end of their log, if one of them exited or did not answer in time.
         """
-        try:
-            return self.server.ask(self.arm, steps=steps, **more)
-        except (RunError, OSError) as error:
-            raise RunError(f"{self.arm}: {error}; {self.log_tail()}") from error
+        with self._explained():
+            for line in self._lines:
+                line.send({"steps": steps, **more})
+            return [receive(line, within_s=ANSWER_TIMEOUT_S) for line in self._lines]
 
-    def cpu_seconds(self) -> float:
-        """CPU seconds that they have used so far."""
-        stats = [Path(f"/proc/{process.pid}/stat").read_text() for process in self._processes]
-        ticks = sum(int(ticks) for stat in stats for ticks in stat.rpartition(")")[2].split()[11:13])  # user and system
-        return ticks / os.sysconf("SC_CLK_TCK")
+    def ask(self, *, steps: int = 1, **more: Any) -> dict[str, Any]:
+        """As `ask_all`; returns the answer of the slowest, the one with the most "seconds"."""
+        return max(self.ask_all(steps=steps, **more), key=lambda answer: answer["seconds"])
 
     def close(self, *, kill: bool = False) -> None:
-        """Dismiss them and wait until they exit; they are killed with `kill`, or if they do not exit in time."""
-        self.server.dismiss(self.arm)
+        """Tell them that there are no more blocks, and wait until they exit. They are ended with `kill`, or if they do
+        not exit in time.
+
+        Raises:
+            RunError: one of them failed.
+        """
+        for line in self._lines:
+            with contextlib.suppress(OSError):
+                line.send({"steps": 0})
+            line.close()
+        self._lines = []
+        self._listener.close()
+        for process in self._processes if kill else ():
+            process.terminate()
         for process in self._processes:
-            if kill:
-                process.kill()
             await_exit(process)
-
-    def log_tail(self) -> str:
-        """The end of their log, as part of a sentence."""
-        return log_tail(self._log)
-
-    def _is_alive(self) -> bool:
-        return all(process.poll() is None for process in self._processes)
+        codes = [process.returncode for process in self._processes]
+        self._processes = []
+        with self._explained():
+            if any(codes) and not kill:
+                raise RunError(f"did not end well: exit {', '.join(map(str, codes))}")
 
 
 # ---------------------------------------------------------------- any command

@@ -14,12 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from jobs.bench.harness.measuring import alternate
+from jobs.bench.harness.measuring import BenchMeasurement
 from jobs.driver.local_session import session_of
 from raytrain.execution.reporter import SilentReporter
 
 # ---------------------------------------------------------------- plain
 # The plain PyTorch loop that raytrain is compared with: a hand-written script that uses nothing of raytrain.
+
+
+LR, WEIGHT_DECAY, BETAS = 1e-3, 0.1, (0.9, 0.99)
+"""The defaults of a job."""
 
 
 class PlainLoop:
@@ -29,47 +33,31 @@ class PlainLoop:
         module: the model, on its device.
         loss: `loss(model, batch)` -> scalar; `model` is the module, or DDP around it.
         batches: an endless iterator.
-        max_steps, lr, weight_decay, betas, clip: as in a job's sections.
-        autocast: dtype of the forward pass, None for fp32.
+        clip: "torch" for `clip_grad_norm_`; "rows" for raytrain's norm, the same to the last bit.
         ddp: wrap the module in DistributedDataParallel.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        loss: Callable[[nn.Module, Any], Tensor],
-        batches: Iterator[Any],
-        *,
-        max_steps: int,
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.99),
-        clip: str = "rows",
-        autocast: torch.dtype | None = None,
-        ddp: bool = False,
-    ) -> None:
+        self, module: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batches: Iterator[Any], *, max_steps: int,
+        clip: str = "rows", ddp: bool = False,
+    ) -> None:  # fmt: skip
         self.parameters = list(module.parameters())
         groups = [
-            {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
         self.model = DistributedDataParallel(module) if ddp else module
-        self.loss, self.batches, self.clip, self.autocast = loss, batches, clip, autocast
-        self.lr, self.max_steps, self.warmup, self.done = lr, max_steps, min(100, max_steps // 20), 0
-        self.last = torch.zeros(())
+        self.loss, self.batches, self.clip = loss, batches, clip
+        self.max_steps, self.warmup, self.done = max_steps, min(100, max_steps // 20), 0
 
     def step(self) -> Tensor:
         """One optimizer step; returns its loss."""
         self.done += 1
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * self.factor(self.done)
+            group["lr"] = LR * self.factor(self.done)
         self.optimizer.zero_grad(set_to_none=True)
-        autocast = (
-            torch.autocast(self.parameters[0].device.type, self.autocast) if self.autocast else contextlib.nullcontext()
-        )
-        with autocast:
-            loss = self.loss(self.model, next(self.batches))
+        loss = self.loss(self.model, next(self.batches))
         loss.backward()
         if self.clip == "rows":
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -89,12 +77,12 @@ class PlainLoop:
         done = min(1.0, (step - self.warmup - 1) / max(1, self.max_steps - self.warmup - 1))
         return 0.1 + 0.5 * 0.9 * (1.0 + math.cos(math.pi * done))
 
-    def run(self, steps: int, *, log_every: int = 10) -> list[float]:
-        """Train `steps` steps; returns the global loss of the first and of every `log_every`-th."""
+    def run(self, steps: int) -> list[float]:
+        """Train `steps` steps; returns the global loss of the first and of every tenth, as a job logs them."""
         losses = []
         for _ in range(steps):
-            loss = self.last = self.step()
-            if self.done == 1 or self.done % log_every == 0:
+            loss = self.step()
+            if self.done == 1 or self.done % 10 == 0:
                 if dist.is_initialized():
                     dist.all_reduce(loss)
                     loss = loss / dist.get_world_size()
@@ -167,10 +155,13 @@ class SessionArm:
         return timed(lambda: self.loop.run(self.session.state))
 
 
-def alternate_steps(arms: Mapping[str, Any], *, steps: int, blocks: int) -> dict[str, list[float]]:
+def alternate_steps(
+    found: BenchMeasurement, arms: Mapping[str, Any], *, steps: int, blocks: int, named: str = "{}"
+) -> dict[str, list[float]]:
     """Train blocks of `steps` steps of each arm in turn, by its `run(steps)`; returns the seconds per step, see
-    `alternate`."""
-    return alternate({name: lambda arm=arm: arm.run(steps) / steps for name, arm in arms.items()}, blocks=blocks)
+    `BenchMeasurement.alternate`."""
+    blocks_of = {name: lambda arm=arm: arm.run(steps) / steps for name, arm in arms.items()}
+    return found.alternate(blocks_of, blocks=blocks, named=named)
 
 
 @contextlib.contextmanager
@@ -185,25 +176,17 @@ def restored_threads(threads: int | None = None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class SavedForBackward:
-    """Counts the bytes that autograd saves for backward, without parameters, each storage once."""
+def saved_for_backward(module: nn.Module, forward: Callable[[], Any]) -> int:
+    """The bytes that autograd saves for backward in `forward`, without parameters, each storage once."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}  # held until counted, so that no address is reused
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        self._saved: dict[int, torch.UntypedStorage] = {}  # held until counted, so that no address is reused
-        self.bytes = 0
-
-    def during(self, forward: Callable[[], Any]) -> int:
-        """Run `forward`, keep its result alive while counting, and return the bytes."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            result = forward()
-        self.bytes = sum(storage.nbytes() for storage in self._saved.values())
-        del result
-        self._saved.clear()
-        return self.bytes
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters:
-            self._saved[storage.data_ptr()] = storage
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage
         return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _kept_alive = forward()
+    return sum(storage.nbytes() for storage in saved.values())

@@ -8,7 +8,7 @@ import pytest
 
 from jobs.bench import claims_steps
 from jobs.bench.claims import ClaimsOptions
-from jobs.bench.claims_data import Annotations, Perceptron, Seconds, clone_and_copy, order_of, resident
+from jobs.bench.claims_data import PARTS, Annotations, Perceptron, clone_and_copy, order_of, resident
 from jobs.bench.harness.measuring import BenchMeasurement
 
 
@@ -17,19 +17,15 @@ def test_the_total_of_an_arm_is_the_sum_of_its_parts_and_rows_are_converted_once
     data, order = Annotations(30, 8, seed=1), order_of(30, 8, 4, seed=1)
     model = Perceptron(8, 4, seed=0)
     old = clone_and_copy(data, order, model)
-    assert data.converted == 30 * 4 and len(model.losses) == 16 and len(old.epochs) == 4
+    assert data.converted == 30 * 4 and len(model.losses) == 16 and old.parts.shape == (4, len(PARTS))
     other = Perceptron(8, 4, seed=0)
     data.converted = 0
     new = resident(data, other, batch=8, epochs=4, seed=1)
     assert 30 <= data.converted < 40 and model.losses == other.losses
     for seconds in (old, new):
-        total = sum(seconds.parts().values())
-        assert total == pytest.approx(seconds.preparation + sum(seconds.by_epoch())) and min(seconds.by_epoch()) > 0
+        assert seconds.total == pytest.approx(seconds.preparation + seconds.parts.sum())
+        assert seconds.parts.sum(axis=1).min() > 0
     assert new.preparation > 0 == old.preparation
-    shares = Seconds()
-    shares.begin_epoch()
-    shares.epochs[0] |= {"compute": 3.0, "conversion": 1.0}
-    assert shares.busy() == [0.75]
 
 
 @pytest.mark.covers("TRB-32")
@@ -51,11 +47,11 @@ def test_a_mode_that_does_not_compile_is_skipped_with_its_reason(monkeypatch: py
             return self.seconds * steps
 
     monkeypatch.setattr(claims_steps, "gpt_arm", lambda options, compile="off", **_: Arm(compile))
-    found = BenchMeasurement("claims", False, {}, "seconds of a step")
-    claims_steps._compare_modes(ClaimsOptions.model_validate({}), found, lambda _: None)
+    found = BenchMeasurement("claims", False, {})
+    claims_steps._compare_modes(ClaimsOptions.model_validate({}), found)
     assert found.passed and set(found.arms) == {"eager", "default", "reduce-overhead"}
     assert found.values["skipped"] == {"max-autotune": "no such kernel"}
     (skipped,) = [claim for claim in found.claims if "max-autotune" in claim.effect]
     assert skipped.verdict == "not measurable here" and "skipped" in skipped.evidence
-    assert found.values["default"]["pays_from_step"] == 3 and found.values["worth_setting"] == "default"
-    assert found.lines()[-1] == "loop.compile=default is the fastest, 2.00 times off, from step 3 on"
+    assert found.values["default"]["pays_from_step"] == 3
+    assert "2.000 [2.000, 2.000]" in found.lines()[-2] and "break-even at step 3" in found.lines()[-2]

@@ -14,16 +14,14 @@ from jobs.bench.continual import (
     ARMS,
     BATCH,
     ContinualOptions,
-    EwcLoss,
     ReplayLoss,
     draw_images,
     ewc_penalty,
     fisher_information,
-    job_of,
     learn_tasks,
-    read_images,
     scores,
     tasks_of,
+    with_ewc,
 )
 from jobs.bench.harness.options import bench_verb
 from raytrain.errors import InputError
@@ -63,6 +61,17 @@ def test_ewcs_penalty_and_its_gradient_are_the_closed_form(tasks: int) -> None:
         assert torch.allclose(parameter.grad, gradient)  # type: ignore[arg-type]
 
 
+def test_a_loss_with_ewc_has_the_penalty_in_training_alone() -> None:
+    module, batch = torch.nn.Linear(2, 1, bias=False), {"x": torch.ones(4, 2)}
+    loss = lambda module, batch: LossOutput(module(batch["x"]).mean())  # noqa: E731
+    anchors, fisher = ({"weight": torch.full((1, 2), value)} for value in (0.0, 1.0))
+    plain = float(loss(module, batch).loss.detach())
+    penalised = with_ewc(loss, [(anchors, fisher)], 2.0)
+    expected = plain + float(module.weight.detach().square().sum())
+    assert float(penalised(module, batch).loss.detach()) == pytest.approx(expected)
+    assert float(penalised(module.eval(), batch).loss.detach()) == pytest.approx(plain)
+
+
 def test_the_fisher_information_of_a_linear_model_is_the_closed_form() -> None:
     from types import SimpleNamespace
 
@@ -89,27 +98,16 @@ def test_tasks_are_what_their_suite_says() -> None:
     assert [sorted(task.train["labels"].unique().tolist()) for task in split] == [[0, 1], [2, 3], [4, 5]]
     for one, other in zip(permuted[0].train["x"][:1], permuted[1].train["x"][:1], strict=True):
         assert not torch.equal(one, other)
-    pixels = {image.sort().values.numpy().tobytes() for image in images.x.flatten(1)}
+    pixels = {image.sort().values.numpy().tobytes() for image in images["x"].flatten(1)}
     assert all(row.sort().values.numpy().tobytes() in pixels for task in permuted for row in task.test["x"])
     upright = tasks_of("rotating", images, options, seed=1)[0].train["x"]
     assert torch.allclose(upright, rotating[0].train["x"]) and rotating[2].train["x"].isfinite().all()
     half = rotating[2].test["x"].view(-1, 12, 12)
     assert {image.flip(0, 1).mul(1e3).round().numpy().tobytes() for image in half[:5]} <= {
-        image.mul(1e3).round().numpy().tobytes() for image in images.x
+        image.mul(1e3).round().numpy().tobytes() for image in images["x"]
     }, "the last task is turned by a half turn"
     with pytest.raises(InputError, match=r"tasks.*two classes"):
         tasks_of("split", images, options.model_copy(update={"tasks": 6}), seed=1)
-
-
-def test_idx_files_are_read_and_a_file_without_labels_is_refused(tmp_path: Path) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (7, 8, 6), dtype=np.uint8)
-    (tmp_path / "x").write_bytes(b"\0\0\x08\x03" + np.array([7, 8, 6], ">u4").tobytes() + pixels.tobytes())
-    (tmp_path / "y").write_bytes(b"\0\0\x08\x01" + np.array([7], ">u4").tobytes() + bytes(range(7)))
-    found = read_images(str(tmp_path / "x"), str(tmp_path / "y"))
-    assert found.x.shape == (7, 4, 3) and found.labels.tolist() == list(range(7))
-    assert float(found.x[2, 0, 0]) == pytest.approx(pixels[2, :2, :2].mean() / 255, abs=1e-6)
-    with pytest.raises(InputError, match="images"):
-        bench_verb("continual", [f"images={tmp_path / 'x'}"], out=None, quick=True, as_json=False)
 
 
 def test_plain_replay_adds_kept_rows_at_half_weight() -> None:
@@ -128,7 +126,7 @@ def test_plain_replay_adds_kept_rows_at_half_weight() -> None:
     assert seen == [4, 4, 4] and len(replay.kept) == 8
     expected = 0.5 * (module(torch.zeros(4, 2)).mean() + module(torch.ones(4, 2)).mean())
     assert float(found.loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
-    assert EwcLoss(1.0).wrap(loss)(module, first).loss.requires_grad
+    assert with_ewc(loss, [], 1.0)(module, first).loss.requires_grad
 
 
 def test_a_learner_goes_on_from_what_the_task_before_left() -> None:
@@ -162,11 +160,3 @@ def test_a_small_run_measures_every_arm_on_every_suite(tmp_path: Path) -> None:
         == sum("level with plain replay" in claim for claim in claims)
         == 3
     )
-
-
-def test_graph_routing_is_of_the_arm_with_a_lifecycle_alone() -> None:
-    options = ContinualOptions(graph_routing=0.5)
-    sections = {arm: job_of(arm, options, seed=1, experts=8, features=4)["experts"] for arm in ARMS}
-    assert {arm: section.get("graph_routing", 0.0) for arm, section in sections.items()} == {
-        **dict.fromkeys(ARMS, 0.0), "lifecycle": 0.5,
-    }  # fmt: skip

@@ -36,7 +36,7 @@ def answers_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, 
 
     def asked(train: Callable[[], object], *steps: int) -> list[dict[str, Any]]:
         bench, process = Pipe()
-        monkeypatch.setattr(loop, "connect", lambda arm: process)
+        monkeypatch.setattr(loop, "connect", lambda: process)
         for one in (*steps, 0):
             bench.send({"steps": one})
         train()
@@ -53,7 +53,7 @@ def test_a_block_ends_after_its_steps_with_the_first_and_every_tenth_loss_and_ze
 
     def train() -> None:
         observer = StepObserver()
-        observer.begin("peer")
+        observer.begin()
         while not observer.over:
             trained.append(len(trained) + 1)
             observer.end_step(torch.tensor(float(trained[-1])))

@@ -1,11 +1,10 @@
-"""Following a job: its log arrives whole over answers that are cut, and Ctrl-C acts at every moment."""
+"""Following a job: its log arrives whole over answers that are cut, and Ctrl-C leaves it running."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-import pty
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,12 +17,9 @@ from jobs import submit
 from jobs.__main__ import _leave
 from jobs.driver.broken_output import GuardedFile, OutputLost
 from jobs.submission import follow as following
-from jobs.submission.follow import JobLog, follow_job
+from jobs.submission.follow import follow_job, follow_log
 from jobs.submission.server import ServerSilent, exit_code
 from raytrain.errors import InputError, RunError
-
-LIMIT_S = 60
-Wait = threading.Event
 
 
 def job_of(status: str, code: int | None = None, message: str = "") -> JobDetails:
@@ -75,7 +71,7 @@ class FakeServer:
 
 def followed(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> tuple[str, JobDetails]:
     """(the log as printed, the job once it has ended)."""
-    ended = JobLog(server, "mine").follow()  # pyright: ignore[reportArgumentType]
+    ended = follow_log(server, "mine")  # pyright: ignore[reportArgumentType]
     return capsys.readouterr().out, ended
 
 
@@ -154,144 +150,18 @@ def test_a_server_that_is_silent_or_cannot_say_is_asked_again(
 # -- Ctrl-C ---------------------------------------------------------------------------------------------------
 
 
-class Terminal:
-    """The other side of a pseudo-terminal: what was shown there, and keys to type."""
-
-    def __init__(self) -> None:
-        self._ours, self.theirs = pty.openpty()
-        self.shown = ""
-        self._grew = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        try:
-            while block := os.read(self._ours, 4096):
-                with self._grew:
-                    self.shown += block.decode()
-                    self._grew.notify_all()
-        except OSError:
-            return
-
-    def wait_for(self, text: str, times: int = 1) -> None:
-        with self._grew:
-            assert self._grew.wait_for(lambda: self.shown.count(text) >= times, LIMIT_S), self.shown
-
-    def interrupt_until(self, text: str) -> None:
-        """Ctrl-C, again where the prompt had shown its question and was not reading yet: Python sees that one only
-        with the next key."""
-        with self._grew:
-            interrupt()
-            while not self._grew.wait_for(lambda: text in self.shown, 5):
-                interrupt()
-
-    def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """The terminal of this process; pytest sets its own streams between a fixture and its test."""
-        with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-            for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-                stream = stack.enter_context(os.fdopen(os.dup(self.theirs), mode, buffering=1))
-                patch.setattr(f"sys.{name}", stream)
-            yield
-
-
-@pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    made = Terminal()
-    yield made
-    os.close(made.theirs)
-
-
-def act(*steps: Callable[[], Any]) -> list[BaseException]:
-    """Take these steps in another thread; returns what went wrong, once it is over."""
-    wrong: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            for step in steps:
-                step()
-        except BaseException as error:
-            wrong.append(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return wrong
-
-
-def follow(server: FakeServer, terminal: Terminal | None = None) -> int:
+def follow(server: FakeServer) -> int:
     """As `submit` and `submit logs --follow` do it."""
-    with terminal.used() if terminal else contextlib.nullcontext():
-        return follow_job(server, "mine")  # pyright: ignore[reportArgumentType]
+    return follow_job(server, "mine")  # pyright: ignore[reportArgumentType]
 
 
-def test_ctrl_c_asks_and_each_answer_does_what_it_says(terminal: Terminal) -> None:
-    stopped = Wait()
-    server = FakeServer("one\n", stopped, "saved\n", lambda: server.ends("FAILED", 130))
-    wrong = act(
-        lambda: terminal.wait_for("one"),
-        interrupt,
-        lambda: terminal.wait_for("[c]ontinue"),
-        lambda: terminal.type("what\n"),
-        lambda: terminal.wait_for("[c]ontinue", 2),
-        lambda: terminal.type("c\n"),
-        lambda: terminal.wait_for("following mine again"),
-        interrupt,
-        lambda: terminal.wait_for("[c]ontinue", 3),
-        lambda: terminal.type("S\n"),
-        lambda: terminal.wait_for("asked the run to save and stop"),
-        stopped.set,
-    )
-    assert follow(server, terminal) == 130 and not wrong, (wrong, terminal.shown)
-    terminal.wait_for("mine: STOPPED, exit code 130")
-    assert server.requests == ["PUT /api/packages/gcs/raytrain_stop_mine.zip"]
-
-
-@pytest.mark.parametrize("answer", ["\n", "d\n", "\x04", None])
-def test_enter_the_end_of_input_and_a_second_ctrl_c_detach(terminal: Terminal, answer: str | None) -> None:
-    wrong = act(
-        lambda: terminal.wait_for("one"),
-        interrupt,
-        lambda: terminal.wait_for("[c]ontinue"),
-        (lambda: terminal.interrupt_until("keeps running")) if answer is None else lambda: terminal.type(answer),
-    )
-    server = FakeServer("one\n")
-    assert follow(server, terminal) == 130 and not wrong, (wrong, terminal.shown)
-    terminal.wait_for("submit logs mine --follow --address http://head:8265")
-    assert not server.requests
-
-
-def test_a_stop_that_cannot_be_asked_for_is_said_and_the_job_is_followed(terminal: Terminal) -> None:
-    go_on = Wait()
-    server = FakeServer("one\n", go_on, lambda: server.ends("SUCCEEDED", 0))
-
-    def refuse() -> None:
-        raise ServerSilent("http://head:8265", "refused")
-
-    server.on_request = refuse
-    wrong = act(
-        lambda: terminal.wait_for("one"),
-        interrupt,
-        lambda: terminal.wait_for("[c]ontinue"),
-        lambda: terminal.type("s\n"),
-        lambda: terminal.wait_for("cannot be asked to stop: --address: got http://head:8265"),
-        go_on.set,
-    )
-    assert follow(server, terminal) == 0 and not wrong, (wrong, terminal.shown)
-
-
-def test_without_a_terminal_ctrl_c_and_sigterm_detach(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_and_sigterm_detach(capsys: pytest.CaptureFixture[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        arrives = lambda number=number: os.kill(os.getpid(), number)  # noqa: E731
-        assert follow(FakeServer("one\n", arrives)) == 130
-        assert "mine keeps running. Follow it with" in capsys.readouterr().err
-
-
-def test_sigterm_detaches_at_a_terminal_without_a_question(terminal: Terminal) -> None:
-    assert follow(FakeServer("one\n", lambda: os.kill(os.getpid(), signal.SIGTERM)), terminal) == 130
-    assert "[c]ontinue" not in terminal.shown
+        server = FakeServer("one\n", lambda number=number: os.kill(os.getpid(), number))
+        assert follow(server) == 130 and not server.requests
+        said = capsys.readouterr()
+        assert said.out == "one\n" and "mine keeps running. Follow it with: raytrain submit logs mine" in said.err
+        assert "raytrain submit stop mine --address http://head:8265" in said.err
 
 
 def test_a_reader_that_leaves_ends_the_command_and_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,10 +204,6 @@ class SubmitServer(FakeServer):
         self.at("probe")
         yield submit.versions()
 
-    def upload(self, env: dict[str, Any]) -> dict[str, Any]:
-        self.at("upload")
-        return env
-
     def submit(self, entrypoint: str, *, job_id: str, **more: Any) -> None:
         self.at("submit")
         self.submitted.append(job_id)
@@ -365,7 +231,7 @@ def submit_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[str],
     return run
 
 
-@pytest.mark.parametrize("moment", ["connect", "probe", "upload"])
+@pytest.mark.parametrize("moment", ["connect", "probe"])
 def test_ctrl_c_before_the_job_exists_cancels(moment: str, submit_at: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, server = submit_at(moment)
     assert (code, server.submitted, server.questions) == (130, [], 0)

@@ -44,8 +44,8 @@ def test_an_interval_contains_the_median_is_reproducible_and_narrows_with_more_v
 @pytest.mark.parametrize(
     ("theirs", "verdict", "met"),
     [
-        ([2.0, 2.1, 1.9, 2.0, 2.2], "faster", True),
-        ([0.5, 0.6, 0.5, 0.4, 0.5], "slower", False),
+        ([2.0, 2.1, 1.9, 2.0, 2.2], "ours is faster", True),
+        ([0.5, 0.6, 0.5, 0.4, 0.5], "ours is slower", False),
         ([1.3, 0.7, 1.0, 1.2, 0.8], NO_DIFFERENCE, True),
     ],
 )
@@ -72,7 +72,7 @@ def test_series_are_equal_bit_for_bit_or_within_a_tolerance() -> None:
 
 
 def _measurement(*, passed: bool, quick: bool = False) -> BenchMeasurement:
-    found = BenchMeasurement("loop", quick, {"blocks": 2}, "seconds per step")
+    found = BenchMeasurement("loop", quick, {"blocks": 2})
     found.arms = {"plain": [2.0, 2.0], "ours": [1.0, 1.0]}
     found.ratios.append(compare(found.arms, of="plain", to="ours", name="plain / ours", goal=Goal(at_least=3.0)))
     found.claim("it is quick", True, "2.00")
@@ -99,7 +99,7 @@ def test_a_failed_gate_leaves_no_ratio_and_no_claim() -> None:
     document = found.to_json()
     assert not document["gate"]["passed"] and document["ratios"] == [] and document["claims"] == []
     assert "nothing is compared" in found.lines()[-1] and not any("plain / ours" in line for line in found.lines())
-    assert not BenchMeasurement("loop", False, {}, "s").passed, "without a check nothing is shown"
+    assert not BenchMeasurement("loop", False, {}).passed, "without a check nothing is shown"
 
 
 def test_quick_sizes_claim_nothing() -> None:
