@@ -17,7 +17,7 @@ from jobs.submission.server import JobServer
 from raytrain.checkpoint.reader import FORMAT
 from raytrain.checkpoint.snapshot import Snapshot
 from raytrain.checkpoint.writer import write_checkpoint
-from raytrain.errors import InputError, RunError
+from raytrain.errors import InputError
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import open_store
 
@@ -209,6 +209,6 @@ def test_an_upload_that_the_server_refuses_says_why(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(JobServer, "_upload_working_dir_if_needed", refuse)
     server = JobServer.__new__(JobServer)
-    server.address = "http://here:8265"
-    with pytest.raises(RunError, match=r"here:8265 refused the upload: Maximum request body size exceeded"):
-        server.upload({"working_dir": "code.zip"})
+    server._default_metadata = {}
+    with pytest.raises(InputError, match=r"job: got Maximum request body size exceeded"):
+        server.submit("python -m jobs check", job_id="mine", runtime_env={"working_dir": "code.zip"})
