@@ -2,8 +2,8 @@
 
 It uses a wide and a narrow GPT. The grid times every size in every precision. Doubling runs 3 training steps and 3
 validation batches of each size from 2 to the largest, in fp32 only. Our search also measures memory, confirms a peak,
-runs the numeric gate, and compares its winner with the other candidates again, in alternation. All run in turn in this
-process, after a warm-up of all kernels, without the overhead of Ray.
+and compares its winner with the other candidates again, in alternation. All run in turn in this process, after a
+warm-up of all kernels, without the overhead of Ray.
 
 A ceiling is a memory budget half-way between the measured peaks of two neighbouring sizes. It is meaningful only if
 that distance exceeds the difference between two readings of one peak, which is reported too; for the narrow GPT, 4 and
@@ -31,14 +31,11 @@ from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alt
 from jobs.bench.harness.options import BenchOptions
 from jobs.bench.harness.sessions import SessionArm, restored_threads, timed
 from jobs.driver.local_session import session_of
-from raytrain.autotune.batch_decision import BatchDecision, decide
-from raytrain.autotune.batch_search import next_proposals
-from raytrain.autotune.batch_space import PASSES, BatchSpace, Proposal, SearchResults, sizes_free
-from raytrain.autotune.comparisons import run_proposal
+from raytrain.autotune.batch_search import PASSES, BatchDecision, Proposal, SearchResults, decide, next_proposals
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.autotune.micro_batch import memory_budget
 from raytrain.autotune.precision import WORTHWHILE_GAIN
-from raytrain.autotune.size_curve import MOST_SIZES, NEAR
+from raytrain.autotune.size_curve import MOST_SIZES, NEAR, BatchSpace, sizes_free
 from raytrain.autotune.state_guard import preserve_model, preserve_optimizers
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.errors import InputError
@@ -56,8 +53,8 @@ class TuneOptions(BenchOptions):
     """Options of bench `tune`."""
 
     QUICK: ClassVar[dict[str, Any]] = {
-        "wide": 32, "narrow": 16, "context": 16, "rows": 16, "repeats": 2, "blocks": 2, "gate_steps": 2,
-        "block_s": 0.0, "ceilings": [2],
+        "wide": 32, "narrow": 16, "context": 16, "rows": 16, "repeats": 2, "blocks": 2, "block_s": 0.0,
+        "ceilings": [2],
     }  # fmt: skip
 
     blocks: Count = Field(15, description="repetitions of the chosen point against the grid's best")
@@ -67,7 +64,6 @@ class TuneOptions(BenchOptions):
     context: Count = Field(64, description="tokens of a window of both")
     rows: Count = Field(256, description="rows of a step, and the largest micro-batch; a power of two")
     free: bool = Field(False, description="a step has one micro-batch, and its batch size is searched")
-    gate_steps: Count = Field(20, description="steps of the numeric gate")
     block_s: float = Field(0.25, ge=0, description="seconds that one block of the chosen point should take")
     ceilings: list[Count] = Field([4, 8, 32], description="micro-batch sizes that just fit in the injected budgets")
 
@@ -117,9 +113,8 @@ class FinishedSearch:
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
         return {
-            "decision": self.decision.to_json(),
+            "decision": asdict(self.decision),
             "measurements": [asdict(one) for one in self.results.measurements],
-            "gates": [asdict(gate) for gate in self.results.gates],
             "contests": [[asdict(one) for one in contest] for contest in self.results.contests],
             "phases": self.phases,
             "seconds": self.seconds,
@@ -188,7 +183,7 @@ class SearchedModel:
     def _space(self, precisions: Sequence[str], *, budget: int | None) -> BatchSpace:
         """All sizes. A step has the rows of the largest one, or with `free` of one micro-batch."""
         rows = None if self._options.free else self.sizes[-1]
-        return BatchSpace(tuple(precisions), self.sizes, rows, budget, gate_steps=self._options.gate_steps)
+        return BatchSpace(tuple(precisions), self.sizes, rows, budget)
 
     def search(self, precisions: Sequence[str], *, budget: int | None) -> FinishedSearch:
         """Run our search, without prior measurements."""
@@ -198,7 +193,7 @@ class SearchedModel:
         began = time.perf_counter()
         while proposals := next_proposals(space, results):
             proposal, at = proposals[0], time.perf_counter()
-            results.add(run_proposal(self.probe, proposal, reference=space.lead, budget=budget))
+            results.add(self.probe.run_proposal(proposal, budget=budget))
             phase = _phase(proposal)
             phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - at
         return FinishedSearch(decide(space, results), results, phases, time.perf_counter() - began)
@@ -250,8 +245,6 @@ def _gpt_job(options: TuneOptions, *, width: int, size: int) -> dict[str, Any]:
 
 
 def _phase(proposal: Proposal) -> str:
-    if proposal.gate_steps:
-        return "gate"
     if proposal.against:
         return "in turn, and the peak" if proposal.with_memory else "in turn"
     return "time and peak" if proposal.passes and proposal.with_memory else "time" if proposal.passes else "peak"
@@ -366,7 +359,8 @@ def _measure_ceilings(
             "steps_apart": min(abs(sizes.index(size) - sizes.index(chosen)) for size in right),
             "readings_differ": max(abs(peaks[size] - again[size]) for size in (rows, following)),
             "half_way": budget - peaks[rows],
-            "predicted_peak": one.decision.predicted_peak, "measured_peak": one.decision.measured_peak,
+            "predicted_peak": one.decision.chosen.predicted_peak,
+            "measured_peak": one.decision.chosen.measured_peak,
             "out_of_memory": [
                 each.candidate.micro_batch_size for each in one.results.measurements if each.outcome == "out_of_memory"
             ],

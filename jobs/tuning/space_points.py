@@ -15,8 +15,7 @@ import json
 import math
 import random
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -28,21 +27,14 @@ from jobs.driver.planning import plan_job
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config.decode import apply_overrides, decode, encode, plain_scalar
 from raytrain.config.messages import describe, render
-from raytrain.config.user_code import resolve
-from raytrain.data.sources.sections import is_own
 from raytrain.errors import InputError
-from raytrain.models.registry import check_keys
-from raytrain.plan.choice import figure_text
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.room import Need
-from raytrain.runs.folder import RunFolder
 
 DRAWS = 16
 """Default of `tune.max_trials` for a space that contains a distribution, and with a searcher."""
 LOOKS = 10
 """The least number of evaluations of a trial when a scheduler compares trials and the job leaves the interval open."""
-MOST_S = 60.0
-"""The time limit for building models on the driver; a model not checked by then fails in its own trial."""
 GRAMMAR = "a list, or a string such as loguniform(1e-4, 1e-2), uniform(0, 1), randint(1, 8) or choice(a, b)"
 _CALL = re.compile(r"(loguniform|uniform|randint|choice)\(([^()]*)\)\Z")
 _KEPT = ("name", "seed", "save", "tune", "infer", "retry", "telemetry", "cluster")
@@ -316,19 +308,12 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
     trial = load_spec(mapping=loaded.mapping, overrides=own)
     spec = trial.spec
     refuse_later(spec, "train")
-    # builder and dataset function exist and accept the trial's keys; neither is called
-    if spec.model.builder is not None:
-        function = resolve(spec.model.builder, "model.builder")
-        check_keys(function, spec.model.keys, sections=["experts"], ours=spec.model.given)
-    if spec.data.source is not None and is_own(spec.data.source):
-        function = resolve(spec.data.source, "data.source")
-        check_keys(function, spec.data.keys, sections=[], key="data", ours=spec.data.given)
     plan = plan_job(trial, inventory=inventory)
     builds.check(spec)
     workers, threads = int(plan.value("workers", 1)), int(plan.value("threads", 1) or 1)
     most, hosts = plan.value("max_steps", None), plan.value("hosts", None)
     pinned = {"scale.workers": workers, "scale.threads": threads, "tune.space": None, "tune.scheduler": "none",
-              "tune.searcher": "random", "tune.found": None}  # fmt: skip
+              "tune.searcher": "random"}  # fmt: skip
     if spec.experts.hosts == "auto" and hosts not in (None, "none"):
         pinned["experts.hosts"] = hosts
     if loaded.spec.tune.scheduler != "none" and spec.loop.eval_every == "auto" and most is not None:
@@ -356,21 +341,16 @@ class Builds:
     """
 
     def __init__(self, base: JobSpec, shapes: Mapping[str, Any] | None = None) -> None:
-        self._ends = time.monotonic() + MOST_S
         self._shapes = {} if shapes is None else {_key(base, "data"): shapes}
         self._found: dict[str, InputError | None] = {}
 
     def check(self, spec: JobSpec) -> None:
-        """Build the model of this job, unless `MOST_S` seconds have passed.
-
-        Raises:
-            InputError: it cannot be built, or its data cannot be opened.
-        """
+        """Build the model of this job. Raises InputError if it cannot be built, or its data cannot be opened."""
         from jobs.driver.build import build, opened  # torch, which `raytrain plan` does without
         from raytrain.train.job import source_facts
 
         data, model = _key(spec, "data"), _key(spec, "data", "model", "experts")
-        if model not in self._found and time.monotonic() < self._ends:
+        if model not in self._found:
             self._found[model] = None
             try:
                 if data not in self._shapes:
@@ -378,7 +358,7 @@ class Builds:
                 build(spec, self._shapes[data])
             except InputError as error:
                 self._found[model] = error
-        if error := self._found.get(model):
+        if error := self._found[model]:
             raise error
 
 
@@ -392,33 +372,3 @@ def values_text(values: Mapping[str, Any]) -> str:
     """Each `key value` pair, on one line."""
     return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                      for key, value in values.items())  # fmt: skip
-
-
-# -- trials that have ended -----------------------------------------------------------------------
-
-
-def run_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """A trial in the table: values, figures, and a note about how it ended."""
-
-    def number(value: Any) -> str:
-        usable = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-        return figure_text(value) if usable else ""
-
-    values = [number(row["values"].get(key)) or str(row["values"].get(key)) for key in keys]
-    figures = [number(row.get(name)) for name in ("steps", "eval_loss", "samples_per_s")]
-    notes = {"ok": "", "stopped": "ended early", "died": row.get("reason", "")}
-    return [*values, *figures, notes.get(row["outcome"], f"{row['outcome']}: {row.get('reason', '')}")]
-
-
-def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, float]]]:
-    """(step, loss) of the evaluations of each trial, up to the step at which a scheduler stopped it."""
-    runs = {row["trial"]: RunFolder(row["run"]).read_rows("metrics.jsonl") for row in rows if row.get("run")}
-    ends = {row["trial"]: row["steps"] for row in rows if row["outcome"] == "stopped"}
-    return {
-        trial: [
-            (row["step"], row["loss"])
-            for row in metrics
-            if row["kind"] == "eval" and row["step"] <= ends.get(trial, row["step"])
-        ]
-        for trial, metrics in runs.items()
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from statistics import linear_regression, median
 from typing import Any, Literal, TypeVar
@@ -70,10 +70,6 @@ class Measurement:
     def is_steady(self) -> bool:
         """Whether its timed passes took about the same time; true for a memory reading alone."""
         return are_steady(self.pass_s)
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping; `from_json` is the inverse."""
-        return asdict(self)
 
 
 def step_seconds(rows: int, size: int, pass_s: float, updates: Sequence[float]) -> float:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.wording import counted
-from raytrain.autotune.batch_space import sizes_dividing
 from raytrain.autotune.measurement import Candidate, Measurement, line_of
+from raytrain.autotune.size_curve import sizes_dividing
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.errors import RunError
 from raytrain.plan.choice import Deferred, Resolved, size_text
@@ -96,7 +96,7 @@ def micro_batch_record(
         "value": rows, "reason": chosen.reason, "peak_bytes": peak, "budget_bytes": budget, "line": asdict(line),
         "predicted_peaks": {str(size): line.predict(size) for size in sorted({max(1, rows // 2), rows, 2 * rows})},
         "settings": settings,
-        "trials": [{"predicted_bytes": proposal.predicted, **one.to_json()} for proposal, one in tried],
+        "trials": [{"predicted_bytes": proposal.predicted, **asdict(one)} for proposal, one in tried],
     }  # fmt: skip
 
 

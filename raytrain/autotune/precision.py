@@ -1,4 +1,4 @@
-"""Chooses the precision from measurements, and judges the numeric gate. Pure: numbers in, `Resolved` out.
+"""Chooses the precision from measurements: whether it is faster beyond noise, and computes the same. Pure.
 
 `raytrain.autotune.step_probe` measures.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from statistics import fmean, median
-from typing import Any
+from statistics import median
 
 from raytrain.autotune.measurement import Measurement, are_steady
 from raytrain.plan.choice import Resolved
@@ -18,12 +16,9 @@ from raytrain.plan.choice import Resolved
 WORTHWHILE_GAIN = 0.03
 #: And in this share of the rounds: on a busy machine the medians of a few rounds differ by more than that by chance.
 WON_ROUNDS = 0.75
-#: Numeric gate on one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
+#: The numeric band of one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
 LOSS_TOLERANCE = 0.02
 NORM_BAND = (0.8, 1.25)
-#: A loss scale that starts too high skips a few steps: this many more than in the reference are allowed, or this
-#: fraction.
-SKIPS, SKIP_SHARE = 2, 0.1
 #: Significance level for times that vary: the highest accepted probability that as many rounds are won by chance.
 CHANCE = 0.05
 
@@ -61,56 +56,6 @@ def faster_beyond_noise(seconds: Sequence[float], others: Sequence[float], *, th
     rounds, won, middle = len(ratios), sum(ratio > 1 for ratio in ratios), median(ratios)
     text = f"{middle:.2f} times as fast as {than}, faster in {won} of {rounds} rounds"
     return middle >= 1 + WORTHWHILE_GAIN and told_apart(seconds, others), text
-
-
-@dataclass(frozen=True)
-class GateReport:
-    """A lower precision compared with the reference: real steps from one state, on the same data.
-
-    Attributes:
-        losses, norms: of each step, the norm before clipping; `reference_*` are the reference's.
-        skipped: steps dropped for a gradient that was not finite.
-        error: why it could not run, or None.
-        out_of_memory: whether the error was one of memory, of which there may be more another time.
-    """
-
-    precision: str
-    reference: str
-    losses: tuple[float, ...] = ()
-    reference_losses: tuple[float, ...] = ()
-    norms: tuple[float, ...] = ()
-    reference_norms: tuple[float, ...] = ()
-    skipped: int = 0
-    reference_skipped: int = 0
-    error: str | None = None
-    out_of_memory: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping; `measurement.from_json` is the inverse."""
-        return asdict(self)
-
-
-def gate_refusal(report: GateReport) -> str:
-    """Why a precision does not pass its gate; "" where it does.
-
-    Its loss over the last quarter of the steps must be the reference's within `LOSS_TOLERANCE`, the median ratio of the
-    gradient norms within `NORM_BAND`, and few more steps may be skipped.
-    """
-    if report.error is not None:
-        return report.error
-    steps = len(report.losses)
-    if report.skipped > report.reference_skipped + max(SKIPS, math.floor(SKIP_SHARE * steps)):
-        return f"{report.skipped} of {steps} steps were not finite, {report.reference_skipped} in {report.reference}"
-    tail = -max(1, steps // 4)
-    loss, wanted = fmean(report.losses[tail:]), fmean(report.reference_losses[tail:])
-    if not abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted):
-        return f"its loss after {steps} steps, {loss:.6g}, is not the reference's {wanted:.6g}"
-    pairs = zip(report.norms, report.reference_norms, strict=True)
-    ratios = [norm / other for norm, other in pairs if math.isfinite(norm) and 0 < other < math.inf]
-    ratio = median(ratios) if ratios else 1.0
-    if not NORM_BAND[0] <= ratio <= NORM_BAND[1]:
-        return f"its gradient norm is {ratio:.3g} times the reference's"
-    return ""
 
 
 def has_winner(seconds: list[list[float]]) -> bool:
@@ -162,9 +107,10 @@ def choose_precision(measured: Sequence[Measurement], *, reference: str = "fp32"
 
 
 def outside_band(
-    loss: float, norm: float, difference: float = 0.0, *, reference_loss: float, reference_norm: float
+    loss: float, norm: float, difference: float = 0.0, *, reference_loss: float, reference_norm: float,
+    reference: str = "fp32",
 ) -> str:  # fmt: skip
-    """Why a pass is outside the numeric gate's band, "" where it is inside.
+    """Why a pass is outside the reference's numeric band, "" where it is inside.
 
     Args:
         difference: norm of the gradient's difference from the reference's, relative to the reference's norm, if known:
@@ -174,9 +120,9 @@ def outside_band(
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "the loss or gradient is not finite"
     if abs(loss - reference_loss) > LOSS_TOLERANCE * abs(reference_loss):
-        return f"the loss is {loss:.6g} where fp32 has {reference_loss:.6g}"
+        return f"the loss is {loss:.6g} where {reference} has {reference_loss:.6g}"
     if reference_norm > 0 and not NORM_BAND[0] <= norm / reference_norm <= NORM_BAND[1]:
-        return f"the gradient norm is {norm / reference_norm:.3g} times fp32's"
+        return f"the gradient norm is {norm / reference_norm:.3g} times {reference}'s"
     if reference_norm > 0 and difference > 1 - NORM_BAND[0]:
-        return f"the gradient differs from fp32's by {difference:.0%}"
+        return f"the gradient differs from {reference}'s by {difference:.0%}"
     return ""

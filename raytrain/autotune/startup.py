@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from cluster.wording import counted
 from raytrain.accelerator import device_name
-from raytrain.autotune.found import refusal
 from raytrain.autotune.fp32_layers import measure_layers
 from raytrain.autotune.measurement import Candidate
-from raytrain.autotune.micro_batch import measure_micro_batch, memory_budget, possible_sizes, spare_memory
+from raytrain.autotune.micro_batch import measure_micro_batch, possible_sizes, spare_memory
 from raytrain.autotune.precision import WORTHWHILE_GAIN, choose_precision, faster_beyond_noise, has_winner
 from raytrain.autotune.rounds import TimedArm, timed_arms
 from raytrain.autotune.shares import measure_shares
@@ -105,13 +104,13 @@ class Calibration:
         """What rank 0 reads of a choice, on every worker; None if it has not been measured. Collective."""
         return self.session.workers.broadcast_object(read_measured(self.run).get(name) if self.speaks else None)
 
-    def write(self, name: str, record: Record, *, event: str = "") -> None:
-        """Rank 0 adds a choice to memory_probe.json, and reports it as a decision (called `event`, else `name`)."""
+    def write(self, name: str, record: Record) -> None:
+        """Rank 0 adds a choice to memory_probe.json, and reports it as a decision."""
         if self.speaks:
             self.run.write_json(self.run.memory_probe, {**read_measured(self.run), name: record})
-            self.reporter.event("decision", what=event or name, value=record["value"], reason=record["reason"])
+            self.reporter.event("decision", what=name, value=record["value"], reason=record["reason"])
 
-    def settle(self, name: str, measure: Callable[[], Record], *, settings: Any = None, event: str = "") -> Record:
+    def settle(self, name: str, measure: Callable[[], Record], *, settings: Any = None) -> Record:
         """The recorded result if it was measured for the same `settings` (the same on every worker), else a new one,
         which is recorded."""
         known = self.recorded(name)
@@ -121,7 +120,7 @@ class Calibration:
         record = measure()
         if settings is not None:
             record = {**record, "settings": settings}
-        self.write(name, record, event=event)
+        self.write(name, record)
         return record
 
     def show(self, name: str, label: str, value: str, record: Record) -> None:
@@ -157,7 +156,6 @@ def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: Loa
     """
     settle_precision(calibration, forced=forced, loaded=loaded)
     settle_micro_batch(calibration)
-    settle_found(calibration)
     settle_compile(calibration, done=int(loaded.state["loop"]["step"]) if loaded else 0)
     settle_inflight(calibration)
     settle_shares(calibration)
@@ -206,7 +204,7 @@ def measure_precision(probe: StepProbe, candidates: Sequence[str]) -> tuple[Reso
     rows = probe.session.loader.batches.micro_batch
     points = [Candidate(name, rows) for name in candidates]
     found = probe.measure_in_turn(points, budget=None, rounds=PRECISION_ROUNDS, updates=False, clear=has_winner)
-    return choose_precision(found), [one.to_json() for one in found]
+    return choose_precision(found), [asdict(one) for one in found]
 
 
 def settle_layers(calibration: Calibration, precisions: Sequence[str]) -> None:
@@ -280,38 +278,6 @@ def _fitting_rows(calibration: Calibration) -> Record:
         return measure_micro_batch(calibration.probe, settings)[1]
 
     return calibration.settle("micro_batch", measure, settings=settings)
-
-
-def settle_found(calibration: Calibration) -> None:
-    """Once in a run, before it trains: whether what a search found (`tune.found`) was found for this run; if not, the
-    micro-batch is measured again, up to the one found. Needs a prepared session; under fsdp nothing is measured.
-
-    Raises:
-        NothingFits: it was found for something else, and not even one row fits now.
-    """
-    session, found = calibration.session, calibration.session.job.found
-    if found is None or session.job.planned("strategy") == "fsdp":
-        return
-    micro = int(session.job.planned("micro_batch_size"))
-
-    def measure() -> Record:
-        if not (differs := refusal(found, session)):
-            same = "the model, the data and the machine are those of the search"
-            return {**_record(micro, same), "peak_bytes": found.peak_bytes}
-        calibration.begin("memory")
-        smaller = () if session.job.loop.micro_batch_size == "whole" else possible_sizes(session)
-        sizes = sorted({size for size in smaller if size <= micro} | {micro})
-        chosen, record = measure_micro_batch(calibration.probe, {}, sizes=sizes)
-        reason = f"{differs}; its micro-batch was measured again: {chosen.reason}"
-        if calibration.speaks:
-            print(f"unlike the search: {reason}", flush=True)
-        return {**record, "reason": reason}
-
-    record = calibration.settle("found", measure, event="tune.found")
-    # an earlier attempt may have had to reduce it; a restart after an out-of-memory may use less
-    if session.settings.micro_batch is None or session.settings.micro_batch > record["value"]:
-        calibration.use(micro_batch=record["value"])
-    spare_memory(session, peak=record["peak_bytes"], budget=memory_budget(session))
 
 
 # -- compilation ----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from raytrain.accelerator import device_name, seconds_of
+from raytrain.autotune.batch_search import LEAST_PASSES, Measured, Proposal
 from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
 from raytrain.autotune.rounds import BUDGET_S, ArmTimes, TimedArm, timed_arms
 from raytrain.autotune.state_guard import preserve_model, preserve_optimizers, preserve_skipped
@@ -186,6 +187,26 @@ class StepProbe:
             self.loader, cursor=session.state.cursor, workers=self.workers, eval_split=self.eval_split
         )
         self._optimizer_s: float | None = None
+
+    def run_proposal(self, proposal: Proposal, *, budget: int | None) -> Measured:
+        """Measure what a search proposes; changes nothing that it measures. Collective.
+
+        Args:
+            budget: bytes above which a peak counts as out of memory; None: no limit.
+        """
+        one, passes, alone = proposal.candidate, 0 if proposal.against else proposal.passes, None
+        if passes or proposal.with_memory:
+            with_memory = proposal.with_memory
+            alone = self.measure(one, budget=budget, passes=passes, least=LEAST_PASSES, with_memory=with_memory)
+            if not proposal.against or alone.outcome != "ok":
+                return (alone,)
+        rounds = (proposal.passes, proposal.passes)
+        first, *others = self.measure_in_turn(
+            (one, *proposal.against), budget=budget, rounds=rounds, stop_on_failure=True
+        )
+        if alone is not None:
+            first = replace(first, peak_bytes=alone.peak_bytes, floor_bytes=alone.floor_bytes)
+        return (first, *others)
 
     def measure(
         self, candidate: Candidate, *, budget: int | None, passes: int, with_memory: bool, least: int | None = None

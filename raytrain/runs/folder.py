@@ -139,7 +139,7 @@ def _record(owner: dict[str, Any]) -> bytes:
 RESERVE_BYTES = 1 << 18
 """Enough for result.json and the last events."""
 _RESERVE = "attempts/reserve"
-REMOVED_KEYS = ("tune.objective", "tune.fresh")
+REMOVED_KEYS = ("tune.objective", "tune.fresh", "tune.found")
 """Keys of a job that earlier versions knew. A job.yaml with one is refused; runs and searches that have one in their
 record go on without it."""
 

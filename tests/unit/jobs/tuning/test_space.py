@@ -14,7 +14,8 @@ from rich.console import Console
 from cluster.devices.inventory import Device, Inventory, Node
 from jobs.driver.progress import Activity
 from jobs.job.spec import load_spec
-from jobs.tuning.space_points import Choices, Point, Range, find_points, parse_space, run_cells
+from jobs.tuning.space import run_cells
+from jobs.tuning.space_points import Choices, Point, Range, find_points, parse_space
 from raytrain.errors import InputError
 from raytrain.runs.folder import SweepFolder
 
@@ -185,7 +186,11 @@ def test_a_scheduler_that_knows_the_finished_trials_stops_hopeless_ones(name: st
 def test_a_key_that_a_users_function_does_not_accept_is_refused_before_a_trial_starts(
     space: dict[str, Any], seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "called_mod.py").write_text("def build(width=1): 1 / 0\ndef data(n=1): 1 / 0\n")
+    (tmp_path / "called_mod.py").write_text(
+        "import torch\n"
+        "def build(width=1): 1 / 0\n"
+        "def data(n=1): return {'train': {'x': torch.zeros(8, 2), 'labels': torch.arange(8) % 2}}\n"
+    )
     monkeypatch.chdir(tmp_path)
     job = {"model": {"builder": "called_mod:build"}, "data": {"source": "called_mod:data"}, "tune": {"space": space}}
     with pytest.raises(InputError, match=seen):
