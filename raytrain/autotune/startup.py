@@ -18,7 +18,6 @@ from raytrain.autotune.fp32_layers import measure_layers
 from raytrain.autotune.measurement import Candidate
 from raytrain.autotune.micro_batch import measure_micro_batch, possible_sizes, spare_memory
 from raytrain.autotune.precision import WORTHWHILE_GAIN, choose_precision, faster_beyond_noise, has_winner
-from raytrain.autotune.rounds import TimedArm, timed_arms
 from raytrain.autotune.shares import measure_shares
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import LoadedCheckpoint
@@ -29,8 +28,6 @@ from raytrain.plan.shares import shares_of
 from raytrain.plan.speed import FEW_STEPS, too_few
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder
-from raytrain.train.memory.device import StepDropped
-from raytrain.train.parallel.reduction import could_overlap
 from raytrain.train.precision import policy_for
 from raytrain.train.session import Session
 from raytrain.train.state import Reporter
@@ -44,7 +41,7 @@ USUAL_COMPILATION_S, USUAL_RATIO = 30.0, 1.3
 #: Least and most rounds: of precisions and of micro-batches in flight, and of two ways of which one takes preparation.
 PRECISION_ROUNDS = INFLIGHT_ROUNDS = 3, 12
 ROUNDS = 5, 15
-#: Most micro-batches of each worker in a measurement of those in flight, or of overlap.
+#: Most micro-batches of each worker in a measurement of those in flight.
 MEASURED_PASSES = 4
 #: Timed passes and updates of an eager step, after one that is dropped.
 EAGER_PASSES = 5
@@ -159,7 +156,6 @@ def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: Loa
     settle_compile(calibration, done=int(loaded.state["loop"]["step"]) if loaded else 0)
     settle_inflight(calibration)
     settle_shares(calibration)
-    settle_overlap(calibration)
     measure_eager_step(calibration)
 
 
@@ -420,58 +416,3 @@ def settle_shares(calibration: Calibration) -> None:
     record = calibration.settle("shares", measure, settings=settings)
     calibration.use(shares=shares_of(record["value"]))
     calibration.show("shares", "shares", "" if record["value"] == "equal" else "unequal", record)
-
-
-def settle_overlap(calibration: Calibration) -> None:
-    """Whether all-reduces overlap with the last backward pass; needs a prepared session. With fewer workers than were
-    planned for there may be nothing to reduce."""
-    session = calibration.session
-    if not calibration.is_open("overlap") or session.workers.world_size == 1:
-        return
-
-    def measure() -> Record:
-        if session.step.filler is not None:
-            why = "the model runs collectives inside backward, with which the all-reduces must not interleave"
-            return _record(False, why)
-        if not could_overlap(session.step.gradients, session.workers):
-            total = sum(flat.nbytes for flat in session.step.gradients.buffers)
-            why = f"the gradients are one bucket of {total:,} bytes, which is whole only when backward is over"
-            return _record(False, why)
-        calibration.begin("overlap")
-        try:
-            return _of(*measure_overlap(session))
-        except StepDropped as error:  # raised by all workers
-            return _record(False, f"no memory while it was measured ({error})")
-
-    calibration.use(overlap=calibration.settle("overlap", measure)["value"])
-
-
-def measure_overlap(session: Session) -> tuple[Resolved, dict[str, list[float]]]:
-    """The choice, and the slowest worker's seconds of each round by arm ("after", "during"), on the real model and the
-    first micro-batches of its global batch; only the last pass of a step can overlap. Changes nothing that it measures.
-    Collective.
-
-    Raises:
-        StepDropped: a worker had no memory; all raise it.
-    """
-    loader, step, workers = session.loader, session.step, session.workers
-    rows = loader.global_batch(session.state.cursor).indices
-    rows = rows[: MEASURED_PASSES * loader.batches.micro_batch * workers.world_size]
-    passes, reduction = loader.passes(rows), step.reduction
-
-    def before(overlap: bool) -> None:
-        reduction.overlap(overlap)
-        workers.all_reduce_ints([0])  # a barrier: all workers start together
-
-    def work() -> None:
-        backward = partial(step.backward, loader.micro_batches(rows), global_weight=1, passes=passes)
-        reduction.passed(backward, flags=lambda: [0, 0])
-
-    after, during = timed_arms(
-        [TimedArm(work, before=partial(before, overlap)) for overlap in (False, True)],
-        trainable=session.trainable, workers=workers, device=session.device, rounds=ROUNDS, clear=has_winner,
-    )  # fmt: skip
-    reduction.overlap(False)
-    faster, how = faster_beyond_noise(during.round_s, after.round_s, than="after it")
-    reason = f"all-reduces started inside the last backward measured {how}"
-    return Resolved(faster, reason), {"after": after.round_s, "during": during.round_s}

@@ -262,7 +262,9 @@ def choose_inflight(
     return Deferred("measured with 1 and 2 at the start", (1, 2), "2 keeps the activations of two micro-batches")
 
 
-def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warnings: list[str]) -> Choice | None:
+def choose_overlap(
+    scale: ScaleConfig, hosts: Resolved, *, workers: int, nccl: bool, warnings: list[str]
+) -> Resolved | None:  # fmt: skip
     """Whether gradients are reduced while the last backward of a step still runs; None where nothing can overlap.
 
     Raises:
@@ -286,7 +288,12 @@ def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warning
         return None
     if scale.overlap != "auto":
         return Resolved(scale.overlap, "scale.overlap")
-    return Deferred("measured with and without at the start", (False, True))
+    why = (
+        "NCCL sums beside the kernels of backward"
+        if nccl
+        else "gloo sums with the cores that compute: no gain measured"
+    )
+    return Resolved(nccl, why)
 
 
 def choose_sync_batchnorm(scale: ScaleConfig, hosts: Resolved, *, workers: int, warnings: list[str]) -> Resolved | None:

@@ -944,10 +944,11 @@ def test_two_in_flight_are_refused_with_activation_checkpointing_naming_both_key
     assert value(plan(**arguments | {"experts_inflight": 1}), "inflight") == 1
 
 
-def test_overlap_is_measured_for_several_workers_that_sum_after_their_passes() -> None:
+def test_overlap_is_for_several_workers_that_sum_by_nccl_after_their_passes() -> None:
     two = {"workers": 2}
-    choice = plan(scale=two).choices()["overlap"]
-    assert isinstance(choice, Deferred) and choice.bounds == (False, True)
+    assert value(plan(scale=two), "overlap") is False
+    assert value(plan(FOUR_GPUS, scale=two), "overlap") is True
+    assert value(plan(ONE_GPU, scale={**two, "gpus_per_worker": 0.5}), "overlap") is False, "by gloo"
     assert value(plan(scale={**two, "overlap": True}), "overlap") is True
     assert value(plan(scale={**two, "overlap": False}, experts_hosts=0), "overlap") is False
     for scale in ({"workers": 1}, {**two, "strategy": "fsdp"}):
