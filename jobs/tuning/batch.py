@@ -246,7 +246,7 @@ class BatchCommand(TuneCommand):
     def write(self) -> None:
         """See `TuneCommand`."""
         spec, space = self.spec, self.search.space
-        results = SearchResults.of_rows(self.the_sweep.standing())
+        results = SearchResults.of_rows({row["trial"]: row for row in self.the_sweep.ended()}.values())
         decision, limit = decide(space, results), space.budget_bytes
         chosen, size = decision.candidate, decision.candidate.micro_batch_size
         values: dict[str, Any] = {"precision.dtype": chosen.precision}

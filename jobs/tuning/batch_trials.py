@@ -15,7 +15,7 @@ from ray.tune.search import Searcher
 
 from cluster.wording import counted
 from jobs.tuning.driver import TuneCommand
-from jobs.tuning.trials import StatelessSearcher, TrialRecorder, ran_out, why
+from jobs.tuning.trials import StatelessSearcher, TrialRecorder, outcome_of, why
 from raytrain.autotune.batch_search import Measured, Proposal, SearchResults, next_proposals
 from raytrain.autotune.measurement import Measurement, from_json
 from raytrain.autotune.size_curve import BatchSpace
@@ -82,19 +82,20 @@ class BatchTrials(TrialRecorder):
         return None if started else self._need
 
     def row_of(
-        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int
+        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None
     ) -> tuple[dict[str, Any] | None, str]:
         """See `TrialRecorder`; a crash is a failed measurement."""
         wanted = from_json(Proposal, config)
         one, measured = wanted.candidate, tuple(from_json(Measurement, row) for row in result.get("measured", ()))
+        ended = None if error is None else outcome_of(error)
         if not measured:
-            reason = "it ended without a result" if error is None else why(error, deaths=deaths)
-            measured = (Measurement(one, "out_of_memory" if ran_out(error) else "error", reason=reason),)
+            reason = "it ended without a result" if error is None else why(error)
+            measured = (Measurement(one, "out_of_memory" if ended == "out_of_memory" else "error", reason=reason),)
         row = {
             "what": wanted.what,
             "precision": one.precision,
             "micro_batch_size": one.micro_batch_size,
-            "outcome": "died" if deaths else measured[0].outcome,
+            "outcome": ended if ended == "died" else measured[0].outcome,
             "budget_bytes": self._space.budget_bytes,
             "measured": [asdict(each) for each in measured],
         }

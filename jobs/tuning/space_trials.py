@@ -31,7 +31,7 @@ from jobs.train import train_loaded
 from jobs.tuning.driver import TuneCommand
 from jobs.tuning.space import run_cells
 from jobs.tuning.space_points import LOOKS, Choices, Point, Points, Range, values_text
-from jobs.tuning.trials import StatelessSearcher, TrialRecorder, has_died, why
+from jobs.tuning.trials import StatelessSearcher, TrialRecorder, outcome_of, why
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RunError
 from raytrain.execution.driver_channel import on_stop_request
@@ -144,14 +144,14 @@ class SpaceTrials(TrialRecorder):
         return self._needs.get(config["number"]) if started and not self._private else None
 
     def row_of(
-        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int
+        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None
     ) -> tuple[dict[str, Any] | None, str]:
         """See `TrialRecorder`; a run that was interrupted has no row."""
         if result.get("status") == "interrupted":
             return None, ""
         outcome, reason = "ok", ""
         if error is not None:
-            outcome, reason = "died" if deaths else "error", why(error, deaths=deaths)
+            outcome, reason = outcome_of(error), why(error)
         elif not result.get("final"):
             outcome, reason = "stopped", f"behind the others at step {result.get('step')}"
         elif not math.isfinite(result.get(self._metric, math.nan)):
@@ -178,7 +178,7 @@ class SpaceTrials(TrialRecorder):
         what is left of that when those have ended was its own.
         """
         super().ended(config, result, error)
-        if self._private and has_died(error):
+        if self._private and error is not None and outcome_of(error) == "died":
             self._reserved |= set(reservations())
             self._beside |= self.running.keys()
         self._beside.discard(config["number"])

@@ -165,7 +165,7 @@ def check_rows(rows: list[dict[str, Any]], limit: int) -> None:
     dead = [row for row in rows if row["outcome"] == "died"]
     assert {row["micro_batch_size"] for row in dead} == {16}
     for number in {row["trial"] for row in dead}:
-        assert [row["deaths"] for row in dead if row["trial"] == number] in ([1], [1, 2])
+        assert len([row for row in dead if row["trial"] == number]) <= 2, "once in each of two commands"
     assert all("died" in row["measured"][0]["reason"] for row in dead)
     timed = [row for row in rows if row["measured"][0]["pass_s"]]
     assert len({row["micro_batch_size"] for row in timed}) >= 2
