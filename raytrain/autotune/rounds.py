@@ -3,19 +3,16 @@ Nothing that they measure changes."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-
-import torch
+from statistics import median
 
 from raytrain.accelerator import seconds_of
 from raytrain.autotune.state_guard import preserve_model
 from raytrain.train.device import rng_state, set_rng_state
-from raytrain.train.parallel.collectives import Workers
-from raytrain.trainable import Trainable
+from raytrain.train.session import Session
 
 #: Rounds continue until this much time has passed, within the bounds that a caller gives.
 BUDGET_S = 2.0
@@ -44,24 +41,19 @@ class ArmTimes:
     """What one arm showed, the same on every worker.
 
     Attributes:
-        seconds: for each worker those of every timed round.
+        round_s: the slowest worker's seconds of each timed round.
         values: rank 0's, of the last round.
         error: why the arm failed, or "".
     """
 
-    seconds: tuple[tuple[float, ...], ...]
+    round_s: tuple[float, ...]
     values: tuple[float, ...]
     error: str
 
     @property
     def median_s(self) -> float:
-        """The largest of the workers' medians; infinite if nothing was timed."""
-        return max(statistics.median(own) if own else float("inf") for own in self.seconds)
-
-    @property
-    def round_s(self) -> list[float]:
-        """The slowest worker's seconds of each round."""
-        return [max(round_s) for round_s in zip(*self.seconds, strict=True)]
+        """Of the rounds; infinite if nothing was timed."""
+        return median(self.round_s) if self.round_s else float("inf")
 
 
 def _attempt(_index: int, run: Callable[[], object]) -> str:
@@ -71,7 +63,7 @@ def _attempt(_index: int, run: Callable[[], object]) -> str:
 
 
 def timed_arms(
-    arms: Sequence[TimedArm], *, trainable: Trainable, workers: Workers, device: torch.device, rounds: tuple[int, int],
+    arms: Sequence[TimedArm], session: Session, *, rounds: tuple[int, int],
     budget_s: float = BUDGET_S, attempt: Callable[[int, Callable[[], object]], str] = _attempt,
     stop_on_failure: bool = False, clear: Callable[[list[list[float]]], bool] = lambda _seconds: False,
 ) -> list[ArmTimes]:  # fmt: skip
@@ -86,6 +78,7 @@ def timed_arms(
         clear: whether, after the least rounds and `CHEAP_S`, this worker's seconds by arm need no more of them. The
             rounds end once they need none on any worker.
     """
+    workers, device = session.workers, session.device
     seconds: list[list[float]] = [[] for _ in arms]
     values: list[Sequence[float]] = [() for _ in arms]
     errors: dict[int, str] = {}
@@ -98,7 +91,7 @@ def timed_arms(
             seconds[index].append(seconds_of(device) - begin)
         values[index] = arms[index].values()
 
-    with preserve_model(trainable, device):
+    with preserve_model(session.trainable, device):
         generators, begin = rng_state(device), time.perf_counter()
         for number in range(rounds[1] + 1):
             for index in (one for one in range(len(arms)) if one not in errors):
@@ -116,7 +109,5 @@ def timed_arms(
                 break
     shown = [tuple(values[index]) if index not in errors else () for index in range(len(arms))]
     everybody = workers.all_gather_object((seconds, shown))
-    return [
-        ArmTimes(tuple(tuple(own[index]) for own, _ in everybody), tuple(everybody[0][1][index]), errors.get(index, ""))
-        for index in range(len(arms))
-    ]
+    slowest = [tuple(map(max, zip(*(own[index] for own, _ in everybody), strict=True))) for index in range(len(arms))]
+    return [ArmTimes(slowest[index], everybody[0][1][index], errors.get(index, "")) for index in range(len(arms))]

@@ -319,7 +319,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     (eager, compiled), share = calibration.probe.passes_in_turn(ways, most=1, rounds=ROUNDS)
     parts.on = True
     status = parts.status()
-    trials = {"eager": eager.round_s, "compiled": compiled.round_s, "compilation": status}
+    trials = {"eager": [*eager.round_s], "compiled": [*compiled.round_s], "compilation": status}
     text = "; ".join([f"{status['achieved']} compiled", *status["reasons"][:1]])
     failed = eager.error or compiled.error
     if not failed and compiled.values > eager.values:

@@ -267,12 +267,11 @@ class StepProbe:
         own = self._optimizer_seconds() if updates else 0.0
         with preserve_skipped(self.step.optimizers) if updates else contextlib.nullcontext():
             times = timed_arms(
-                [self._arm(part) for part in rows], trainable=self.step.trainable, workers=self.workers,
-                device=self.device, rounds=rounds, budget_s=budget_s, attempt=attempt, stop_on_failure=stop_on_failure,
-                clear=clear,
+                [self._arm(part) for part in rows], self.session, rounds=rounds, budget_s=budget_s, attempt=attempt,
+                stop_on_failure=stop_on_failure, clear=clear,
             )  # fmt: skip
         for index, one in readings.items():
-            one.pass_s = times[index].round_s if one.outcome == "ok" else []
+            one.pass_s = [*times[index].round_s] if one.outcome == "ok" else []
             one.update_s = [seconds + own for seconds in one.update_s]
         return tuple(map(self._agreed, readings.values()))
 
@@ -297,7 +296,7 @@ class StepProbe:
 
         times = timed_arms(
             [TimedArm(work, before=before, values=lambda: [float(step.untold)]) for before in befores],
-            trainable=step.trainable, workers=self.workers, device=self.device, rounds=rounds,
+            self.session, rounds=rounds,
             attempt=lambda _index, timed: self._run(timed, None)[1], stop_on_failure=True,
         )  # fmt: skip
         step.untold = untold

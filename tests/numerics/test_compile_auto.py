@@ -60,8 +60,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, eager: float, compiled: float, **mo
 
     def times(probe: StepProbe, befores: list[Any], **named: Any) -> Any:
         _, share = real(probe, befores, **named)
-        arms = [ArmTimes(((seconds,) * 5,), (0.0,), "") for seconds in (eager, compiled)[: len(befores)]]
-        arms[1:] = [ArmTimes(arm.seconds, more.get("values", (0.0,)), more.get("error", "")) for arm in arms[1:]]
+        arms = [ArmTimes((seconds,) * 5, (0.0,), "") for seconds in (eager, compiled)[: len(befores)]]
+        arms[1:] = [ArmTimes(arm.round_s, more.get("values", (0.0,)), more.get("error", "")) for arm in arms[1:]]
         return arms, share
 
     monkeypatch.setattr(StepProbe, "passes_in_turn", times)
