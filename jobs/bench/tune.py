@@ -32,11 +32,10 @@ from jobs.bench.harness.options import BenchOptions
 from jobs.bench.harness.sessions import SessionArm, restored_threads, timed
 from jobs.driver.local_session import session_of
 from raytrain.autotune.batch_search import PASSES, BatchDecision, Proposal, SearchResults, decide, next_proposals
-from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, Measurement
 from raytrain.autotune.micro_batch import memory_budget
-from raytrain.autotune.precision import WORTHWHILE_GAIN
+from raytrain.autotune.rounds import preserve_model, preserve_optimizers
 from raytrain.autotune.size_curve import MOST_SIZES, NEAR, BatchSpace, sizes_free
-from raytrain.autotune.state_guard import preserve_model, preserve_optimizers
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.errors import InputError
 

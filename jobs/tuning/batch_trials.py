@@ -6,9 +6,8 @@ A trial is one measurement, in its own process and on its own device: one worker
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray import cloudpickle, tune
 from ray.tune.search import Searcher
@@ -22,12 +21,6 @@ from raytrain.autotune.size_curve import BatchSpace
 from raytrain.execution.driver_channel import on_stop_request
 from raytrain.plan.choice import figure_text, size_text
 from raytrain.plan.room import Need
-
-if TYPE_CHECKING:
-    import torch
-
-FREED_S = 20.0
-"""Seconds to wait for the memory of an earlier trial's process to be released."""
 
 
 class BatchTrials(TrialRecorder):
@@ -154,8 +147,6 @@ def batch_trial(
         budget: bytes that a process may use; None if unknown.
         channel: the `DriverChannel` actor through which the driver asks trials to exit.
     """
-    import torch
-
     from raytrain.autotune.step_probe import StepProbe
     from raytrain.config.user_code import import_from
     from raytrain.data.sources.open import source_from_driver
@@ -169,25 +160,9 @@ def batch_trial(
         os.chdir(folder)
     import_from(folder)
     own: Any = cloudpickle.loads(job)
-    if own.planned("device") == "cuda":
-        _await_freed_memory(torch.device("cuda", 0))
     source = source_from_driver(data, own.data, context=own.model.keys.get("context"))
     session = Session(own, workers=Workers(), source=source)
     wanted = from_json(Proposal, config["trial"])
     session.prepare("fp64" if wanted.candidate.precision == "fp64" else "fp32")  # the format of the weights
     measured = StepProbe(session).run_proposal(wanted, budget=budget)
     tune.report({"measured": [asdict(one) for one in measured]})
-
-
-def _await_freed_memory(device: torch.device) -> None:
-    """Wait until the memory of a process that ended is released: until the free memory stops growing."""
-    import torch
-
-    ends = time.monotonic() + FREED_S
-    free, _ = torch.cuda.mem_get_info(device)
-    while time.monotonic() < ends:
-        time.sleep(0.25)
-        now, _ = torch.cuda.mem_get_info(device)
-        if now <= free:
-            return
-        free = now

@@ -45,47 +45,43 @@ _KEPT = ("name", "seed", "save", "tune", "infer", "retry", "telemetry", "cluster
 
 
 @dataclass(frozen=True)
-class Choices:
-    """A list of values; `examples` are those to check on their own."""
+class Values:
+    """The values of a key: a list of them (`choice`), or two numbers, both included, and how to draw between them.
 
-    examples: tuple[Any, ...]
-
-    def draw(self, rng: random.Random) -> Any:
-        return rng.choice(self.examples)
-
-
-@dataclass(frozen=True)
-class Range:
-    """A distribution between two numbers, both included: `loguniform`, `uniform` or `randint`."""
+    Attributes:
+        kind: choice, loguniform, uniform or randint.
+        given: the list, or (low, high).
+    """
 
     kind: str
-    low: float
-    high: float
+    given: tuple[Any, ...]
 
     @property
     def examples(self) -> tuple[Any, ...]:
-        """Values to check on their own: the two ends and, for real numbers, one in between."""
-        if self.kind == "randint":
-            return (int(self.low), int(self.high))
-        return (self.low, self.high, 0.5 * (self.low + self.high) + 1e-9 * (self.high - self.low))
+        """Values to check on their own: those of a list; else the two ends and, of real numbers, one in between."""
+        if self.kind in ("choice", "randint"):
+            return self.given
+        low, high = self.given
+        return (low, high, 0.5 * (low + high) + 1e-9 * (high - low))
 
     def draw(self, rng: random.Random) -> Any:
-        if self.kind == "randint":
-            return rng.randint(int(self.low), int(self.high))
-        if self.kind == "uniform":
-            return rng.uniform(self.low, self.high)
-        return min(self.high, max(self.low, math.exp(rng.uniform(math.log(self.low), math.log(self.high)))))
+        if self.kind == "choice":
+            return rng.choice(self.given)
+        low, high = self.given
+        if self.kind == "loguniform":
+            return min(high, max(low, math.exp(rng.uniform(math.log(low), math.log(high)))))
+        return rng.randint(low, high) if self.kind == "randint" else rng.uniform(low, high)
 
 
 @dataclass(frozen=True)
 class Space:
     """Dotted key -> the values to try, in the order of the file."""
 
-    keys: Mapping[str, Choices | Range]
+    keys: Mapping[str, Values]
 
     @property
     def is_grid(self) -> bool:
-        return all(isinstance(one, Choices) for one in self.keys.values())
+        return all(one.kind == "choice" for one in self.keys.values())
 
     def points(self, *, seed: int, most: int | None, drawn: bool = False) -> Iterator[dict[str, Any]]:
         """Key -> value of each trial: every combination of lists, else (`drawn`: always) `most` (16) draws without
@@ -138,7 +134,7 @@ def _flattened(space: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
             yield dotted, value
 
 
-def _parsed(name: str, value: Any) -> Choices | Range:
+def _parsed(name: str, value: Any) -> Values:
     call = _CALL.match(value.strip()) if isinstance(value, str) else None
     arguments = [plain_scalar(part.strip()) for part in call[2].split(",")] if call else []
     if isinstance(value, list | tuple) or (call is not None and call[1] == "choice"):
@@ -148,7 +144,7 @@ def _parsed(name: str, value: Any) -> Choices | Range:
         for place, one in enumerate(values):
             if any(type(one) is type(other) and one == other for other in values[:place]):
                 raise InputError(name, got=f"{describe(one)} twice", expected="each value once")
-        return Choices(tuple(values))
+        return Values("choice", tuple(values))
     if call is None:
         broken = isinstance(value, str) and "(" in value and ")" not in value
         remedy = "put it in quotes: inside {...} a comma ends the value" if broken else ""
@@ -162,7 +158,7 @@ def _parsed(name: str, value: Any) -> Choices | Range:
     if low >= high or (kind == "loguniform" and low <= 0):
         wanted = "0 < low < high" if kind == "loguniform" else "low < high"
         raise InputError(name, got=value, expected=f"{kind}(low, high) with {wanted}")
-    return Range(kind, low, high)
+    return Values(kind, (low, high))
 
 
 # -- the trials -----------------------------------------------------------------------------------

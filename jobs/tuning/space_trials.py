@@ -30,7 +30,7 @@ from jobs.job.spec import load_spec
 from jobs.train import train_loaded
 from jobs.tuning.driver import TuneCommand
 from jobs.tuning.space import run_cells
-from jobs.tuning.space_points import LOOKS, Choices, Point, Points, Range, values_text
+from jobs.tuning.space_points import LOOKS, Point, Points, Values, values_text
 from jobs.tuning.trials import StatelessSearcher, TrialRecorder, outcome_of, why
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RunError
@@ -111,13 +111,12 @@ class PointSearcher(StatelessSearcher):
             self._inner.on_trial_complete(asked, result, error)
 
 
-def ray_domain(tried: Choices | Range) -> Any:
+def ray_domain(tried: Values) -> Any:
     """The values of a key as Ray Tune's searchers take them."""
-    if isinstance(tried, Choices):
-        return tune.choice(list(tried.examples))
-    if tried.kind == "randint":  # Ray leaves the upper end out
-        return tune.randint(int(tried.low), int(tried.high) + 1)
-    return {"uniform": tune.uniform, "loguniform": tune.loguniform}[tried.kind](tried.low, tried.high)
+    if tried.kind == "choice":
+        return tune.choice(list(tried.given))
+    low, high = tried.given
+    return getattr(tune, tried.kind)(low, high + 1 if tried.kind == "randint" else high)  # Ray leaves this end out
 
 
 class SpaceTrials(TrialRecorder):

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean, median
 from typing import Any
 
-from raytrain.autotune.measurement import Candidate, Measurement, from_json
-from raytrain.autotune.precision import WORTHWHILE_GAIN, outside_band, told_apart
+from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, Measurement, from_json, outside_band, told_apart
 from raytrain.autotune.size_curve import NEAR, BatchSpace, SizeCurve
 from raytrain.errors import RunError
 from raytrain.plan.choice import Resolved, figure_text, size_text
@@ -342,6 +341,15 @@ def decide(space: BatchSpace, results: SearchResults) -> BatchDecision:
     )
 
 
+def choose_precision(measured: Sequence[Measurement]) -> Resolved:
+    """The precision by the same rules, where all took turns at one size. Raises RunError if none of them runs."""
+    able = tuple(one for one in measured if one.outcome == "ok")
+    failed = [one for one in measured if one.outcome != "ok"]
+    names, size = tuple(one.candidate.precision for one in measured), measured[0].candidate.micro_batch_size
+    space = BatchSpace(names, (size,), rows_per_step=None, budget_bytes=None)
+    return decide(space, SearchResults(failed, [able])).precision
+
+
 def _table(search: CandidateSearch) -> tuple[TableRow, ...]:
     space, timed = search.space, list(search.results.measurements)
     timed += [one for contest in search.results.contests if all(one.pass_s for one in contest) for one in contest]
@@ -415,7 +423,7 @@ def _precision_reason(search: CandidateSearch, chosen: Candidate, refusals: Mapp
     if lead is None:
         return "; ".join([*reasons, f"so that {chosen.precision} could not be compared with it: watch its loss"])
     whose = "each at its own best size"
-    if search.cannot_win(search.lead):  # so that not all of its sizes were measured
+    if search.cannot_win(search.lead) and {*search.lead.fitting} - {*search.lead.measured}:
         bound = search.curves[chosen.precision].best / search.lead.reach
         whose = f"at least {bound:.2f} times as fast as {lead.precision} can be at any size"
     return "; ".join([f"{_compared(search, chosen, lead)}, {whose}, loss and gradient norm agree", *reasons])

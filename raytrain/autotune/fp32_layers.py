@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain.autotune.precision import LOSS_TOLERANCE, NORM_BAND, outside_band
-from raytrain.autotune.state_guard import preserve_model
+from raytrain.autotune.measurement import LOSS_TOLERANCE, NORM_BAND, outside_band
+from raytrain.autotune.rounds import preserve_model
 from raytrain.autotune.step_probe import run_agreed
 from raytrain.config.messages import abbreviated
 from raytrain.errors import OutOfMemory, RunError

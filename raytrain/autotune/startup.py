@@ -7,31 +7,32 @@ restarted or resumed attempt uses what the first one measured. All are collectiv
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from cluster.wording import counted
-from raytrain.accelerator import device_name
+from raytrain.accelerator import device_name, seconds_of
+from raytrain.autotune.batch_search import choose_precision
 from raytrain.autotune.fp32_layers import measure_layers
-from raytrain.autotune.measurement import Candidate
+from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, faster_beyond_noise, has_winner
 from raytrain.autotune.micro_batch import measure_micro_batch, possible_sizes, spare_memory
-from raytrain.autotune.precision import WORTHWHILE_GAIN, choose_precision, faster_beyond_noise, has_winner
-from raytrain.autotune.shares import measure_shares
+from raytrain.autotune.rounds import preserve_model
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import LoadedCheckpoint
 from raytrain.errors import InputError, StateLost, first_line
 from raytrain.plan.choice import Deferred, Resolved, seconds_text
 from raytrain.plan.memory import TINY_PARAMETERS
-from raytrain.plan.shares import shares_of
+from raytrain.plan.shares import Shares, gain_over_equal, shares_of
 from raytrain.plan.speed import FEW_STEPS, too_few
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder
 from raytrain.train.precision import policy_for
 from raytrain.train.session import Session
 from raytrain.train.state import Reporter
-from raytrain.trainable import parameters_of
+from raytrain.trainable import MicroBatch, parameters_of
 
 #: Width of the labels of a run's first lines on the terminal.
 LABEL_COLUMNS = 10
@@ -45,6 +46,10 @@ ROUNDS = 5, 15
 MEASURED_PASSES = 4
 #: Timed passes and updates of an eager step, after one that is dropped.
 EAGER_PASSES = 5
+#: Shares that save less than this fraction of a step stay equal: they would follow noise.
+WORTHWHILE_SHARES = 0.05
+#: Least seconds of timed passes of shares; more if the slowest worker needs them for `SHARE_PASSES` passes.
+SHARES_S, SHARE_PASSES = 1.0, 4
 #: Name of the entry in memory_probe.json, and kind of the event.
 EAGER_STEP = "eager_step"
 
@@ -416,3 +421,50 @@ def settle_shares(calibration: Calibration) -> None:
     record = calibration.settle("shares", measure, settings=settings)
     calibration.use(shares=shares_of(record["value"]))
     calibration.show("shares", "shares", "" if record["value"] == "equal" else "unequal", record)
+
+
+def choose_shares(pass_s: Sequence[float], *, total: int, micro_batch: int) -> Resolved:
+    """The shares of a global batch of `total` rows for workers with these seconds for a pass, by rank.
+
+    Returns:
+        `Shares.to_json()`, or "equal" where unequal shares would save less than `WORTHWHILE_SHARES`.
+    """
+    seconds = tuple(pass_s)
+    chosen = Shares(micro_batch, (micro_batch,) * len(seconds), seconds)
+    gain = gain_over_equal(chosen, total=total, plain_s=seconds)
+    ratio_text = f"the slowest worker needs {max(seconds) / min(seconds):.2f} times as long for a row as the fastest"
+    if gain < 1 + WORTHWHILE_SHARES:
+        saved = max(0.0, 1 - 1 / gain)
+        return Resolved("equal", f"{ratio_text}: unequal shares of {total} rows would save {saved:.0%}")
+    rows = [len(span) for span in chosen.spans(total, micro_batch=micro_batch)]
+    each = f"ranks 0-{len(rows) - 1}: {', '.join(map(str, rows))} rows"
+    return Resolved(chosen.to_json(), f"{ratio_text}; {each}: {gain:.2f} times as fast as equal shares")
+
+
+def measure_shares(session: Session) -> tuple[Resolved, list[float]]:
+    """Shares by measured speed, from the first rows of the epoch, and each worker's seconds for a pass; the same on
+    every worker. Changes nothing that it measures. Collective.
+
+    All workers compute the same rows at the same time, without waiting for each other between passes: one that shares
+    its processor is measured as it will be in training. Their speed is the mean, total time divided by passes: on a
+    processor that is available only part of the time a median would show just one of its two speeds.
+    """
+    batches, workers, device = session.loader.batches, session.workers, session.device
+    rows = batches.split.order(batches.seed, session.state.cursor.epoch)[: batches.micro_batch]
+    micro = session.loader.one(rows)
+
+    def one_pass() -> float:
+        began, weight = seconds_of(device), max(1, micro.weight)
+        session.step.backward([MicroBatch(micro.batch, weight)], global_weight=weight)
+        return seconds_of(device) - began
+
+    with preserve_model(session.trainable, device):
+        one_pass()  # kernels and the allocator first
+        span = max(SHARES_S, SHARE_PASSES * max(row[0] for row in workers.all_gather_floats([one_pass()])))
+        began, passes = time.perf_counter(), 0
+        while passes == 0 or time.perf_counter() - began < span:
+            one_pass()
+            passes += 1
+        seconds = (time.perf_counter() - began) / passes
+    pass_s = [row[0] for row in workers.all_gather_floats([seconds])]
+    return choose_shares(pass_s, total=batches.global_batch_size, micro_batch=batches.micro_batch), pass_s

@@ -24,8 +24,15 @@ import torch
 from raytrain.accelerator import device_name, seconds_of
 from raytrain.autotune.batch_search import LEAST_PASSES, Measured, Proposal
 from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
-from raytrain.autotune.rounds import BUDGET_S, ArmTimes, TimedArm, timed_arms
-from raytrain.autotune.state_guard import preserve_model, preserve_optimizers, preserve_skipped
+from raytrain.autotune.rounds import (
+    BUDGET_S,
+    ArmTimes,
+    TimedArm,
+    preserve_model,
+    preserve_optimizers,
+    preserve_skipped,
+    timed_arms,
+)
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.rows.contract import Split
 from raytrain.data.rows.map_style import longest_row

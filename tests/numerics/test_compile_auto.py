@@ -132,7 +132,7 @@ def test_what_the_compiler_cannot_do_is_named_and_the_run_stays_eager(
     monkeypatch.setattr("raytrain.plan.speed.FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "USUAL_COMPILATION_S", 0.0)
-    monkeypatch.setattr("raytrain.autotune.precision.WORTHWHILE_GAIN", 1e9)
+    monkeypatch.setattr("raytrain.autotune.measurement.WORTHWHILE_GAIN", 1e9)
     session = make_session(MLP, DATA, loop={"max_steps": 4})
     value, reason, _ = decided(session, tmp_path / "a")
     assert value == "off" and "0 of 1 parts compiled; RuntimeError: no kernel for that" in reason

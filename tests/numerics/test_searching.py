@@ -187,9 +187,7 @@ def test_of_three_precisions_one_is_refused_and_the_others_still_compete(
 
     chosen, trials = measure_precision(StepProbe(paced(off, shares)), ["fp32", "bf16", "fp16"])
     assert chosen.value == taken and [trial["candidate"]["precision"] for trial in trials] == ["fp32", "bf16", "fp16"]
-    assert f"{refused} refused: " in chosen.reason and why in chosen.reason, chosen.reason
+    assert refused in chosen.reason and "refused: " in chosen.reason and why in chosen.reason, chosen.reason
     if taken != "fp32":
-        assert (
-            f"{taken} measured {1 / SHARES[taken]:.2f} times as fast as fp32, loss and gradient norm agree"
-            in chosen.reason
-        )
+        assert f"measured in turn {1 / SHARES[taken]:.2f} [" in chosen.reason
+        assert "loss and gradient norm agree" in chosen.reason

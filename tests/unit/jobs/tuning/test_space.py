@@ -15,7 +15,7 @@ from cluster.devices.inventory import Device, Inventory, Node
 from jobs.driver.progress import Activity
 from jobs.job.spec import load_spec
 from jobs.tuning.space import run_cells
-from jobs.tuning.space_points import Choices, Point, Range, find_points, parse_space
+from jobs.tuning.space_points import Point, Values, find_points, parse_space
 from raytrain.errors import InputError
 from raytrain.runs.folder import SweepFolder
 
@@ -48,11 +48,11 @@ def test_lists_and_distributions_are_read() -> None:
         "loop": {"global_batch_size": [16, 32]}, "optim.name": "choice(adamw, sgd)",
     })  # fmt: skip
     assert space.keys == {
-        "optim.lr": Range("loguniform", 1e-4, 1e-2),
-        "optim.weight_decay": Range("uniform", 0, 0.5),
-        "model.width": Range("randint", 1, 8),
-        "loop.global_batch_size": Choices((16, 32)),
-        "optim.name": Choices(("adamw", "sgd")),
+        "optim.lr": Values("loguniform", (1e-4, 1e-2)),
+        "optim.weight_decay": Values("uniform", (0, 0.5)),
+        "model.width": Values("randint", (1, 8)),
+        "loop.global_batch_size": Values("choice", (16, 32)),
+        "optim.name": Values("choice", ("adamw", "sgd")),
     }
     assert not space.is_grid
 
