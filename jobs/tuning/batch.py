@@ -191,16 +191,13 @@ class BatchCommand(TuneCommand):
     search: BatchSearch
 
     def find(self, checked: Checked, inventory: Inventory) -> None:
-        """See `TuneCommand`."""
         self.checked, self.search = checked, find_search(self.loaded, checked, inventory)
 
     def resources(self) -> tuple[int, int]:
-        """See `TuneCommand`."""
         gpus = self.search.devices.number if self.search.devices.on_gpu else 0
         return 1 + max(1, gpus), gpus
 
     def needs(self, cluster: Cluster) -> Iterable[Sequence[Need]]:
-        """See `TuneCommand`."""
         if cluster.local:  # of a notebook: nothing of it is reserved for threads
             return []
         from jobs.driver.watch import run_needs  # imports Ray
@@ -212,7 +209,6 @@ class BatchCommand(TuneCommand):
         return Need("scale.threads", "trial", 1, self.search.devices.resources(local=cluster.local))
 
     def measure(self, cluster: Cluster) -> None:
-        """See `TuneCommand`."""
         from ray import cloudpickle, tune
 
         from jobs.driver.check_job import train_job
@@ -244,7 +240,6 @@ class BatchCommand(TuneCommand):
         self.activity.begin("stopping Ray")
 
     def write(self) -> None:
-        """See `TuneCommand`."""
         spec, space = self.spec, self.search.space
         results = SearchResults.of_rows({row["trial"]: row for row in self.the_sweep.ended()}.values())
         decision, limit = decide(space, results), space.budget_bytes

@@ -95,7 +95,6 @@ class BatchTrials(TrialRecorder):
         return row, result_text(measured, self._space)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
-        """See `TrialRecorder`."""
         self._requests.pop(config["number"], None)
         super().ended(config, result, error)
 

@@ -14,9 +14,8 @@ from cluster.wording import counted
 from jobs.driver.runtime import Cluster
 from jobs.job.facts import path_from_here
 from jobs.tuning.driver import TuneCommand
-from jobs.tuning.space_points import Points, find_points, values_text
+from jobs.tuning.space_points import Points, find_points, run_cells, values_text
 from raytrain.errors import RunError
-from raytrain.plan.choice import figure_text
 from raytrain.plan.machines import choose_devices
 from raytrain.plan.room import Need
 from raytrain.report.sweep import whole_spec
@@ -38,20 +37,17 @@ class SpaceCommand(TuneCommand):
     at_a_time: int
 
     def find(self, checked: Checked, inventory: Inventory) -> None:
-        """See `TuneCommand`."""
         self.points = find_points(self.loaded, inventory, shapes=checked.shapes)
         gpus = len(choose_devices(self.spec.scale, inventory, []).gpus)
         alone = self.spec.tune.metric == "samples_per_s"
         self.at_a_time = self.points.at_a_time(gpus=gpus, cpus=inventory.cpus, alone=alone)
 
     def resources(self) -> tuple[int, int]:
-        """See `TuneCommand`."""
         trials = self.points.trials
         each = max(one.gpus or one.cores for one in trials)
         return self.at_a_time * (each + 1), self.at_a_time * max(one.gpus for one in trials)
 
     def needs(self, cluster: Cluster) -> Iterable[Sequence[Need]]:
-        """See `TuneCommand`."""
         return [[one.need] for one in self.points.trials if one.need]
 
     def measure(self, cluster: Cluster) -> None:
@@ -93,7 +89,6 @@ class SpaceCommand(TuneCommand):
         )  # fmt: skip
 
     def write(self) -> None:
-        """See `TuneCommand`."""
         sweep, metric = self.the_sweep, self.spec.tune.metric
         rows = list({row["trial"]: row for row in sweep.ended()}.values())  # the last one of each trial
         found = best_of(rows, metric=metric)
@@ -133,19 +128,6 @@ def best_of(rows: Sequence[Mapping[str, Any]], *, metric: str) -> tuple[dict[str
     if len(ranked) > 1:
         reason += f"; next {ranked[1][metric]:.6g} with {values_text(ranked[1]['values'])}"
     return ranked[0], reason
-
-
-def run_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """A trial in the table: values, figures, and a note about how it ended."""
-
-    def number(value: Any) -> str:
-        usable = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-        return figure_text(value) if usable else ""
-
-    values = [number(row["values"].get(key)) or str(row["values"].get(key)) for key in keys]
-    figures = [number(row.get(name)) for name in ("steps", "eval_loss", "samples_per_s")]
-    notes = {"ok": "", "stopped": "ended early", "died": row.get("reason", "")}
-    return [*values, *figures, notes.get(row["outcome"], f"{row['outcome']}: {row.get('reason', '')}")]
 
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, float]]]:

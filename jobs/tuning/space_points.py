@@ -15,7 +15,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -28,6 +28,7 @@ from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config.decode import apply_overrides, decode, encode, plain_scalar
 from raytrain.config.messages import describe, render
 from raytrain.errors import InputError
+from raytrain.plan.choice import figure_text
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.room import Need
 
@@ -368,3 +369,16 @@ def values_text(values: Mapping[str, Any]) -> str:
     """Each `key value` pair, on one line."""
     return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                      for key, value in values.items())  # fmt: skip
+
+
+def run_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """A trial in the table: values, figures, and a note about how it ended."""
+
+    def number(value: Any) -> str:
+        usable = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        return figure_text(value) if usable else ""
+
+    values = [number(row["values"].get(key)) or str(row["values"].get(key)) for key in keys]
+    figures = [number(row.get(name)) for name in ("steps", "eval_loss", "samples_per_s")]
+    notes = {"ok": "", "stopped": "ended early", "died": row.get("reason", "")}
+    return [*values, *figures, notes.get(row["outcome"], f"{row['outcome']}: {row.get('reason', '')}")]

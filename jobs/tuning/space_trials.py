@@ -29,8 +29,7 @@ from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
 from jobs.train import train_loaded
 from jobs.tuning.driver import TuneCommand
-from jobs.tuning.space import run_cells
-from jobs.tuning.space_points import LOOKS, Point, Points, Values, values_text
+from jobs.tuning.space_points import LOOKS, Point, Points, Values, run_cells, values_text
 from jobs.tuning.trials import StatelessSearcher, TrialRecorder, outcome_of, why
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RunError

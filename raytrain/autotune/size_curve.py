@@ -234,7 +234,7 @@ class SizeCurve:
 
     def next_size(self) -> int | None:
         """The unmeasured size that could change the choice; None if none could."""
-        known, chosen = self.measured, self.chosen
+        known, chosen = list(self.measured), self.chosen
         failed = [size for size in self.failed if size <= self.too_large]
         if chosen is None or len({*self.seconds, *self.peaks, *failed}) >= MOST_SIZES:
             return None

@@ -14,8 +14,7 @@ from rich.console import Console
 from cluster.devices.inventory import Device, Inventory, Node
 from jobs.driver.progress import Activity
 from jobs.job.spec import load_spec
-from jobs.tuning.space import run_cells
-from jobs.tuning.space_points import Point, Values, find_points, parse_space
+from jobs.tuning.space_points import Point, Values, find_points, parse_space, run_cells
 from raytrain.errors import InputError
 from raytrain.runs.folder import SweepFolder
 
