@@ -108,17 +108,11 @@ def measure_micro_batch(probe: StepProbe, settings: dict[str, Any]) -> tuple[Res
     assert session.precision is not None, "measured after `prepare`"
     sizes, budget = possible_sizes(session), memory_budget(session)
     tried: list[Measurement] = []
-    before = session.step.inflight
-    if isinstance(session.job.plan.inflight, Deferred):
-        session.step.inflight = 2  # which needs more memory
-    try:
-        while (rows := next_micro_batch(sizes, tried, budget=budget)) is not None:
-            candidate = Candidate(session.precision, rows)
-            found = probe.measure(candidate, budget=budget, passes=0, with_memory=True)
-            # a loss that is not finite needs as much memory as any other; training has its own rules for it
-            tried.append(replace(found, outcome="ok") if found.outcome == "nonfinite" else found)
-    finally:
-        session.step.inflight = before
+    while (rows := next_micro_batch(sizes, tried, budget=budget)) is not None:
+        candidate = Candidate(session.precision, rows)
+        found = probe.measure(candidate, budget=budget, passes=0, with_memory=True)
+        # a loss that is not finite needs as much memory as any other; training has its own rules for it
+        tried.append(replace(found, outcome="ok") if found.outcome == "nonfinite" else found)
     chosen = choose_micro_batch(sizes, tried, budget=budget)
     if chosen is None:
         raise _too_large(tried[-1], budget)

@@ -17,12 +17,12 @@ from cluster.wording import counted
 from raytrain.accelerator import device_name, seconds_of
 from raytrain.autotune.batch_search import choose_precision
 from raytrain.autotune.fp32_layers import measure_layers
-from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, faster_beyond_noise, has_winner
+from raytrain.autotune.measurement import Candidate, faster_beyond_noise, has_winner
 from raytrain.autotune.micro_batch import measure_micro_batch, possible_sizes, spare_memory
 from raytrain.autotune.rounds import preserve_model
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import LoadedCheckpoint
-from raytrain.errors import InputError, StateLost, first_line
+from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred, Resolved, seconds_text
 from raytrain.plan.memory import TINY_PARAMETERS
 from raytrain.plan.shares import Shares, gain_over_equal, shares_of
@@ -39,11 +39,8 @@ LABEL_COLUMNS = 10
 #: What a compilation takes at least, usually, and how much faster the step gets: a run that would gain less compiles
 #: nothing.
 USUAL_COMPILATION_S, USUAL_RATIO = 30.0, 1.3
-#: Least and most rounds: of precisions and of micro-batches in flight, and of two ways of which one takes preparation.
-PRECISION_ROUNDS = INFLIGHT_ROUNDS = 3, 12
-ROUNDS = 5, 15
-#: Most micro-batches of each worker in a measurement of those in flight.
-MEASURED_PASSES = 4
+#: Least and most rounds: of precisions, and of eager and compiled passes.
+PRECISION_ROUNDS, COMPILE_ROUNDS = (3, 12), (5, 15)
 #: Timed passes and updates of an eager step, after one that is dropped.
 EAGER_PASSES = 5
 #: Shares that save less than this fraction of a step stay equal: they would follow noise.
@@ -159,7 +156,6 @@ def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: Loa
     settle_precision(calibration, forced=forced, loaded=loaded)
     settle_micro_batch(calibration)
     settle_compile(calibration, done=int(loaded.state["loop"]["step"]) if loaded else 0)
-    settle_inflight(calibration)
     settle_shares(calibration)
     measure_eager_step(calibration)
 
@@ -305,7 +301,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     session = calibration.session
     if steps < FEW_STEPS:
         return _record("off", too_few(steps))
-    (eager,), share = calibration.probe.passes_in_turn([lambda: None], most=1, rounds=(1, 1))
+    (eager,), share = calibration.probe.passes_in_turn([lambda: None], rounds=(1, 1))
     if eager.error:
         return _record("off", f"a pass failed: {eager.error}")
     if steps * share * eager.median_s * (1 - 1 / USUAL_RATIO) < USUAL_COMPILATION_S:
@@ -321,7 +317,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     if parts is None:
         return _record("off", "a worker's machine cannot compile, as its event says")
     ways = [partial(setattr, parts, "on", way) for way in (False, True)]
-    (eager, compiled), share = calibration.probe.passes_in_turn(ways, most=1, rounds=ROUNDS)
+    (eager, compiled), share = calibration.probe.passes_in_turn(ways, rounds=COMPILE_ROUNDS)
     parts.on = True
     status = parts.status()
     trials = {"eager": [*eager.round_s], "compiled": [*compiled.round_s], "compilation": status}
@@ -363,46 +359,7 @@ def measure_eager_step(calibration: Calibration) -> None:
         calibration.reporter.event(EAGER_STEP, **record)
 
 
-# -- what workers and hosts exchange --------------------------------------------------------------
-
-
-def settle_inflight(calibration: Calibration) -> None:
-    """One or two micro-batches in flight to the experts; needs a prepared session.
-
-    Raises:
-        StateLost: a host died, which ends the attempt; where two were in flight, the next attempt uses one.
-    """
-    if not calibration.is_open("inflight"):
-        return
-
-    def measure() -> Record:
-        calibration.begin("micro-batches in flight")
-        try:
-            return _of(*measure_inflight(calibration.probe))
-        except StateLost as error:  # raised by all workers
-            if calibration.session.step.inflight == 2:
-                why = f"2 in flight failed while measured ({type(error).__name__}: {first_line(error)})"
-                calibration.write("inflight", _record(1, why))
-            raise
-
-    calibration.use(inflight=calibration.settle("inflight", measure)["value"])
-
-
-def measure_inflight(probe: StepProbe) -> tuple[Resolved, dict[int, float]]:
-    """The choice, and the slowest worker's median seconds by micro-batches in flight, on the first micro-batches of the
-    real model; no seconds if either fails, and then the first step of the run reports the consequence. Changes nothing
-    that it measures. Collective."""
-    step, before = probe.step, probe.step.inflight
-    befores = [partial(setattr, step, "inflight", number) for number in (1, 2)]
-    times, _ = probe.passes_in_turn(befores, most=MEASURED_PASSES, rounds=INFLIGHT_ROUNDS)
-    step.inflight = before
-    for number, arm in enumerate(times, 1):
-        if arm.error:
-            return Resolved(1, f"{number} in flight failed while measured: {arm.error}"), {}
-    seconds = {number: arm.median_s for number, arm in enumerate(times, 1)}
-    ratio = seconds[1] / seconds[2]
-    reason = f"2 micro-batches in flight measured {ratio:.2f} times as fast as 1"
-    return Resolved(2 if ratio >= 1 + WORTHWHILE_GAIN else 1, reason), seconds
+# -- shares ---------------------------------------------------------------------------------------
 
 
 def settle_shares(calibration: Calibration) -> None:

@@ -283,10 +283,10 @@ class StepProbe:
         return tuple(map(self._agreed, readings.values()))
 
     def passes_in_turn(
-        self, befores: Sequence[Callable[[], object]], *, most: int, rounds: tuple[int, int]
+        self, befores: Sequence[Callable[[], object]], *, rounds: tuple[int, int]
     ) -> tuple[list[ArmTimes], float]:
-        """Time the first `most` micro-batches of each worker after each of `befores` in turn, until one fails. Changes
-        nothing that it measures. Collective.
+        """Time the first micro-batch of each worker after each of `befores` in turn, until one fails. Changes nothing
+        that it measures. Collective.
 
         Returns:
             The times, with the value 1 where nothing told what a loss is a mean over; how many times as much a step
@@ -294,7 +294,7 @@ class StepProbe:
         """
         loader, step = self.loader, self.step
         indices, untold = loader.global_batch(self.session.state.cursor).indices, step.untold
-        rows = indices[: most * loader.batches.micro_batch * self.workers.world_size]
+        rows = indices[: loader.batches.micro_batch * self.workers.world_size]
         passes = loader.passes(rows)
 
         def work() -> None:

@@ -280,7 +280,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
     inflight = choose_inflight(inputs.experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
 
     # Rows whose activations a worker keeps at the same time: those of each micro-batch in flight.
-    most = 1 if inflight is None or inflight.value_or(2) == 1 else 2
+    most = 1 if inflight is None else inflight.value
     rows = batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
     estimate = partial(inputs.estimate, machines, precision, workers=workers.value, hosts=hosts)
     one_row, shards = estimate(rows=1)["memory"], workers.value if inputs.sharded else 1

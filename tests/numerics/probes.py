@@ -152,7 +152,7 @@ def by_everybody(rank: int, world_size: int) -> dict[str, Any]:
     session.trainable.loss = fails_late
     late = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=3, with_memory=False)
     calls.clear()
-    (in_turn,), _ = StepProbe(session).passes_in_turn([lambda: None], most=1, rounds=(3, 3))
+    (in_turn,), _ = StepProbe(session).passes_in_turn([lambda: None], rounds=(3, 3))
     session.trainable.loss = forward
     unchanged = digest(dict(session.trainable.module.named_parameters())) == before
     budget, limit = memory_budget(session), session.job.cluster.memory_limit
