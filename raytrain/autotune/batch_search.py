@@ -136,15 +136,16 @@ class CandidateSearch:
 
     def _chosen(self) -> Candidate | None:
         """The best size of the fastest precision that computes what the reference does, else of the reference."""
-        alone = self.lead.chosen is None
-        return next((one.chosen for one in self.faster() if alone or self.refusal(one) == ""), self.lead.chosen)
+        return next((one.chosen for one in self.faster() if not self.refusal(one)), self.lead.chosen)
 
-    def refusal(self, curve: SizeCurve) -> str | None:
+    def refusal(self, curve: SizeCurve) -> str:
         """Why a precision is outside the reference's band, "" where it is inside, by the first pass over the same rows:
-        those of the largest size that both have measured; None without one."""
+        those of the largest size that both have measured."""
+        if self.lead.chosen is None:
+            return ""
         size = max(set(curve.first_pass) & set(self.lead.first_pass), default=None)
         if size is None:
-            return None
+            return f"no size was measured in {self.lead.precision} too"
         (loss, norm), (reference_loss, reference_norm) = curve.first_pass[size], self.lead.first_pass[size]
         reference = {"reference": self.lead.precision, "reference_loss": reference_loss}
         return outside_band(loss, norm, **reference, reference_norm=reference_norm)
@@ -209,7 +210,7 @@ class CandidateSearch:
                 first += [self._timed(curve, size) for size in (*begin, *again)]
             elif not self.cannot_win(curve) and (size := curve.next_size()) is not None:
                 later.append(self._timed(curve, size))
-        return first + later or self._comparable() or self._contest()
+        return first + later or self._contest()
 
     def _first_sizes(self, curve: SizeCurve) -> list[int]:
         """The two sizes to begin with; others near them if those fail or do not fit. Until the memory of a precision is
@@ -227,12 +228,6 @@ class CandidateSearch:
         """Memory is read as well, unless there is room for far more."""
         read = size not in curve.peaks and not curve.roomy and not self.lead.roomy
         return Proposal(Candidate(curve.precision, size), with_memory=read)
-
-    def _comparable(self) -> list[Proposal]:
-        """A faster precision at a size of the reference, where they have none in common."""
-        lead = self.lead.chosen
-        unknown = [curve for curve in self.faster() if lead is not None and self.refusal(curve) is None]
-        return [self._timed(curve, lead.micro_batch_size) for curve in unknown[:1] if lead is not None]
 
     def _contest(self) -> list[Proposal]:
         """The contest of the candidate about to be chosen with the runner-up of its precision, if it is small enough to

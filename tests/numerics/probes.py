@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,13 @@ def by_everybody(rank: int, world_size: int) -> dict[str, Any]:
     late = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=3, with_memory=False)
     calls.clear()
     (in_turn,), _ = StepProbe(session).passes_in_turn([lambda: None], rounds=(3, 3))
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.05 * rank)
+        return forward(*arguments, **named)
+
+    session.trainable.loss = slow
+    (slowest,), _ = StepProbe(session).passes_in_turn([lambda: None], rounds=(1, 1))
     session.trainable.loss = forward
     unchanged = digest(dict(session.trainable.module.named_parameters())) == before
     budget, limit = memory_budget(session), session.job.cluster.memory_limit
@@ -160,5 +168,5 @@ def by_everybody(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "good": asdict(good), "bad": asdict(bad), "late": asdict(late), "unchanged": unchanged,
         "in_turn": (in_turn.error, len(in_turn.round_s)), "budget": budget, "limit": limit,
-        "losses": losses, "plain": train(small())[0].losses,
+        "slowest": slowest.median_s, "losses": losses, "plain": train(small())[0].losses,
     }  # fmt: skip

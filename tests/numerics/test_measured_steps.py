@@ -98,6 +98,7 @@ def test_workers_measure_as_one() -> None:
         assert not told["late"]["pass_s"]
         assert told["in_turn"] == (reason, 1), "the round in which one of them failed does not count on the other"
         assert told["unchanged"] and told["losses"] == told["plain"] and len(told["losses"]) == 4
+    assert first["slowest"] == second["slowest"] >= 0.05, "the second worker's"
     # each worker knows its own limit, and the tightest budget holds for all
     assert (first["limit"], second["limit"]) == (10_000_000_000, 10_000_000_001)
     assert first["budget"] == second["budget"] <= 10_000_000_000

@@ -40,6 +40,7 @@ def test_a_search_changes_nothing(build: Any) -> None:
     assert decision.complete and decision.candidate.micro_batch_size in space.sizes
     assert decision.chosen.measured_peak is not None and all(one.outcome == "ok" for one in results.measurements)
     assert results.contests, "the winner was measured in turn with others"
+    assert results.contests[-1][0].peak_bytes == decision.chosen.measured_peak, "it was read before"
     # and the run that follows is the run without a search
     assert train(session)[0].losses == train(plain := build())[0].losses
     assert digest(session.trainable.module.state_dict()) == digest(plain.trainable.module.state_dict())

@@ -218,6 +218,16 @@ def test_every_model_of_a_space_is_built_once_before_a_trial_starts(
     assert built[0] == built[1], "no model is built again for another learning rate"
 
 
+def test_both_ends_of_a_range_of_integers_belong_to_it() -> None:
+    import random
+
+    from jobs.tuning.space_trials import ray_domain
+
+    both = Values("randint", (1, 2))
+    assert {both.draw(random.Random(seed)) for seed in range(20)} == {1, 2}
+    assert set(ray_domain(both).sample(size=50)) == {1, 2}
+
+
 def test_a_switch_is_shown_as_one() -> None:
     assert run_cells({"values": {"loop.compile": True}, "outcome": "ok"}, ["loop.compile"])[0] == "True"
 

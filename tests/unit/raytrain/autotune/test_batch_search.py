@@ -373,27 +373,25 @@ def test_a_precision_that_computes_something_else_is_refused(computes: tuple[flo
     assert "measured 2.00 times as fast" in found.refusals["bf16"] and words in found.refusals["bf16"]
 
 
-def test_precisions_without_a_common_size_are_given_one_before_one_is_chosen() -> None:
-    """fp32 has room for 8 rows, and bf16 fails below 16."""
+def test_a_precision_that_shares_no_size_with_the_reference_is_refused() -> None:
+    """fp32 has room for 8 rows, below 16 bf16 fails."""
 
     class Apart(Machine):
         def measure(self, wanted: Proposal, budget: int | None) -> Measurement:
             point = wanted.candidate
             if point.precision == "fp32" and point.micro_batch_size > 8:
                 return Measurement(point, "out_of_memory", reason="planted")
-            if point == Candidate("bf16", 2):
+            if point.precision == "bf16" and point.micro_batch_size < 16:
                 return Measurement(point, "error", reason="planted")
             return super().measure(wanted, budget)
 
     space, machine = two(4.0)
-    for computes, taken in ({}, "bf16"), ({"bf16": (1.5, 1.0)}, "fp32"):
-        found = searched(replace(space, budget_bytes=None), Apart(machine.seconds, computes=computes))
-        sizes = {
-            name: {one.candidate.micro_batch_size for one in found.measurements
-                   if one.candidate.precision == name and one.outcome == "ok"}
-            for name in space.precisions
-        }  # fmt: skip
-        assert sizes["fp32"] & sizes["bf16"] and found.decision.candidate.precision == taken
+    space = replace(space, sizes=(4, 8, 16, 32), budget_bytes=None)
+    bf16 = [Apart(machine.seconds).measure(Proposal(Candidate("bf16", size)), None) for size in (16, 32)]
+    fp32 = [Apart(machine.seconds).measure(Proposal(Candidate("fp32", size)), None) for size in (4, 8)]
+    decision = decide(space, SearchResults([*bf16, *fp32]))
+    assert decision.candidate.precision == "fp32" and "no size was measured in fp32 too" in decision.refusals["bf16"]
+    assert searched(space, Apart(machine.seconds)).decision.candidate.precision == "fp32", "it ends"
 
 
 class Busy(Machine):
