@@ -56,7 +56,6 @@ class Measurement:
         floor_bytes: allocated before the first pass: model, optimizer state, gradients, data and the process itself.
         loss, grad_norm: of the first pass.
         reason: of an outcome other than "ok".
-        device: name of the device, such as "cpu" or "NVIDIA H100".
         taken_at: unix time of its end; 0 if unknown.
     """
 
@@ -69,7 +68,6 @@ class Measurement:
     loss: float = math.nan
     grad_norm: float = math.nan
     reason: str = ""
-    device: str = "cpu"
     taken_at: float = 0.0
 
     def step_s(self, rows: int) -> float:

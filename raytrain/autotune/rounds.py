@@ -64,16 +64,10 @@ class ArmTimes:
         return median(self.round_s) if self.round_s else float("inf")
 
 
-def _attempt(_index: int, run: Callable[[], object]) -> str:
-    """Run an arm; a failure is raised."""
-    run()
-    return ""
-
-
 def timed_arms(
-    arms: Sequence[TimedArm], session: Session, *, rounds: tuple[int, int],
-    budget_s: float = BUDGET_S, attempt: Callable[[int, Callable[[], object]], str] = _attempt,
-    stop_on_failure: bool = False, clear: Callable[[list[list[float]]], bool] = lambda _seconds: False,
+    arms: Sequence[TimedArm], session: Session, *, rounds: tuple[int, int], budget_s: float = BUDGET_S,
+    attempt: Callable[[int, Callable[[], object]], str], stop_on_failure: bool = False,
+    clear: Callable[[list[list[float]]], bool] = lambda _seconds: False,
 ) -> list[ArmTimes]:  # fmt: skip
     """Time all arms in alternating rounds after one warm-up round, every arm with the same random numbers. Changes
     nothing that it measures. Collective.

@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from raytrain.accelerator import device_name, seconds_of
+from raytrain.accelerator import seconds_of
 from raytrain.autotune.batch_search import LEAST_PASSES, Measured, Proposal
 from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
 from raytrain.autotune.rounds import (
@@ -448,5 +448,5 @@ class StepProbe:
         return Measurement(
             one.candidate, outcome, pass_s=tuple(slowest[:count]), update_s=tuple(slowest[count:]),
             peak_bytes=None if one.peak is None else int(peak), floor_bytes=None if one.floor is None else int(floor),
-            loss=loss, grad_norm=one.norm, reason=reason, device=device_name(self.device), taken_at=ended,
+            loss=loss, grad_norm=one.norm, reason=reason, taken_at=ended,
         )  # fmt: skip
