@@ -90,9 +90,9 @@ class SearchResults:
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> SearchResults:
-        """What rows of trials.jsonl hold."""
+        """What rows of trials.jsonl hold; those of earlier versions had another form, and do not count."""
         results = cls()
-        for row in rows:
+        for row in (one for one in rows if "measured" in one):
             results.add(tuple(from_json(Measurement, one) for one in row["measured"]))
         return results
 
