@@ -5,7 +5,6 @@ job -> checks on the driver -> machines -> what to try -> search folder -> Ray T
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,61 +101,59 @@ def run_tune(
     `mapping`."""
     signals = StopSignals()
     signals.install()
-    command, stack = None, contextlib.ExitStack()
-    activity = stack.enter_context(Activity(console))
+    command: TuneCommand | None = None
+    activity = Activity(console)
     try:
-        if resume is None:
-            activity.begin(CHECKING)
-            sweep, loaded = None, load_spec(path, overrides, mapping=mapping)
-            _refuse_objects(loaded)
-        else:
-            sweep, loaded = open_sweep(resume, path, overrides, mapping=mapping)
-            if sweep.exists(sweep.outcome) and not sweep.again():
-                done = f"{path_from_here(sweep.path)} is done; its result is {path_from_here(sweep.best)}"
-                console.print(done, markup=False, soft_wrap=True)
-                return TuneResult(sweep.path, "done", sweep.best)
-            activity.begin(CHECKING)
-        refuse_later(loaded.spec, "tune")
-        from jobs.tuning.driver import TuneCommand
+        with activity:
+            sweep = None
+            if resume is None:
+                activity.begin(CHECKING)
+                loaded = load_spec(path, overrides, mapping=mapping)
+                _refuse_objects(loaded)
+            else:
+                sweep, loaded = open_sweep(resume, path, overrides, mapping=mapping)
+                if sweep.exists(sweep.outcome) and not sweep.again():
+                    done = f"{path_from_here(sweep.path)} is done; its result is {path_from_here(sweep.best)}"
+                    console.print(done, markup=False, soft_wrap=True)
+                    return TuneResult(sweep.path, "done", sweep.best)
+                activity.begin(CHECKING)
+            refuse_later(loaded.spec, "tune")
+            from jobs.tuning.batch import BatchCommand
+            from jobs.tuning.space import SpaceCommand
 
-        command = TuneCommand(
-            loaded, sweep=sweep, signals=signals, verbose=verbose, console=console, activity=activity
-        )  # fmt: skip
-        try:
-            folder = _run(command)
-        except KeyboardInterrupt as error:  # `Interrupted` is one
-            if command.sweep is None:
-                raise Interrupted("before the search folder was created") from error
-            activity.begin("")
-            ended = counted(len({row["trial"] for row in command.sweep.ended()}), "trial")
-            again = resume_command("tune", path_from_here(command.sweep.path))
-            print_command(console, f"interrupted after {ended}; resume with: ", again)
-            return TuneResult(command.sweep.path, "interrupted", None)
-        except RunError as error:
-            if command.sweep is None or not command.sweep.again():
-                raise
-            again = resume_command("tune", path_from_here(command.sweep.path))
-            raise RunError(f"{error}; to repeat the trials whose process died: {again}") from error
-        return TuneResult(folder.path, "done", folder.best)
+            kind = BatchCommand if loaded.spec.tune.space is None else SpaceCommand
+            command = kind(loaded, sweep=sweep, signals=signals, verbose=verbose, console=console, activity=activity)
+            return _run(command)
     finally:
-        stack.close()
         signals.restore()
         if command is not None:
             command.close()
 
 
-def _run(command: TuneCommand) -> SweepFolder:
-    """Check the job, plan and run the trials, decide, and write the result. Returns the search folder."""
+def _run(command: TuneCommand) -> TuneResult:
+    """Check the job, search, and say how to go on with a search that ended early."""
     from jobs.driver.check_job import check_on_driver  # imports torch
-    from jobs.tuning.batch import run_batch
-    from jobs.tuning.space import run_space
 
-    address = cluster_address(command.spec.cluster.address)
-    checked = check_on_driver(command.spec)
-    if checked.note is not None:
-        command.print_line(checked.note)
-    run = run_batch if command.spec.tune.space is None else run_space
-    return run(command, checked, address=address, inventory=local_inventory())
+    try:
+        address = cluster_address(command.spec.cluster.address)
+        checked = check_on_driver(command.spec)
+        if checked.note is not None:
+            command.print_line(checked.note)
+        folder = command.run(checked, address=address, inventory=local_inventory())
+        return TuneResult(folder.path, "done", folder.best)
+    except KeyboardInterrupt as error:  # `Interrupted` is one
+        if command.sweep is None:
+            raise Interrupted("before the search folder was created") from error
+        command.activity.begin("")
+        ended = counted(len({row["trial"] for row in command.sweep.ended()}), "trial")
+        again = resume_command("tune", path_from_here(command.sweep.path))
+        print_command(command.console, f"interrupted after {ended}; resume with: ", again)
+        return TuneResult(command.sweep.path, "interrupted", None)
+    except RunError as error:
+        if command.sweep is None or not command.sweep.again():
+            raise
+        again = resume_command("tune", path_from_here(command.sweep.path))
+        raise RunError(f"{error}; to repeat the trials whose process died: {again}") from error
 
 
 def _refuse_objects(loaded: LoadedSpec) -> None:

@@ -1,7 +1,7 @@
 """Bench `tune`: result and cost of the search for batch size and precision, against an exhaustive grid.
 
 It uses a wide and a narrow GPT. The grid times every size in every precision. Our search also measures memory, confirms
-a peak, runs the numeric gate, and compares its winner with the other candidates again, in alternation. Both run in turn
+a peak, and compares its winner with the other candidates again, in alternation. Both run in turn
 in this process, after a warm-up of all kernels, without the overhead of Ray.
 
 A ceiling is a memory budget half-way between the measured peaks of two neighbouring sizes. It is meaningful only if
@@ -27,14 +27,10 @@ from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, matrix_u
 from jobs.bench.harness.options import BenchOptions, key
 from jobs.bench.harness.sessions import SessionArm, restored_threads, timed
 from jobs.driver.local_session import session_of
-from raytrain.autotune.batch_decision import BatchDecision, decide
-from raytrain.autotune.batch_search import next_proposals
-from raytrain.autotune.batch_space import PASSES, BatchSpace, SearchResults, sizes_free
-from raytrain.autotune.comparisons import run_proposal
-from raytrain.autotune.measurement import Candidate, Measurement
+from raytrain.autotune.batch_search import PASSES, BatchDecision, SearchResults, decide, next_proposals
+from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, Measurement
 from raytrain.autotune.micro_batch import memory_budget
-from raytrain.autotune.precision import WORTHWHILE_GAIN
-from raytrain.autotune.size_curve import NEAR
+from raytrain.autotune.size_curve import NEAR, BatchSpace, sizes_free
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.errors import InputError
 
@@ -54,7 +50,6 @@ class TuneOptions(BenchOptions):
     narrow: Count = key(64, "width of the other", quick=16)
     context: Count = key(64, "tokens of a window of both", quick=16)
     rows: Count = key(256, "rows of a step, and the largest micro-batch; a power of two", quick=16)
-    gate_steps: Count = key(20, "steps of the numeric gate", quick=2)
     block_s: float = key(0.25, "seconds that one block of the chosen point should take", quick=0.0, ge=0)
     ceilings: list[Count] = key([4, 8, 32], "micro-batch sizes that just fit in the injected budgets", quick=[2])
 
@@ -123,7 +118,7 @@ class SearchedModel:
         }
 
     def _space(self, precisions: Sequence[str], *, budget: int | None) -> BatchSpace:
-        return BatchSpace(tuple(precisions), self.sizes, self.sizes[-1], budget, gate_steps=self._options.gate_steps)
+        return BatchSpace(tuple(precisions), self.sizes, self.sizes[-1], budget)
 
     def run_search(self) -> None:
         """Run our search over both precisions."""
@@ -135,7 +130,7 @@ class SearchedModel:
         """Our search, without prior measurements."""
         space, results = self._space(precisions, budget=budget), SearchResults()
         while proposals := next_proposals(space, results):
-            results.add(run_proposal(self.probe, proposals[0], reference=space.lead, budget=budget))
+            results.add(self.probe.run_proposal(proposals[0], budget=budget))
         return decide(space, results), results
 
     def peaks(self) -> dict[int, int]:
@@ -207,7 +202,7 @@ def _compare_with_best(found: BenchMeasurement, options: TuneOptions, model: Sea
         "chosen": [_named(decision.candidate) for decision in model.decisions],
         "grid_best": _named(best),
         "grid_rows_per_s": {_named(point): score for point, score in scores.items()},
-        "decisions": [decision.to_json() for decision in model.decisions],
+        "decisions": [asdict(decision) for decision in model.decisions],
         "measurements": [[asdict(one) for one in search.measurements] for search in model.searches],
     }
 
@@ -238,7 +233,7 @@ def _measure_ceilings(found: BenchMeasurement, options: TuneOptions, model: Sear
             "steps_apart": min(abs(sizes.index(size) - sizes.index(chosen)) for size in right),
             "readings_differ": max(abs(peaks[size] - again[size]) for size in (rows, following)),
             "half_way": budget - peaks[rows],
-            "predicted_peak": decision.predicted_peak, "measured_peak": decision.measured_peak,
+            "predicted_peak": decision.chosen.predicted_peak, "measured_peak": decision.chosen.measured_peak,
         })  # fmt: skip
         found.say(f"{model.name}: {rows} rows just fit; chose {chosen}, near the best that fits are {right}")
     found.values |= {"ceilings": ceilings, "peaks": [peaks, again]}

@@ -392,7 +392,6 @@ def train_job(
         builder_sections={"experts": spec.experts.connected(connection)},
         claimed_attempt=claimed or attempt,
         cluster=spec.cluster,
-        found=spec.tune.found,
         telemetry_every=spec.telemetry.every,
         log_memory=spec.telemetry.log_memory,
     )

@@ -103,8 +103,7 @@ def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
     for group, names in GROUPS.items():
         _print_rows(console, group, [rows[name] for name in names if name in rows])
     shown = {row[2].partition(" (")[0] for row in rows.values()}
-    listed = [row for row in config_rows(plan) if not row[0].startswith("tune.found.facts")]
-    given = [row for row in listed if full or (row[2] != "default" and row[0] not in shown)]
+    given = [row for row in config_rows(plan) if full or (row[2] != "default" and row[0] not in shown)]
     _print_rows(console, "keys", given)
     left = sum(source == "default" for source in plan.sources.values())
     if left and not full:
@@ -287,7 +286,7 @@ def _written(value: Any) -> str:
 
 def _lookup(config: Mapping[str, Any], key: str) -> Any:
     found, rest = config, key
-    while rest not in found:  # a key may itself contain dots (tune.found.facts)
+    while rest not in found:  # a key may itself contain dots
         part, _, rest = rest.partition(".")
         found = found[part]
     return found[rest]
@@ -316,8 +315,6 @@ def job_text(plan: Plan) -> str:
     was decided for these machines. What a run measures at its start stays `auto`."""
     sections: dict[str, list[str]] = {}
     for key, source in plan.sources.items():
-        if key.startswith("tune.found"):  # what a search found is a record of it, no setting
-            continue
         section, _, name = key.rpartition(".")
         value, comment = _lookup(plan.config, key), source
         if value == AUTO and key in DECIDED and DECIDED[key] in plan.choices():

@@ -1,6 +1,6 @@
 """What both kinds of search share on the driver: their job, folder, machines and output, and best.yaml.
 
-`jobs.tune` opens a search here; `batch.py` and `space.py` run it.
+`jobs.tune` runs a `BatchCommand` (`batch.py`) or a `SpaceCommand` (`space.py`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import contextlib
 import os
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -35,29 +36,90 @@ from raytrain.report.sweep import build_sweep_report
 from raytrain.runs.folder import SweepFolder, resume_command, shell_command, this_process
 from raytrain.runs.records import event
 
+if TYPE_CHECKING:
+    from jobs.driver.check_job import Checked
+
 PIPED_COLUMNS = 10_000
 """Console width for piped output; wider than any row of a table."""
 COMMENT_COLUMNS = 108
 
-T = TypeVar("T")
-
 
 class TuneCommand:
-    """One `tune` command."""
+    """One `tune` command. What is searched is up to the subclass.
+
+    Args:
+        sweep: the search folder to resume; None: a new search.
+        activity: says what happens; entered by the caller.
+    """
 
     def __init__(
         self, loaded: LoadedSpec, *, sweep: SweepFolder | None, signals: StopSignals, verbose: bool, console: Console,
         activity: Activity | None = None,
     ) -> None:  # fmt: skip
-        """`activity` says what happens; it is entered by the caller."""
         self.activity = activity or Activity(console)
-        self.loaded = loaded
-        self.spec = resolved(loaded.spec)
-        self.sweep = sweep
-        self.signals = signals
-        self.verbose = verbose
-        self.console = console
+        self.loaded, self.spec = loaded, resolved(loaded.spec)
+        self.sweep, self.signals = sweep, signals
+        self.verbose, self.console = verbose, console
         self.began = time.time()
+
+    # -- what a kind of search does ---------------------------------------------------------------
+
+    @abstractmethod
+    def find(self, checked: Checked, inventory: Inventory) -> None:
+        """Find what is to be tried on these machines. Raises InputError where nothing can be."""
+
+    @abstractmethod
+    def resources(self) -> tuple[int, int]:
+        """(CPU cores, GPUs) of our own Ray."""
+
+    @abstractmethod
+    def needs(self, cluster: Cluster) -> Iterable[Sequence[Need]]:
+        """What must each fit a cluster."""
+
+    @abstractmethod
+    def measure(self, cluster: Cluster) -> None:
+        """Run the trials. Raises RunError, Interrupted."""
+
+    @abstractmethod
+    def write(self) -> None:
+        """Decide, write and print the result. Raises RunError where no trial succeeded."""
+
+    # -- the search -------------------------------------------------------------------------------
+
+    def run(self, checked: Checked, *, address: str, inventory: Inventory) -> SweepFolder:
+        """Run the search; returns its folder.
+
+        A cluster says what machines it has; our own Ray starts with the resources of what was found, and only after all
+        checks. What is needed must fit a cluster before the first trial.
+
+        Args:
+            inventory: of this machine.
+
+        Raises:
+            InputError, RunError, Interrupted.
+        """
+        local, cpus, gpus = address == "local", 0, 0
+        if local:
+            self.find(checked, inventory)
+            cpus, gpus = self.resources()
+            self.open_sweep(inventory)
+            show_only_picked(choose_devices(self.spec.scale, inventory, []).accelerator.value, inventory)
+        self.activity.begin("starting Ray" if local else "connecting to Ray")
+        with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=self.verbose) as cluster:
+            self.signals.install()
+            if not local:
+                from jobs.driver.watch import check_room  # imports Ray
+
+                inventory = inventory_from_ray()
+                self.find(checked, inventory)
+                for waits in filter(None, dict.fromkeys(map(check_room, self.needs(cluster)))):
+                    self.print_line(waits.rstrip())
+                self.open_sweep(inventory)
+            self.activity.begin("preparing the trials")
+            self.measure(cluster)
+        self.activity.begin("writing the result")
+        self.write()
+        return self.the_sweep
 
     @property
     def the_sweep(self) -> SweepFolder:
@@ -86,40 +148,6 @@ class TuneCommand:
         self.sweep.append_event(event("driver_start", pid=os.getpid(), trials=len(self.sweep.ended())))
         self.sweep.write_json(self.sweep.environment, environment_record())
 
-    @contextlib.contextmanager
-    def machines(
-        self, address: str, inventory: Inventory, *, find: Callable[[Inventory], T],
-        resources: Callable[[T], tuple[int, int]], needs: Callable[[T, Cluster], Iterable[Sequence[Need]]],
-    ) -> Iterator[tuple[T, Cluster]]:  # fmt: skip
-        """What `find` says is to be tried on the machines, and the connected Ray; the search folder is open.
-
-        A cluster says what machines it has; our own Ray starts with the `resources` (cores, GPUs) of what was found,
-        and only after all checks. Each of the `needs` must fit a cluster, before the first trial.
-
-        Args:
-            inventory: of this machine.
-        Raises:
-            InputError: the cluster never has room for one of the needs.
-        """
-        local, wanted, cpus, gpus = address == "local", None, 0, 0
-        if local:
-            wanted = find(inventory)
-            cpus, gpus = resources(wanted)
-            self.open_sweep(inventory)
-            show_only_picked(choose_devices(self.spec.scale, inventory, []).accelerator.value, inventory)
-        self.activity.begin("starting Ray" if local else "connecting to Ray")
-        with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=self.verbose) as cluster:
-            self.signals.install()
-            if wanted is None:
-                inventory = inventory_from_ray()
-                wanted = find(inventory)
-                from jobs.driver.watch import check_room  # imports Ray
-
-                for waits in filter(None, dict.fromkeys(check_room(one) for one in needs(wanted, cluster))):
-                    self.print_line(waits.rstrip())
-                self.open_sweep(inventory)
-            yield wanted, cluster
-
     def close(self) -> None:
         """Record that the command has ended, if it did not end as planned: its process (a notebook) may live on."""
         if self.sweep is not None and self.sweep.alive():
@@ -135,13 +163,10 @@ class TuneCommand:
 
     # -- output -----------------------------------------------------------------------------------
 
-    def print_line(self, text: str) -> None:
-        """Print one line, which a terminal breaks between two words."""
-        self.console.print(text, markup=False, soft_wrap=not self.console.is_terminal)
-
-    def print_path(self, text: str) -> None:
-        """Print one line with a path or a command, which stays in one piece so that it can be copied."""
-        self.console.print(text, markup=False, soft_wrap=True)
+    def print_line(self, text: str, *, whole: bool = False) -> None:
+        """Print one line, which a terminal breaks between two words; `whole`: with a path or a command, which stays in
+        one piece so that it can be copied."""
+        self.console.print(text, markup=False, soft_wrap=whole or not self.console.is_terminal)
 
     def print_table(self, table: Table) -> None:
         """Print a table; piped output is not wrapped."""
@@ -153,15 +178,10 @@ class TuneCommand:
         finally:
             self.console.width = width
 
-    def write_best(
-        self, values: Mapping[str, Any], reasons: Mapping[str, str], *, found: Mapping[str, Any] | None = None,
-        note: str = "",
-    ) -> None:  # fmt: skip
-        """Write best.yaml: the job with the dotted `values` set, the reasons as comments, and `note` at the top; its
-        section `tune` holds only what was measured (`found`)."""
+    def write_best(self, values: Mapping[str, Any], reasons: Mapping[str, str], *, note: str = "") -> None:
+        """Write best.yaml: the job with the dotted `values` set, the reasons as comments, and `note` at the top."""
         job, _ = apply_overrides(self.job_mapping(), [f"{key}={render(value)}" for key, value in values.items()])
         job.pop("tune", None)
-        job |= {"tune": {"found": dict(found)}} if found else {}
         header = f"Found by raytrain tune on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {self.the_sweep.path}\n{note}"
         self.the_sweep.write_text(self.the_sweep.best, best_text(job, reasons, header=header))
 
@@ -181,13 +201,13 @@ class TuneCommand:
     def print_files(self) -> None:
         """The last lines: the files, and the commands that use them."""
         sweep = self.the_sweep
-        self.print_path(f"trials  {path_from_here(sweep.trials)}")
-        self.print_path(f"picture {path_from_here(sweep.picture)}")
-        self.print_path(f"report  {path_from_here(build_sweep_report(sweep))}")
+        files = {"trials": sweep.trials, "picture": sweep.picture, "report": build_sweep_report(sweep)}
+        for name, path in files.items():
+            self.print_line(f"{name:<8}{path_from_here(path)}", whole=True)
         print_command(self.console, "train   ", shell_command("train", path_from_here(sweep.best)))
         if died := [str(row["trial"]) for row in sweep.again()]:
             again = resume_command("tune", path_from_here(sweep.path))
-            self.print_path(f"died    trial {', '.join(died)}; to repeat: {again}")
+            self.print_line(f"died    trial {', '.join(died)}; to repeat: {again}", whole=True)
 
 
 def best_text(job: Mapping[str, Any], reasons: Mapping[str, str], *, header: str) -> str:

@@ -15,7 +15,6 @@ import json
 import math
 import random
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,21 +27,15 @@ from jobs.driver.planning import plan_job
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config.decode import apply_overrides, decode, encode, plain_scalar
 from raytrain.config.messages import describe, render
-from raytrain.config.user_code import resolve
-from raytrain.data.sources.sections import is_own
 from raytrain.errors import InputError
-from raytrain.models.registry import check_keys
 from raytrain.plan.choice import figure_text
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.room import Need
-from raytrain.runs.folder import RunFolder
 
 DRAWS = 16
 """Default of `tune.max_trials` for a space that contains a distribution, and with a searcher."""
 LOOKS = 10
 """The least number of evaluations of a trial when a scheduler compares trials and the job leaves the interval open."""
-MOST_S = 60.0
-"""The time limit for building models on the driver; a model not checked by then fails in its own trial."""
 GRAMMAR = "a list, or a string such as loguniform(1e-4, 1e-2), uniform(0, 1), randint(1, 8) or choice(a, b)"
 _CALL = re.compile(r"(loguniform|uniform|randint|choice)\(([^()]*)\)\Z")
 _KEPT = ("name", "seed", "save", "tune", "infer", "retry", "telemetry", "cluster")
@@ -53,47 +46,43 @@ _KEPT = ("name", "seed", "save", "tune", "infer", "retry", "telemetry", "cluster
 
 
 @dataclass(frozen=True)
-class Choices:
-    """A list of values; `examples` are those to check on their own."""
+class Values:
+    """The values of a key: a list of them (`choice`), or two numbers, both included, and how to draw between them.
 
-    examples: tuple[Any, ...]
-
-    def draw(self, rng: random.Random) -> Any:
-        return rng.choice(self.examples)
-
-
-@dataclass(frozen=True)
-class Range:
-    """A distribution between two numbers, both included: `loguniform`, `uniform` or `randint`."""
+    Attributes:
+        kind: choice, loguniform, uniform or randint.
+        given: the list, or (low, high).
+    """
 
     kind: str
-    low: float
-    high: float
+    given: tuple[Any, ...]
 
     @property
     def examples(self) -> tuple[Any, ...]:
-        """Values to check on their own: the two ends and, for real numbers, one in between."""
-        if self.kind == "randint":
-            return (int(self.low), int(self.high))
-        return (self.low, self.high, 0.5 * (self.low + self.high) + 1e-9 * (self.high - self.low))
+        """Values to check on their own: those of a list; else the two ends and, of real numbers, one in between."""
+        if self.kind in ("choice", "randint"):
+            return self.given
+        low, high = self.given
+        return (low, high, 0.5 * (low + high) + 1e-9 * (high - low))
 
     def draw(self, rng: random.Random) -> Any:
-        if self.kind == "randint":
-            return rng.randint(int(self.low), int(self.high))
-        if self.kind == "uniform":
-            return rng.uniform(self.low, self.high)
-        return min(self.high, max(self.low, math.exp(rng.uniform(math.log(self.low), math.log(self.high)))))
+        if self.kind == "choice":
+            return rng.choice(self.given)
+        low, high = self.given
+        if self.kind == "loguniform":
+            return min(high, max(low, math.exp(rng.uniform(math.log(low), math.log(high)))))
+        return rng.randint(low, high) if self.kind == "randint" else rng.uniform(low, high)
 
 
 @dataclass(frozen=True)
 class Space:
     """Dotted key -> the values to try, in the order of the file."""
 
-    keys: Mapping[str, Choices | Range]
+    keys: Mapping[str, Values]
 
     @property
     def is_grid(self) -> bool:
-        return all(isinstance(one, Choices) for one in self.keys.values())
+        return all(one.kind == "choice" for one in self.keys.values())
 
     def points(self, *, seed: int, most: int | None, drawn: bool = False) -> Iterator[dict[str, Any]]:
         """Key -> value of each trial: every combination of lists, else (`drawn`: always) `most` (16) draws without
@@ -146,7 +135,7 @@ def _flattened(space: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
             yield dotted, value
 
 
-def _parsed(name: str, value: Any) -> Choices | Range:
+def _parsed(name: str, value: Any) -> Values:
     call = _CALL.match(value.strip()) if isinstance(value, str) else None
     arguments = [plain_scalar(part.strip()) for part in call[2].split(",")] if call else []
     if isinstance(value, list | tuple) or (call is not None and call[1] == "choice"):
@@ -156,7 +145,7 @@ def _parsed(name: str, value: Any) -> Choices | Range:
         for place, one in enumerate(values):
             if any(type(one) is type(other) and one == other for other in values[:place]):
                 raise InputError(name, got=f"{describe(one)} twice", expected="each value once")
-        return Choices(tuple(values))
+        return Values("choice", tuple(values))
     if call is None:
         broken = isinstance(value, str) and "(" in value and ")" not in value
         remedy = "put it in quotes: inside {...} a comma ends the value" if broken else ""
@@ -170,7 +159,7 @@ def _parsed(name: str, value: Any) -> Choices | Range:
     if low >= high or (kind == "loguniform" and low <= 0):
         wanted = "0 < low < high" if kind == "loguniform" else "low < high"
         raise InputError(name, got=value, expected=f"{kind}(low, high) with {wanted}")
-    return Range(kind, low, high)
+    return Values(kind, (low, high))
 
 
 # -- the trials -----------------------------------------------------------------------------------
@@ -316,19 +305,12 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
     trial = load_spec(mapping=loaded.mapping, overrides=own)
     spec = trial.spec
     refuse_later(spec, "train")
-    # builder and dataset function exist and accept the trial's keys; neither is called
-    if spec.model.builder is not None:
-        function = resolve(spec.model.builder, "model.builder")
-        check_keys(function, spec.model.keys, sections=["experts"], ours=spec.model.given)
-    if spec.data.source is not None and is_own(spec.data.source):
-        function = resolve(spec.data.source, "data.source")
-        check_keys(function, spec.data.keys, sections=[], key="data", ours=spec.data.given)
     plan = plan_job(trial, inventory=inventory)
     builds.check(spec)
     workers, threads = int(plan.value("workers", 1)), int(plan.value("threads", 1) or 1)
     most, hosts = plan.value("max_steps", None), plan.value("hosts", None)
     pinned = {"scale.workers": workers, "scale.threads": threads, "tune.space": None, "tune.scheduler": "none",
-              "tune.searcher": "random", "tune.found": None}  # fmt: skip
+              "tune.searcher": "random"}  # fmt: skip
     if spec.experts.hosts == "auto" and hosts not in (None, "none"):
         pinned["experts.hosts"] = hosts
     if loaded.spec.tune.scheduler != "none" and spec.loop.eval_every == "auto" and most is not None:
@@ -356,21 +338,16 @@ class Builds:
     """
 
     def __init__(self, base: JobSpec, shapes: Mapping[str, Any] | None = None) -> None:
-        self._ends = time.monotonic() + MOST_S
         self._shapes = {} if shapes is None else {_key(base, "data"): shapes}
         self._found: dict[str, InputError | None] = {}
 
     def check(self, spec: JobSpec) -> None:
-        """Build the model of this job, unless `MOST_S` seconds have passed.
-
-        Raises:
-            InputError: it cannot be built, or its data cannot be opened.
-        """
+        """Build the model of this job. Raises InputError if it cannot be built, or its data cannot be opened."""
         from jobs.driver.build import build, opened  # torch, which `raytrain plan` does without
         from raytrain.train.job import source_facts
 
         data, model = _key(spec, "data"), _key(spec, "data", "model", "experts")
-        if model not in self._found and time.monotonic() < self._ends:
+        if model not in self._found:
             self._found[model] = None
             try:
                 if data not in self._shapes:
@@ -378,7 +355,7 @@ class Builds:
                 build(spec, self._shapes[data])
             except InputError as error:
                 self._found[model] = error
-        if error := self._found.get(model):
+        if error := self._found[model]:
             raise error
 
 
@@ -394,31 +371,14 @@ def values_text(values: Mapping[str, Any]) -> str:
                      for key, value in values.items())  # fmt: skip
 
 
-# -- trials that have ended -----------------------------------------------------------------------
-
-
 def run_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     """A trial in the table: values, figures, and a note about how it ended."""
 
     def number(value: Any) -> str:
-        usable = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        usable = isinstance(value, int | float) and not isinstance(value, bool) and value == value
         return figure_text(value) if usable else ""
 
     values = [number(row["values"].get(key)) or str(row["values"].get(key)) for key in keys]
     figures = [number(row.get(name)) for name in ("steps", "eval_loss", "samples_per_s")]
     notes = {"ok": "", "stopped": "ended early", "died": row.get("reason", "")}
     return [*values, *figures, notes.get(row["outcome"], f"{row['outcome']}: {row.get('reason', '')}")]
-
-
-def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, float]]]:
-    """(step, loss) of the evaluations of each trial, up to the step at which a scheduler stopped it."""
-    runs = {row["trial"]: RunFolder(row["run"]).read_rows("metrics.jsonl") for row in rows if row.get("run")}
-    ends = {row["trial"]: row["steps"] for row in rows if row["outcome"] == "stopped"}
-    return {
-        trial: [
-            (row["step"], row["loss"])
-            for row in metrics
-            if row["kind"] == "eval" and row["step"] <= ends.get(trial, row["step"])
-        ]
-        for trial, metrics in runs.items()
-    }

@@ -23,26 +23,23 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from rich.console import Console
 
 from cluster.devices.gpus import VISIBLE
-from cluster.wording import counted
 from jobs.driver.result import Result, result_of
 from jobs.driver.run_folder import Resumed, check_checkpoints, open_resumed
-from jobs.driver.runtime import Cluster
 from jobs.driver.signals import StopSignals
-from jobs.job.facts import path_from_here
 from jobs.job.spec import load_spec
 from jobs.train import train_loaded
 from jobs.tuning.driver import TuneCommand
-from jobs.tuning.space_points import LOOKS, Choices, Point, Points, Range, curves_of, run_cells, values_text
-from jobs.tuning.trials import StatelessSearcher, TrialRecorder, fit, has_died, why
+from jobs.tuning.space_points import LOOKS, Point, Points, Values, run_cells, values_text
+from jobs.tuning.trials import StatelessSearcher, TrialRecorder, outcome_of, why
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RunError
-from raytrain.execution.driver_channel import on_stop_request, open_channel
+from raytrain.execution.driver_channel import on_stop_request
 from raytrain.plan.room import Need
 from raytrain.runs.folder import RunFolder, SweepFolder
 from raytrain.runs.records import event
 
-TRIAL_RESOURCES = {"CPU": 0.001}
-"""The resources of the trial itself; its run reserves its own."""
+TRIAL_CPU = 0.001
+"""The CPU of the trial itself; its run reserves its own."""
 LOOK_EVERY_S = 0.25
 STOP_S = 60.0
 OLD_OWNER_S = 60.0
@@ -51,39 +48,6 @@ TRIES = 20
 """Points in succession that cannot run, after which a searcher is not asked again."""
 PROPOSED = "proposed"
 """Kind of the event of a searcher's point."""
-STOPPING = "stopping: the trials save and exit (a second signal exits at once)"
-
-
-def run_points(command: TuneCommand, points: Points, *, at_a_time: int, cluster: Cluster, private: bool) -> None:
-    """Run a trial for each point that trials.jsonl lacks; `private`: no other program uses the Ray cluster.
-
-    Raises:
-        RunError, Interrupted.
-    """
-    command.activity.begin("preparing the trials")
-    sweep, wanted = command.the_sweep, command.spec.tune
-    pace = f"{at_a_time} at a time" if min(at_a_time, len(points.trials)) > 1 else "one at a time"
-    early = {"none": "", "asha": "; ASHA stops trials early", "median": "; trials below the median stop early"}
-    text = f"{counted(len(points.trials), 'complete run')}, {pace}{early[wanted.scheduler]}"
-    command.print_line(f"{text}; search folder {path_from_here(sweep.path)}")
-    for values, reason in points.left_out:
-        command.print_line(f"left out: {values_text(values)}: {reason}")
-    channel = open_channel()
-    visible = {name: os.environ[name] for name in VISIBLE if name in os.environ}
-    settings = SpaceTrialSettings(command.job_mapping(), sweep.path, os.getcwd(), visible, channel)
-    ended = {row["trial"] for row in sweep.standing()}
-    left = [one for one in points.trials if one.number not in ended]
-    if not left:
-        return
-    searcher = None if wanted.searcher == "random" else PointSearcher(command, points)
-    fit(
-        tune.with_parameters(SpaceTrial, settings=settings), SpaceTrials(command, points.trials, private=private),
-        cluster=cluster, resources={name.lower(): one for name, one in TRIAL_RESOURCES.items()}, at_a_time=at_a_time,
-        channel=channel, stopping=STOPPING, grace_s=command.spec.retry.stop_grace_s, searcher=searcher,
-        param_space=None if searcher else {"trial": tune.grid_search([config_of(one) for one in left])},
-        scheduler=scheduler_of(wanted.scheduler, points, curves=curves_of(sweep.standing())),
-    )  # fmt: skip
-
 
 # -- which trials ---------------------------------------------------------------------------------
 
@@ -146,13 +110,12 @@ class PointSearcher(StatelessSearcher):
             self._inner.on_trial_complete(asked, result, error)
 
 
-def ray_domain(tried: Choices | Range) -> Any:
+def ray_domain(tried: Values) -> Any:
     """The values of a key as Ray Tune's searchers take them."""
-    if isinstance(tried, Choices):
-        return tune.choice(list(tried.examples))
-    if tried.kind == "randint":  # Ray leaves the upper end out
-        return tune.randint(int(tried.low), int(tried.high) + 1)
-    return {"uniform": tune.uniform, "loguniform": tune.loguniform}[tried.kind](tried.low, tried.high)
+    if tried.kind == "choice":
+        return tune.choice(list(tried.given))
+    low, high = tried.given
+    return getattr(tune, tried.kind)(low, high + 1 if tried.kind == "randint" else high)  # Ray leaves this end out
 
 
 class SpaceTrials(TrialRecorder):
@@ -179,14 +142,14 @@ class SpaceTrials(TrialRecorder):
         return self._needs.get(config["number"]) if started and not self._private else None
 
     def row_of(
-        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int
+        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None
     ) -> tuple[dict[str, Any] | None, str]:
         """See `TrialRecorder`; a run that was interrupted has no row."""
         if result.get("status") == "interrupted":
             return None, ""
         outcome, reason = "ok", ""
         if error is not None:
-            outcome, reason = "died" if deaths else "error", why(error, deaths=deaths)
+            outcome, reason = outcome_of(error), why(error)
         elif not result.get("final"):
             outcome, reason = "stopped", f"behind the others at step {result.get('step')}"
         elif not math.isfinite(result.get(self._metric, math.nan)):
@@ -213,7 +176,7 @@ class SpaceTrials(TrialRecorder):
         what is left of that when those have ended was its own.
         """
         super().ended(config, result, error)
-        if self._private and has_died(error):
+        if self._private and error is not None and outcome_of(error) == "died":
             self._reserved |= set(reservations())
             self._beside |= self.running.keys()
         self._beside.discard(config["number"])
@@ -228,7 +191,7 @@ def reservations() -> list[str]:
     return [
         key
         for key, group in placement_group_table().items()
-        if group["state"] != "REMOVED" and any(bundle != TRIAL_RESOURCES for bundle in group["bundles"].values())
+        if group["state"] != "REMOVED" and any(bundle != {"CPU": TRIAL_CPU} for bundle in group["bundles"].values())
     ]
 
 
@@ -279,32 +242,15 @@ def scheduler_of(name: str, points: Points, *, curves: Mapping[int, Sequence[tup
 # -- the process of a trial -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SpaceTrialSettings:
-    """The settings that every trial of a sweep receives.
-
-    Attributes:
-        mapping: the job, with absolute data paths.
-        sweep: path of the search folder.
-        folder: working directory of the command, from which users' code is imported.
-        visible: those of `VISIBLE` that the command's environment sets. Ray hides the GPUs from a trial by them.
-        channel: the `DriverChannel` actor through which the driver asks trials to stop.
-    """
-
-    mapping: dict[str, Any]
-    sweep: str
-    folder: str
-    visible: Mapping[str, str]
-    channel: Any
-
-    def apply(self) -> None:
-        """Set the working directory, import path and visible GPUs of this process to those of the command."""
-        if os.path.isdir(self.folder):
-            os.chdir(self.folder)
-        import_from(self.folder)
-        for name in VISIBLE:
-            os.environ.pop(name, None)
-        os.environ.update(self.visible)
+def use_environment(folder: str, visible: Mapping[str, str]) -> None:
+    """Set the working directory, import path and visible GPUs of this process to those of the command: Ray hides all
+    GPUs from a process that reserves none, by the variables of `VISIBLE`."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    import_from(folder)
+    for name in VISIBLE:
+        os.environ.pop(name, None)
+    os.environ.update(visible)
 
 
 class SpaceTrial(tune.Trainable):
@@ -315,19 +261,29 @@ class SpaceTrial(tune.Trainable):
     The run is in a thread of its own, observed from Ray's.
     """
 
-    def setup(self, config: dict[str, Any], settings: SpaceTrialSettings | None = None) -> None:
-        """Start training."""
-        assert settings is not None, "it comes with tune.with_parameters"
-        settings.apply()
+    def setup(
+        self, config: dict[str, Any], mapping: Any = None, sweep: str = "", folder: str = "", visible: Any = None,
+        channel: Any = None,
+    ) -> None:  # fmt: skip
+        """Start training.
+
+        Args:
+            mapping: the job, with absolute data paths.
+            sweep: path of the search folder.
+            folder, visible: see `use_environment`.
+            channel: the `DriverChannel` actor through which the driver asks trials to stop.
+        """
+        use_environment(folder, visible)
         trial = config["trial"]
-        self._settings, self._overrides = settings, trial["overrides"]
-        self._sweep, self._name = SweepFolder(settings.sweep), run_name(trial["number"])
+        self._sweep, self._name = SweepFolder(sweep), run_name(trial["number"])
+        own = [f"save.dir={self._sweep.runs}", f"name={self._name}", "telemetry.tensorboard=false"]
+        self._mapping, self._overrides = mapping, [*trial["overrides"], *own]
         self._signals = StopSignals()
         self._last: dict[str, Any] = {"step": 0, "eval_loss": float("nan")}
         self._outcome: Result | BaseException | None = None
         self._thread: threading.Thread | None = None
         self._rows = self._evaluations()
-        on_stop_request(settings.channel, self._signals.asked.set)
+        on_stop_request(channel, self._signals.asked.set)
 
     def step(self) -> dict[str, Any]:
         """{"step", "eval_loss"} of the next evaluation; at the end, the complete result.
@@ -382,36 +338,26 @@ class SpaceTrial(tune.Trainable):
             if before is not None and before.finished:
                 self._outcome = result_of(before.run, before.run.read_json(before.run.result))
                 return
-            folder = [f"save.dir={self._sweep.runs}", f"name={self._name}", "telemetry.tensorboard=false"]
-            job = before and before.loaded
-            self._outcome = train_loaded(
-                job or load_spec(mapping=self._settings.mapping, overrides=[*self._overrides, *folder]),
-                resumed=before, signals=self._signals, verbose=False, console=Console(quiet=True), began=time.time(),
-            )  # fmt: skip
+            job = before.loaded if before else load_spec(mapping=self._mapping, overrides=self._overrides)
+            quiet: Any = {"signals": self._signals, "verbose": False, "console": Console(quiet=True)}
+            self._outcome = train_loaded(job, resumed=before, began=time.time(), **quiet)
         except BaseException as error:  # handed to Ray's thread, which owns the trial
             self._outcome = error
 
     def _before(self) -> Resumed | None:
         """The run of this trial that an earlier command started, to resume; waits until its processes have exited."""
         path, ends = self._sweep.run_of(self._name), time.monotonic() + OLD_OWNER_S
-        while path is not None:
-            try:
-                resumed = open_resumed(path, None, [])
-            except InputError:
-                run = RunFolder(path)
-                if not run.exists(run.job_mapping):  # it was killed before it started
-                    return None
-                if not run.alive() or time.monotonic() > ends:
-                    raise
-                time.sleep(LOOK_EVERY_S)
-                continue
-            try:
-                if resumed is not None and not resumed.finished:
-                    check_checkpoints(resumed)
-            except InputError:  # all are damaged: measured again from its first step, in a folder of its own
-                return None
-            return resumed
-        return None
+        if path is None or not (run := RunFolder(path)).exists(run.job_mapping):  # it was killed before it started
+            return None
+        while run.alive() and time.monotonic() < ends:
+            time.sleep(LOOK_EVERY_S)
+        try:
+            resumed = open_resumed(path, None, [])
+            return resumed if resumed is None or resumed.finished else check_checkpoints(resumed)
+        except InputError:
+            if run.alive():
+                raise
+            return None  # its checkpoints are damaged: measured again from its first step, in a folder of its own
 
 
 def summary(result: Result) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal
 
 import ray
 import ray.exceptions
@@ -39,14 +39,12 @@ class TrialRecorder(Callback):
 
     Attributes:
         running: of the trials whose process was asked for or runs: what it does, its text, what it still needs.
-        again: numbers of the trials whose process died once already.
         stopping: trials were asked to stop, and what they report from now on is not a result.
     """
 
     def __init__(self, command: TuneCommand) -> None:
         self.command, self.sweep = command, command.the_sweep
         self.running: dict[int, tuple[str, str, Need | None]] = {}
-        self.again = {row["trial"] for row in self.sweep.again()}
         self.stopping = False
         self._began: dict[int, float] = {}
 
@@ -56,14 +54,13 @@ class TrialRecorder(Callback):
 
     @abstractmethod
     def row_of(
-        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None, *, deaths: int
+        self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None
     ) -> tuple[dict[str, Any] | None, str]:
         """The row of a trial and what its line says; None if it did not end as a result.
 
         Args:
             result: the last report.
             error: what ended it, if anything did.
-            deaths: how often its process has died, this time included; 0 if it did not.
         """
 
     def need_of(self, config: dict[str, Any], *, started: bool) -> Need | None:
@@ -73,13 +70,16 @@ class TrialRecorder(Callback):
 
     def proposed(self, config: dict[str, Any]) -> None:
         """The process of a trial is being started."""
-        self.running[config["number"]] = "starting", self.text_of(config), self.need_of(config, started=False)
-        self._say()
+        self._runs("starting", config)
 
     def started(self, config: dict[str, Any]) -> None:
         """The process of a trial has started."""
         self._began[config["number"]] = time.time()
-        self.running[config["number"]] = "measuring", self.text_of(config), self.need_of(config, started=True)
+        self._runs("measuring", config)
+
+    def _runs(self, word: str, config: dict[str, Any]) -> None:
+        need = self.need_of(config, started=word == "measuring")
+        self.running[config["number"]] = word, self.text_of(config), need
         self._say()
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
@@ -87,15 +87,10 @@ class TrialRecorder(Callback):
         it."""
         number, now = config["number"], time.time()
         self.running.pop(number, None)
-        if self.stopping:
-            return
-        deaths = 1 + (number in self.again) if has_died(error) else 0
-        row, text = self.row_of(config, result, error, deaths=deaths)
+        row, text = (None, "") if self.stopping else self.row_of(config, result, error)
         if row is None:
             return
-        counted_deaths = {"deaths": deaths} if row["outcome"] == "died" else {}
-        spent = now - self._began.get(number, now)
-        row = {"trial": number, **row, **counted_deaths, "time": now, "wall_s": spent}
+        row = {"trial": number, **row, "time": now, "wall_s": now - self._began.get(number, now)}
         if error is not None:
             self.sweep.write_text(f"logs/trial-{number:04d}.txt", f"{type(error).__name__}: {_plain(error)}\n")
         self.sweep.record(row)
@@ -149,24 +144,21 @@ class StatelessSearcher(Searcher):
         return {}
 
 
-def has_died(error: BaseException | None) -> TypeGuard[ray.exceptions.RayActorError]:
-    """Whether a trial's process died or never started, which says little about what it measured."""
-    return isinstance(error, ray.exceptions.RayActorError)
+def outcome_of(error: BaseException) -> Literal["died", "out_of_memory", "error"]:
+    """How an error ended a trial: its process died or never started, which says little about what it measured; or Ray
+    killed it because the machine was almost out of memory."""
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return "out_of_memory"
+    return "died" if isinstance(error, ray.exceptions.RayActorError) else "error"
 
 
-def ran_out(error: BaseException | None) -> bool:
-    """Whether Ray killed a process because the machine was almost out of memory."""
-    return isinstance(error, ray.exceptions.OutOfMemoryError)
-
-
-def why(error: BaseException, *, deaths: int = 0) -> str:
-    """An error of a trial in one line, including the death of its process, and whether that was not the first one."""
-    if has_died(error):
-        began = "in its creation task" not in str(error)
-        reason = "its process died" if began else f"it could not start: {str(error).strip().splitlines()[-1].strip()}"
-        return reason + (", and once before" if deaths > 1 else "")
-    if ran_out(error):
+def why(error: BaseException) -> str:
+    """An error of a trial in one line."""
+    if outcome_of(error) == "out_of_memory":
         return "Ray killed its process because the machine was almost out of memory"
+    if outcome_of(error) == "died":
+        began = "in its creation task" not in str(error)
+        return "its process died" if began else f"it could not start: {str(error).strip().splitlines()[-1].strip()}"
     cause = getattr(error, "cause", None) or error
     name, lines = type(cause).__name__, [line for line in _plain(cause).splitlines() if line.strip()]
     if not lines:
@@ -182,7 +174,7 @@ def _plain(error: BaseException) -> str:
 
 def fit(
     trainable: Any, recorder: TrialRecorder, *, cluster: Cluster, resources: Any, at_a_time: int, channel: Any,
-    grace_s: float, name: str = "tune", stopping: str = "", param_space: dict[str, Any] | None = None,
+    grace_s: float, stopping: str = "", param_space: dict[str, Any] | None = None,
     searcher: Any = None, scheduler: Any = None,
 ) -> None:  # fmt: skip
     """Run Ray Tune until no trial is left, each in a process of its own.
@@ -192,7 +184,6 @@ def fit(
         at_a_time: the number of concurrent trials.
         channel: the `DriverChannel` through which the trials are asked to end after a signal, for which they get
             `grace_s` seconds; `stopping` is the line that says so.
-        name: of the folder for Ray's own bookkeeping.
         param_space, searcher: where the configs of the trials come from: one of the two.
 
     Raises:
@@ -213,7 +204,7 @@ def fit(
             reuse_actors=False,  # a new process for each: only its exit is certain to release GPU memory
         ),
         run_config=tune.RunConfig(
-            name=name,
+            name="tune",
             storage_path=os.path.join(cluster.folder, "t"),
             callbacks=[recorder],
             verbose=0,

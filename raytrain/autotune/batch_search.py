@@ -1,5 +1,5 @@
-"""The search over batch size and precision. Pure: measurements in, the next proposals out; `batch_decision.decide`
-gives the answer.
+"""The search over batch size and precision. Pure: measurements in, the next proposals or the answer with its reasons
+out.
 
 Its goals, measured by `raytrain bench tune`: at most 0.3 of the time of an exhaustive grid, 0.4 of that of doubling
 the size until it fails; at least 0.95 of the throughput of the grid's best point; never above the memory budget; and
@@ -11,30 +11,90 @@ How it gets there:
    nearly a line that bends upwards where caches end, so that lines through measured sizes bound the others.
 2. Measured next is the smallest size that may be within `NEAR` of the best that memory allows, until that size is a
    measured one (`size_curve`, which also has the margin for noise).
-3. A lower precision must beat the reference by `WORTHWHILE_GAIN`, each at its own best size, and pass the numeric gate.
+3. A lower precision must beat the reference by `WORTHWHILE_GAIN`, each at its own best size, and its loss and gradient
+   norm must be in the reference's band on the same rows.
 4. Each size is timed at one moment, at which the machine may have been slow: at the end the winner and its rivals take
    turns in one process (a contest), whose times decide.
 
-A caller measures what `next_proposals` returns until it returns nothing.
+A caller measures what `next_proposals` returns until it returns nothing; `decide` gives the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import geometric_mean, median
+from typing import Any
 
-from raytrain.autotune.batch_space import BatchSpace, Proposal, SearchResults
-from raytrain.autotune.measurement import Candidate, Measurement
-from raytrain.autotune.precision import WORTHWHILE_GAIN, gate_refusal, told_apart
-from raytrain.autotune.size_curve import SizeCurve
+from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, Measurement, from_json, outside_band, told_apart
+from raytrain.autotune.size_curve import NEAR, BatchSpace, SizeCurve
+from raytrain.errors import RunError
+from raytrain.plan.choice import Resolved, figure_text, size_text
 
+#: Passes of one timed measurement after the dropped warm-up: two, and a third if those differ.
+LEAST_PASSES, PASSES = 2, 3
 #: Timed rounds of a contest, after one round that is dropped; and contests of a search at most.
 ROUNDS, MOST_CONTESTS = 3, 2
 #: A precision whose upper bound is below this fraction of what it has to reach is dropped.
 HOPELESS = 0.95
-#: Rows of a step of the gate, at most: rounding shows with few, and its steps are most of the cost of a search.
-GATE_ROWS = 4
+
+Measured = tuple[Measurement, ...]
+"""What came of a proposal: one measurement, or those of a contest, the leader's first; pass i of all of them is from
+round i. If the leader does not fit or fails, there is only its own."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One measurement that the search proposes.
+
+    Attributes:
+        candidate: what to measure.
+        passes: timed passes at most, after a warm-up that is dropped; 0: memory alone.
+        with_memory: also read the peak.
+        against: rivals, measured with this one in `passes` alternating rounds, after this one's peak if it is to be
+            read.
+    """
+
+    candidate: Candidate
+    passes: int = PASSES
+    with_memory: bool = False
+    against: tuple[Candidate, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """What it measures, as lines and trials.jsonl say it."""
+        main = "in turn" if self.against else "time" if self.passes else ""
+        return " + ".join(filter(None, [main, "memory" if self.with_memory else ""]))
+
+    @property
+    def aim(self) -> tuple[str, Candidate]:
+        """What it is for; a repetition may read memory in addition, or no more."""
+        return self.what.partition(" + ")[0], self.candidate
+
+
+@dataclass
+class SearchResults:
+    """Everything that was measured so far, in the order of time. A measurement that crashed is one with the outcome
+    "error"."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    contests: list[Measured] = field(default_factory=list)
+
+    def add(self, measured: Measured) -> None:
+        """Add what came of a proposal."""
+        if len(measured) == 1:
+            self.measurements += measured
+        else:
+            self.contests.append(measured)
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> SearchResults:
+        """What rows of trials.jsonl hold; those of earlier versions had another form, and do not count."""
+        results = cls()
+        for row in (one for one in rows if "measured" in one):
+            results.add(tuple(from_json(Measurement, one) for one in row["measured"]))
+        return results
 
 
 def next_proposals(space: BatchSpace, results: SearchResults, running: Sequence[Proposal] = ()) -> list[Proposal]:
@@ -54,8 +114,8 @@ class CandidateSearch:
     Attributes:
         curves: precision -> its measurements by size, those before the last contest corrected by it.
         lead: that of the reference.
-        gates: precision -> why its gate refuses it, "" where it passed.
         contest: the last contest's measurements; empty without one.
+        chosen: the best candidate; None if nothing runs.
     """
 
     def __init__(self, space: BatchSpace, results: SearchResults) -> None:
@@ -69,51 +129,51 @@ class CandidateSearch:
         if self.contest:
             known = _corrected(known, self.contest)
         self.curves = {name: SizeCurve(space, name, known) for name in space.precisions}
-        self.lead = self.curves[space.lead]
-        self.gates = {gate.precision: gate_refusal(gate) for gate in results.gates}
+        self.lead = self.curves[space.reference]
+        self.chosen = self._chosen()
 
     # -- what is best -----------------------------------------------------------------------------
 
-    def choice(self, curve: SizeCurve) -> Candidate | None:
-        """The best size of a precision."""
-        size = curve.chosen()
-        return None if size is None else Candidate(curve.precision, size)
+    def _chosen(self) -> Candidate | None:
+        """The best size of the fastest precision that computes what the reference does, else of the reference."""
+        return next((one.chosen for one in self.faster() if not self.refusal(one)), self.lead.chosen)
 
-    def winner(self) -> SizeCurve | None:
-        """The fastest that also passes its gate, else the reference; None if nothing runs."""
-        alone = self.choice(self.lead) is None
-        for curve in self.winners():
-            if alone or not self.space.gate_steps or self.gates.get(curve.precision) == "":
-                return curve
-        return None if alone else self.lead
+    def refusal(self, curve: SizeCurve) -> str:
+        """Why a precision is outside the reference's band, "" where it is inside, by the first pass over the same rows:
+        those of the largest size that both have measured."""
+        if self.lead.chosen is None:
+            return ""
+        size = max(set(curve.first_pass) & set(self.lead.first_pass), default=None)
+        if size is None:
+            return f"no size was measured in {self.lead.precision} too"
+        (loss, norm), (reference_loss, reference_norm) = curve.first_pass[size], self.lead.first_pass[size]
+        reference = {"reference": self.lead.precision, "reference_loss": reference_loss}
+        return outside_band(loss, norm, **reference, reference_norm=reference_norm)
 
-    def winners(self) -> list[SizeCurve]:
-        """Precisions that beat the reference on time, the fastest first."""
-        others = [one for one in self.curves.values() if one is not self.lead and self.choice(one) is not None]
-        if self.choice(self.lead) is None:
-            return sorted(others, key=lambda curve: curve.best, reverse=True)
-        faster = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.is_untold(one)]
-        return sorted(faster, key=self.gain, reverse=True)
+    def faster(self) -> list[SizeCurve]:
+        """Precisions that beat the reference on time, or all if it does not run, the fastest first."""
+        others = [one for one in self.curves.values() if one is not self.lead and one.chosen is not None]
+        if self.lead.chosen is not None:
+            others = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.is_untold(one)]
+        return sorted(others, key=self.rate, reverse=True)
+
+    def rate(self, curve: SizeCurve) -> float:
+        """Rows per second at a precision's best size."""
+        assert curve.chosen is not None, "it was measured"
+        return curve.bound(curve.chosen.micro_batch_size)
 
     def gain(self, curve: SizeCurve) -> float:
         """Rows per second at a precision's best size over those of the reference at its own."""
-        own, lead = self.choice(curve), self.choice(self.lead)
-        assert own is not None and lead is not None, "both are measured"
-        return curve.bound(own.micro_batch_size) / self.lead.bound(lead.micro_batch_size)
+        return self.rate(curve) / self.rate(self.lead)
 
     def is_untold(self, curve: SizeCurve) -> bool:
         """Whether rounds in turn did not show that a precision with the better median is faster than the reference."""
-        rounds = self.in_turn(curve)
-        return curve is not self.lead and rounds is not None and not told_apart(*rounds)
-
-    def in_turn(self, curve: SizeCurve) -> tuple[list[float], list[float]] | None:
-        """Seconds for a row of a precision and of the reference, by round; None if they did not meet in a contest."""
-        own, lead = self.choice(curve), self.choice(self.lead)
-        if own is None or own not in self.contest:
-            return None
+        own, lead = curve.chosen, self.lead.chosen
+        if curve is self.lead or own is None or own not in self.contest:
+            return False
         if lead not in self.contest:  # another size of it
             lead = next((one for one in self.contest if one.precision == self.lead.precision), None)
-        return None if lead is None else (self.row_s(own), self.row_s(lead))
+        return lead is not None and not told_apart(self.row_s(own), self.row_s(lead))
 
     def row_s(self, candidate: Candidate) -> list[float]:
         """A contender's seconds for a row, in each round."""
@@ -121,9 +181,9 @@ class CandidateSearch:
         return [1 / self.space.score(size, seconds, one.update_s) for seconds in one.pass_s]
 
     def cannot_win(self, curve: SizeCurve) -> bool:
-        """Whether even the upper bounds of a precision are below what another one has shown that no gate refused."""
+        """Whether even the upper bounds of a precision are below what another one has shown that is not refused."""
         for rival in self.curves.values():
-            if rival is curve or rival.nonfinite or self.gates.get(rival.precision) or self.is_untold(rival):
+            if rival is curve or rival.nonfinite or self.refusal(rival) or self.is_untold(rival):
                 continue
             gain = 1 + WORTHWHILE_GAIN
             needed = rival.best * (gain if rival is self.lead else 1 / gain if curve is self.lead else 1.0)
@@ -135,10 +195,11 @@ class CandidateSearch:
 
     def wanted(self) -> list[Proposal]:
         """Everything that could be measured at the same time, the most urgent first: two sizes of every precision, the
-        reference's first, then the sizes with the highest upper bounds. Then one at a time: the gate, the contest."""
+        reference's first, then the sizes with the highest upper bounds. Last, the contest."""
         first, later = [], []
         for curve in sorted(self.curves.values(), key=lambda one: (one is not self.lead, -one.reach)):
-            if curve.nonfinite or (len(curve.broken) > 1 and not curve.seconds):
+            broken = sum(size < curve.too_large for size in curve.failed)  # not by memory
+            if curve.nonfinite or (broken > 1 and not curve.seconds):
                 continue
             begin = [size for size in self._first_sizes(curve) if size not in curve.seconds]
             again = [
@@ -149,7 +210,7 @@ class CandidateSearch:
                 first += [self._timed(curve, size) for size in (*begin, *again)]
             elif not self.cannot_win(curve) and (size := curve.next_size()) is not None:
                 later.append(self._timed(curve, size))
-        return first + later or self._gate() or self._contest()
+        return first + later or self._contest()
 
     def _first_sizes(self, curve: SizeCurve) -> list[int]:
         """The two sizes to begin with; others near them if those fail or do not fit. Until the memory of a precision is
@@ -168,42 +229,22 @@ class CandidateSearch:
         read = size not in curve.peaks and not curve.roomy and not self.lead.roomy
         return Proposal(Candidate(curve.precision, size), with_memory=read)
 
-    def _gate(self) -> list[Proposal]:
-        if not self.space.gate_steps or self.choice(self.lead) is None:
-            return []
-        for curve in self.winners():
-            if curve.precision not in self.gates:
-                both = [size for size in curve.fitting if size in self.lead.fitting]
-                size = max((one for one in both if one <= GATE_ROWS), default=self.lead.measured[0])
-                return [Proposal(Candidate(curve.precision, size), passes=0, gate_steps=self.space.gate_steps)]
-            if not self.gates[curve.precision]:
-                return []
-        return []
-
     def _contest(self) -> list[Proposal]:
-        """The contest of the candidate about to be chosen, and the reading of its peak."""
-        curve, chosen = self.chosen()
-        if curve is None or chosen is None:
+        """The contest of the candidate about to be chosen with the runner-up of its precision, if it is small enough to
+        be measured again, and the best of each other precision that could be chosen; and the reading of its peak."""
+        if (chosen := self.chosen) is None:
             return []
-        unread = self.space.budget_bytes is not None and chosen.micro_batch_size not in curve.peaks
-        over = chosen in self.contest or len(self.results.contests) >= MOST_CONTESTS
-        if rivals := () if over else self._rivals(curve, chosen):
-            return [Proposal(chosen, ROUNDS, with_memory=unread, against=rivals)]
+        curve, size = self.curves[chosen.precision], chosen.micro_batch_size
+        unread = self.space.budget_bytes is not None and size not in curve.peaks
+        if chosen not in self.contest and len(self.results.contests) < MOST_CONTESTS:
+            others = [other for other in curve.measured if other != size and other <= 2 * size]
+            rivals = [Candidate(curve.precision, max(others, key=curve.bound))] if others else []
+            for one in self.curves.values():
+                if one is not curve and one.chosen is not None and not self.refusal(one):
+                    rivals.append(one.chosen)
+            if rivals:
+                return [Proposal(chosen, ROUNDS, with_memory=unread, against=tuple(rivals))]
         return [Proposal(chosen, passes=0, with_memory=True)] if unread else []
-
-    def _rivals(self, curve: SizeCurve, chosen: Candidate) -> tuple[Candidate, ...]:
-        """The runner-up of the same precision, if it is small enough to be measured again, and the best of each other
-        precision that could be chosen."""
-        size = chosen.micro_batch_size
-        others = [other for other in curve.measured if other != size and other <= 2 * size]
-        second = [Candidate(curve.precision, max(others, key=curve.bound))] if others else []
-        rivals = [one for one in self.curves.values() if one is not curve and not self.gates.get(one.precision)]
-        return (*second, *(best for best in map(self.choice, rivals) if best is not None))
-
-    def chosen(self) -> tuple[SizeCurve | None, Candidate | None]:
-        """The winner and its best size."""
-        curve = self.winner()
-        return curve, None if curve is None else self.choice(curve)
 
 
 def _corrected(measurements: Sequence[Measurement], contest: Mapping[Candidate, Measurement]) -> list[Measurement]:
@@ -222,3 +263,182 @@ def _corrected(measurements: Sequence[Measurement], contest: Mapping[Candidate, 
         passes = () if one.candidate in contest else tuple(factor * seconds for seconds in one.pass_s)
         found.append(replace(one, pass_s=passes))  # without passes its memory still counts
     return found
+
+
+# -- the answer -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One candidate, for the table that a user reads.
+
+    Attributes:
+        rows_per_s: of one worker, from the median; None where it was not timed.
+        low, high: by the slowest and the fastest pass.
+        predicted_peak: bytes by the line through the other sizes; None if unknown.
+        measured_peak: bytes; None if unknown.
+        note: why it was ruled out, or "".
+    """
+
+    precision: str
+    micro_batch_size: int
+    passes: int
+    rows_per_s: float | None
+    low: float | None
+    high: float | None
+    predicted_peak: int | None
+    measured_peak: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class BatchDecision:
+    """The chosen point with its reasons.
+
+    Attributes:
+        table: every candidate on which anything was spent.
+        refusals: precision -> why it was not chosen.
+        complete: the search had nothing left to measure.
+    """
+
+    candidate: Candidate
+    precision: Resolved
+    micro_batch_size: Resolved
+    table: tuple[TableRow, ...]
+    refusals: dict[str, str]
+    complete: bool
+
+    @property
+    def chosen(self) -> TableRow:
+        """The row of the chosen candidate."""
+        return next(row for row in self.table if Candidate(row.precision, row.micro_batch_size) == self.candidate)
+
+
+def decide(space: BatchSpace, results: SearchResults) -> BatchDecision:
+    """The best candidate by these measurements; also for a search that was interrupted.
+
+    Raises:
+        RunError: nothing that was measured can run; says how many bytes are needed and which key allows more.
+    """
+    search = CandidateSearch(space, results)
+    chosen = search.chosen
+    if chosen is None:
+        raise _nothing_runs(search)
+    refusals = {name: why for name, one in search.curves.items() if name != chosen.precision
+                and (why := _why_not(search, one))}  # fmt: skip
+    return BatchDecision(
+        candidate=chosen,
+        precision=Resolved(chosen.precision, _precision_reason(search, chosen, refusals)),
+        micro_batch_size=Resolved(chosen.micro_batch_size, _size_reason(search, chosen)),
+        table=_table(search),
+        refusals=refusals,
+        complete=not search.wanted(),
+    )
+
+
+def choose_precision(measured: Sequence[Measurement]) -> Resolved:
+    """The precision by the same rules, where all took turns at one size. Raises RunError if none of them runs."""
+    able = tuple(one for one in measured if one.outcome == "ok")
+    failed = [one for one in measured if one.outcome != "ok"]
+    names, size = tuple(one.candidate.precision for one in measured), measured[0].candidate.micro_batch_size
+    space = BatchSpace(names, (size,), rows_per_step=None, budget_bytes=None)
+    return decide(space, SearchResults(failed, [able])).precision
+
+
+def _table(search: CandidateSearch) -> tuple[TableRow, ...]:
+    space, timed = search.space, list(search.results.measurements)
+    timed += [one for contest in search.results.contests if all(one.pass_s for one in contest) for one in contest]
+    passes = Counter(one.candidate for one in timed for _ in one.pass_s)
+    rows = []
+    for curve in search.curves.values():
+        for size in (one for one in space.sizes if one in {*curve.seconds, *curve.peaks, *curve.failed}):
+            line = curve.line_without(size) or curve.line_without()
+            rates = [space.score(size, one, curve.updates) for one in curve.seconds.get(size, ())]
+            rows.append(TableRow(
+                precision=curve.precision,
+                micro_batch_size=size,
+                passes=passes[Candidate(curve.precision, size)],
+                rows_per_s=space.score(size, curve.pass_s(size), curve.updates) if rates else None,
+                low=min(rates, default=None),
+                high=max(rates, default=None),
+                predicted_peak=None if line is None else line.predict(size),
+                measured_peak=curve.peaks.get(size),
+                note="out of memory" if size >= curve.too_large else curve.nonfinite or curve.failed.get(size, ""),
+            ))  # fmt: skip
+    return tuple(rows)
+
+
+def _compared(search: CandidateSearch, own: Candidate, other: Candidate) -> str:
+    """The speed of one candidate against another, from rounds in turn if both took part."""
+    if own in search.contest and other in search.contest:
+        gains = [b / a for a, b in zip(search.row_s(own), search.row_s(other), strict=True)]
+        at = f"{median(gains):.2f} [{min(gains):.2f}, {max(gains):.2f}] times as fast as"
+        return f"measured in turn {at} {other.precision} x {other.micro_batch_size}"
+    first, second = (search.curves[one.precision].bound(one.micro_batch_size) for one in (own, other))
+    return f"measured {first / second:.2f} times as fast as {other.precision}"
+
+
+def _size_reason(search: CandidateSearch, chosen: Candidate) -> str:
+    """Its throughput, the best one, the sizes that it was measured in turn with, and what memory allows."""
+    curve, size, budget = search.curves[chosen.precision], chosen.micro_batch_size, search.space.budget_bytes
+    best = max(curve.measured, key=curve.bound)
+    reason = f"{figure_text(curve.bound(size))} rows/s"
+    if size != best:
+        reason += f", within {NEAR:.0%} of the best, {figure_text(curve.bound(best))} at {best}"
+    if max(curve.fitting) < search.space.sizes[-1] and budget is not None:
+        reason += f"; memory allows up to {max(curve.fitting)}"
+    if chosen in search.contest:
+        others = [one for one in search.contest if one.precision == chosen.precision and one != chosen]
+        reason = "; ".join([reason, *(_compared(search, chosen, one) for one in others)])
+    if budget is not None and size in curve.peaks:
+        reason += f"; its peak is {curve.peaks[size] / budget:.1%} of what a process may take"
+    return reason
+
+
+def _why_not(search: CandidateSearch, curve: SizeCurve) -> str:
+    """Why a precision other than the chosen one was not chosen."""
+    own, lead = curve.chosen, search.lead.chosen
+    if own is None:
+        failed = curve.nonfinite or next((why for size, why in curve.failed.items() if size < curve.too_large), "")
+        return f"refused: {failed}" if failed else "no size of it was measured, or none fits"
+    if curve is search.lead or lead is None:
+        return ""
+    text = _compared(search, own, lead)
+    if search.gain(curve) > 1 + WORTHWHILE_GAIN and search.is_untold(curve):
+        text += f"; too noisy to tell them apart, so that {lead.precision} stays: search again on an idle machine"
+    refusal = search.refusal(curve)
+    return f"{text}, but refused: {refusal}" if refusal else text
+
+
+def _precision_reason(search: CandidateSearch, chosen: Candidate, refusals: Mapping[str, str]) -> str:
+    """What the chosen precision gains over the reference, and why others were not chosen."""
+    reasons, lead = [f"{name} {why}" for name, why in refusals.items()], search.lead.chosen
+    if chosen == lead:
+        return "; ".join(reasons) or f"nothing but {chosen.precision} to compare"
+    if lead is None:
+        return "; ".join([*reasons, f"so that {chosen.precision} could not be compared with it: watch its loss"])
+    whose = "each at its own best size"
+    if search.cannot_win(search.lead) and {*search.lead.fitting} - {*search.lead.measured}:
+        bound = search.curves[chosen.precision].best / search.lead.reach
+        whose = f"at least {bound:.2f} times as fast as {lead.precision} can be at any size"
+    return "; ".join([f"{_compared(search, chosen, lead)}, {whose}, loss and gradient norm agree", *reasons])
+
+
+def _nothing_runs(search: CandidateSearch) -> RunError:
+    """What failed, how many bytes it needed, and the key to change."""
+    failed, too_large = [], False
+    for name, curve in search.curves.items():
+        if curve.nonfinite or curve.failed:
+            size = min(curve.failed, default=0)
+            rows = f"{size} row{'s' if size > 1 else ''}: "
+            failed.append(f"{name}: {curve.nonfinite or rows + curve.failed[size]}")
+            too_large = too_large or size >= curve.too_large
+    why, budget = "; ".join(failed), search.space.budget_bytes
+    if not failed:
+        return RunError("nothing has been measured yet")
+    if too_large and budget is not None:
+        return RunError(
+            f"no micro-batch fits into {size_text(budget)} ({why}): raise cluster.memory_limit or"
+            " cluster.memory_fraction, or take a smaller model"
+        )
+    return RunError(f"no candidate of precision.dtype and loop.micro_batch_size can run: {why}")

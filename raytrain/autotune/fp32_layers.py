@@ -11,11 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from raytrain.autotune.precision import LOSS_TOLERANCE, NORM_BAND, outside_band
-from raytrain.autotune.state_guard import preserve_model
+from raytrain.autotune.measurement import LOSS_TOLERANCE, NORM_BAND, outside_band
+from raytrain.autotune.rounds import preserve_model
 from raytrain.autotune.step_probe import run_agreed
 from raytrain.config.messages import abbreviated
 from raytrain.errors import OutOfMemory, RunError
@@ -23,7 +20,7 @@ from raytrain.plan.choice import Resolved
 from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.precision import PrecisionPolicy, layers_of, policy_for
 from raytrain.train.session import Session
-from raytrain.trainable import MicroBatch, Trainable
+from raytrain.trainable import MicroBatch
 
 MOST_LAYERS = 128
 """In a model with more layers each of its repeated blocks is measured as one."""
@@ -83,95 +80,83 @@ def choose_layers(changes: Sequence[LayerChange], refusal: Callable[[list[str]],
 def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[LayerChange]]:
     """Which layers must stay in fp32 under this half precision, measured on the first micro-batch of the global batch,
     the same on every worker. Its rows are halved until they fit in fp32, the reference. Changes nothing that it
-    measures. Collective."""
+    measures. Collective.
+
+    Raises:
+        RunError: a pass in fp32 fails.
+    """
     indices, _ = session.loader.global_batch(session.state.cursor)
     rows, why = session.loader.batches.micro_batch, ""
     while rows:
         micro = session.loader.first(indices[:rows])
         try:
             with preserve_model(session.trainable, session.device):
-                return LayerProbe(session, micro, precision=precision).run()
+                return _compared(session, micro, precision)
         except OutOfMemory as error:
             rows, why = rows // 2, str(error)
     return Resolved([], f"not one row fits in fp32 to compare layers with ({why}): watch the loss"), []
 
 
-class LayerProbe:
-    """Compares passes over one micro-batch, the same on every worker; rank 0's results are used by all. Collective."""
+def _compared(session: Session, micro: MicroBatch, precision: str) -> tuple[Resolved, list[LayerChange]]:
+    """Each layer alone in half precision, then the model with more and more layers kept in fp32; rank 0's results are
+    used by all. Raises OutOfMemory on all workers if one has no memory for a pass, and RunError as above."""
+    trainable, step, layers = session.trainable, session.step, session.layers
+    half, full, generators = policy_for(precision), policy_for("fp32"), rng_state(session.device)
+    blocks = trainable.blocks if isinstance(trainable.blocks, str) else None
+    assert half.autocast_dtype is not None, "a half precision"
 
-    def __init__(self, session: Session, micro: MicroBatch, *, precision: str) -> None:
-        self._session, self._step, self._layers, self._micro = session, session.step, session.layers, micro
-        self._half, self._full = policy_for(precision), policy_for("fp32")
-        self._generators = rng_state(session.device)
-        self._reference: list[Tensor] = []
-        self._loss = self._norm = math.nan
-
-    def run(self) -> tuple[Resolved, list[LayerChange]]:
-        """Each layer alone in half precision, then the model with more and more layers kept in fp32.
-
-        Raises:
-            OutOfMemory: a worker has no memory for a pass; all workers raise it.
-            RunError: a pass in fp32 fails.
-        """
-        trainable, dtype, changes = self._session.trainable, self._half.autocast_dtype, []
-        assert dtype is not None, "a half precision"
-        blocks = trainable.blocks if isinstance(trainable.blocks, str) else None
-        try:
-            why, self._loss, self._norm = self._pass(self._full)
-            if why:
-                raise RunError(f"the pass in fp32 that layers are compared with failed: {why}")
-            self._reference = [flat.clone() for flat in self._step.gradients.buffers]
-            for name in layers_of(trainable.module, blocks=blocks, most=MOST_LAYERS):
-                with self._layers.alone_in(name, dtype):
-                    why, loss, _ = self._pass(self._full)
-                if why:  # such as an operation without a kernel in this dtype: a result
-                    changes.append(LayerChange(name, math.nan, math.nan, why))
-                else:
-                    off = abs(loss - self._loss) / max(abs(self._loss), 1e-12)
-                    changes.append(LayerChange(name, off, self._difference()))
-            rows = self._step.workers.broadcast_object([asdict(change) for change in changes])
-            changes = [LayerChange(**row) for row in rows]
-            return choose_layers(changes, self._refusal, precision=self._half.name), changes
-        finally:
-            self._layers.keep([])
-
-    def _refusal(self, kept: list[str]) -> str:
-        self._layers.keep(kept)
-        why, loss, norm = self._pass(self._half)
-        why = why or outside_band(loss, norm, self._difference(), reference_loss=self._loss, reference_norm=self._norm)
-        return self._step.workers.broadcast_object(why)
-
-    def _difference(self) -> float:
-        """Norm of the difference between the gradient and that of fp32, relative to the norm of the latter."""
-        pairs = zip(self._step.gradients.buffers, self._reference, strict=True)
-        squares = sum(float((now - then).double().square().sum()) for now, then in pairs)
-        return math.sqrt(squares) / max(self._norm, 1e-12)
-
-    def _pass(self, policy: PrecisionPolicy) -> tuple[str, float, float]:
+    def one_pass(policy: PrecisionPolicy) -> tuple[str, float, float]:
         """(why it failed on any worker or "", loss, gradient norm); the gradient stays in the step's buffers."""
-        step, found = self._step, [math.nan, math.nan]
+        found = [math.nan, math.nan]
 
         def work() -> None:
-            set_rng_state(self._generators, step.device)  # the same dropout in every pass
+            set_rng_state(generators, step.device)  # the same dropout in every pass
             step.gradients.zero_()
-            loss = backward_of(step.trainable, self._micro, policy, step.device)
+            with policy.autocast(step.device):
+                extra = {"num_items_in_batch": max(1, micro.weight)} if trainable.takes_global_count else {}
+                output = trainable.loss(trainable.module, micro.batch, **extra)
+            loss = output.loss if output.aux is None else output.loss + output.aux
+            loss.backward()
             step.gradients.check()
-            found[:] = float(loss), float(step.gradients.sum_of_squares().sqrt())
+            found[:] = float(loss.detach()), float(step.gradients.sum_of_squares().sqrt())
 
         outcome, reason = run_agreed(
-            work, workers=step.workers, device=step.device, remote=step.trainable.remote,
+            work, workers=step.workers, device=step.device, remote=trainable.remote,
             collective_passes=step.collective_passes,
         )  # fmt: skip
         if outcome == "out_of_memory":
             raise OutOfMemory(reason)
         return reason, found[0], found[1]
 
+    def difference() -> float:
+        """Norm of the difference between the gradient and that of fp32, relative to the norm of the latter."""
+        pairs = zip(step.gradients.buffers, reference, strict=True)
+        squares = sum(float((now - then).double().square().sum()) for now, then in pairs)
+        return math.sqrt(squares) / max(reference_norm, 1e-12)
 
-def backward_of(trainable: Trainable, micro: MicroBatch, policy: PrecisionPolicy, device: torch.device) -> Tensor:
-    """Forward and backward of one micro-batch in a precision; its loss."""
-    with policy.autocast(device):
-        extra = {"num_items_in_batch": max(1, micro.weight)} if trainable.takes_global_count else {}
-        output = trainable.loss(trainable.module, micro.batch, **extra)
-    loss = output.loss if output.aux is None else output.loss + output.aux
-    loss.backward()
-    return loss.detach()
+    def refusal(kept: list[str]) -> str:
+        layers.keep(kept)
+        why, loss, norm = one_pass(half)
+        why = why or outside_band(
+            loss, norm, difference(), reference_loss=reference_loss, reference_norm=reference_norm
+        )  # fmt: skip
+        return step.workers.broadcast_object(why)
+
+    try:
+        why, reference_loss, reference_norm = one_pass(full)
+        if why:
+            raise RunError(f"the pass in fp32 that layers are compared with failed: {why}")
+        reference, changes = [flat.clone() for flat in step.gradients.buffers], []
+        for name in layers_of(trainable.module, blocks=blocks, most=MOST_LAYERS):
+            with layers.alone_in(name, half.autocast_dtype):
+                why, loss, _ = one_pass(full)
+            if why:  # such as an operation without a kernel in this dtype: a result
+                changes.append(LayerChange(name, math.nan, math.nan, why))
+            else:
+                off = abs(loss - reference_loss) / max(abs(reference_loss), 1e-12)
+                changes.append(LayerChange(name, off, difference()))
+        rows = step.workers.broadcast_object([asdict(change) for change in changes])
+        changes = [LayerChange(**row) for row in rows]
+        return choose_layers(changes, refusal, precision=precision), changes
+    finally:
+        layers.keep([])

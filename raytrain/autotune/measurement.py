@@ -1,10 +1,11 @@
-"""What was measured of a candidate, and the line of peak memory through several of them. Pure, without torch."""
+"""What was measured of a candidate, the line of peak memory through several, and whether one precision is faster than
+another beyond noise and computes the same. Pure, without torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from statistics import linear_regression, median
 from typing import Any, Literal, TypeVar
@@ -17,6 +18,15 @@ T = TypeVar("T")
 STEADY = 0.5
 #: Two passes that differ by less than this fraction of the shorter one need no third.
 ALIKE = 0.05
+#: A lower precision must be faster by at least this fraction, or it is not worth its rounding errors.
+WORTHWHILE_GAIN = 0.03
+#: And in this share of the rounds: on a busy machine the medians of a few rounds differ by more than that by chance.
+WON_ROUNDS = 0.75
+#: The numeric band of one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
+LOSS_TOLERANCE = 0.02
+NORM_BAND = (0.8, 1.25)
+#: Significance level for times that vary: the highest accepted probability that as many rounds are won by chance.
+CHANCE = 0.05
 
 Outcome = Literal["ok", "out_of_memory", "nonfinite", "error"]
 
@@ -46,7 +56,6 @@ class Measurement:
         floor_bytes: allocated before the first pass: model, optimizer state, gradients, data and the process itself.
         loss, grad_norm: of the first pass.
         reason: of an outcome other than "ok".
-        device: name of the device, such as "cpu" or "NVIDIA H100".
         taken_at: unix time of its end; 0 if unknown.
     """
 
@@ -59,7 +68,6 @@ class Measurement:
     loss: float = math.nan
     grad_norm: float = math.nan
     reason: str = ""
-    device: str = "cpu"
     taken_at: float = 0.0
 
     def step_s(self, rows: int) -> float:
@@ -70,10 +78,6 @@ class Measurement:
     def is_steady(self) -> bool:
         """Whether its timed passes took about the same time; true for a memory reading alone."""
         return are_steady(self.pass_s)
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping; `from_json` is the inverse."""
-        return asdict(self)
 
 
 def step_seconds(rows: int, size: int, pass_s: float, updates: Sequence[float]) -> float:
@@ -139,3 +143,70 @@ def from_json(kind: type[T], row: Mapping[str, Any]) -> T:
     """A value of a dataclass from the plain mapping that `asdict` made of it and JSON may have carried: lists become
     tuples, mappings dataclasses; further keys are ignored."""
     return _adapter(kind).validate_python(row)
+
+
+# -- one way to compute against another ---------------------------------------------------------
+
+
+def told_apart(seconds: Sequence[float], reference: Sequence[float]) -> bool:
+    """Whether the times of two ways to compute are enough to say that the first is faster; the one rule of `train` and
+    `tune` for precisions, compiled passes and overlapped all-reduces.
+
+    It must win `WON_ROUNDS` of the rounds. Where times vary, since the machine does other work, that says little: it
+    must also have been faster in each round than the reference ever was, or in so many rounds that chance explains it
+    in at most one case of twenty (a sign test).
+
+    Args:
+        seconds, reference: the same work in alternating rounds; position i of both is round i. Without rounds the
+            answer is yes.
+    """
+    rounds = min(len(seconds), len(reference))
+    won = sum(own < other for own, other in zip(seconds, reference, strict=False))
+    if won < WON_ROUNDS * rounds:
+        return False
+    if not rounds or (are_steady(seconds) and are_steady(reference)):
+        return True
+    chance = sum(math.comb(rounds, number) for number in range(won, rounds + 1)) / 2**rounds
+    return max(seconds) * (1 + WORTHWHILE_GAIN) < min(reference) or chance <= CHANCE
+
+
+def faster_beyond_noise(seconds: Sequence[float], others: Sequence[float], *, than: str) -> tuple[bool, str]:
+    """Whether the first of two ways is faster at the median of the rounds by what is worth while, and told apart; and
+    how much, in words."""
+    ratios = [b / a for a, b in zip(seconds, others, strict=True)]
+    rounds, won, middle = len(ratios), sum(ratio > 1 for ratio in ratios), median(ratios)
+    text = f"{middle:.2f} times as fast as {than}, faster in {won} of {rounds} rounds"
+    return middle >= 1 + WORTHWHILE_GAIN and told_apart(seconds, others), text
+
+
+def has_winner(seconds: list[list[float]]) -> bool:
+    """Whether more rounds would not change the choice: in every round one arm was faster than each other arm ever was,
+    by more than the gain that is worth while.
+
+    Args:
+        seconds: for each arm those of every round; an arm that could not be run has none.
+    """
+    timed = sorted((arm for arm in seconds if arm), key=max)
+    return all(max(timed[0]) * (1 + WORTHWHILE_GAIN) < min(arm) for arm in timed[1:])
+
+
+def outside_band(
+    loss: float, norm: float, difference: float = 0.0, *, reference_loss: float, reference_norm: float,
+    reference: str = "fp32",
+) -> str:  # fmt: skip
+    """Why a pass is outside the reference's numeric band, "" where it is inside.
+
+    Args:
+        difference: norm of the gradient's difference from the reference's, relative to the reference's norm, if known:
+            the loss of one pass shows less than the steps that follow, so that the gradient itself has to be in the
+            band as well.
+    """
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return "the loss or gradient is not finite"
+    if abs(loss - reference_loss) > LOSS_TOLERANCE * abs(reference_loss):
+        return f"the loss is {loss:.6g} where {reference} has {reference_loss:.6g}"
+    if reference_norm > 0 and not NORM_BAND[0] <= norm / reference_norm <= NORM_BAND[1]:
+        return f"the gradient norm is {norm / reference_norm:.3g} times {reference}'s"
+    if reference_norm > 0 and difference > 1 - NORM_BAND[0]:
+        return f"the gradient differs from {reference}'s by {difference:.0%}"
+    return ""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from cluster.wording import counted
-from raytrain.autotune.batch_space import sizes_dividing
 from raytrain.autotune.measurement import Candidate, Measurement, line_of
+from raytrain.autotune.size_curve import sizes_dividing
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.errors import RunError
 from raytrain.plan.choice import Deferred, Resolved, size_text
@@ -32,21 +32,13 @@ class NothingFits(RunError):
     """Not even the smallest micro-batch fits into memory in this precision."""
 
 
-@dataclass(frozen=True)
-class NextSize:
-    """A size to measure, and its peak as the line predicts it; None if there is no line yet."""
-
-    rows: int
-    predicted: int | None
-
-
 def micro_batch_sizes(global_batch: int, workers: int) -> tuple[int, ...]:
     """Sizes that `auto` may choose, ascending: those that divide the batch evenly, and one worker's share."""
     return tuple(sorted({*sizes_dividing(global_batch, workers), math.ceil(global_batch / workers)}))
 
 
-def next_micro_batch(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> NextSize | None:
-    """What to measure next; None where `choose_micro_batch` has its answer.
+def next_micro_batch(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> int | None:
+    """The size to measure next; None where `choose_micro_batch` has its answer.
 
     Begins with a small size, continues with the largest one that the line through all fitting sizes predicts to be
     within the budget, and ends at a size that was measured to fit while the next larger one was measured, or is
@@ -59,13 +51,12 @@ def next_micro_batch(sizes: Sequence[int], measured: Sequence[Measurement], *, b
     if not larger:
         return None
     if not best:
-        first = max((size for size in larger if size <= FIRST * min(ceiling, max(sizes))), default=larger[0])
-        return NextSize(first, None)
+        return max((size for size in larger if size <= FIRST * min(ceiling, max(sizes))), default=larger[0])
     line = line_of([one for one in measured if one.outcome == "ok"])  # others may not be on the line
     within = max((size for size in larger if budget is None or line.predict(size) <= budget), default=None)
     if within is None and len(fitted) == 1:
         within = larger[0]  # one size alone predicts too much, see `line_of`
-    return None if within is None else NextSize(within, line.predict(within))
+    return within
 
 
 def choose_micro_batch(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> Resolved | None:
@@ -86,28 +77,28 @@ def choose_micro_batch(sizes: Sequence[int], measured: Sequence[Measurement], *,
 
 
 def micro_batch_record(
-    chosen: Resolved, tried: Sequence[tuple[NextSize, Measurement]], *, budget: int | None, settings: dict[str, Any]
+    chosen: Resolved, tried: Sequence[Measurement], *, budget: int | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """What `memory_probe.json` keeps: the choice, each size with its predicted and measured peak, and the line with
     what it predicts for half, the same and twice the rows."""
-    line, rows = line_of([one for _, one in tried]), int(chosen.value)
-    peak = next(one.peak_bytes for _, one in tried if one.candidate.micro_batch_size == rows)
+    line, rows, trials = line_of(tried), int(chosen.value), []
+    peak = next(one.peak_bytes for one in tried if one.candidate.micro_batch_size == rows)
+    for number, one in enumerate(tried):
+        before = [other for other in tried[:number] if other.outcome == "ok"]
+        predicted = line_of(before).predict(one.candidate.micro_batch_size) if before else None
+        trials.append({"predicted_bytes": predicted, **asdict(one)})
     return {
         "value": rows, "reason": chosen.reason, "peak_bytes": peak, "budget_bytes": budget, "line": asdict(line),
         "predicted_peaks": {str(size): line.predict(size) for size in sorted({max(1, rows // 2), rows, 2 * rows})},
-        "settings": settings,
-        "trials": [{"predicted_bytes": proposal.predicted, **one.to_json()} for proposal, one in tried],
+        "settings": settings, "trials": trials,
     }  # fmt: skip
 
 
-def measure_micro_batch(
-    probe: StepProbe, settings: dict[str, Any], *, sizes: Sequence[int] = ()
-) -> tuple[Resolved, dict[str, Any]]:
+def measure_micro_batch(probe: StepProbe, settings: dict[str, Any]) -> tuple[Resolved, dict[str, Any]]:
     """The largest micro-batch that fits, and the record of how it was found. Changes nothing that it measures.
 
     Args:
         settings: what the answer holds for.
-        sizes: to choose from, ascending; by default all that divide the global batch.
 
     Raises:
         NothingFits: not even the smallest micro-batch.
@@ -115,23 +106,16 @@ def measure_micro_batch(
     """
     session = probe.session
     assert session.precision is not None, "measured after `prepare`"
-    sizes = sizes or possible_sizes(session)
-    budget = memory_budget(session)
-    tried: list[tuple[NextSize, Measurement]] = []
-    before = session.step.inflight
-    if isinstance(session.job.plan.inflight, Deferred):
-        session.step.inflight = 2  # which needs more memory
-    try:
-        while (proposal := next_micro_batch(sizes, [one for _, one in tried], budget=budget)) is not None:
-            candidate = Candidate(session.precision, proposal.rows)
-            found = probe.measure(candidate, budget=budget, passes=0, with_memory=True)
-            # a loss that is not finite needs as much memory as any other; training has its own rules for it
-            tried.append((proposal, replace(found, outcome="ok") if found.outcome == "nonfinite" else found))
-    finally:
-        session.step.inflight = before
-    chosen = choose_micro_batch(sizes, [one for _, one in tried], budget=budget)
+    sizes, budget = possible_sizes(session), memory_budget(session)
+    tried: list[Measurement] = []
+    while (rows := next_micro_batch(sizes, tried, budget=budget)) is not None:
+        candidate = Candidate(session.precision, rows)
+        found = probe.measure(candidate, budget=budget, passes=0, with_memory=True)
+        # a loss that is not finite needs as much memory as any other; training has its own rules for it
+        tried.append(replace(found, outcome="ok") if found.outcome == "nonfinite" else found)
+    chosen = choose_micro_batch(sizes, tried, budget=budget)
     if chosen is None:
-        raise _too_large(tried[-1][1], budget)
+        raise _too_large(tried[-1], budget)
     return chosen, micro_batch_record(chosen, tried, budget=budget, settings=settings)
 
 

@@ -1,4 +1,5 @@
-"""One precision in the search over batch size: what was measured of it by size, and what the other sizes can be.
+"""What a search over batch size and precision may try, and one precision in it: what was measured by size, and what
+the other sizes can be. Pure.
 
 **The noise margin.** A smaller size replaces the fastest one only if it is within `NEAR` of it by more than the passes
 vary: the margin is the standard error of the ratio of the two medians. A search without it took sizes that looked near
@@ -9,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from raytrain.autotune.batch_space import BatchSpace
-from raytrain.autotune.measurement import Measurement, MemoryLine, line_of
+from raytrain.autotune.measurement import Candidate, Measurement, MemoryLine, line_of, step_seconds
 
 #: A smaller size is chosen if it loses no more than this fraction of the best throughput.
 NEAR = 0.03
@@ -23,10 +24,70 @@ LEAST_NOISE = 0.002
 WORTH_A_LOOK = 0.04
 #: Sizes of a precision that are measured at most.
 MOST_SIZES = 6
+#: The second size is up to this multiple of the first.
+FIRST_RATIO = 8
 #: A line through two sizes is drawn where one is at least this multiple of the other: neighbours differ by noise.
 APART = 4
 #: A line is trusted up to this multiple of the largest measured size; further if passes have hardly become longer.
 GROWTH, GROWTH_WHERE_FLAT, FLAT = 8, 32, 1.25
+
+
+@dataclass(frozen=True)
+class BatchSpace:
+    """What may be tried, and how it is judged.
+
+    Attributes:
+        precisions: values of `precision.dtype`.
+        sizes: micro-batch sizes, ascending.
+        rows_per_step: rows of one worker's step where the global batch is given (accumulation makes up the rest); None
+            where the batch is free, and each step is one micro-batch.
+        budget_bytes: what one process may allocate; None: memory is not read.
+        devices: measurements that may run at a time.
+    """
+
+    precisions: tuple[str, ...]
+    sizes: tuple[int, ...]
+    rows_per_step: int | None
+    budget_bytes: int | None
+    devices: int = 1
+
+    @property
+    def reference(self) -> str:
+        """The precision that the others must beat: fp32, unless the job names others."""
+        return "fp32" if "fp32" in self.precisions else self.precisions[0]
+
+    def first_sizes(self) -> tuple[int, ...]:
+        """The two small sizes to begin with: 2 rows where there is a choice (a batch norm refuses a single one), and up
+        to eight times that."""
+        smallest = min(self.sizes)
+        begin = self.sizes[1] if len(self.sizes) > 3 and smallest == 1 else smallest
+        later = [size for size in self.sizes if size > begin]
+        within = [size for size in later if size <= FIRST_RATIO * begin]
+        return (begin, within[-1] if within else later[0]) if later else (begin,)
+
+    def rows(self, size: int) -> int:
+        """Rows of one worker's step with micro-batches of this size."""
+        return self.rows_per_step or size
+
+    def score(self, size: int, pass_s: float, updates: Sequence[float]) -> float:
+        """Rows per second of one worker."""
+        return self.rows(size) / step_seconds(self.rows(size), size, pass_s, updates)
+
+
+def sizes_dividing(global_batch: int, workers: int) -> tuple[int, ...]:
+    """Micro-batch sizes that divide a given global batch evenly: micro x accumulation x workers = global.
+
+    If the number of workers does not divide it, the sizes that divide the batch, up to one worker's share.
+    """
+    share = math.ceil(global_batch / workers)
+    whole = global_batch // workers if global_batch % workers == 0 else global_batch
+    return tuple(size for size in range(1, share + 1) if whole % size == 0)
+
+
+def sizes_free(rows: int, workers: int) -> tuple[int, ...]:
+    """Powers of two up to each worker's share of the training rows, for a batch that is free."""
+    most = max(1, rows // workers)
+    return tuple(2**power for power in range(most.bit_length()) if 2**power <= most)
 
 
 class SizeCurve:
@@ -34,9 +95,10 @@ class SizeCurve:
 
     Attributes:
         seconds: of each pass, by size.
+        first_pass: loss and gradient norm, by size.
         peaks: bytes, by size, where they were read.
         too_large: the smallest size that did not fit; infinite if all did.
-        broken: sizes at which a pass failed for another reason, which it gives.
+        failed: why, by size, where a pass did not fit or failed for another reason.
         nonfinite: why the precision cannot be used here, or "".
         unsteady: sizes timed once, while the machine did other work: to be timed once more. The unsteady measurement
             is left out once there is a steady one.
@@ -45,8 +107,9 @@ class SizeCurve:
     def __init__(self, space: BatchSpace, precision: str, measurements: Iterable[Measurement]) -> None:
         self.space, self.precision = space, precision
         self.seconds: dict[int, tuple[float, ...]] = {}
+        self.first_pass: dict[int, tuple[float, float]] = {}
         self.peaks: dict[int, int] = {}
-        self.broken: dict[int, str] = {}
+        self.failed: dict[int, str] = {}
         self.too_large, self.nonfinite = math.inf, ""
         self.read: list[Measurement] = []
         self.updates: list[float] = []
@@ -61,12 +124,14 @@ class SizeCurve:
             over = peak is not None and space.budget_bytes is not None and peak > space.budget_bytes
             if one.outcome == "out_of_memory" or over:
                 self.too_large = min(size, self.too_large)
+                self.failed[size] = one.reason or "out of memory"
             elif one.outcome == "error":
-                self.broken[size] = one.reason or "it failed"
+                self.failed[size] = one.reason or "it failed"
             elif one.outcome == "nonfinite":
                 self.nonfinite = one.reason or "its loss or gradient is not finite"
             elif one.pass_s:
                 timed.setdefault(size, []).append(one)
+                self.first_pass[size] = one.loss, one.grad_norm
                 self.updates += one.update_s
         for size, several in timed.items():
             counted = [one for one in several if one.is_steady] or several
@@ -86,7 +151,7 @@ class SizeCurve:
         line, budget = self.line_without(), self.space.budget_bytes
         return tuple(
             size for size in self.space.sizes
-            if size not in self.broken and size < self.too_large
+            if size not in self.failed and size < self.too_large
             and (size in self.peaks or line is None or budget is None or line.predict(size) <= budget)
         )  # fmt: skip
 
@@ -102,12 +167,6 @@ class SizeCurve:
     def measured(self) -> tuple[int, ...]:
         """Sizes with times that still fit, ascending."""
         return tuple(sorted(size for size in self.seconds if size in self.fitting))
-
-    @property
-    def sizes_tried(self) -> int:
-        """Number of sizes that were measured in some way."""
-        large = [] if self.too_large == math.inf else [self.too_large]
-        return len({*self.seconds, *self.peaks, *self.broken, *large})
 
     def pass_s(self, size: int) -> float:
         """Median seconds of a pass at a measured size."""
@@ -146,37 +205,38 @@ class SizeCurve:
         return max(map(self.bound, self.fitting)) if self.measured else 0.0
 
     @property
-    def to_reach(self) -> float:
-        """What counts as the best: the measured one, or a little more if the bounds allow it."""
-        return max(self.best, min(self.reach, (1 + WORTH_A_LOOK) * self.best))
+    def enough(self) -> float:
+        """Rows per second that are near the best: the measured one, or a little more if the bounds allow it."""
+        return (1 - NEAR) * max(self.best, min(self.reach, (1 + WORTH_A_LOOK) * self.best))
 
-    @cached_property
-    def _noise(self) -> float:
-        """Relative standard deviation of a pass, from how far passes are from the median of their size. With few of
-        them the median is one itself, which leaves n - 1."""
+    def _doubt(self, size: int, other: int) -> float:
+        """Relative standard error of the ratio of two measured rates; that of a median is 1.25 times that of a mean.
+
+        The noise of a pass is how far passes are from the median of their size. With few of them the median is one
+        itself, which leaves n - 1.
+        """
         gaps: list[float] = []
         for passes in self.seconds.values():
             middle = median(passes)
             gaps += sorted(abs(one / middle - 1) for one in passes)[len(passes) % 2 :]
-        return max(LEAST_NOISE, 1.4826 * median(gaps)) if gaps else LEAST_NOISE
+        noise = max(LEAST_NOISE, 1.4826 * median(gaps)) if gaps else LEAST_NOISE
+        return 1.25 * noise * (1 / len(self.seconds[size]) + 1 / len(self.seconds[other])) ** 0.5
 
-    def _doubt(self, size: int, other: int) -> float:
-        """Relative standard error of the ratio of two measured rates; that of a median is 1.25 times that of a mean."""
-        return 1.25 * self._noise * (1 / len(self.seconds[size]) + 1 / len(self.seconds[other])) ** 0.5
-
-    def chosen(self) -> int | None:
+    @cached_property
+    def chosen(self) -> Candidate | None:
         """The smallest measured size within `NEAR` of the best, by more than noise explains; None if the precision
         cannot be used."""
         if self.nonfinite or not self.measured:
             return None
-        top, enough = max(self.measured, key=self.bound), (1 - NEAR) * self.to_reach
-        near = [size for size in self.measured if self.bound(size) >= enough * (1 + self._doubt(size, top))]
-        return min(near, default=top)
+        top = max(self.measured, key=self.bound)
+        near = [size for size in self.measured if self.bound(size) >= self.enough * (1 + self._doubt(size, top))]
+        return Candidate(self.precision, min(near, default=top))
 
     def next_size(self) -> int | None:
         """The unmeasured size that could change the choice; None if none could."""
-        known, chosen = list(self.measured), self.chosen()
-        if chosen is None or self.sizes_tried >= MOST_SIZES:
+        known, chosen = list(self.measured), self.chosen
+        failed = [size for size in self.failed if size <= self.too_large]
+        if chosen is None or len({*self.seconds, *self.peaks, *failed}) >= MOST_SIZES:
             return None
         bounds = {size: self.bound(size) for size in self.fitting if size not in self.seconds}
         faster = [size for size, bound in bounds.items() if bound > (1 + WORTH_A_LOOK) * self.best]
@@ -189,8 +249,7 @@ class SizeCurve:
             return max(size for size in bounds if known[-1] < size <= min(knee, limit))
         if faster:
             return max(faster, key=lambda size: bounds[size])
-        near = (1 - NEAR) * self.to_reach
-        smaller = [size for size, bound in bounds.items() if size < chosen and bound >= near]
+        smaller = [size for size, bound in bounds.items() if size < chosen.micro_batch_size and bound >= self.enough]
         return smaller[len(smaller) // 2] if smaller else None
 
 

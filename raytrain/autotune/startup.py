@@ -7,50 +7,48 @@ restarted or resumed attempt uses what the first one measured. All are collectiv
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from cluster.wording import counted
-from raytrain.accelerator import device_name
-from raytrain.autotune.found import refusal
+from raytrain.accelerator import device_name, seconds_of
+from raytrain.autotune.batch_search import choose_precision
 from raytrain.autotune.fp32_layers import measure_layers
-from raytrain.autotune.measurement import Candidate
-from raytrain.autotune.micro_batch import measure_micro_batch, memory_budget, possible_sizes, spare_memory
-from raytrain.autotune.precision import WORTHWHILE_GAIN, choose_precision, faster_beyond_noise, has_winner
-from raytrain.autotune.rounds import TimedArm, timed_arms
-from raytrain.autotune.shares import measure_shares
+from raytrain.autotune.measurement import Candidate, faster_beyond_noise, has_winner
+from raytrain.autotune.micro_batch import measure_micro_batch, possible_sizes, spare_memory
+from raytrain.autotune.rounds import preserve_model
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import LoadedCheckpoint
-from raytrain.errors import InputError, StateLost, first_line
+from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred, Resolved, seconds_text
 from raytrain.plan.memory import TINY_PARAMETERS
-from raytrain.plan.shares import shares_of
+from raytrain.plan.shares import Shares, gain_over_equal, shares_of
 from raytrain.plan.speed import FEW_STEPS, too_few
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder
-from raytrain.train.memory.device import StepDropped
-from raytrain.train.parallel.reduction import could_overlap
 from raytrain.train.precision import policy_for
 from raytrain.train.session import Session
 from raytrain.train.state import Reporter
-from raytrain.trainable import parameters_of
+from raytrain.trainable import MicroBatch, parameters_of
 
 #: Width of the labels of a run's first lines on the terminal.
 LABEL_COLUMNS = 10
 #: What a compilation takes at least, usually, and how much faster the step gets: a run that would gain less compiles
 #: nothing.
 USUAL_COMPILATION_S, USUAL_RATIO = 30.0, 1.3
-#: Least and most rounds: of precisions and of micro-batches in flight, and of two ways of which one takes preparation.
-PRECISION_ROUNDS = INFLIGHT_ROUNDS = 3, 12
-ROUNDS = 5, 15
+#: Least and most rounds: of precisions, and of eager and compiled passes.
+PRECISION_ROUNDS, COMPILE_ROUNDS = (3, 12), (5, 15)
 #: Passes that say how long the run will be; one is enough of those that take seconds.
 EAGER_ROUNDS = 1, 3
-#: Most micro-batches of each worker in a measurement of those in flight, or of overlap.
-MEASURED_PASSES = 4
 #: Timed passes and updates of an eager step, after one that is dropped.
 EAGER_PASSES = 5
+#: Shares that save less than this fraction of a step stay equal: they would follow noise.
+WORTHWHILE_SHARES = 0.05
+#: Least seconds of timed passes of shares; more if the slowest worker needs them for `SHARE_PASSES` passes.
+SHARES_S, SHARE_PASSES = 1.0, 4
 #: Name of the entry in memory_probe.json, and kind of the event.
 EAGER_STEP = "eager_step"
 
@@ -107,13 +105,13 @@ class Calibration:
         """What rank 0 reads of a choice, on every worker; None if it has not been measured. Collective."""
         return self.session.workers.broadcast_object(read_measured(self.run).get(name) if self.speaks else None)
 
-    def write(self, name: str, record: Record, *, event: str = "") -> None:
-        """Rank 0 adds a choice to memory_probe.json, and reports it as a decision (called `event`, else `name`)."""
+    def write(self, name: str, record: Record) -> None:
+        """Rank 0 adds a choice to memory_probe.json, and reports it as a decision."""
         if self.speaks:
             self.run.write_json(self.run.memory_probe, {**read_measured(self.run), name: record})
-            self.reporter.event("decision", what=event or name, value=record["value"], reason=record["reason"])
+            self.reporter.event("decision", what=name, value=record["value"], reason=record["reason"])
 
-    def settle(self, name: str, measure: Callable[[], Record], *, settings: Any = None, event: str = "") -> Record:
+    def settle(self, name: str, measure: Callable[[], Record], *, settings: Any = None) -> Record:
         """The recorded result if it was measured for the same `settings` (the same on every worker), else a new one,
         which is recorded."""
         known = self.recorded(name)
@@ -123,7 +121,7 @@ class Calibration:
         record = measure()
         if settings is not None:
             record = {**record, "settings": settings}
-        self.write(name, record, event=event)
+        self.write(name, record)
         return record
 
     def show(self, name: str, label: str, value: str, record: Record) -> None:
@@ -159,11 +157,8 @@ def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: Loa
     """
     settle_precision(calibration, forced=forced, loaded=loaded)
     settle_micro_batch(calibration)
-    settle_found(calibration)
     settle_compile(calibration, done=int(loaded.state["loop"]["step"]) if loaded else 0)
-    settle_inflight(calibration)
     settle_shares(calibration)
-    settle_overlap(calibration)
     measure_eager_step(calibration)
 
 
@@ -208,7 +203,7 @@ def measure_precision(probe: StepProbe, candidates: Sequence[str]) -> tuple[Reso
     rows = probe.session.loader.batches.micro_batch
     points = [Candidate(name, rows) for name in candidates]
     found = probe.measure_in_turn(points, budget=None, rounds=PRECISION_ROUNDS, updates=False, clear=has_winner)
-    return choose_precision(found), [one.to_json() for one in found]
+    return choose_precision(found), [asdict(one) for one in found]
 
 
 def settle_layers(calibration: Calibration, precisions: Sequence[str]) -> None:
@@ -284,38 +279,6 @@ def _fitting_rows(calibration: Calibration) -> Record:
     return calibration.settle("micro_batch", measure, settings=settings)
 
 
-def settle_found(calibration: Calibration) -> None:
-    """Once in a run, before it trains: whether what a search found (`tune.found`) was found for this run; if not, the
-    micro-batch is measured again, up to the one found. Needs a prepared session; under fsdp nothing is measured.
-
-    Raises:
-        NothingFits: it was found for something else, and not even one row fits now.
-    """
-    session, found = calibration.session, calibration.session.job.found
-    if found is None or session.job.planned("strategy") == "fsdp":
-        return
-    micro = int(session.job.planned("micro_batch_size"))
-
-    def measure() -> Record:
-        if not (differs := refusal(found, session)):
-            same = "the model, the data and the machine are those of the search"
-            return {**_record(micro, same), "peak_bytes": found.peak_bytes}
-        calibration.begin("memory")
-        smaller = () if session.job.loop.micro_batch_size == "whole" else possible_sizes(session)
-        sizes = sorted({size for size in smaller if size <= micro} | {micro})
-        chosen, record = measure_micro_batch(calibration.probe, {}, sizes=sizes)
-        reason = f"{differs}; its micro-batch was measured again: {chosen.reason}"
-        if calibration.speaks:
-            print(f"unlike the search: {reason}", flush=True)
-        return {**record, "reason": reason}
-
-    record = calibration.settle("found", measure, event="tune.found")
-    # an earlier attempt may have had to reduce it; a restart after an out-of-memory may use less
-    if session.settings.micro_batch is None or session.settings.micro_batch > record["value"]:
-        calibration.use(micro_batch=record["value"])
-    spare_memory(session, peak=record["peak_bytes"], budget=memory_budget(session))
-
-
 # -- compilation ----------------------------------------------------------------------------------
 
 
@@ -340,7 +303,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     session = calibration.session
     if steps < FEW_STEPS:
         return _record("off", too_few(steps))
-    (eager,), share = calibration.probe.passes_in_turn([lambda: None], most=1, rounds=EAGER_ROUNDS)
+    (eager,), share = calibration.probe.passes_in_turn([lambda: None], rounds=EAGER_ROUNDS)
     if eager.error:
         return _record("off", f"a pass failed: {eager.error}")
     step_s = share * min(eager.round_s)  # other work on the machine makes a short run look long
@@ -357,10 +320,10 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     if parts is None:
         return _record("off", "a worker's machine cannot compile, as its event says")
     ways = [partial(setattr, parts, "on", way) for way in (False, True)]
-    (eager, compiled), share = calibration.probe.passes_in_turn(ways, most=1, rounds=ROUNDS)
+    (eager, compiled), share = calibration.probe.passes_in_turn(ways, rounds=COMPILE_ROUNDS)
     parts.on = True
     status = parts.status()
-    trials = {"eager": eager.round_s, "compiled": compiled.round_s, "compilation": status}
+    trials = {"eager": [*eager.round_s], "compiled": [*compiled.round_s], "compilation": status}
     text = "; ".join([f"{status['achieved']} compiled", *status["reasons"][:1]])
     failed = eager.error or compiled.error
     if not failed and compiled.values > eager.values:
@@ -399,46 +362,7 @@ def measure_eager_step(calibration: Calibration) -> None:
         calibration.reporter.event(EAGER_STEP, **record)
 
 
-# -- what workers and hosts exchange --------------------------------------------------------------
-
-
-def settle_inflight(calibration: Calibration) -> None:
-    """One or two micro-batches in flight to the experts; needs a prepared session.
-
-    Raises:
-        StateLost: a host died, which ends the attempt; where two were in flight, the next attempt uses one.
-    """
-    if not calibration.is_open("inflight"):
-        return
-
-    def measure() -> Record:
-        calibration.begin("micro-batches in flight")
-        try:
-            return _of(*measure_inflight(calibration.probe))
-        except StateLost as error:  # raised by all workers
-            if calibration.session.step.inflight == 2:
-                why = f"2 in flight failed while measured ({type(error).__name__}: {first_line(error)})"
-                calibration.write("inflight", _record(1, why))
-            raise
-
-    calibration.use(inflight=calibration.settle("inflight", measure)["value"])
-
-
-def measure_inflight(probe: StepProbe) -> tuple[Resolved, dict[int, float]]:
-    """The choice, and the slowest worker's median seconds by micro-batches in flight, on the first micro-batches of the
-    real model; no seconds if either fails, and then the first step of the run reports the consequence. Changes nothing
-    that it measures. Collective."""
-    step, before = probe.step, probe.step.inflight
-    befores = [partial(setattr, step, "inflight", number) for number in (1, 2)]
-    times, _ = probe.passes_in_turn(befores, most=MEASURED_PASSES, rounds=INFLIGHT_ROUNDS)
-    step.inflight = before
-    for number, arm in enumerate(times, 1):
-        if arm.error:
-            return Resolved(1, f"{number} in flight failed while measured: {arm.error}"), {}
-    seconds = {number: arm.median_s for number, arm in enumerate(times, 1)}
-    ratio = seconds[1] / seconds[2]
-    reason = f"2 micro-batches in flight measured {ratio:.2f} times as fast as 1"
-    return Resolved(2 if ratio >= 1 + WORTHWHILE_GAIN else 1, reason), seconds
+# -- shares ---------------------------------------------------------------------------------------
 
 
 def settle_shares(calibration: Calibration) -> None:
@@ -459,56 +383,48 @@ def settle_shares(calibration: Calibration) -> None:
     calibration.show("shares", "shares", "" if record["value"] == "equal" else "unequal", record)
 
 
-def settle_overlap(calibration: Calibration) -> None:
-    """Whether all-reduces overlap with the last backward pass; needs a prepared session. With fewer workers than were
-    planned for there may be nothing to reduce."""
-    session = calibration.session
-    if not calibration.is_open("overlap") or session.workers.world_size == 1:
-        return
+def choose_shares(pass_s: Sequence[float], *, total: int, micro_batch: int) -> Resolved:
+    """The shares of a global batch of `total` rows for workers with these seconds for a pass, by rank.
 
-    def measure() -> Record:
-        if session.step.filler is not None:
-            why = "the model runs collectives inside backward, with which the all-reduces must not interleave"
-            return _record(False, why)
-        if not could_overlap(session.step.gradients, session.workers):
-            total = sum(flat.nbytes for flat in session.step.gradients.buffers)
-            why = f"the gradients are one bucket of {total:,} bytes, which is whole only when backward is over"
-            return _record(False, why)
-        calibration.begin("overlap")
-        try:
-            return _of(*measure_overlap(session))
-        except StepDropped as error:  # raised by all workers
-            return _record(False, f"no memory while it was measured ({error})")
-
-    calibration.use(overlap=calibration.settle("overlap", measure)["value"])
-
-
-def measure_overlap(session: Session) -> tuple[Resolved, dict[str, list[float]]]:
-    """The choice, and the slowest worker's seconds of each round by arm ("after", "during"), on the real model and the
-    first micro-batches of its global batch; only the last pass of a step can overlap. Changes nothing that it measures.
-    Collective.
-
-    Raises:
-        StepDropped: a worker had no memory; all raise it.
+    Returns:
+        `Shares.to_json()`, or "equal" where unequal shares would save less than `WORTHWHILE_SHARES`.
     """
-    loader, step, workers = session.loader, session.step, session.workers
-    rows = loader.global_batch(session.state.cursor).indices
-    rows = rows[: MEASURED_PASSES * loader.batches.micro_batch * workers.world_size]
-    passes, reduction = loader.passes(rows), step.reduction
+    seconds = tuple(pass_s)
+    chosen = Shares(micro_batch, (micro_batch,) * len(seconds), seconds)
+    gain = gain_over_equal(chosen, total=total, plain_s=seconds)
+    ratio_text = f"the slowest worker needs {max(seconds) / min(seconds):.2f} times as long for a row as the fastest"
+    if gain < 1 + WORTHWHILE_SHARES:
+        saved = max(0.0, 1 - 1 / gain)
+        return Resolved("equal", f"{ratio_text}: unequal shares of {total} rows would save {saved:.0%}")
+    rows = [len(span) for span in chosen.spans(total, micro_batch=micro_batch)]
+    each = f"ranks 0-{len(rows) - 1}: {', '.join(map(str, rows))} rows"
+    return Resolved(chosen.to_json(), f"{ratio_text}; {each}: {gain:.2f} times as fast as equal shares")
 
-    def before(overlap: bool) -> None:
-        reduction.overlap(overlap)
-        workers.all_reduce_ints([0])  # a barrier: all workers start together
 
-    def work() -> None:
-        backward = partial(step.backward, loader.micro_batches(rows), global_weight=1, passes=passes)
-        reduction.passed(backward, flags=lambda: [0, 0])
+def measure_shares(session: Session) -> tuple[Resolved, list[float]]:
+    """Shares by measured speed, from the first rows of the epoch, and each worker's seconds for a pass; the same on
+    every worker. Changes nothing that it measures. Collective.
 
-    after, during = timed_arms(
-        [TimedArm(work, before=partial(before, overlap)) for overlap in (False, True)],
-        trainable=session.trainable, workers=workers, device=session.device, rounds=ROUNDS, clear=has_winner,
-    )  # fmt: skip
-    reduction.overlap(False)
-    faster, how = faster_beyond_noise(during.round_s, after.round_s, than="after it")
-    reason = f"all-reduces started inside the last backward measured {how}"
-    return Resolved(faster, reason), {"after": after.round_s, "during": during.round_s}
+    All workers compute the same rows at the same time, without waiting for each other between passes: one that shares
+    its processor is measured as it will be in training. Their speed is the mean, total time divided by passes: on a
+    processor that is available only part of the time a median would show just one of its two speeds.
+    """
+    batches, workers, device = session.loader.batches, session.workers, session.device
+    rows = batches.split.order(batches.seed, session.state.cursor.epoch)[: batches.micro_batch]
+    micro = session.loader.one(rows)
+
+    def one_pass() -> float:
+        began, weight = seconds_of(device), max(1, micro.weight)
+        session.step.backward([MicroBatch(micro.batch, weight)], global_weight=weight)
+        return seconds_of(device) - began
+
+    with preserve_model(session.trainable, device):
+        one_pass()  # kernels and the allocator first
+        span = max(SHARES_S, SHARE_PASSES * max(row[0] for row in workers.all_gather_floats([one_pass()])))
+        began, passes = time.perf_counter(), 0
+        while passes == 0 or time.perf_counter() - began < span:
+            one_pass()
+            passes += 1
+        seconds = (time.perf_counter() - began) / passes
+    pass_s = [row[0] for row in workers.all_gather_floats([seconds])]
+    return choose_shares(pass_s, total=batches.global_batch_size, micro_batch=batches.micro_batch), pass_s

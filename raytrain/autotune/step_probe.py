@@ -21,10 +21,18 @@ from statistics import median
 import numpy as np
 import torch
 
-from raytrain.accelerator import device_name, seconds_of
+from raytrain.accelerator import seconds_of
+from raytrain.autotune.batch_search import LEAST_PASSES, Measured, Proposal
 from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
-from raytrain.autotune.rounds import BUDGET_S, ArmTimes, TimedArm, timed_arms
-from raytrain.autotune.state_guard import preserve_model, preserve_optimizers, preserve_skipped
+from raytrain.autotune.rounds import (
+    BUDGET_S,
+    ArmTimes,
+    TimedArm,
+    preserve_model,
+    preserve_optimizers,
+    preserve_skipped,
+    timed_arms,
+)
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.rows.contract import Split
 from raytrain.data.rows.map_style import longest_row
@@ -187,6 +195,26 @@ class StepProbe:
         )
         self._optimizer_s: float | None = None
 
+    def run_proposal(self, proposal: Proposal, *, budget: int | None) -> Measured:
+        """Measure what a search proposes; changes nothing that it measures. Collective.
+
+        Args:
+            budget: bytes above which a peak counts as out of memory; None: no limit.
+        """
+        one, passes, alone = proposal.candidate, 0 if proposal.against else proposal.passes, None
+        if passes or proposal.with_memory:
+            with_memory = proposal.with_memory
+            alone = self.measure(one, budget=budget, passes=passes, least=LEAST_PASSES, with_memory=with_memory)
+            if not proposal.against or alone.outcome != "ok":
+                return (alone,)
+        rounds = (proposal.passes, proposal.passes)
+        first, *others = self.measure_in_turn(
+            (one, *proposal.against), budget=budget, rounds=rounds, stop_on_failure=True
+        )
+        if alone is not None:
+            first = replace(first, peak_bytes=alone.peak_bytes, floor_bytes=alone.floor_bytes)
+        return (first, *others)
+
     def measure(
         self, candidate: Candidate, *, budget: int | None, passes: int, with_memory: bool, least: int | None = None
     ) -> Measurement:
@@ -246,20 +274,19 @@ class StepProbe:
         own = self._optimizer_seconds() if updates else 0.0
         with preserve_skipped(self.step.optimizers) if updates else contextlib.nullcontext():
             times = timed_arms(
-                [self._arm(part) for part in rows], trainable=self.step.trainable, workers=self.workers,
-                device=self.device, rounds=rounds, budget_s=budget_s, attempt=attempt, stop_on_failure=stop_on_failure,
-                clear=clear,
+                [self._arm(part) for part in rows], self.session, rounds=rounds, budget_s=budget_s, attempt=attempt,
+                stop_on_failure=stop_on_failure, clear=clear,
             )  # fmt: skip
         for index, one in readings.items():
-            one.pass_s = times[index].round_s if one.outcome == "ok" else []
+            one.pass_s = [*times[index].round_s] if one.outcome == "ok" else []
             one.update_s = [seconds + own for seconds in one.update_s]
         return tuple(map(self._agreed, readings.values()))
 
     def passes_in_turn(
-        self, befores: Sequence[Callable[[], object]], *, most: int, rounds: tuple[int, int]
+        self, befores: Sequence[Callable[[], object]], *, rounds: tuple[int, int]
     ) -> tuple[list[ArmTimes], float]:
-        """Time the first `most` micro-batches of each worker after each of `befores` in turn, until one fails. Changes
-        nothing that it measures. Collective.
+        """Time the first micro-batch of each worker after each of `befores` in turn, until one fails. Changes nothing
+        that it measures. Collective.
 
         Returns:
             The times, with the value 1 where nothing told what a loss is a mean over; how many times as much a step
@@ -267,7 +294,7 @@ class StepProbe:
         """
         loader, step = self.loader, self.step
         indices, untold = loader.global_batch(self.session.state.cursor).indices, step.untold
-        rows = indices[: most * loader.batches.micro_batch * self.workers.world_size]
+        rows = indices[: loader.batches.micro_batch * self.workers.world_size]
         passes = loader.passes(rows)
 
         def work() -> None:
@@ -276,7 +303,7 @@ class StepProbe:
 
         times = timed_arms(
             [TimedArm(work, before=before, values=lambda: [float(step.untold)]) for before in befores],
-            trainable=step.trainable, workers=self.workers, device=self.device, rounds=rounds,
+            self.session, rounds=rounds,
             attempt=lambda _index, timed: self._run(timed, None)[1], stop_on_failure=True,
         )  # fmt: skip
         step.untold = untold
@@ -421,5 +448,5 @@ class StepProbe:
         return Measurement(
             one.candidate, outcome, pass_s=tuple(slowest[:count]), update_s=tuple(slowest[count:]),
             peak_bytes=None if one.peak is None else int(peak), floor_bytes=None if one.floor is None else int(floor),
-            loss=loss, grad_norm=one.norm, reason=reason, device=device_name(self.device), taken_at=ended,
+            loss=loss, grad_norm=one.norm, reason=reason, taken_at=ended,
         )  # fmt: skip

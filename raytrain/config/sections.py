@@ -336,19 +336,6 @@ class RetryConfig(Section):
     )
 
 
-class TuneFound(Section):
-    """The result of a search; `train` compares what it was found for with the run."""
-
-    signature: Text = Field(description="hash of everything that the figures depend on")
-    facts: dict[str, Any] = Field(default={}, description="the hashed values, readable")
-    precision: Text = Field(description="the precision that was chosen")
-    micro_batch_size: Count = Field(description="samples per forward pass of one worker")
-    step_s: Positive = Field(description="seconds of one optimizer step of one worker")
-    peak_bytes: Count | None = Field(default=None, description="the highest peak of a worker; null: not measured")
-    device: Text = Field(default="cpu", description="name of the device")
-    also: list[Text] = Field(default=[], description="hashes of the other kinds of devices that were searched")
-
-
 class TuneConfig(Section):
     """The search over batch size and precision, or over whichever keys `space` names."""
 
@@ -368,7 +355,6 @@ class TuneConfig(Section):
         description="random: all combinations of tune.space, or random draws; optuna: chosen by the results so far",
     )
     max_trials: Count | None = Field(default=None, examples=[20], description="most trials of a search")
-    found: TuneFound | None = Field(default=None, description="the result of a search, which writes it into best.yaml")
 
 
 class InferConfig(Section):

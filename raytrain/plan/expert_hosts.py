@@ -14,7 +14,7 @@ from cluster.devices.inventory import Device, Inventory
 from cluster.wording import counted
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.errors import InputError
-from raytrain.plan.choice import Choice, Deferred, Resolved, host_kinds_text
+from raytrain.plan.choice import Choice, Resolved, host_kinds_text
 from raytrain.plan.facts import ModelFacts
 from raytrain.plan.machines import (
     CPU_OVERLOAD,
@@ -228,7 +228,7 @@ def kinds_of_hosts(requested: Any) -> list[str | None]:
 
 def choose_inflight(
     requested: Any, loop: LoopConfig, *, hosts: Resolved, batches: Mapping[str, Resolved], warnings: list[str]
-) -> Choice | None:
+) -> Resolved | None:
     """Micro-batches that each worker has in flight to remote experts; None without remote experts.
 
     Args:
@@ -255,14 +255,12 @@ def choose_inflight(
             return Resolved(requested, f"experts.inflight, which changes nothing: {idle}")
         kept = "; the activations of two micro-batches are kept" if requested == 2 else ""
         return Resolved(requested, f"experts.inflight{kept}")
-    if batches["accumulation"].value == 1:
-        return Resolved(1, "one micro-batch per step: there is no other to compute while its rows are sent")
-    if loop.activation_checkpointing:
-        return Resolved(1, "loop.activation_checkpointing recomputes blocks in backward")
-    return Deferred("measured with 1 and 2 at the start", (1, 2), "2 keeps the activations of two micro-batches")
+    return Resolved(1, "2 keeps the activations of two micro-batches, and was not measurably faster on one machine")
 
 
-def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warnings: list[str]) -> Choice | None:
+def choose_overlap(
+    scale: ScaleConfig, hosts: Resolved, *, workers: int, nccl: bool, warnings: list[str]
+) -> Resolved | None:  # fmt: skip
     """Whether gradients are reduced while the last backward of a step still runs; None where nothing can overlap.
 
     Raises:
@@ -286,7 +284,12 @@ def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warning
         return None
     if scale.overlap != "auto":
         return Resolved(scale.overlap, "scale.overlap")
-    return Deferred("measured with and without at the start", (False, True))
+    why = (
+        "NCCL sums beside the kernels of backward"
+        if nccl
+        else "gloo sums with the cores that compute: no gain measured"
+    )
+    return Resolved(nccl, why)
 
 
 def choose_sync_batchnorm(scale: ScaleConfig, hosts: Resolved, *, workers: int, warnings: list[str]) -> Resolved | None:

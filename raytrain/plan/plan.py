@@ -280,7 +280,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
     inflight = choose_inflight(inputs.experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
 
     # Rows whose activations a worker keeps at the same time: those of each micro-batch in flight.
-    most = 1 if inflight is None or inflight.value_or(2) == 1 else 2
+    most = 1 if inflight is None else inflight.value
     rows = batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
     estimate = partial(inputs.estimate, machines, precision, workers=workers.value, hosts=hosts)
     one_row, shards = estimate(rows=1)["memory"], workers.value if inputs.sharded else 1
@@ -340,11 +340,12 @@ def _machine_choices(
     by_device = choose_precision(inputs.precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
     other_processes = hosts_by_node(hosts, counts, machines, inventory)
-    overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
+    whole = machines.per_gpu == 1
+    nccl = whole and machines.on_gpu
+    overlap = choose_overlap(scale, hosts, workers=workers.value, nccl=nccl, warnings=warnings)
     synced = choose_sync_batchnorm(scale, hosts, workers=workers.value, warnings=warnings)
     why_gloo = "through the host, as NCCL refuses two processes on one GPU" if machines.on_gpu else "CPU tensors"
     shared = f"scale.gpus_per_worker: {machines.per_gpu} processes share each GPU, for development; slower than one"
-    whole = machines.per_gpu == 1
     return {
         "mode": machines.mode,
         "device": machines.device,
@@ -352,7 +353,7 @@ def _machine_choices(
         "workers": workers,
         "placement": choose_placement(counts, machines),
         "strategy": choose_strategy(scale, hosts, workers=workers.value),
-        "backend": Resolved("nccl", "GPUs") if whole and machines.on_gpu else Resolved("gloo", why_gloo),
+        "backend": Resolved("nccl", "GPUs") if nccl else Resolved("gloo", why_gloo),
         **({} if whole else {"processes_per_gpu": Resolved(machines.per_gpu, shared)}),
         **({} if overlap is None else {"overlap": overlap}),
         **({} if synced is None else {"sync_batchnorm": synced}),

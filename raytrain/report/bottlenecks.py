@@ -247,7 +247,7 @@ def limiting_part(records: RunRecords) -> list[Finding]:
     busy = account.get("compute", 0.0) / wall
     if busy >= 0.5:
         compared = records.configured("precision.dtype") != "fp32"
-        tuned = any(line.key.startswith("tune.found.") for line in records.config)
+        tuned = records.configured("loop.micro_batch_size") not in (None, "auto")
         remedy = advice(
             ("set precision.dtype: auto, which compares bf16 with fp32 on this model", compared),
             ("let `raytrain tune` find the batch size that computes the most rows per second", tuned),

@@ -139,7 +139,7 @@ def _record(owner: dict[str, Any]) -> bytes:
 RESERVE_BYTES = 1 << 18
 """Enough for result.json and the last events."""
 _RESERVE = "attempts/reserve"
-REMOVED_KEYS = ("tune.objective", "tune.fresh")
+REMOVED_KEYS = ("tune.objective", "tune.fresh", "tune.found")
 """Keys of a job that earlier versions knew. A job.yaml with one is refused; runs and searches that have one in their
 record go on without it."""
 
@@ -570,14 +570,12 @@ class SweepFolder(RunFolder):
         return self.read_rows(self.trials)
 
     def standing(self) -> list[dict[str, Any]]:
-        """The rows that a resumed search keeps: all except first deaths."""
-        return [row for row in self.ended() if row.get("deaths") != 1]
+        """The rows that a resumed search keeps: all but those of trials whose process died."""
+        return [row for row in self.ended() if row["outcome"] != "died"]
 
     def again(self) -> list[dict[str, Any]]:
-        """First deaths without a later row for the same trial: the trials to run again."""
-        rows = self.ended()
-        last = {row["trial"]: place for place, row in enumerate(rows)}
-        return [row for place, row in enumerate(rows) if row.get("deaths") == 1 and last[row["trial"]] == place]
+        """The last rows of the trials that ended in the death of their process: a resumed search repeats them."""
+        return [row for row in {row["trial"]: row for row in self.ended()}.values() if row["outcome"] == "died"]
 
     def record(self, row: dict[str, Any]) -> None:
         writer = self.writer(self.trials)

@@ -27,7 +27,6 @@ from raytrain.config.sections import (
     PrecisionConfig,
     RetryConfig,
     SaveConfig,
-    TuneFound,
 )
 from raytrain.config.user_code import resolve
 from raytrain.data.rows.contract import Source
@@ -50,7 +49,6 @@ class TrainJob:
     """The configuration sections, the plan and the run folder of a run, pickled to the workers.
 
     Attributes:
-        found: the result of a search for this job (`tune.found`).
         telemetry_every: seconds between two samples of a node; 0: none.
         log_memory: print the memory in use with each train row.
         builder_sections: sections that a builder may take by parameter name, such as {"experts": ...}.
@@ -80,7 +78,6 @@ class TrainJob:
     claimed_attempt: int = 1
     builder_sections: dict[str, Any] = field(default_factory=dict)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    found: TuneFound | None = None
     telemetry_every: float = 0.0
     log_memory: bool = False
 

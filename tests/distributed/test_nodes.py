@@ -73,24 +73,17 @@ def test_unequal_hosts_start_with_experts_in_proportion_to_their_measured_speed(
 
 
 @pytest.mark.timeout(320)
-def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smallest(
+def test_a_search_measures_on_the_device_with_the_least_memory_so_that_the_batch_fits_all(
     answer_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """An H100 that is fastest with 16 rows, and a T4 with room for 4; the run has a worker on each."""
+    """An H100 that would be fastest with 16 rows, and a T4 with room for 4; the run has a worker on each."""
     answer = answer_of("two_kinds.py", tmp_path / "runs", timeout=300)
     assert answer["status"] == "done"
     rows = [json.loads(line) for line in (Path(answer["sweep"]) / "trials.jsonl").read_text().splitlines()]
     assert sorted({row["trial"] for row in rows}) == list(range(1, len(rows) + 1))
-    for kind in ("H100", "T4"):  # each trial ran on the node in its row
-        measured = {row["micro_batch_size"] for row in rows if row["kind"] == kind and row["what"] != "noise"}
-        assert measured == set(answer["seen"][kind])
+    assert answer["seen"] == {"T4": sorted({row["micro_batch_size"] for row in rows})}, "each trial ran on its node"
     outcome = json.loads((Path(answer["sweep"]) / "tune.json").read_text())
-    best = {kind: one["candidate"]["micro_batch_size"] for kind, one in outcome["kinds"].items()}
-    assert best == {"H100": 16, "T4": 4} and outcome["values"]["loop.micro_batch_size"] == 4
-    text = (Path(answer["sweep"]) / "best.yaml").read_text()
-    assert "best of each: H100 16, T4 4" in " ".join(line.strip(" #") for line in text.splitlines())
-    probed = json.loads((Path(answer["run"]) / "memory_probe.json").read_text())["found"]
-    assert "the search was for something else" not in probed["reason"]
+    assert outcome["values"]["loop.micro_batch_size"] == 4
     each, ready, there, refused = answer["required"]  # of scale.accelerator a100, where Ray has an A100
     assert answer["inferred"], "an actor of inference runs on another type than it needs"
     assert each["accelerator_type:A100"] == 0.001 and each["GPU"] == 1 and ready and there

@@ -10,16 +10,11 @@ from typing import Any
 import exchange
 import pytest
 import torch
-from exchange import Scene, act, record, session_of
+from exchange import Scene, act, session_of
 from lab import train
-from test_probe_is_neutral import state_of
-from torch import Tensor
 
 from experts.exchange.host_server import HostServer
-from experts.layer import MoELayer
 from experts.transport import Aborted, Header, Op
-from raytrain.autotune.startup import measure_inflight
-from raytrain.autotune.step_probe import StepProbe
 
 Sections = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 
@@ -87,38 +82,3 @@ def until_it_goes(rank: int, given: Scene, op: str) -> int:
     with pytest.raises(Aborted, match=r"gone|exited"):
         server.serve()
     return server.steps
-
-
-def measured(rank: int, _world: int, given: Scene) -> Any:
-    """Worker: measure in the middle of nothing, look at the state, train."""
-    if rank >= given.workers:
-        return act(rank, given)
-    session = session_of(given, rank)
-    before = state_of(session)
-    chosen, seconds = measure_inflight(StepProbe(session))
-    assert state_of(session) == before and session.step.inflight == 1
-    rows, _ = train(session)
-    return chosen, seconds, record(session, rows)
-
-
-def short_of_memory(rank: int, _world: int, given: Scene, limit: int) -> Any:
-    """The same where the second worker has no memory with `limit` in flight, behind its first exchanges."""
-    if rank >= given.workers:
-        return act(rank, given)
-    session = session_of(given, rank)
-    layer = [part for part in session.trainable.module.modules() if isinstance(part, MoELayer)][-1]
-    route = layer.router.forward
-
-    def refuse(_gradient: Tensor) -> None:
-        raise torch.OutOfMemoryError("planted")
-
-    def router(x_BSD: Tensor, *masks: Tensor | None) -> Any:
-        if x_BSD.requires_grad and rank == 1 and session.step.inflight == limit:
-            x_BSD.register_hook(refuse)
-        return route(x_BSD, *masks)
-
-    layer.router.forward = router  # type: ignore[method-assign]
-    chosen, _ = measure_inflight(StepProbe(session))
-    layer.router.forward = route  # type: ignore[method-assign]
-    rows, _ = train(session)
-    return chosen, record(session, rows)

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import gc
-import os
-from dataclasses import replace
 from typing import Any
 
 import torch
-from lab import GPT, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
+from lab import GPT, MOE, class_rows, digest, make_session, optimizer_state, token_rows, train
 from shortages import Planted
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from unequal import everything
 
 import raytrain.train.parallel.reduction
-from raytrain.autotune.startup import Calibration, read_measured, settle_overlap
 from raytrain.errors import CollectiveFailed
-from raytrain.plan.choice import Deferred
 from raytrain.plan.shares import Shares
-from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.reduction import BucketSums
 from raytrain.train.session import Session
 
@@ -177,59 +171,16 @@ MOE_CASE = {"model": MOE, "experts": EXPERTS}
 TWICE_CASE = {"model": {"builder": "overlaps:twice"}, "data": {"train": class_rows(ROWS), "eval_fraction": 0.0}}
 
 
-# ---------------------------------------------------------------- auto
+# ---------------------------------------------------------------- settings
 
 
-def settled(rank: int, _world: int, folder: str) -> dict[str, Any]:
-    """Measured at a start; found again by the next attempt, whichever it was; and where nothing can be measured."""
-    run = RunFolder(folder)
-    said: list[Any] = []
-    session = session_of(True)
-    defer(session)
-    before = everything(session)
-    overlapped = sums(session).overlaps
-    reporter = Rows()
-    settle_overlap(Calibration(session, run, reporter, said.append))
-    untouched = before == everything(session)
-    value, chosen = sums(session).overlaps, session.settings.overlap
-    session.workers.all_reduce_ints([0])  # rank 0 has written the record
-    reason = read_measured(run)["overlap"]["reason"]
+def kept(_rank: int, _world: int) -> dict[str, bool]:
+    """Whether a session prepared again, as after a rollback, overlaps; and one with collectives inside backward."""
     again = session_of(True)
-    defer(again)
-    settle_overlap(Calibration(again, run, reporter, said.append))
-    session.workers.all_reduce_ints([0])
-    if rank == 0:
-        run.write_json(run.memory_probe, {"overlap": {"value": True, "reason": "given"}})
-    session.workers.all_reduce_ints([0])
-    other = session_of(False)
-    defer(other)
-    settle_overlap(Calibration(other, run, reporter, said.append))
-    told = {"other": (sums(other).overlaps, other.settings.overlap)}
-    other.prepare("fp64")
-    assert sums(other).overlaps, "a session prepared again, as after a rollback, keeps it"
-    return {
-        "untouched": untouched, "before": overlapped, "taken": chosen, "value": value, "reason": reason,
-        "again": sums(again).overlaps, "said": len(said), "single": refused(f"{folder}/single", rank, bucket=1 << 30),
-        "batch norm": refused(f"{folder}/norm", rank, model={"builder": "overlaps:normed"}, data=CLASSES,
-                              scale={"sync_batchnorm": True}), **told,
-    }  # fmt: skip
-
-
-def refused(folder: str, rank: int, **sections: Any) -> str:
-    """Why overlap is not even measured."""
-    os.makedirs(folder, exist_ok=True)
-    session = session_of(True, **sections)
-    defer(session)
-    settle_overlap(Calibration(session, run := RunFolder(folder), Rows(), _unheard))
-    assert not sums(session).overlaps
-    session.workers.all_reduce_ints([0])  # rank 0 has written the record
-    return read_measured(run)["overlap"]["reason"]
-
-
-def defer(session: Session) -> None:
-    """As a plan with `auto` leaves it."""
-    session.job = replace(session.job, plan=replace(session.job.plan, overlap=Deferred("measured", (False, True))))
-    session.step.reduction.overlap(False)
+    again.prepare("fp64")
+    normed = session_of(True, model={"builder": "overlaps:normed"}, data=CLASSES, scale={"sync_batchnorm": True})
+    normed.step.reduction.overlap(True)
+    return {"again": sums(again).overlaps, "batch norm": sums(normed).overlaps}
 
 
 def sums(session: Session) -> BucketSums:
@@ -241,10 +192,6 @@ def normed() -> nn.Module:
     model = Twice()
     model.norm = nn.BatchNorm1d(4)  # pyright: ignore[reportAttributeAccessIssue]
     return model
-
-
-def _unheard(_status: dict[str, Any]) -> None:
-    return None
 
 
 CLASSES = {"train": class_rows(ROWS), "eval_fraction": 0.0}

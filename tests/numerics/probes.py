@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,11 @@ import torch
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
 
 from cluster.telemetry.processes import process_memory, reset_peak
-from raytrain.autotune.found import signature_of
 from raytrain.autotune.measurement import Candidate
 from raytrain.autotune.micro_batch import memory_budget
-from raytrain.autotune.startup import Calibration, read_measured, settle_found, settle_micro_batch, settle_precision
+from raytrain.autotune.startup import Calibration, read_measured, settle_micro_batch, settle_precision
 from raytrain.autotune.step_probe import StepProbe
-from raytrain.config.sections import TuneFound
-from raytrain.plan.choice import Deferred, Resolved
+from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import StepSettings
 from raytrain.train.memory import device as memory
@@ -166,45 +165,20 @@ def by_everybody(rank: int, world_size: int) -> dict[str, Any]:
     session.trainable.loss = fails_late
     late = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=3, with_memory=False)
     calls.clear()
-    (in_turn,), _ = StepProbe(session).passes_in_turn([lambda: None], most=1, rounds=(3, 3))
+    (in_turn,), _ = StepProbe(session).passes_in_turn([lambda: None], rounds=(3, 3))
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.05 * rank)
+        return forward(*arguments, **named)
+
+    session.trainable.loss = slow
+    (slowest,), _ = StepProbe(session).passes_in_turn([lambda: None], rounds=(1, 1))
     session.trainable.loss = forward
     unchanged = digest(dict(session.trainable.module.named_parameters())) == before
     budget, limit = memory_budget(session), session.job.cluster.memory_limit
     losses = train(session)[0].losses
     return {
-        "good": good.to_json(), "bad": bad.to_json(), "late": late.to_json(), "unchanged": unchanged,
+        "good": asdict(good), "bad": asdict(bad), "late": asdict(late), "unchanged": unchanged,
         "in_turn": (in_turn.error, len(in_turn.round_s)), "budget": budget, "limit": limit,
-        "losses": losses, "plain": train(small())[0].losses,
+        "slowest": slowest.median_s, "losses": losses, "plain": train(small())[0].losses,
     }  # fmt: skip
-
-
-def found_by_a_search(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
-    """`tune.found` of this very run, of another one, and of another one where nothing fits."""
-    session = small()
-    signature = signature_of(session)
-    found = TuneFound(
-        signature=signature.hash, facts=signature.facts, precision="fp32", micro_batch_size=8, step_s=0.1,
-        peak_bytes=1000,
-    )  # fmt: skip
-    other = found.model_copy(update={"signature": "0", "facts": {**signature.facts, "version.torch": "0"}})
-    told = {}
-    for name, case in {"same": found, "other": other, "too large": other}.items():
-        one, run, reporter = small(), RunFolder(f"{run_path}-{name[:5]}"), Rows()
-        one.job = replace(one.job, found=case)
-        if name == "too large":  # a plan would refuse so little
-            one.job = replace(one.job, cluster=one.job.cluster.model_copy(update={"memory_limit": 1000}))
-        try:
-            settle_found(Calibration(one, run, reporter, silent))
-        except Exception as error:
-            told[name] = {"error": f"{type(error).__name__}: {error}"}
-            continue
-        settle_found(Calibration(one, run, reporter, silent))  # as a restarted attempt would
-        told[name] = {"events": reporter.events, "record": read_measured(run)["found"]}
-        after = small()
-        after.job = replace(after.job, found=case)
-        after.settings = after.settings.reduced_to(4)  # half, after an out-of-memory
-        after.prepare("fp32")
-        settle_found(Calibration(after, run, reporter, silent))
-        told[name]["after an out-of-memory"] = after.loader.micro_batch
-    assert isinstance(session.job.plan.micro_batch_size, Resolved)
-    return told

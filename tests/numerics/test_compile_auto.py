@@ -60,10 +60,10 @@ def planted(monkeypatch: pytest.MonkeyPatch, eager: float, compiled: float, **mo
 
     def times(probe: StepProbe, befores: list[Any], **named: Any) -> Any:
         _, share = real(probe, befores, **named)
-        arms = [ArmTimes(((seconds,) * 5,), (0.0,), "") for seconds in (eager, compiled)[: len(befores)]]
+        arms = [ArmTimes((seconds,) * 5, (0.0,), "") for seconds in (eager, compiled)[: len(befores)]]
         if len(befores) == 1 and "disturbed" in more:
-            arms = [ArmTimes((more["disturbed"],), (0.0,), "")]
-        arms[1:] = [ArmTimes(arm.seconds, more.get("values", (0.0,)), more.get("error", "")) for arm in arms[1:]]
+            arms = [ArmTimes(more["disturbed"], (0.0,), "")]
+        arms[1:] = [ArmTimes(arm.round_s, more.get("values", (0.0,)), more.get("error", "")) for arm in arms[1:]]
         return arms, share
 
     monkeypatch.setattr(StepProbe, "passes_in_turn", times)
@@ -137,7 +137,7 @@ def test_what_the_compiler_cannot_do_is_named_and_the_run_stays_eager(
     monkeypatch.setattr("raytrain.plan.speed.FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "FEW_STEPS", 0)
     monkeypatch.setattr(startup_compile, "USUAL_COMPILATION_S", 0.0)
-    monkeypatch.setattr("raytrain.autotune.precision.WORTHWHILE_GAIN", 1e9)
+    monkeypatch.setattr("raytrain.autotune.measurement.WORTHWHILE_GAIN", 1e9)
     session = make_session(MLP, DATA, loop={"max_steps": 4})
     value, reason, _ = decided(session, tmp_path / "a")
     assert value == "off" and "0 of 1 parts compiled; RuntimeError: no kernel for that" in reason

@@ -13,7 +13,7 @@ from gang import run_gang
 from lab import GPT, MOE, make_session, token_rows, train
 
 from raytrain.autotune.fp32_layers import measure_layers
-from raytrain.autotune.precision import LOSS_TOLERANCE
+from raytrain.autotune.measurement import LOSS_TOLERANCE
 from raytrain.train.precision import layers_of
 
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from exchange import act, play, record, session_of
-from flights import Sections, lose_a_host, measured, one_at_a_time, ordered, scene, short_of_memory
+from flights import Sections, lose_a_host, one_at_a_time, ordered, scene
 from gang import run_gang
-from lab import DeviceReads, Rows, train
+from lab import DeviceReads, train
 
-import raytrain.autotune.startup
 from experts.exchange.dispatch import ExpertCall
 from experts.transport import Op
-from raytrain.autotune.startup import Calibration, settle_inflight
-from raytrain.errors import StateLost
-from raytrain.plan.choice import Deferred
-from raytrain.runs.folder import RunFolder
 
 COLUMNS = ("loss", "aux_loss", "grad_norm", "eval", "counts", "load_imbalance", "loss_scale")
 
@@ -138,81 +131,6 @@ def test_an_error_in_backward_is_raised_and_ends_the_interleaved_forward(monkeyp
     with pytest.raises(ValueError, match="no kernel"):
         train(session)
     assert begun == {"forward": 3, "backward": 2}, "two layers of the first forward, one of the second"
-
-
-@pytest.mark.parametrize("hosts", [1, "colocated"])
-def test_measuring_changes_nothing_and_all_workers_decide_equally(hosts: int | str) -> None:
-    given = one_at_a_time(scene(2, hosts, sections=NOISY, steps=4))
-    first, second = run_gang(measured, given, world_size=given.size)[:2]
-    assert first[:2] == second[:2] and first[0].value in (1, 2) and "times as fast as 1" in first[0].reason
-    assert set(first[1]) == {1, 2} and all(0 < seconds < 60 for seconds in first[1].values())
-    plain = run_gang(play, [given], world_size=given.size)[0][0]
-    assert first[2]["loss"] == plain["loss"] and len(plain["loss"]) == 4
-    for name, value in plain["weights"].items():
-        assert np.array_equal(value, first[2]["weights"][name]), name
-
-
-def test_measurements_are_saved_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, reporter, said = RunFolder(str(tmp_path)), Rows(), []
-    session = session_of(scene(1, "colocated", steps=2), 0)
-    plan = replace(session.job.plan, inflight=Deferred("measured", (1, 2)))
-    session.job = replace(session.job, plan=plan)
-    settle_inflight(Calibration(session, run, reporter, said.append))
-    (event,) = reporter.events
-    written = run.read_json(run.memory_probe)["inflight"]
-    assert (event["kind"], event["what"], event["value"]) == ("decision", "inflight", session.step.inflight)
-    assert written["value"] == session.step.inflight == session.settings.inflight and len(said) == 1
-    run.write_json(run.memory_probe, {"inflight": {**written, "value": 2}})
-    monkeypatch.setattr(raytrain.autotune.startup, "measure_inflight", None)
-    settle_inflight(Calibration(session, run, reporter, said.append))
-    assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
-    session.prepare("fp32")
-    assert session.step.inflight == 2, "a session prepared again, as after a rewind, keeps it"
-
-
-@pytest.mark.parametrize("hosts", [2, "colocated"])
-@pytest.mark.parametrize("limit", [1, 2])
-def test_if_two_in_flight_run_out_of_memory_one_is_chosen_and_the_attempt_continues(
-    hosts: int | str, limit: int
-) -> None:
-    """One of two workers has no memory in the middle of its passes; with 1, already for one in flight."""
-    given = one_at_a_time(scene(2, hosts, steps=4))
-    first, second = run_gang(short_of_memory, given, limit, world_size=given.size)[:2]
-    assert first[0].value == second[0].value == 1
-    assert first[0].reason == f"{limit} in flight failed while measured: on another worker"
-    assert second[0].reason == f"{limit} in flight failed while measured: planted"
-    plain = run_gang(play, [given], world_size=given.size)[0][0]
-    assert first[1]["loss"] == plain["loss"] and len(plain["loss"]) == 4, "the attempt continues unchanged"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_if_a_host_dies_while_two_in_flight_are_measured_the_next_attempt_uses_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    run, reporter, said = RunFolder(str(tmp_path)), Rows(), []
-    session = session_of(scene(1, "colocated", steps=2), 0)
-    job = replace(session.job, plan=replace(session.job.plan, inflight=Deferred("measured", (1, 2))))
-    session.job, backward = job, session.step.backward
-
-    def lost(*given: Any, **more: Any) -> Any:
-        if session.step.inflight == 2:
-            raise StateLost("expert host 0 is gone\nmore lines")
-        return backward(*given, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(session.step, "backward", lost)
-        patch.setattr(Calibration, "recorded", lambda *_given: None)
-        patch.setattr(session.workers, "rank", rank)
-        with pytest.raises(StateLost):
-            settle_inflight(Calibration(session, run, reporter, said.append))
-    assert run.exists(run.memory_probe) == (rank == 0) and len(reporter.events) == int(rank == 0)
-    if rank:
-        return
-    monkeypatch.setattr(raytrain.autotune.startup, "measure_inflight", None)
-    settle_inflight(Calibration(session, run, reporter, said.append))
-    assert session.step.inflight == session.settings.inflight == 1
-    assert "2 in flight failed" in reporter.events[0]["reason"]
-    assert "(StateLost: expert host 0 is gone)" in reporter.events[0]["reason"]
 
 
 def test_two_in_flight_read_the_device_no_oftener_than_one() -> None:

@@ -246,6 +246,9 @@ class CollectiveReduction(FlatReduction):
         super().__init__(trainable, workers=workers, device=device)
         self.order = BlockOrder(workers, device=device, rule=NORMS_RULE)
 
+    def overlap(self, wanted: bool) -> None:
+        """As in `Reduction`: sums must not interleave with the collectives of a backward."""
+
     @contextlib.contextmanager
     def forward_pass(self, *, idle: bool = False) -> Iterator[None]:
         """As in `Reduction`. Raises RunError where another worker calls other batch norms."""

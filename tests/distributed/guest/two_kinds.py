@@ -1,4 +1,4 @@
-"""A cluster of two nodes on loopback addresses with unlike accelerator types: a search on each, then the run.
+"""A cluster of two nodes on loopback addresses with unlike accelerator types: a search on the lesser one, then the run.
 
 Prints the results as one JSON line.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ray.cluster_utils import Cluster
 from ray.train import ScalingConfig
 from rich.console import Console
 
+import jobs.tuning.driver
 from cluster.devices.inventory import Inventory, Node, inventory_from_ray, local_inventory
 from jobs.driver.planning import plan_job
 from jobs.inference.plan import plan_inference
@@ -59,6 +61,14 @@ def build(*, hidden: list[int], num_features: int, num_classes: int, notes: str)
 
     made.loss = loss
     return made
+
+
+def less_memory_on_a_t4() -> Inventory:
+    """Both nodes are this machine."""
+    found = inventory_from_ray()
+    nodes = [replace(node, memory_bytes=node.memory_bytes // 2) if node.accelerator == "T4" else node
+             for node in found.nodes]  # fmt: skip
+    return replace(found, nodes=tuple(nodes))
 
 
 def required(cluster: Cluster, job: dict[str, Any]) -> list[Any]:
@@ -128,9 +138,10 @@ def main() -> None:
         "telemetry": {"tensorboard": False},
     }
     (runs / "job.json").write_text(json.dumps(job))
+    jobs.tuning.driver.inventory_from_ray = less_memory_on_a_t4
     with open(runs / "said.txt", "w") as said:
         sweep = run_tune(runs / "job.json", console=Console(file=said, width=200))
-    seen = {kind: sorted({int(line) for line in (notes / kind).read_text().split()}) for kind in ("H100", "T4")}
+    seen = {path.name: sorted({int(line) for line in path.read_text().split()}) for path in notes.iterdir()}
     result = train(load_yaml(Path(sweep.best or "").read_text(), origin="best.yaml"), quiet=True)
     answer = {"sweep": sweep.folder, "seen": seen, "status": result.status, "run": result.run}
     answer["required"] = required(cluster, job)

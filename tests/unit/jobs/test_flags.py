@@ -601,15 +601,6 @@ def searched(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     return seen
 
 
-def told(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
-    """What the workers of a run are told."""
-    return vars(train_job(loaded.spec, plan_job(loaded, inventory=BOX), RunFolder(str(place.folder)), attempt=1))
-
-
-FOUND = (
-    "{signature: ab, facts: {a: 1}, precision: fp32, micro_batch_size: 4, step_s: 0.1, peak_bytes: 5, device: cpu,"
-    " also: [b]}"
-)
 RATES = ("tune.space.optim.lr=[0.1, 0.2, 0.3]",)
 
 FLAGS = {
@@ -618,7 +609,6 @@ FLAGS = {
     "tune.scheduler": Flag(searched, "trials", "none", "asha", RATES),
     "tune.searcher": Flag(searched, "trials", "random", "optuna", RATES),
     "tune.max_trials": Flag(searched, "trials", "1", "2", RATES),
-    "tune.found": Flag(told, "found", "null", FOUND),
     "cluster.memory_soft_limit": Flag(commanded, "memory_warning", "null", "1000"),
     "cluster.memory_limit": Flag(searched, "budget", "null", "2000000000"),
     "name": Flag(commanded, "name", "one", "two"),

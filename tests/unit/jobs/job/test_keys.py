@@ -38,7 +38,7 @@ def test_the_help_fits_one_screen_and_lists_what_exists() -> None:
 
 
 #: Objects, which only Python gives, and what a search writes.
-NO_TEXT = {"model.module", "data.train", "data.eval", "data.collate", "tune.found"}
+NO_TEXT = {"model.module", "data.train", "data.eval", "data.collate"}
 
 
 def test_each_key_has_an_example_that_it_takes_and_that_its_error_shows() -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from cluster.devices.inventory import Device, Inventory, Node
 from jobs.driver.progress import Activity
 from jobs.job.spec import load_spec
-from jobs.tuning.space_points import Choices, Point, Range, find_points, parse_space, run_cells
+from jobs.tuning.space_points import Point, Values, find_points, parse_space, run_cells
 from raytrain.errors import InputError
 from raytrain.runs.folder import SweepFolder
 
@@ -47,11 +47,11 @@ def test_lists_and_distributions_are_read() -> None:
         "loop": {"global_batch_size": [16, 32]}, "optim.name": "choice(adamw, sgd)",
     })  # fmt: skip
     assert space.keys == {
-        "optim.lr": Range("loguniform", 1e-4, 1e-2),
-        "optim.weight_decay": Range("uniform", 0, 0.5),
-        "model.width": Range("randint", 1, 8),
-        "loop.global_batch_size": Choices((16, 32)),
-        "optim.name": Choices(("adamw", "sgd")),
+        "optim.lr": Values("loguniform", (1e-4, 1e-2)),
+        "optim.weight_decay": Values("uniform", (0, 0.5)),
+        "model.width": Values("randint", (1, 8)),
+        "loop.global_batch_size": Values("choice", (16, 32)),
+        "optim.name": Values("choice", ("adamw", "sgd")),
     }
     assert not space.is_grid
 
@@ -185,7 +185,11 @@ def test_a_scheduler_that_knows_the_finished_trials_stops_hopeless_ones(name: st
 def test_a_key_that_a_users_function_does_not_accept_is_refused_before_a_trial_starts(
     space: dict[str, Any], seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "called_mod.py").write_text("def build(width=1): 1 / 0\ndef data(n=1): 1 / 0\n")
+    (tmp_path / "called_mod.py").write_text(
+        "import torch\n"
+        "def build(width=1): 1 / 0\n"
+        "def data(n=1): return {'train': {'x': torch.zeros(8, 2), 'labels': torch.arange(8) % 2}}\n"
+    )
     monkeypatch.chdir(tmp_path)
     job = {"model": {"builder": "called_mod:build"}, "data": {"source": "called_mod:data"}, "tune": {"space": space}}
     with pytest.raises(InputError, match=seen):
@@ -212,6 +216,16 @@ def test_every_model_of_a_space_is_built_once_before_a_trial_starts(
         built.append((tmp_path / "built").read_text().split())
         (tmp_path / "built").unlink()
     assert built[0] == built[1], "no model is built again for another learning rate"
+
+
+def test_both_ends_of_a_range_of_integers_belong_to_it() -> None:
+    import random
+
+    from jobs.tuning.space_trials import ray_domain
+
+    both = Values("randint", (1, 2))
+    assert {both.draw(random.Random(seed)) for seed in range(20)} == {1, 2}
+    assert set(ray_domain(both).sample(size=50)) == {1, 2}
 
 
 def test_a_switch_is_shown_as_one() -> None:

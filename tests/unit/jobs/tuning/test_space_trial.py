@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.tuning.space_trials import SpaceTrialSettings
+from jobs.tuning.space_trials import use_environment
 
 
 def test_a_trial_sees_the_gpus_of_the_command_on_cuda_and_rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_a_trial_sees_the_gpus_of_the_command_on_cuda_and_rocm(tmp_path: Path, m
     for visible in ({}, {"CUDA_VISIBLE_DEVICES": "1"}, {"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "2"}):
         for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
             monkeypatch.setenv(name, "")
-        SpaceTrialSettings({}, "", str(tmp_path), visible, None).apply()
+        use_environment(str(tmp_path), visible)
         found = {
             name: os.environ[name] for name in os.environ if name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
         }

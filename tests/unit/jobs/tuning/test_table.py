@@ -16,7 +16,7 @@ from jobs.tuning.batch import decision_table
 from jobs.tuning.driver import TuneCommand
 from jobs.tuning.space_points import Point
 from jobs.tuning.space_trials import SpaceTrials, config_of
-from raytrain.autotune.batch_decision import BatchDecision, TableRow
+from raytrain.autotune.batch_search import BatchDecision, TableRow
 from raytrain.autotune.measurement import Candidate
 from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import SweepFolder
@@ -56,7 +56,7 @@ def test_the_start_of_a_process_its_measurement_and_its_result_are_lines(tmp_pat
 
 def decision(*rows: TableRow) -> BatchDecision:
     one = Candidate("fp32", 16)
-    return BatchDecision(one, Resolved("fp32", ""), Resolved(16, ""), 78.0, None, None, rows, {}, {}, True)
+    return BatchDecision(one, Resolved("fp32", ""), Resolved(16, ""), rows, {}, True)
 
 
 QUIET = TableRow("fp32", 16, 9, 78.21, 77.0, 79.4, None, 446 << 20)
@@ -65,7 +65,7 @@ NOISY = TableRow("bf16", 64, 5, 156.3, 23.0, 1067.0, None, None)
 
 def table_lines(found: BatchDecision, width: int) -> list[str]:
     shown = console(width)
-    command_at(shown).print_table(decision_table(found, kind=""))
+    command_at(shown).print_table(decision_table(found))
     return printed(shown)
 
 

@@ -6,27 +6,24 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from raytrain.autotune.batch_decision import BatchDecision, decide
-from raytrain.autotune.batch_search import next_proposals
-from raytrain.autotune.batch_space import (
+from raytrain.autotune.batch_search import (
     LEAST_PASSES,
-    BatchSpace,
-    Contest,
+    BatchDecision,
+    Measured,
     Proposal,
-    ProposalResult,
     SearchResults,
-    sizes_dividing,
-    sizes_free,
+    decide,
+    next_proposals,
 )
-from raytrain.autotune.measurement import Candidate, Measurement, from_json, nearly_equal
-from raytrain.autotune.precision import GateReport
-from raytrain.autotune.size_curve import MOST_SIZES, SizeCurve
+from raytrain.autotune.measurement import Candidate, Measurement, nearly_equal
+from raytrain.autotune.size_curve import MOST_SIZES, BatchSpace, SizeCurve, sizes_dividing, sizes_free
 from raytrain.errors import RunError
+from raytrain.plan.choice import size_text
 
 Curve = Callable[[int], float]
 POWERS = sizes_free(4096, 1)
@@ -41,7 +38,7 @@ class Machine:
         noise: relative standard deviation of a pass; one in twenty takes half as long again on top.
         broken: precision -> what every pass of it ends with.
         refuses: sizes at which a pass fails.
-        gate: precision -> its report; passing unless said.
+        computes: precision -> (loss, gradient norm) of a first pass; (1, 1) unless said.
     """
 
     seconds: dict[str, Curve]
@@ -51,7 +48,7 @@ class Machine:
     seed: int = 0
     broken: dict[str, Any] = field(default_factory=dict)
     refuses: tuple[int, ...] = ()
-    gate: dict[str, GateReport] = field(default_factory=dict)
+    computes: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.draw, self.now = random.Random(self.seed), 0.0
@@ -65,36 +62,33 @@ class Machine:
         peak = round(self.peak(size))
         if budget is not None and peak > budget:
             known = peak if wanted.with_memory else None
-            return Measurement(point, "out_of_memory", peak_bytes=known, floor_bytes=10**9)
+            why = f"a peak of {size_text(peak)}, the budget is {size_text(budget)}"
+            return Measurement(point, "out_of_memory", peak_bytes=known, floor_bytes=10**9, reason=why)
         times: tuple[float, ...] = ()
         while len(times) < wanted.passes and not (len(times) >= LEAST_PASSES and nearly_equal(times)):
             times += (self._noisy(self.seconds[point.precision](size)),)
         read = (peak, 10**9) if wanted.with_memory else (None, None)
         self.now += 1.0
-        one = Measurement(point, "ok", times, (self.update_s,) * len(times), *read, loss=1.0, grad_norm=1.0)
-        return replace(one, taken_at=self.now)
+        return Measurement(point, "ok", times, (self.update_s,) * len(times), *read, **self._plain(point))
 
-    def contend(self, wanted: Proposal) -> Contest:
+    def _plain(self, point: Candidate) -> dict[str, Any]:
+        loss, norm = self.computes.get(point.precision, (1.0, 1.0))
+        return {"loss": loss, "grad_norm": norm, "taken_at": self.now}
+
+    def contend(self, wanted: Proposal) -> Measured:
         """Rounds in turn."""
         points = (wanted.candidate, *wanted.against)
         speeds = [self.seconds[one.precision](one.micro_batch_size) for one in points]
         rounds = [[self._noisy(seconds) for seconds in speeds] for _ in range(wanted.passes)]
         self.now += 1.0
         columns = zip(points, zip(*rounds, strict=True), strict=True)
-        plain = {"loss": 1.0, "grad_norm": 1.0, "taken_at": self.now}
-        return tuple(Measurement(one, "ok", times, (self.update_s,) * len(times), **plain) for one, times in columns)
+        return tuple(
+            Measurement(one, "ok", times, (self.update_s,) * len(times), **self._plain(one)) for one, times in columns
+        )
 
     def _noisy(self, seconds: float) -> float:
         outlier = 1.5 if self.noise and self.draw.random() < 0.05 else 1.0
         return seconds * math.exp(self.draw.gauss(0.0, self.noise)) * outlier
-
-    def judge(self, precision: str) -> GateReport:
-        return self.gate.get(precision, report(precision))
-
-
-def report(precision: str, **more: Any) -> GateReport:
-    same = (1.0,) * 20
-    return replace(GateReport(precision, "fp32", same, same, same, same), **more)
 
 
 @dataclass
@@ -108,7 +102,7 @@ class Searched:
         return self.results.measurements
 
     @property
-    def contests(self) -> list[Contest]:
+    def contests(self) -> list[Measured]:
         return self.results.contests
 
 
@@ -118,14 +112,12 @@ def searched(space: BatchSpace, machine: Machine) -> Searched:
     while proposals := next_proposals(space, results):
         assert len(proposals) <= space.devices and len(asked) < 60
         asked.append(wanted := proposals[0])
-        if wanted.gate_steps:
-            results.add(ProposalResult(gate=machine.judge(wanted.candidate.precision)))
+        alone = machine.measure(replace(wanted, passes=0) if wanted.against else wanted, space.budget_bytes)
+        if not wanted.against or (wanted.with_memory and alone.outcome != "ok"):
+            results.add((alone,))
             continue
-        alone = replace(wanted, passes=0) if wanted.against else wanted
-        if alone.passes or alone.with_memory:
-            results.add(ProposalResult(machine.measure(alone, space.budget_bytes)))
-        if wanted.against and (not wanted.with_memory or results.measurements[-1].outcome == "ok"):
-            results.add(ProposalResult(contest=machine.contend(wanted)))
+        first, *others = machine.contend(wanted)
+        results.add((replace(first, peak_bytes=alone.peak_bytes, floor_bytes=alone.floor_bytes), *others))
     return Searched(decide(space, results), asked, results)
 
 
@@ -222,7 +214,7 @@ def test_a_smaller_size_has_to_be_near_the_best_by_more_than_the_passes_vary(spr
         )
         for size, seconds in ((16, 0.0163), (32, 0.032))
     ]  # fmt: skip
-    assert SizeCurve(space, "fp32", measured).chosen() == chosen
+    assert SizeCurve(space, "fp32", measured).chosen == Candidate("fp32", chosen)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -254,11 +246,11 @@ def test_a_ceiling_is_answered_without_passing_it(rows: int) -> None:
     found = searched(space, machine)
     largest = max(size for size in POWERS if size <= rows)
     assert found.decision.candidate.micro_batch_size == largest
-    peak = found.decision.measured_peak
-    assert peak is not None and peak <= (space.budget_bytes or 0) and found.decision.predicted_peak is not None
+    peak = found.decision.chosen.measured_peak
+    assert peak is not None and peak <= (space.budget_bytes or 0) and found.decision.chosen.predicted_peak is not None
     if rows >= 16:  # the two first sizes fit: nothing ever runs out
         assert all(one.outcome == "ok" for one in found.measurements)
-        assert found.decision.predicted_peak == pytest.approx(peak, rel=1e-3)
+        assert found.decision.chosen.predicted_peak == pytest.approx(peak, rel=1e-3)
     assert rows >= 4096 or f"memory allows up to {largest}" in found.decision.micro_batch_size.reason
 
 
@@ -292,18 +284,20 @@ def test_an_allocator_with_large_blocks_does_not_distort_the_measurement(per_row
     space = BatchSpace(("fp32",), sizes_free(2**15, 1), None, budget << 30)
     found = searched(space, machine).decision
     assert steps_apart(space, found.candidate.micro_batch_size, max(scores(space, machine))) <= 1
-    assert found.measured_peak is not None and found.measured_peak <= budget << 30
+    assert found.chosen.measured_peak is not None and found.chosen.measured_peak <= budget << 30
 
 
 def test_nothing_fits() -> None:
     space = BatchSpace(("fp32", "bf16"), POWERS, None, 10**9)
-    with pytest.raises(RunError, match=r"no micro-batch fits into 954 MiB.*1 row takes 955 MiB.*cluster.memory_limit"):
+    with pytest.raises(
+        RunError, match=r"no micro-batch fits into 954 MiB.*1 row: a peak of 955 MiB.*cluster.memory_limit"
+    ):
         searched(space, Machine({"fp32": rising, "bf16": rising}))
 
 
 def test_without_a_budget_memory_is_not_read() -> None:
     found = searched(BatchSpace(("fp32",), POWERS, None, None), Machine({"fp32": rising}))
-    assert not any(one.with_memory for one in found.asked) and found.decision.measured_peak is None
+    assert not any(one.with_memory for one in found.asked) and found.decision.chosen.measured_peak is None
 
 
 # ---------------------------------------------------------------- what cannot run
@@ -349,38 +343,55 @@ def two(speed: float, **more: Any) -> tuple[BatchSpace, Machine]:
     return BatchSpace(("fp32", "bf16"), POWERS, None, 10**10), Machine(times, update_s=0.0, **more)
 
 
-def test_a_faster_precision_passes_the_gate_once_and_is_chosen() -> None:
-    found = searched(*two(2.0))
-    assert found.decision.candidate.precision == "bf16"
-    assert "1.97 times as fast as fp32 can be at any size" in found.decision.precision.reason
-    assert "loss and gradient norm agree" in found.decision.precision.reason
-    gates = [one for one in found.asked if one.gate_steps]
-    assert [(one.candidate.precision, one.gate_steps, one.passes) for one in gates] == [("bf16", 20, 0)]
+def test_a_faster_precision_that_computes_the_same_is_chosen() -> None:
+    decision = searched(*two(2.0)).decision
+    assert decision.candidate.precision == "bf16"
+    assert "1.97 times as fast as fp32 can be at any size" in decision.precision.reason
+    assert "loss and gradient norm agree" in decision.precision.reason
 
 
-def test_a_reference_that_cannot_win_any_more_is_not_measured_further_unless_the_gate_refuses_the_other() -> None:
+def test_a_reference_that_cannot_win_any_more_is_not_measured_further_unless_the_other_is_refused() -> None:
     def asked_of_fp32(machine: Machine, space: BatchSpace) -> int:
         return sum(one.candidate.precision == "fp32" for one in searched(space, machine).asked)
 
     space, machine = two(2.0)
-    refused = replace(machine, gate={"bf16": report("bf16", error="no kernel")})
+    refused = replace(machine, computes={"bf16": (1.5, 1.0)})
     assert asked_of_fp32(machine, space) == 2 < asked_of_fp32(refused, space)
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("computes", "words"),
     [
-        ({"error": "no kernel"}, "no kernel"),
-        ({"skipped": 3}, "3 of 20 steps were not finite, 0 in fp32"),
-        ({"losses": (1.0,) * 15 + (1.1,) * 5}, "its loss after 20 steps, 1.1, is not the reference's 1"),
-        ({"losses": (1.0,) * 15 + (math.nan,) * 5}, "is not the reference's"),
-        ({"norms": (1.5,) * 20}, "its gradient norm is 1.5 times"),
+        ((1.03, 1.0), "the loss is 1.03 where fp32 has 1"),
+        ((1.0, 1.5), "the gradient norm is 1.5 times fp32's"),
+        ((math.nan, 1.0), "the loss or gradient is not finite"),
     ],
 )
-def test_a_precision_that_fails_its_gate_is_refused(more: dict[str, Any], words: str) -> None:
-    found = searched(*two(2.0, gate={"bf16": report("bf16", **more)})).decision
+def test_a_precision_that_computes_something_else_is_refused(computes: tuple[float, float], words: str) -> None:
+    found = searched(*two(2.0, computes={"bf16": computes})).decision
     assert found.candidate.precision == "fp32"
     assert "measured 2.00 times as fast" in found.refusals["bf16"] and words in found.refusals["bf16"]
+
+
+def test_a_precision_that_shares_no_size_with_the_reference_is_refused() -> None:
+    """fp32 has room for 8 rows, below 16 bf16 fails."""
+
+    class Apart(Machine):
+        def measure(self, wanted: Proposal, budget: int | None) -> Measurement:
+            point = wanted.candidate
+            if point.precision == "fp32" and point.micro_batch_size > 8:
+                return Measurement(point, "out_of_memory", reason="planted")
+            if point.precision == "bf16" and point.micro_batch_size < 16:
+                return Measurement(point, "error", reason="planted")
+            return super().measure(wanted, budget)
+
+    space, machine = two(4.0)
+    space = replace(space, sizes=(4, 8, 16, 32), budget_bytes=None)
+    bf16 = [Apart(machine.seconds).measure(Proposal(Candidate("bf16", size)), None) for size in (16, 32)]
+    fp32 = [Apart(machine.seconds).measure(Proposal(Candidate("fp32", size)), None) for size in (4, 8)]
+    decision = decide(space, SearchResults([*bf16, *fp32]))
+    assert decision.candidate.precision == "fp32" and "no size was measured in fp32 too" in decision.refusals["bf16"]
+    assert searched(space, Apart(machine.seconds)).decision.candidate.precision == "fp32", "it ends"
 
 
 class Busy(Machine):
@@ -403,24 +414,27 @@ def test_times_measured_under_load_are_measured_again_and_not_used() -> None:
 
 def test_a_gain_within_the_noise_keeps_the_reference() -> None:
     found = searched(*two(1.02))
-    assert found.decision.candidate.precision == "fp32" and not any(one.gate_steps for one in found.asked)
+    assert found.decision.candidate.precision == "fp32"
 
 
 def test_a_hopeless_precision_is_dropped_after_two_sizes() -> None:
     found = searched(*two(0.5))
     asked = [one for one in found.asked if one.candidate.precision == "bf16"]
-    assert len(asked) == 2 and "dropped after its first two sizes" in found.decision.refusals["bf16"]
+    assert len(asked) == 2
 
 
-def test_one_precision_needs_no_gate() -> None:
+def test_one_precision_has_no_rival() -> None:
     space, machine = two(2.0)
     found = searched(replace(space, precisions=("bf16",)), machine)
-    assert found.decision.candidate.precision == "bf16" and not any(one.gate_steps for one in found.asked)
+    assert found.decision.candidate.precision == "bf16" and found.decision.refusals == {}
 
 
-def test_a_report_survives_json() -> None:
-    one = report("bf16", skipped=2)
-    assert from_json(GateReport, json.loads(json.dumps(one.to_json()))) == one
+def test_results_survive_json() -> None:
+    found = searched(*two(2.0)).results
+    rows = [{"measured": [asdict(one)]} for one in found.measurements]
+    rows += [{"measured": [asdict(one) for one in contest]} for contest in found.contests]
+    rows.append({"trial": 9, "measurement": rows[0]["measured"][0]})  # as earlier versions wrote it
+    assert SearchResults.of_rows(json.loads(json.dumps(rows))) == found
 
 
 # ---------------------------------------------------------------- several devices, broken off
@@ -444,9 +458,8 @@ def test_idle_devices_get_measurements_that_can_run_concurrently() -> None:
 def test_in_any_order_of_results_the_decision_is_the_same() -> None:
     space, machine = two(2.0)
     found = searched(space, machine)
-    gates = [machine.judge("bf16")]
     shuffled = random.Random(1).sample(found.measurements, len(found.measurements))
-    assert decide(space, SearchResults(shuffled, gates, found.contests)) == found.decision
+    assert decide(space, SearchResults(shuffled, found.contests)) == found.decision
 
 
 def test_a_search_that_was_broken_off_still_answers() -> None:
@@ -456,8 +469,8 @@ def test_a_search_that_was_broken_off_still_answers() -> None:
 
 
 def test_a_decision_is_plain_values() -> None:
-    row = json.loads(json.dumps(searched(*two(2.0)).decision.to_json()))
-    assert row["candidate"]["precision"] == "bf16" and row["knees"].keys() == {"fp32", "bf16"}
+    row = json.loads(json.dumps(asdict(searched(*two(2.0)).decision)))
+    assert row["candidate"]["precision"] == "bf16"
     timed = [one for one in row["table"] if one["rows_per_s"] is not None]
     assert all(one["low"] <= one["rows_per_s"] <= one["high"] for one in timed) and len(timed) >= 5
 
@@ -486,7 +499,7 @@ class Slowed(Machine):
 
     slowed, by, over = "fp32", 2.0, False
 
-    def contend(self, wanted: Proposal) -> Contest:
+    def contend(self, wanted: Proposal) -> Measured:
         self.over = True
         return super().contend(wanted)
 
@@ -515,7 +528,7 @@ def test_a_slow_stretch_during_one_precision_does_not_decide(speed: float, slowe
 
 def test_a_slow_stretch_of_the_whole_contest_changes_nothing() -> None:
     class Late(Machine):
-        def contend(self, wanted: Proposal) -> Contest:
+        def contend(self, wanted: Proposal) -> Measured:
             quick = super().contend(wanted)
             return tuple(replace(one, pass_s=tuple(3 * s for s in one.pass_s)) for one in quick)
 
@@ -529,11 +542,9 @@ def test_the_contenders_are_the_winner_its_runner_up_and_the_other_precision_and
     (asked,) = [one for one in found.asked if one.against]
     assert asked.candidate == found.decision.candidate
     assert sorted(one.precision for one in asked.against) == ["bf16", "fp32"]
-    contest = found.decision.contest
-    assert contest is not None and len(contest["contenders"]) == 3
-    rows = {(row.precision, row.micro_batch_size): row for row in found.decision.table}
-    for one in contest["contenders"]:
-        assert rows[one["precision"], one["micro_batch_size"]].passes >= 5
+    ((*contest,),) = found.contests
+    rows = {Candidate(row.precision, row.micro_batch_size): row for row in found.decision.table}
+    assert len(contest) == 3 and all(rows[one.candidate].passes >= 5 for one in contest)
     assert found.decision.candidate.micro_batch_size < POWERS[-1], "the knee, and not the largest"
     assert "measured in turn" in found.decision.micro_batch_size.reason
 
@@ -543,15 +554,14 @@ def test_a_contender_that_fails_ends_the_contest_and_is_out() -> None:
     found = searched(space, machine)
     first, *others = found.contests[0]
     failed = (replace(first, outcome="out_of_memory", pass_s=()), *others)
-    gates = [machine.judge("bf16")]
-    failing = SearchResults(found.measurements, gates, [failed])
+    failing = SearchResults(found.measurements, [failed])
     decision = decide(space, failing)
-    assert decision.contest is None and decision.candidate != first.candidate
+    assert "in turn" not in decision.precision.reason and decision.candidate != first.candidate
     following = next_proposals(space, failing)
     assert all(one.candidate.micro_batch_size < first.candidate.micro_batch_size for one in following)
 
 
-def test_if_fp32_does_not_fit_another_precision_is_chosen_without_a_gate() -> None:
+def test_if_fp32_does_not_fit_another_precision_is_chosen_without_a_comparison() -> None:
     class Large(Machine):
         def measure(self, wanted: Proposal, budget: int | None) -> Measurement:
             if wanted.candidate.precision == "fp32":
@@ -568,7 +578,7 @@ def test_a_precision_that_is_slower_in_one_round_is_not_chosen_by_the_median_alo
     class Torn(Machine):
         """In the last round the machine does other work while bf16 has its turn."""
 
-        def contend(self, wanted: Proposal) -> Contest:
+        def contend(self, wanted: Proposal) -> Measured:
             seen = super().contend(wanted)
             torn = [replace(one, pass_s=(*one.pass_s[:-1], 40 * one.pass_s[-1])) for one in seen]
             pairs = zip(seen, torn, strict=True)
@@ -596,7 +606,7 @@ class ShakyInTurn(Shaky):
 
     luck = (0.4, 1.0, 1.9)
 
-    def contend(self, wanted: Proposal) -> Contest:
+    def contend(self, wanted: Proposal) -> Measured:
         first, *others = super().contend(wanted)
         torn = tuple(second * part for second, part in zip(first.pass_s, self.luck, strict=True))
         return (replace(first, pass_s=torn), *others)
@@ -618,7 +628,7 @@ def test_where_noise_hides_which_precision_is_faster_the_reference_stays_and_it_
 
 def test_a_precision_that_wins_three_noisy_rounds_may_have_won_by_chance() -> None:
     class Waves(Shaky):
-        def contend(self, wanted: Proposal) -> Contest:
+        def contend(self, wanted: Proposal) -> Measured:
             seen = super().contend(wanted)
             return tuple(
                 replace(one, pass_s=tuple(s * f for s, f in zip(one.pass_s, (1.0, 3.0, 0.5), strict=True)))

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from raytrain.autotune.fp32_layers import LayerChange, choose_layers
-from raytrain.autotune.precision import LOSS_TOLERANCE, NORM_BAND, outside_band
+from raytrain.autotune.measurement import LOSS_TOLERANCE, NORM_BAND, outside_band
 
 NAMES = [f"layer{number}" for number in range(10)]
 

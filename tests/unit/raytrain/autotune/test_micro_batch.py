@@ -7,7 +7,6 @@ import pytest
 
 from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.autotune.micro_batch import (
-    NextSize,
     choose_micro_batch,
     micro_batch_record,
     micro_batch_sizes,
@@ -26,13 +25,17 @@ def measured(rows: int, peak: int, budget: int | None) -> Measurement:
 
 def search(
     sizes: tuple[int, ...], memory: Callable[[int], int], budget: int | None
-) -> tuple[Resolved | None, list[tuple[NextSize, Measurement]]]:
+) -> tuple[Resolved | None, list[Measurement]]:
     """The loop of `raytrain.autotune.micro_batch`, over a memory that is a formula."""
-    tried: list[tuple[NextSize, Measurement]] = []
-    while (asked := next_micro_batch(sizes, [one for _, one in tried], budget=budget)) is not None:
-        assert asked.rows not in [one.candidate.micro_batch_size for _, one in tried]
-        tried.append((asked, measured(asked.rows, memory(asked.rows), budget)))
-    return choose_micro_batch(sizes, [one for _, one in tried], budget=budget), tried
+    tried: list[Measurement] = []
+    while (asked := next_micro_batch(sizes, tried, budget=budget)) is not None:
+        assert asked not in rows_of(tried)
+        tried.append(measured(asked, memory(asked), budget))
+    return choose_micro_batch(sizes, tried, budget=budget), tried
+
+
+def rows_of(tried: list[Measurement]) -> list[int]:
+    return [one.candidate.micro_batch_size for one in tried]
 
 
 @pytest.mark.parametrize(
@@ -51,8 +54,7 @@ def test_the_sizes_share_the_batch(batch: int, workers: int, sizes: tuple[int, .
 
 def test_with_enough_memory_two_measurements_suffice_for_the_whole_share() -> None:
     chosen, tried = search(micro_batch_sizes(64, 1), lambda rows: FLOOR + 10 * rows, 10_000)
-    assert [asked.rows for asked, _ in tried] == [8, 64]
-    assert tried[0][0].predicted is None and tried[1][0].predicted == FLOOR + 640
+    assert rows_of(tried) == [8, 64]
     assert chosen is not None and chosen.value == 64
     assert "all of a worker's share" in chosen.reason
 
@@ -70,13 +72,13 @@ def test_the_result_states_what_fits_and_why_more_does_not() -> None:
 def test_nothing_fits() -> None:
     chosen, tried = search(micro_batch_sizes(64, 1), lambda rows: FLOOR + 10 * rows, FLOOR)
     assert chosen is None
-    assert [asked.rows for asked, _ in tried] == [8, 1]
+    assert rows_of(tried) == [8, 1]
 
 
 @pytest.mark.covers("TUNE-02")
 def test_a_search_that_starts_small_grows_to_the_largest_size_within_the_budget() -> None:
     chosen, tried = search(micro_batch_sizes(64, 1), lambda rows: FLOOR + 10 * rows, FLOOR + 640)
-    assert tried[0][0].rows == 8 and chosen is not None and chosen.value == 64
+    assert rows_of(tried)[0] == 8 and chosen is not None and chosen.value == 64
 
 
 def test_against_brute_force_within_one_size_on_random_memories() -> None:
@@ -105,4 +107,4 @@ def test_against_brute_force_within_one_size_on_random_memories() -> None:
 @pytest.mark.parametrize(("spare", "chosen", "asked"), [(160, 16, [4, 16]), (159, 8, [4, 8])])
 def test_a_size_fits_whose_predicted_peak_is_the_budget_itself(spare: int, chosen: int, asked: list[int]) -> None:
     found, tried = search(micro_batch_sizes(32, 1), lambda rows: FLOOR + 10 * rows, FLOOR + spare)
-    assert found is not None and found.value == chosen and [proposal.rows for proposal, _ in tried] == asked
+    assert found is not None and found.value == chosen and rows_of(tried) == asked

@@ -10,10 +10,9 @@ import torch
 from lab import MLP, class_rows, make_session
 from torch import Tensor, nn
 
-from raytrain.autotune.measurement import Candidate
-from raytrain.autotune.precision import has_winner
+from raytrain.autotune.measurement import Candidate, has_winner
+from raytrain.autotune.rounds import preserve_model
 from raytrain.autotune.startup import PRECISION_ROUNDS
-from raytrain.autotune.state_guard import preserve_model
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.train.session import Session
 from raytrain.trainable import Trainable

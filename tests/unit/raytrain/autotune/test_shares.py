@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain.autotune.shares import choose_shares
+from raytrain.autotune.startup import choose_shares
 from raytrain.plan.shares import Shares
 
 

@@ -12,7 +12,6 @@ import torch
 from raytrain.autotune import startup
 from raytrain.autotune.startup import (
     Calibration,
-    settle_inflight,
     settle_layers,
     settle_micro_batch,
     settle_precision,
@@ -38,7 +37,7 @@ def calibration(run: RunFolder, monkeypatch: pytest.MonkeyPatch, *, rank: int = 
     workers = SimpleNamespace(
         rank=rank, world_size=2, broadcast_object=lambda value: value, all_gather_object=lambda value: [value]
     )
-    names = ("precision", "fp32_layers", "micro_batch_size", "inflight", "shares")
+    names = ("precision", "fp32_layers", "micro_batch_size", "shares")
     plan = SimpleNamespace(**dict.fromkeys(names, Deferred("measured", ("bf16", "fp32"))), model_facts=object())
     job = SimpleNamespace(plan=plan, planned=lambda _: 32, cluster=SimpleNamespace(memory_limit=None), found=None)
     session = SimpleNamespace(
@@ -62,7 +61,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
     record = {"value": value, "reason": REASON, "peak_bytes": None, "budget_bytes": None}
     monkeypatch.setattr(startup, "_measured_precision", lambda *_: record)
     monkeypatch.setattr(startup, "measure_micro_batch", lambda _, settings: (chosen, {**record, "settings": settings}))
-    for name in ("measure_layers", "measure_inflight", "measure_shares"):
+    for name in ("measure_layers", "measure_shares"):
         monkeypatch.setattr(startup, name, lambda *_: (chosen, []))
     monkeypatch.setattr(startup, "use_fitting_rows", lambda _: None)
     monkeypatch.setattr(startup, "shares_of", lambda value: value)
@@ -77,7 +76,6 @@ def plant(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
         (settle_shares, {"micro_batch": 1}, {}, "shares    unequal"),
         (settle_layers, [], {"precisions": ["bf16"]}, None),
         (settle_shares, "equal", {}, None),
-        (settle_inflight, 2, {}, None),
     ],
 )
 def test_a_measured_choice_stays_on_the_terminal_where_the_first_lines_left_it_open_or_it_is_unusual(
