@@ -38,6 +38,7 @@ from jobs.checks.node import (
     examine,
     measure_node,
 )
+from jobs.driver.printing import print_line
 from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.job.facts import absolute_path
@@ -157,7 +158,7 @@ def check(
     here = local_inventory()
     with Activity(console) as activity, _timed(report, "all"), _new_folders_removed(absolute_path(spec.save.dir)):
         activity.begin("connecting to Ray" if address != "local" else "starting Ray")
-        console.print(f"checking {here.describe()}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"checking {here.describe()}")
         slots = here.cpus + CPU_WORKERS
         with (
             _timed(report, "with Ray"),
@@ -388,9 +389,9 @@ def _add(report: CheckReport, console: Console, results: Sequence[CheckResult], 
         remedy = f"expected {result.expected}{'; ' * bool(result.remedy)}{result.remedy}"
         name = result.name.replace("_", " ")
         if not console.is_terminal:
-            console.print(f"{SIGNS[result.status]:<9} {name:<19} {seen}", markup=False, soft_wrap=True)
+            print_line(console, f"{SIGNS[result.status]:<9} {name:<19} {seen}")
             if wrong:
-                console.print(f"{'':<29} {remedy}", markup=False, soft_wrap=True)
+                print_line(console, f"{'':<29} {remedy}")
             continue
         table = Table(box=None, show_header=False, pad_edge=False, expand=False)
         table.add_column(width=8, style=COLOURS[result.status])
@@ -459,5 +460,5 @@ def run_check(
     else:
         memory = min((one.limits["memory_free_bytes"] or 0 for one in report.nodes.values()), default=0)
         took = f"{report.seconds['machines']:.1f} s for the machines, {report.seconds['all']:.1f} s in all"
-        console.print(f"{report.line()}; {size(memory)} free; {took}", markup=False)
+        print_line(console, f"{report.line()}; {size(memory)} free; {took}")
     return 1 if report.failed else 0

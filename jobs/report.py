@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.wording import counted, size
+from jobs.driver.printing import print_line
 from jobs.driver.progress import TrainingDisplay, clock_text
 from jobs.job.facts import path_from_here, text_from_here
 from raytrain.errors import InputError, RunError
@@ -188,9 +189,7 @@ def follow(run: RunFolder, *, console: Console, clock: Callable[[], float] = tim
             while not view.update():
                 time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
-        console.print(
-            f"no longer watching; the run continues in {path_from_here(run.path)}", markup=False, soft_wrap=True
-        )
+        print_line(console, f"no longer watching; the run continues in {path_from_here(run.path)}")
         return 130
     return view.close()
 
@@ -244,7 +243,7 @@ class RunView:
             )
         for line in finding_lines(diagnose(records)):
             self.display.print_lines(text_from_here(line, self._run.path))
-        self._console.print(state.sentence, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, state.sentence)
         return CODES.get(state.status, 1)
 
     def _take(self, row: dict[str, Any]) -> None:

@@ -214,9 +214,7 @@ class Checked:
         handed: the data to send to the workers; None if they open it themselves.
         model_facts, data_facts: exact sizes.
         shapes: facts of the data that a builder may take (`source_facts`).
-        skipped: why no micro-batch was run (`jobs.driver.first_batch`); None if one was.
-        unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
-        split: how splitting a global batch changes what is trained; None if it does not, or that is unknown.
+        first: what a micro-batch has shown.
     """
 
     source: Source
@@ -224,14 +222,13 @@ class Checked:
     model_facts: ModelFacts
     data_facts: DataFacts
     shapes: dict[str, Any]
-    skipped: str | None = None
-    unanswered: str | None = None
-    split: str | None = None
+    first: FirstPass
 
     @property
     def note(self) -> str | None:
         """A line for people if something was not checked."""
-        return None if self.skipped is None else f"the first micro-batch is not tried before the start: {self.skipped}"
+        skipped = self.first.skipped
+        return None if skipped is None else f"the first micro-batch is not tried before the start: {skipped}"
 
 
 def check_on_driver(
@@ -294,8 +291,7 @@ def check_on_driver(
             check_sharded_pass(first)
     model_facts = model_facts or counted(trainable, where, found.sizes)
     data_facts = observed_facts(source.facts, source.train)
-    handed, notes = sent or source.worker_data, (found.skipped, found.unanswered, found.split)
-    return Checked(source, handed, model_facts, data_facts, shapes, *notes)
+    return Checked(source, sent or source.worker_data, model_facts, data_facts, shapes, found)
 
 
 ITEMS_COMPARED = 16

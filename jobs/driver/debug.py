@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-
 from cluster.devices.inventory import local_inventory
 from cluster.preflight import is_submitted
 from cluster.telemetry.processes import limit_memory
-from jobs.driver.attempts import RunPlanner
 from jobs.driver.planning import show_only_picked
+from jobs.driver.printing import print_line
 from jobs.driver.progress import TRAINING, figures
-from jobs.driver.run_folder import OpenRun
+from jobs.driver.run_folder import OpenRun, RunPlanner
 from jobs.driver.signals import StopSignals
-from jobs.job.spec import JobSpec
 from raytrain.config.user_code import users_place
 from raytrain.errors import InputError, RaytrainError, first_line
 from raytrain.execution.driver_channel import AttemptResult, OwnProcess
@@ -29,13 +26,10 @@ def refuse_without_terminal() -> None:
         raise InputError("--debug", got="in a submitted job", expected="a command of its own on this machine")
 
 
-def debugged(
-    planner: RunPlanner, spec: JobSpec, *, data: Any, signals: StopSignals, console: Console
-) -> tuple[OpenRun, AttemptResult]:
+def debugged(planner: RunPlanner, signals: StopSignals) -> tuple[OpenRun, AttemptResult]:
     """Train in this process; returns the run folder and how it ended. A failure is not tried again.
 
     Args:
-        data: the data that the driver read, or None.
         signals: the first one saves and stops the run as usual, unless the debugger has taken Ctrl-C for itself.
     """
     inventory = local_inventory()
@@ -49,14 +43,14 @@ def debugged(
         row = progress.get("row") or {}
         if row.get("kind") == "train" and progress.get("phase") is None:  # an evaluation is printed by itself
             line = f"step {row['step']}/{opened.plan.max_steps.value_or('?')}  {figures(row)}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(planner.console, line)
 
-    job = train_job(spec, opened.plan, opened.run, attempt=opened.attempt)
+    job = train_job(planner.spec, opened.plan, opened.run, attempt=opened.attempt)
     worker = Worker(job, workers=Workers(), local_rank=0, channel=OwnProcess(signals.asked, show))
     signals.training = True
     planner.phases.begin(TRAINING)
     try:
-        result = worker.run(data)
+        result = worker.run(planner.checked.handed)
         assert result is not None  # rank 0 returns one
     except (Exception, SystemExit) as error:  # the worker has printed and recorded it
         why = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {first_line(error)}"

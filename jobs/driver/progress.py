@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.status import Status
 from rich.text import Text
 
+from jobs.driver.printing import print_line
 from raytrain.execution.driver_channel import RESTARTING, STARTING
 from raytrain.runs.records import rate_of
 
@@ -259,7 +260,7 @@ class Activity:
         """The live line; "" ends it."""
         if not self._console.is_terminal:
             if text:
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+                print_line(self._console, text)
         elif self._live is not None and text:
             self._live.update(escape(text))
         elif self._live is not None:
@@ -281,7 +282,7 @@ class Activity:
                 return
             self._last = now
             line = still(self._what, now - self._since, self._missing())
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, line)
 
     def _run(self) -> None:
         while not self._over.wait(1.0):
@@ -353,7 +354,7 @@ class TrainingDisplay:
     def print_lines(self, text: str) -> None:
         """Print the lines of rank 0's code, without any formatting."""
         for line in text.splitlines():
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(self._console, line)
 
     def show(self, progress: dict[str, Any], *, missing: Missing = nothing_missing) -> None:
         """Show the newest progress; output is limited however often this is called.
@@ -388,7 +389,7 @@ class TrainingDisplay:
             where = of_row if newest and known else ""
             left_s = None if progress.get("left_s") is None else self.left_s
             where += "" if left_s is None else f"  {clock_text(left_s)} left"
-            self._console.print(f"{phase}  {where}".rstrip(), markup=False, highlight=False)
+            print_line(self._console, f"{phase}  {where}".rstrip())
         elif now - self._last >= QUIET_S:
             self._last = now
             self.print_lines(_quiet_line(doing, newest, total, now - self._since, missing() or detail))

@@ -59,11 +59,9 @@ def cluster_address(configured: str | None) -> str:
         InputError: Ray does not work in this interpreter, or none of several addresses answers.
     """
     if sys.flags.optimize > 1:
+        remedy = "Ray Train needs its docstrings, which level 2 removes"
         raise InputError(
-            "PYTHONOPTIMIZE",
-            got="2, or `python -OO`",
-            expected="at most 1, or `python -O`",
-            remedy="Ray Train needs its docstrings, which level 2 removes",
+            "PYTHONOPTIMIZE", got="2, or `python -OO`", expected="at most 1, or `python -O`", remedy=remedy
         )
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return "connected"
@@ -191,19 +189,15 @@ def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, wor
         cluster = Cluster(address == "local", address, folder)
         try:
             _start(cluster, options, verbose=verbose)
-            with _ray_errors_explained(), contextlib.nullcontext() if verbose else _no_pages():
+            from raytrain.execution.ray_private import no_pages_of_daemons  # imports Ray
+
+            with _ray_errors_explained(), contextlib.nullcontext() if verbose else no_pages_of_daemons():
                 yield cluster
         finally:
             cluster.ended.set()
             with contextlib.suppress(KeyboardInterrupt):  # a second signal: the exit of the process cleans up the rest
                 if "ray" in sys.modules:
                     sys.modules["ray"].shutdown()
-
-
-def _no_pages() -> contextlib.AbstractContextManager[None]:
-    from raytrain.execution.ray_private import no_pages_of_daemons
-
-    return no_pages_of_daemons()
 
 
 def _running() -> str:
@@ -262,16 +256,11 @@ def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
         raise ClusterLost(f"the Ray at {context.gcs_address} that this process had connected to {CALL_INIT}")
     loopback = all(node["NodeManagerAddress"].startswith("127.") for node in ray.nodes() if node["Alive"])
     with private_folder() as folder:
-        yield from _explained_to_notebook(Cluster(local=loopback, address=context.gcs_address, folder=folder))
-
-
-def _explained_to_notebook(cluster: Cluster) -> Iterator[Cluster]:
-    import ray
-
-    try:
-        with _ray_errors_explained():
-            yield cluster
-    except ClusterLost as error:
-        cluster.ended.set()
-        ray.shutdown()  # Ray ends a process whose connection is lost, after a minute
-        raise ClusterLost(f"{error}: the Ray that this process had connected to {CALL_INIT}") from error
+        cluster = Cluster(local=loopback, address=context.gcs_address, folder=folder)
+        try:
+            with _ray_errors_explained():
+                yield cluster
+        except ClusterLost as error:
+            cluster.ended.set()
+            ray.shutdown()  # Ray ends a process whose connection is lost, after a minute
+            raise ClusterLost(f"{error}: the Ray that this process had connected to {CALL_INIT}") from error

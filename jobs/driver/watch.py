@@ -11,20 +11,18 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.exceptions
 from rich.console import Console
 
 from cluster.network import answers
-from cluster.preflight import measured_stop
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import request_of, start_hosts
 from jobs.driver.check_job import train_job
 from jobs.driver.hangs import Signs, StuckWorkers, pid_of
 from jobs.driver.progress import Activity, Clock, TrainingDisplay
-from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
@@ -40,6 +38,9 @@ from raytrain.runs.faults import record_lost_ranks
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 from raytrain.runs.storage import join
+
+if TYPE_CHECKING:  # imports this
+    from jobs.driver.run_folder import OpenRun
 
 # ---------------------------------------------------------------- cluster: what it has lost, and the room that it has
 
@@ -149,7 +150,7 @@ def check_room(needs: Sequence[Need]) -> str:
     if found is None:
         return ""
     if autoscales():
-        return f"waiting for nodes that the autoscaler may add: {text}\n"
+        return f"waiting for nodes that the autoscaler may add: {text}"
     need, there = found
     raise InputError(
         need.key, got=need.many, expected=f"at most {there} ({text})",
@@ -270,7 +271,6 @@ class _Fit:
         self.stuck = StuckWorkers(opened.run, self.channel, spec.retry, local=cluster.local)
         self._warned: set[str] | None = None
         self._left_out: set[str] = set()  # ids of nodes
-        self._stop_judged = False
         self.change: WorkersChange | None = None  # wanted, once the workers have saved
         bounds, workers = spec.scale.workers, int(opened.plan.workers.value)  # pyright: ignore[reportAttributeAccessIssue]
         self._elastic = None
@@ -387,15 +387,6 @@ class _Fit:
             raise change
         self.change = change
 
-    def measured_stop(self) -> list[str]:
-        """Once the workers have measured what a stop takes: a line if a submitted job is not left that long, or if it
-        is, other than predicted at the start."""
-        stop_s = self.progress.get("stop_s")
-        if stop_s is None or self._stop_judged:
-            return []
-        self._stop_judged = True
-        return renewed_stop_check(self._run_folder, stop_s, grace_s=self._retry.stop_grace_s)
-
     def new_warnings(self, warnings: Sequence[Mapping[str, Any]], signs: Signs) -> list[str]:
         """Record the warnings of telemetry that this run has not had yet, and return their lines.
 
@@ -452,8 +443,6 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
     fitting.progress, lines, signs, warnings, stacks = answers
     if lines:
         display.print_lines(lines)
-    for line in fitting.measured_stop():
-        display.print_lines(line)
     for line in fitting.new_warnings(warnings, signs):
         display.print_lines(line)
     for line in fitting.stuck.lines(fitting.progress, signs, stacks):
@@ -468,21 +457,6 @@ def newest_checkpoint(run: RunFolder) -> str:
     """From where a run continues whose workers were left, in words."""
     saved = run.saved_steps()
     return f"the newest checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint yet"
-
-
-def renewed_stop_check(run: RunFolder, stop_s: float, *, grace_s: float) -> list[str]:
-    """A line if `ray job stop` leaves too little time by what the run measured, or enough other than predicted.
-
-    Args:
-        stop_s, grace_s: see `measured_stop`.
-    """
-    check = measured_stop(stop_s, grace_s=grace_s)
-    if check is None:
-        return []
-    before = [row["status"] for row in run.read_json(run.preflight) if row["name"] == "job_stop"]
-    if check.status == "ok" and before == ["ok"]:
-        return []
-    return [f"warning: {check.text}" if check.status == "warn" else check.text]
 
 
 def with_rank(warning: Mapping[str, Any], signs: Signs) -> dict[str, Any]:

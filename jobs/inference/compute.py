@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from cluster.devices.inventory import local_inventory
 from cluster.wording import counted
 from jobs.driver.planning import show_only_picked
+from jobs.driver.printing import print_line, print_warning
 from jobs.driver.progress import (
     PLAIN_EVERY_S,
     QUIET_S,
@@ -38,7 +39,6 @@ from raytrain.config.messages import abbreviated
 from raytrain.config.sections import InferConfig
 from raytrain.errors import RunError
 from raytrain.infer.input import Unit, UnitReport
-from raytrain.infer.model import InferenceModel
 from raytrain.infer.output import FORMATS, MANIFEST, rows_in_progress
 from raytrain.infer.stages.measure import PartTimes, measure_parts
 from raytrain.infer.worker import InferenceWorker, Work
@@ -196,13 +196,13 @@ class UnitComputation:
         if gpus:
             if self._address == "local":
                 show_only_picked(str(machines.accelerator.value), local_inventory())
-            work = _on_first_gpu(work)
+            work = replace(work, model=replace(work.model, device="cuda:0"))  # Ray shows each actor its own alone
         kind = None if self._address == "local" else machines.required_type
         need, count = self._planned.need, workers * self._planned.processes
         cpus = need.each["CPU"]
         with connected(self._address, num_cpus=count + 1, num_gpus=count * gpus, verbose=self._verbose) as cluster:
             if work.hosts:
-                work = replace(work, model=self._beside_hosts(work, loopback=cluster.local))
+                work = replace(work, model=with_hosts(work.model, self._planned, loopback=cluster.local))
             if self._planned.measures_stages:
                 times = measure_stages(work, self._planned.units[0], cpus=cpus, gpus=gpus, accelerator=kind)
                 work = self._with_stages(work, times)
@@ -220,13 +220,6 @@ class UnitComputation:
         if self._address != "local":
             self.missing = lambda: "" if started() else missing([need], free_by_node())
 
-    def _beside_hosts(self, work: Work, *, loopback: bool) -> InferenceModel:
-        planned = self._planned
-        return with_hosts(
-            work.model, planned.target, planned.hosts, threads=planned.threads, loopback=loopback,
-            folder=planned.output.path,
-        )  # fmt: skip
-
     def _with_stages(self, work: Work, times: PartTimes) -> Work:
         """The work with stages balanced by what was measured."""
         split = rebalanced(self._planned.target, self._planned.stages, times)
@@ -236,11 +229,6 @@ class UnitComputation:
         self.split = split
         assert work.split is not None
         return replace(work, split=replace(split, devices=work.split.devices))
-
-
-def _on_first_gpu(work: Work) -> Work:
-    """Ray shows each actor its own GPU alone."""
-    return replace(work, model=replace(work.model, device="cuda:0"))
 
 
 def needs_actors(planned: InferencePlan) -> bool:
@@ -289,11 +277,11 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
         *planned.hosts.lines(),
         ("output", path_from_here(planned.output.path)),
     ):
-        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+        print_line(console, f"{name}: {value}")
     if planned.waits:
-        console.print(planned.waits, markup=False, soft_wrap=True)
+        print_line(console, planned.waits)
     for warning in planned.target.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+        print_warning(console, warning)
 
 
 def _schedule(planned: InferencePlan) -> list[tuple[str, str]]:
@@ -376,7 +364,7 @@ class InferenceDisplay:
             self._print(f"{rows}{rate and f', {rate}'}{self._left(now)}")
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, line)
 
     def _done(self) -> int:
         """Rows that this command has computed."""
@@ -459,4 +447,4 @@ def print_summary(
     lines.append(f"predictions {join(folder, f'predictions.{infer.format}')}")
     lines.append(f"report {join(folder, PAGE)}")
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        print_line(console, line)

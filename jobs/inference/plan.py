@@ -219,7 +219,7 @@ def _planned(
         from jobs.driver.watch import check_room  # imports Ray
 
         least = 1 if each > 1 or asked == "auto" else workers if isinstance(asked, int) else min(asked[0], workers)
-        waits = check_room([replace(need, number=least * each)]).rstrip()
+        waits = check_room([replace(need, number=least * each)])
     settings = {key: value for key, value in encode(infer).items() if key not in UNIMPORTANT}
     identity = {
         **target.identity, "input": list(prints), "rows": rows.rows,

@@ -286,11 +286,8 @@ def inventory_from_file(path: str | Path) -> Inventory:
         raise InputError("--inventory", got=f"{origin}, {why}", expected="a YAML list of machines") from error
     rows = load_value(text, origin=origin)
     if not isinstance(rows, list) or not rows:
-        raise InputError(
-            origin,
-            got=describe(rows),
-            expected="a list of machines such as `- {host: a, cpus: 8, memory_gib: 32}`",
-        )
+        expected = "a list of machines such as `- {host: a, cpus: 8, memory_gib: 32}`"
+        raise InputError(origin, got=describe(rows), expected=expected)
     entries = [decode(NodeEntry, row, prefix=f"nodes[{place}]") for place, row in enumerate(rows)]
     nodes = tuple(_node(entry, place=place) for place, entry in enumerate(entries))
     hosts = [node.host for node in nodes]
@@ -312,20 +309,7 @@ def _node(entry: NodeEntry, *, place: int) -> Node:
     devices: list[Device] = []
     for number, row in enumerate(entry.gpus):
         gpu = decode(GpuEntry, row, prefix=f"nodes[{place}].gpus[{number}]")
-        for _ in range(gpu.count):
-            devices.append(
-                Device(
-                    kind="cuda",
-                    name=gpu.name,
-                    memory_bytes=int(gpu.memory_gib * GIB),
-                    capability=None if gpu.capability is None else _capability(gpu.capability),
-                    uuid=None,
-                    index=len(devices),
-                )
-            )
+        capability = None if gpu.capability is None else divmod(round(10 * gpu.capability), 10)  # 8.6 is (8, 6)
+        first, memory = len(devices), int(gpu.memory_gib * GIB)
+        devices += [Device("cuda", gpu.name, memory, capability, None, first + one) for one in range(gpu.count)]
     return Node(entry.host, entry.cpus, int(entry.memory_gib * GIB), tuple(devices))
-
-
-def _capability(number: float) -> tuple[int, int]:
-    """Convert 8.6 to (8, 6)."""
-    return int(number), round(number * 10) % 10

@@ -252,7 +252,6 @@ class LoadedSpec:
         mapping: the given job with the overrides merged in; Python objects are kept.
         text: the job as given: the file's text, or YAML of the mapping.
         merged_text: YAML of the mapping including the overrides; `--resume` reads it.
-        path: the JOB.yaml or the packaged recipe; None for a mapping.
     """
 
     spec: JobSpec
@@ -260,7 +259,6 @@ class LoadedSpec:
     mapping: dict[str, Any]
     text: str
     merged_text: str
-    path: Path | None
 
 
 def load_spec(
@@ -313,7 +311,6 @@ def load_spec(
         mapping=merged,
         text=merged_text if text is None else text,
         merged_text=merged_text,
-        path=path,
     )
 
 

@@ -311,11 +311,11 @@ def test_whether_the_model_answers_rows_without_labels_is_found_before_the_start
     model: str, found: str | None, guest: str
 ) -> None:
     checked = check_on_driver(load_spec(Path(job(guest, model=model))).spec)
-    assert checked.skipped is None, "it has no effect on the check of the training"
+    assert checked.first.skipped is None, "it has no effect on the check of the training"
     if found:
-        assert checked.unanswered is not None and found in checked.unanswered
+        assert checked.first.unanswered is not None and found in checked.first.unanswered
     else:
-        assert checked.unanswered == found
+        assert checked.first.unanswered == found
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_nothing_of_this_process_changes(
     monkeypatch.setattr(os, "fork", counted_fork)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     checked = check_on_driver(load_spec(mapping={"model": {"module": net}, "data": {"train": dataset}}).spec)
-    assert checked.skipped is None
+    assert checked.first.skipped is None
     assert checked.model_facts.activation_bytes_per_sample and checked.model_facts.flops_per_sample
     assert len(forks) == 1, "one process runs the model and counts"
     assert net.training and all(torch.equal(before[name], value) for name, value in net.state_dict().items())
