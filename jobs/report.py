@@ -178,11 +178,7 @@ class NewRows:
 
 
 def follow(run: RunFolder, *, console: Console, clock: Callable[[], float] = time.monotonic) -> int:
-    """Show the run until it ends; returns the exit code of the run. Ctrl-C ends the view, and the run continues.
-
-    Raises:
-        RunError: the run ended without a result: its driver was killed.
-    """
+    """Show the run until it ends; returns the exit code of the run. Ctrl-C ends the view, and the run continues."""
     view = RunView(run, console=console, clock=clock)
     try:
         with view.display:
@@ -230,11 +226,7 @@ class RunView:
         return self._clock() - self._dead_since > GIVE_UP_S
 
     def close(self) -> int:
-        """Say how the run ended; returns its exit code.
-
-        Raises:
-            RunError: it has no result.
-        """
+        """Say how the run ended; returns its exit code."""
         records = read_records(self._run)
         state = outcome(records)
         if records.result is None:

@@ -84,11 +84,7 @@ def submit_verb(
 
 
 def _uploaded(request: JobRequest, address: str | None, *, install: bool) -> tuple[JobServer, dict[str, Any]]:
-    """The server, and the job's environment, whose files are on the cluster.
-
-    Raises:
-        InputError: the working directory or the cluster does not fit.
-    """
+    """The server, and the job's environment, whose files are on the cluster."""
     folder = Path.cwd()
     with tempfile.TemporaryDirectory() as temporary:
         server = JobServer(address)

@@ -52,11 +52,7 @@ class Arm:
 
 
 class NamedJob:
-    """A job that was named, opened and built on the driver before Ray starts.
-
-    Raises:
-        InputError: the job, its data or its model is wrong.
-    """
+    """A job that was named, opened and built on the driver before Ray starts."""
 
     def __init__(self, path: Path, overrides: Sequence[str]) -> None:
         from jobs.driver.check_job import check_on_driver  # imports torch
@@ -347,11 +343,7 @@ def run_fit(
     packed: Sequence[tuple[TrainJob, Any]], *, workers: int, on_gpu: bool, local: bool, interface: str | None,
     storage: str,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of every worker, from one fit in which all train the jobs, one after the other.
-
-    Raises:
-        RunError: the fit failed.
-    """
+    """The rows of every worker, from one fit in which all train the jobs, one after the other."""
     from ray import cloudpickle
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
@@ -408,11 +400,7 @@ def check_training(rows: Sequence[dict[str, Any]], *, workers: int) -> list[Chec
 
 
 def check_copies(trained: Sequence[Mapping[str, Any]]) -> CheckResult:
-    """Whether the copies of batches that the workers counted came from pinned memory and were non-blocking.
-
-    Args:
-        trained: the rows of the workers' trainings.
-    """
+    """Whether the copies of batches that the workers counted came from pinned memory and were non-blocking."""
     from raytrain.data.rows.residency import TransferCounts
 
     expected = "every batch is copied from pinned memory, non-blocking"

@@ -29,11 +29,7 @@ RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_unif
 
 
 def opened(spec: JobSpec) -> Source:
-    """The job's data, opened on this machine.
-
-    Raises:
-        InputError: the section, its files or their contents are wrong.
-    """
+    """The job's data, opened on this machine."""
     spec = resolved(spec)
     return open_source(spec.data, context=spec.model.keys.get("context"))
 
@@ -158,11 +154,7 @@ def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, remote: bool) -> 
 
 
 def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
-    """Check that a user's builder moves its experts to hosts; otherwise the workers would silently train them.
-
-    Raises:
-        InputError: the builder does not, or its experts cannot be moved.
-    """
+    """Check that a user's builder moves its experts to hosts; otherwise the workers would silently train them."""
     asking = spec.model_copy(update={"experts": spec.experts.connected(Asked())})
     trainable, _ = build(asking, shapes)
     if trainable.hand_over is not None:

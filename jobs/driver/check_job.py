@@ -61,11 +61,7 @@ _LARGE = (torch.Tensor, nn.Parameter, torch.UntypedStorage)
 
 
 def check_sendable(spec: JobSpec) -> None:
-    """Check that each Python object of a job can be pickled.
-
-    Raises:
-        InputError: names the key, and the attribute that cannot.
-    """
+    """Check that each Python object of a job can be pickled."""
     for key, value in _objects(spec):
         module = value.module if isinstance(value, Trainable) else value
         if isinstance(module, nn.Module):
@@ -298,11 +294,7 @@ ITEMS_COMPARED = 16
 
 
 def check_one_length(train: Split) -> None:
-    """Check that rows can be kept for replay: that all have one shape. Of a dataset of items a sample is read.
-
-    Raises:
-        InputError: rows differ in length, or items in shape.
-    """
+    """Check that rows can be kept for replay: that all have one shape. Of a dataset of items a sample is read."""
     order = train.eval_order()
     lengths = train.lengths(order)
     seen = [] if lengths is None else [f"{tokens} tokens" for tokens in sorted({*lengths.tolist()})]

@@ -186,11 +186,7 @@ def _print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
 
 
 def _start_rows(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The first lines.
-
-    Args:
-        measured: as in `ResumedFrom`.
-    """
+    """The first lines."""
     value = {name: text for name, text, _ in plan.rows()}
     workers, threads = plan.value("workers", 0), value.get("threads")
     source = f"{plan.inventory['source']}: " if plan.inventory["source"].startswith("Ray ") else ""

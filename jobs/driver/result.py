@@ -179,12 +179,7 @@ def _report(run: RunFolder, result: AttemptResult) -> tuple[str, list[str]]:
 
 
 def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
-    """Write and return result.json.
-
-    Args:
-        run: the run folder, whose last event is `driver_end`.
-        result: the result of the last attempt.
-    """
+    """Write and return result.json."""
     from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints  # imports torch
 
     metrics = run.read_rows(run.metrics)

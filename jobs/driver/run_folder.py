@@ -226,11 +226,7 @@ def _with_earlier_changes(run: RunFolder, mapping: Mapping[str, Any]) -> dict[st
 
 
 def _refuse_fewer_steps(run: RunFolder, loaded: LoadedSpec, changed: list[str]) -> None:
-    """Refuse a new number of steps that the run has reached already.
-
-    Raises:
-        InputError: nothing would be trained.
-    """
+    """Refuse a new number of steps that the run has reached already."""
     most = loaded.spec.loop.max_steps
     if "loop.max_steps" not in changed or most is None:
         return
@@ -336,11 +332,7 @@ class RunPlanner:
         return OpenRun(run, plan, attempt, claimed=attempt)
 
     def change_workers(self, opened: OpenRun, inventory: Inventory, workers: Resolved) -> OpenRun:
-        """The same run, with the plan for another number of workers, and its records written again.
-
-        Raises:
-            InputError: the machines do not fit the job.
-        """
+        """The same run, with the plan for another number of workers, and its records written again."""
         plan = self._plan(inventory, hosts_of_run=opened.plan.hosts.value_or(None), workers=workers)
         checks = _checked(self.spec, plan, inventory, run=opened.run)
         before, why = opened.plan.workers.value_or(None), workers.reason
@@ -365,11 +357,7 @@ def _recorded(run: RunFolder, plan: Plan, checks: Sequence[CheckResult]) -> Plan
 
 def record_inference(run: RunFolder, unanswered: str | None) -> None:
     """Record that `infer` cannot use the model of a run, or can again with its present code; it is not offered then
-    (`jobs.driver.result`).
-
-    Args:
-        unanswered: why it cannot; "" if it can, None if that is unknown.
-    """
+    (`jobs.driver.result`)."""
     if unanswered is None or (not unanswered and answers_rows(run)):
         return
     reason = f"without labels, {unanswered}" if unanswered else "the model answers rows without labels"
@@ -377,11 +365,7 @@ def record_inference(run: RunFolder, unanswered: str | None) -> None:
 
 
 def _checked(spec: JobSpec, plan: Plan, inventory: Inventory, *, run: RunFolder | None) -> list[CheckResult]:
-    """The results of the checks before the start. Errors: InputError for the first that failed.
-
-    Args:
-        run: the run that continues.
-    """
+    """The results of the checks before the start. Errors: InputError for the first that failed."""
     size, workers = _value(plan.checkpoint_bytes), int(_value(plan.workers) or 1)
     checks = run_preflight(
         save_dir=spec.save.dir, inventory=inventory, checkpoint_bytes=size, worker_bytes=_value(plan.memory),

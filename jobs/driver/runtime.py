@@ -75,11 +75,7 @@ def cluster_address(configured: str | None) -> str:
 
 
 def first_that_answers(addresses: str) -> str:
-    """The first of several addresses (`HOST:PORT,HOST:PORT`) at which a Ray cluster answers.
-
-    Raises:
-        InputError: none does.
-    """
+    """The first of several addresses (`HOST:PORT,HOST:PORT`) at which a Ray cluster answers."""
     several = [address.strip() for address in addresses.split(",") if address.strip()]
     found = next((one for one in several if re.fullmatch(r"[^/]+:\d+", one) and not head_problem(one)), None)
     if found is not None:
@@ -204,9 +200,6 @@ def _running() -> str:
     """The address of "auto": `RAY_ADDRESS`, or a cluster that runs on this machine.
 
     Ray would look for it itself, but not see that a cluster listens on loopback only, and try another address.
-
-    Raises:
-        InputError: there is none.
     """
     from raytrain.execution.ray_private import running_address
 

@@ -371,9 +371,6 @@ class _Fit:
     def _look_at_room(self, *, waiting: bool) -> None:
         """An elastic run continues with the workers that fit: at once where the others cannot start, and where more
         fit, after its workers have saved (`change`).
-
-        Raises:
-            WorkersChange: there is no room for all workers, but for fewer.
         """
         if self._elastic is None or self.change is not None or not self._watch.looked_now:
             return

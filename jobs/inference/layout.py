@@ -206,11 +206,7 @@ def _inflight(target: Target, stages: int) -> int:
 
 
 def told_balance(target: Target, choice: StageChoice, *, batches: int) -> StageChoice:
-    """The choice that says by what its stages are balanced, `MEASURED` where that is still to be measured.
-
-    Args:
-        batches: of the job.
-    """
+    """The choice that says by what its stages are balanced, `MEASURED` where that is still to be measured."""
     infer, split = target.spec.infer, choice.split
     if split is None:
         return choice

@@ -276,8 +276,6 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
     Args:
         stages: processes of a replica, which may also be a worker and its expert hosts.
         key: that sets their number.
-    Raises:
-        InputError: there are fewer GPUs here, and one worker more would wait for one without end.
     """
     wanted, gpus = target.spec.scale.workers, len(target.machines.gpus)
     room = room_of(target, inventory, stages=stages)
@@ -286,7 +284,7 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
         wanted = max(wanted[0], min(wanted[1], gpus // stages)) if local and gpus else wanted[1]
     if room is not None and (stages > 1 or wanted == "auto"):  # a replica more would hold what another one waits for
         units = min(units, max(room, 1))
-    if local and 0 < gpus < stages:
+    if local and 0 < gpus < stages:  # a process more would wait for a GPU without end
         raise InputError(
             key, got=_number(stages, key), expected=f"at most {_number(gpus, key)}, one for each GPU{_and_one(key)}",
             remedy=f"use fewer, or scale.mode=cpu; available: {inventory.describe()}",

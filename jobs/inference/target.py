@@ -233,9 +233,6 @@ def machines_of(spec: JobSpec, inventory: Inventory) -> tuple[DevicePool, list[s
     Args:
         inventory: of the machines that compute. That of this machine says nothing about a cluster: no GPU then, until
             `Target.on` gets the cluster's.
-
-    Raises:
-        InputError: `scale.accelerator` names a device that the machines do not have.
     """
     warnings: list[str] = []
     if cluster_address(spec.cluster.address) != "local" and not of_ray(inventory):

@@ -8,11 +8,7 @@ from raytrain.errors import InputError
 
 
 def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:
-    """Split a verb's arguments into (JOB.yaml or recipe name or None, `section.key=value` overrides).
-
-    Raises:
-        InputError: there are two files, or a key has no value.
-    """
+    """Split a verb's arguments into (JOB.yaml or recipe name or None, `section.key=value` overrides)."""
     from jobs.job.spec import JobSpec  # imports pydantic, which takes a moment
 
     keys = [item for item in arguments if "=" in item and "/" not in item.partition("=")[0]]

@@ -97,11 +97,7 @@ def has_experts(spec: JobSpec) -> bool:
 
 
 def resolved(spec: JobSpec) -> JobSpec:
-    """The job with absolute paths, and with the data keys that are derived from its model.
-
-    Raises:
-        InputError: data and model do not fit together.
-    """
+    """The job with absolute paths, and with the data keys that are derived from its model."""
     model = resolve_model_paths(spec.model)
     return spec.model_copy(update={"model": model, "data": resolve_paths(resolve_text_keys(spec.data, model))})
 
@@ -273,11 +269,7 @@ class NodeEntry(Section):
 
 
 def inventory_from_file(path: str | Path) -> Inventory:
-    """The machines that a nodes file lists.
-
-    Raises:
-        InputError: the file is missing or no YAML list of machines, or a key or value is wrong; the error names it.
-    """
+    """The machines that a nodes file lists."""
     origin = str(path)
     try:
         text = Path(typed_path(origin, key="--inventory")).read_text(encoding="utf-8")

@@ -91,11 +91,7 @@ def important_entries(verb: str) -> list[tuple[str, str]]:
 
 
 def key_lines(name: str | None, *, width: int) -> list[str]:
-    """What `raytrain keys` prints: all keys, those of a section, or one key in full.
-
-    Raises:
-        InputError: there is no such key or section.
-    """
+    """What `raytrain keys` prints: all keys, those of a section, or one key in full."""
     rows = job_rows()
     sections = list(dict.fromkeys(row.key.split(".")[0] for row in rows))
     wanted = [row for row in rows if name in (None, row.key) or row.key.startswith(f"{name}.")]
@@ -181,8 +177,6 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
 
     Args:
         names: option, without its dashes and with underscores -> key.
-    Raises:
-        InputError: an option without a value, or several machines without a cluster.
     """
     found, waiting = [], list(arguments)
     while waiting:

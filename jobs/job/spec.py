@@ -65,11 +65,7 @@ def recipe_lines() -> list[str]:
 
 
 def read_recipe(name: str) -> str:
-    """Return the text of a packaged recipe.
-
-    Raises:
-        InputError: there is no such recipe; the error lists all names.
-    """
+    """Return the text of a packaged recipe."""
     if name not in recipe_names():
         known = recipe_names()
         raise InputError("recipe", got=name, expected=f"one of {', '.join(known)}", remedy=suggestion(name, known))
@@ -77,11 +73,7 @@ def read_recipe(name: str) -> str:
 
 
 def read_job(path: Path) -> str:
-    """Return the text of a JOB.yaml or of a packaged recipe.
-
-    Raises:
-        InputError: the file cannot be read; the error names it.
-    """
+    """Return the text of a JOB.yaml or of a packaged recipe."""
     key = str(path)
     path = recipe_named(path) or path
     if path.is_dir():
@@ -132,9 +124,6 @@ def extended(mapping: Mapping[Any, Any], *, file: Path | None) -> ExtendedJob:
 
     Args:
         file: of the job, which a base is relative to; None: relative to the current folder.
-
-    Raises:
-        InputError: a base cannot be read, or the jobs extend each other in a circle.
     """
     own = dict(mapping)
     bases: list[tuple[dict[Any, Any], str]] = []
@@ -385,11 +374,7 @@ def _given(spec: JobSpec, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_objects(spec: JobSpec) -> None:
-    """Refuse a file with the placeholder of an object: it is the record of a run that was started from Python.
-
-    Raises:
-        InputError: names the key of the object.
-    """
+    """Refuse a file with the placeholder of an object: it is the record of a run that was started from Python."""
     for key, value in (
         ("model.module", spec.model.module),
         ("data.train", spec.data.train),
@@ -448,11 +433,7 @@ def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
 
 
 def refuse_later(spec: JobSpec, verb: str) -> None:
-    """Refuse a value that is valid but does not exist in this version yet.
-
-    Raises:
-        InputError: names the first such key and what to use instead.
-    """
+    """Refuse a value that is valid but does not exist in this version yet."""
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
         raise InputError(
             "scale.strategy",

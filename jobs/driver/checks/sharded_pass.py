@@ -72,11 +72,7 @@ class ShardedPass(FirstBatch):
 
 
 def check_sharded_pass(first: FirstBatch) -> None:
-    """Compare the passes.
-
-    Raises:
-        InputError: the model fails in shards, or computes something else.
-    """
+    """Compare the passes."""
     from raytrain.train.parallel.fsdp_passes import unfit
 
     plain = _tried(first, sharded=False)
