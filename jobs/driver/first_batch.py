@@ -38,14 +38,13 @@ from jobs.driver.build import PassSizes, sizes_of_pass
 from jobs.driver.runtime import cluster_address
 from jobs.job.spec import JobSpec
 from raytrain.config.messages import abbreviated
-from raytrain.config.user_code import OUR_PACKAGES, users_error
+from raytrain.config.user_code import users_error
 from raytrain.data.rows.collate import UsersCollate
 from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.float64 import Float64Columns
 from raytrain.data.rows.map_style import NAMED_AT_MOST, gathered
 from raytrain.data.rows.residency import tensors_of
 from raytrain.errors import InputError, RaytrainError, first_line
-from raytrain.infer.predictor import outputs_of
 from raytrain.train.device import seed_everything
 from raytrain.train.job import build_trainable
 from raytrain.train.loader import cast_floating
@@ -54,11 +53,10 @@ from raytrain.train.placing import place
 from raytrain.train.precision import PrecisionPolicy, policy_for
 from raytrain.train.split_check import split_changes
 from raytrain.trainable import Trainable, in_eval, labels_weight
-from raytrain.trainable import rows as rows_of
 
 TIME_LIMIT_S = 20.0
 NOTE_LIMIT_S = 20.0
-"""Seconds that each may take of: a pass without labels, counting what a pass needs, a batch against its halves."""
+"""Seconds that each may take of: counting what a pass needs, and comparing a batch with its halves."""
 SPLIT_PASS_S, SPLIT_ROWS = 0.3, 4
 """A batch that is compared with its halves has rows for passes of so many seconds, at least 4."""
 MOST_LAST_ROWS = 4
@@ -87,13 +85,11 @@ class FirstPass:
     Attributes:
         skipped: why no micro-batch was run; None if one was.
         sizes: what a pass needs; None if that is unknown.
-        unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
         split: how splitting a global batch changes what is trained; None if it does not, or that is unknown.
     """
 
     skipped: str | None = None
     sizes: PassSizes | None = None
-    unanswered: str | None = None
     split: str | None = None
 
 
@@ -124,7 +120,7 @@ class FirstBatch:
     phase: tuple[str, str] = ("data", "")
     _batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
     model_key: str = field(init=False)
-    _tried: tuple[Trainable, PrecisionPolicy] | None = field(default=None, init=False)
+    _tried: Trainable | None = field(default=None, init=False)
     _row_s: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
@@ -179,7 +175,7 @@ class FirstBatch:
         if any(parameter.device.type not in ("cpu", "meta") for parameter in self.trainable.module.parameters()):
             raise Skipped("the module is on a GPU")
         trainable, policy = self._built()
-        self._tried = trainable, policy
+        self._tried = trainable
         try:
             self._passes(trainable, policy, few)
             tried = few
@@ -340,28 +336,6 @@ class FirstBatch:
             return {"error": {name: getattr(found, name) for name in ("key", "got", "expected", "remedy")}}
         return {}
 
-    def unanswered(self) -> str | None:
-        """Why the user's own model returns no answers for a batch without labels, as `infer` gives it; "" if it does,
-        None if that is unknown."""
-        own = self.spec.model.module is not None or not is_ours(str(self.spec.model.builder))
-        if self._tried is None or not own:
-            return None
-        trainable, policy = self._tried
-        few, many = self.rows()
-        batch = next((self._batches[key] for rows in (few, many) if (key := ("train", rows)) in self._batches), {})
-        given = {name: value for name, value in batch.items() if name != "labels"}
-        if not given or "input_ids" in given:  # texts are generated from its logits
-            return None
-        try:
-            with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
-                outputs = outputs_of(trainable.module, given)
-            count = rows_of(given)
-        except BaseException as error:  # whatever the user's code raises without labels, SystemExit included
-            return None if is_out_of_memory(error, device=CPU) else f"{type(error).__name__}: {first_line(error)}"
-        if outputs.shape[:1] != (count,):
-            return f"the model returned outputs of shape {tuple(outputs.shape)} for {count} rows"
-        return ""
-
     def split_changes(self) -> str | None:
         """How splitting a global batch changes what is trained (`raytrain.train.split_check`); None if it does not,
         the run never does it, or that is unknown."""
@@ -371,11 +345,11 @@ class FirstBatch:
         rows = min(rows, len(split), int(SPLIT_PASS_S / self._row_s)) // 2 * 2
         if self._tried is None or rows < SPLIT_ROWS or micro in ("whole", total):
             return None
-        weigh = partial(self._weight, trainable=self._tried[0])
+        weigh = partial(self._weight, trainable=self._tried)
         synchronized = spec.scale.sync_batchnorm
         with contextlib.suppress(Exception):  # of the user's code, in passes that training does not make
             batch = self._batch("train", split, rows)
-            return split_changes(self._tried[0], batch, rows=rows, weigh=weigh, synchronized=synchronized)
+            return split_changes(self._tried, batch, rows=rows, weigh=weigh, synchronized=synchronized)
         return None
 
     def sizes(self) -> dict[str, Any] | None:
@@ -386,8 +360,8 @@ class FirstBatch:
         with contextlib.suppress(Exception):  # of the user's code, in a pass that training does not make
             rows = few if ("train", few) in self._batches else many
             batch = self._batches["train", rows]
-            counts = self._counts(batch, rows, self._tried[0])
-            return asdict(sizes_of_pass(self._tried[0], batch, rows=rows, counts=counts))
+            counts = self._counts(batch, rows, self._tried)
+            return asdict(sizes_of_pass(self._tried, batch, rows=rows, counts=counts))
         return None
 
     def _error(self, error: BaseException) -> InputError:
@@ -405,11 +379,6 @@ class FirstBatch:
                 "eval together: the builder gets their number as num_classes"
             )
         return InputError(key, got=found.got, expected=expected, remedy=found.remedy)
-
-
-def is_ours(builder: str) -> bool:
-    """Whether a builder is one of the built-in ones, which `infer` can use."""
-    return builder.partition(":")[0].partition(".")[0] in OUR_PACKAGES
 
 
 def data_key(spec: JobSpec, error: BaseException) -> str:
@@ -499,9 +468,9 @@ def _in_child(check: FirstBatch, sender: Any, *, count: bool, limit_s: float) ->
         outcome = check.outcome()
         sender.send_bytes(json.dumps(outcome).encode())
         if not outcome:
-            sizes = {"sizes": check.sizes} if count else {}
-            for name, answer in {"unanswered": check.unanswered, **sizes, "split": check.split_changes}.items():
-                sender.send_bytes(json.dumps({name: answer()}).encode())
+            if count:
+                sender.send_bytes(json.dumps({"sizes": check.sizes()}).encode())
+            sender.send_bytes(json.dumps({"split": check.split_changes()}).encode())
     finally:
         os._exit(0)
 

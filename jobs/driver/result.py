@@ -277,15 +277,8 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     if record["status"] == "failed":
         return [resume_command("train", where), shell_command("check", "--bundle", "problem.zip", "--run", where)]
     output = ["infer.output=FOLDER"] * is_submitted()  # the default is deleted with the job
-    infer = [on_cluster("infer", where, "infer.input=FILE", *output)]
-    offered = infer if record.get("weights") and answers_rows(run) else []
-    return [*offered, resume_command("train", where, _twice_as_long(run, record)), *_comparison(run)]
-
-
-def answers_rows(run: RunFolder) -> bool:
-    """Whether `infer` can use the model of a run, as far as the check before the start has found."""
-    found = [row for row in run.read_rows(run.events) if row.get("kind") == "inference"]
-    return not found or bool(found[-1].get("value"))
+    infer = [on_cluster("infer", where, "infer.input=FILE", *output)] if record.get("weights") else []
+    return [*infer, resume_command("train", where, _twice_as_long(run, record)), *_comparison(run)]
 
 
 def _comparison(run: RunFolder) -> list[str]:

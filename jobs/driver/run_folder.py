@@ -21,7 +21,7 @@ from jobs.driver.plan_table import ResumedFrom, print_plan, print_start
 from jobs.driver.planning import plan_job
 from jobs.driver.printing import print_line
 from jobs.driver.progress import Phases
-from jobs.driver.result import answers_rows, last_sign_of_life
+from jobs.driver.result import last_sign_of_life
 from jobs.job.facts import absolute_path, local_paths, path_from_here
 from jobs.job.spec import (
     JobSpec,
@@ -328,7 +328,6 @@ class RunPlanner:
         print_start(plan, console, warnings=warnings, every=self.verbose, resumed=before)
         if resumed is not None and run.exists(run.result):
             run.store.delete("result.json")
-        record_inference(run, self.checked.first.unanswered)
         return OpenRun(run, plan, attempt, claimed=attempt)
 
     def change_workers(self, opened: OpenRun, inventory: Inventory, workers: Resolved) -> OpenRun:
@@ -353,15 +352,6 @@ def _recorded(run: RunFolder, plan: Plan, checks: Sequence[CheckResult]) -> Plan
     run.write_json(run.plan, plan.to_json())
     run.write_json(run.preflight, [check.to_json() for check in checks])
     return plan
-
-
-def record_inference(run: RunFolder, unanswered: str | None) -> None:
-    """Record that `infer` cannot use the model of a run, or can again with its present code; it is not offered then
-    (`jobs.driver.result`)."""
-    if unanswered is None or (not unanswered and answers_rows(run)):
-        return
-    reason = f"without labels, {unanswered}" if unanswered else "the model answers rows without labels"
-    run.append_event(event("inference", value=not unanswered, reason=reason))
 
 
 def _checked(spec: JobSpec, plan: Plan, inventory: Inventory, *, run: RunFolder | None) -> list[CheckResult]:

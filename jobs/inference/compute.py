@@ -26,9 +26,9 @@ from jobs.driver.progress import (
     WIDE,
     Clock,
     Missing,
+    TimesColumn,
     nothing_missing,
     still,
-    times_column,
     times_text,
 )
 from jobs.driver.runtime import connected
@@ -323,7 +323,7 @@ class InferenceDisplay:
         self._over = threading.Event()
         self._bar = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24 if console.width >= WIDE else 10),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows  {task.fields[figures]}"), times_column(),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows  {task.fields[figures]}"), TimesColumn(),
             console=console, transient=True,
         )  # fmt: skip
         self._task = self._bar.add_task("inference", total=rows, figures="", times=self._times)
