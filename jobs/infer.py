@@ -30,13 +30,11 @@ from raytrain.infer.input import Unit, UnitReport, input_files
 from raytrain.infer.output import MANIFEST, OutputFolder, merge, remove_work
 from raytrain.infer.stages.split import StageSplit
 from raytrain.infer.summary import TableFigures, summarise
-from raytrain.report.inference import build_inference_report
+from raytrain.report.inference import SUMMARY, build_inference_report
 from raytrain.runs.folder import resume_command
 from raytrain.runs.storage import typed_path
 
 __all__ = ["InferResult", "infer"]
-
-SUMMARY = "summary.json"
 
 
 def infer(

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 
 from cluster.environment import restored_environment
-from jobs.driver.attempts import RunAttempts
-from jobs.driver.debug import ONE_PROCESS, debugged, refuse_without_terminal
+from cluster.preflight import is_submitted
+from jobs.driver.attempts import RunAttempts, debugged
 from jobs.driver.printing import print_line
 from jobs.driver.progress import Activity, Phases
 from jobs.driver.result import Result, close_run, command_start, result_of
@@ -24,9 +24,11 @@ from jobs.driver.signals import StopSignals
 from jobs.job.facts import path_from_here, resolved
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import InputError, RunError
-from raytrain.runs.folder import RunFolder
 
 __all__ = ["Result", "train"]
+
+#: Keys that `--debug` sets: what a user's code does happens in one thread of one process, and is not compiled.
+ONE_PROCESS = ("scale.workers=1", "experts.hosts=0", "data.loader_workers=0", "loop.compile=off")
 
 
 def train(
@@ -104,10 +106,11 @@ def run_train(
     debug: bool = False,
     console: Console,
 ) -> Result:
-    """Load a job, or the run to resume, and train it; with `debug` in this process (`jobs.driver.debug`)."""
+    """Load a job, or the run to resume, and train it; with `debug` in this process."""
     began = time.time()
     if debug:
-        refuse_without_terminal()
+        if is_submitted():
+            raise InputError("--debug", got="in a submitted job", expected="a command of its own on this machine")
         overrides = [*overrides, *ONE_PROCESS]
     signals = StopSignals()
     signals.install()
@@ -116,7 +119,9 @@ def run_train(
         if resume is not None and resume != "auto":
             resumed = open_resumed(resume, path, overrides, mapping=mapping)
             if resumed is not None and resumed.finished:
-                return _nothing_left(resumed.run, console)
+                run = resumed.run
+                print_line(console, f"{path_from_here(run.path)} is done; nothing is left to train")
+                return result_of(run, run.read_json(run.result))
             if resumed is not None:
                 resumed = check_checkpoints(resumed)
         loaded = resumed.loaded if resumed else load_spec(path, overrides, mapping=mapping)
@@ -182,8 +187,3 @@ def train_loaded(
     attempts.run()
     assert attempts.opened is not None
     return attempts.closed or close_run(attempts.opened.run, attempts.result, console=console, phases=phases)
-
-
-def _nothing_left(run: RunFolder, console: Console) -> Result:
-    print_line(console, f"{path_from_here(run.path)} is done; nothing is left to train")
-    return result_of(run, run.read_json(run.result))

@@ -1,4 +1,5 @@
 """The connections to Ray of one command: where Ray itself is lost, the rules of a lost worker decide on the next one.
+With `train --debug` there is none.
 
 Importing this module loads neither Ray nor torch.
 """
@@ -10,18 +11,19 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from cluster.devices.inventory import inventory_from_ray, local_inventory
+from cluster.devices.inventory import inventory_from_ray
+from cluster.telemetry.processes import limit_memory
 from cluster.wording import counted
-from jobs.driver.planning import show_only_picked
 from jobs.driver.printing import print_line
-from jobs.driver.progress import Activity
+from jobs.driver.progress import TRAINING, Activity, figures
 from jobs.driver.result import Result, close_run
 from jobs.driver.run_folder import OpenRun, RunPlanner
 from jobs.driver.runtime import cluster_address, cluster_size, connected, dashboard_url
 from jobs.driver.signals import Interrupted, StopSignals
 from raytrain.config.sections import RetryConfig
-from raytrain.errors import ClusterLost, RaytrainError, ResourcesTaken, RunError, WorkersChange
-from raytrain.execution.driver_channel import AttemptResult
+from raytrain.config.user_code import users_place
+from raytrain.errors import ClusterLost, RaytrainError, ResourcesTaken, RunError, WorkersChange, first_line
+from raytrain.execution.driver_channel import AttemptResult, OwnProcess
 from raytrain.plan.choice import Resolved
 from raytrain.runs.faults import CLUSTER_LOST
 from raytrain.runs.folder import this_process
@@ -79,9 +81,7 @@ class RunAttempts:
 
     def _run(self) -> None:
         if self._address == "local":  # planned before Ray starts: the plan says how large the private cluster is
-            inventory = local_inventory()
-            self.opened = self._planner.open(inventory)
-            show_only_picked(str(self.opened.plan.choices()["accelerator"].value_or("cpu")), inventory)
+            self.opened = self._planner.open_here()
         while True:
             try:
                 self._connect_and_fit()
@@ -168,3 +168,37 @@ def next_attempt(
         if decision.action == "stop":
             raise RunError(decision.reason)
     return replace(opened, claimed=run.next_attempt(this_process()))
+
+
+def debugged(planner: RunPlanner, signals: StopSignals) -> tuple[OpenRun, AttemptResult]:
+    """`train --debug`: train in this process, where a debugger has the terminal; returns the run and how it ended.
+    A failure is not tried again.
+
+    Args:
+        signals: the first one saves and stops the run as usual, unless the debugger has taken Ctrl-C for itself.
+    """
+    opened = planner.open_here()
+    from jobs.driver.check_job import train_job  # imports torch
+    from raytrain.execution.worker import Worker
+    from raytrain.train.parallel.collectives import Workers
+
+    def show(progress: dict[str, Any]) -> None:
+        row = progress.get("row") or {}
+        if row.get("kind") == "train" and progress.get("phase") is None:  # an evaluation is printed by itself
+            line = f"step {row['step']}/{opened.plan.max_steps.value_or('?')}  {figures(row)}"
+            print_line(planner.console, line)
+
+    job = train_job(planner.spec, opened.plan, opened.run, attempt=opened.attempt)
+    worker = Worker(job, workers=Workers(), local_rank=0, channel=OwnProcess(signals.asked, show))
+    signals.training = True
+    planner.phases.begin(TRAINING)
+    try:
+        result = worker.run(planner.checked.handed)
+        assert result is not None  # rank 0 returns one
+    except (Exception, SystemExit) as error:  # the worker has printed and recorded it
+        why = str(error) if isinstance(error, RaytrainError) else f"{type(error).__name__}: {first_line(error)}"
+        place = users_place(error)
+        result = AttemptResult("failed", f"{why} ({place})" if place else why, steps=worker.committed())
+    finally:
+        limit_memory(None)  # `cluster.memory_limit`, for a program that goes on
+    return opened, result

@@ -195,7 +195,8 @@ def _start_rows(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, str]
         machine[1] += f" of {_of(threads, 'thread')}"
     if plan.value("hosts", 0) not in (0, "none"):
         machine.append(f"expert hosts: {value['hosts']}")
-    model = [_model_name(plan), f"{_count(plan.value('parameters', 0))} parameters"]
+    builder = str(plan.config["model"].get("builder") or "the module given from Python")
+    model = [builder.rpartition(":")[2], f"{_count(plan.value('parameters', 0))} parameters"]
     if plan.value("hosts", "none") != "none":
         model.append(f"experts: {value['experts']}")
     data, facts = [str(plan.config["data"].get("source") or "given from Python")], plan.data_facts
@@ -227,11 +228,6 @@ def _machines(inventory: Mapping[str, Any]) -> str:
     parts = [f"{len(nodes)} nodes"] if len(nodes) > 1 else []
     parts.append(counted(sum(node["cpus"] for node in nodes), "CPU core"))
     return ", ".join([*parts, *(f"{number} x {name}" for name, number in gpus.items())] + ([] if gpus else ["no GPU"]))
-
-
-def _model_name(plan: Plan) -> str:
-    model = plan.config["model"]
-    return str(model.get("builder") or "the module given from Python").rpartition(":")[2]
 
 
 def _precision(plan: Plan, measured: Mapping[str, Any]) -> str:

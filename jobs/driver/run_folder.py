@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cluster.devices.inventory import Inventory
+from cluster.devices.inventory import Inventory, local_inventory
 from cluster.environment import environment_record
 from cluster.preflight import CheckResult, check_ray_job, check_seen_by_all, run_preflight, submission_id
 from jobs.driver.plan_table import ResumedFrom, print_plan, print_start
-from jobs.driver.planning import plan_job
+from jobs.driver.planning import plan_job, show_only_picked
 from jobs.driver.printing import print_line
 from jobs.driver.progress import Phases
 from jobs.driver.result import last_sign_of_life
@@ -329,6 +329,13 @@ class RunPlanner:
         if resumed is not None and run.exists(run.result):
             run.store.delete("result.json")
         return OpenRun(run, plan, attempt, claimed=attempt)
+
+    def open_here(self) -> OpenRun:
+        """The same on this machine, of whose GPUs this process and a private Ray see only those of the plan."""
+        inventory = local_inventory()
+        opened = self.open(inventory)
+        show_only_picked(str(opened.plan.choices()["accelerator"].value_or("cpu")), inventory)
+        return opened
 
     def change_workers(self, opened: OpenRun, inventory: Inventory, workers: Resolved) -> OpenRun:
         """The same run, with the plan for another number of workers, and its records written again."""

@@ -35,7 +35,6 @@ from raytrain.plan.plan import Plan
 from raytrain.plan.room import Need, missing, short_of
 from raytrain.plan.shares import ElasticWorkers
 from raytrain.runs.faults import record_lost_ranks
-from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 from raytrain.runs.storage import join
 
@@ -229,8 +228,10 @@ def _watched(fitting: _Fit, spec: JobSpec, opened: OpenRun, *, signals: StopSign
             late = stop_at is not None and time.monotonic() > stop_at
             cluster_ended = stop_at is not None and unanswered > 1  # the same signal may have ended it
             if signals.times > 1 or late or cluster_ended:
-                left = LEFT + (f": they did not save within {spec.retry.stop_grace_s:g} s" if late else "")
-                display.print_lines(f"{left}{' (retry.stop_grace_s)' if late else ''}; {newest_checkpoint(opened.run)}")
+                left, steps = LEFT, opened.run.saved_steps()
+                left += f": they did not save within {spec.retry.stop_grace_s:g} s" if late else ""
+                saved = f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
+                display.print_lines(f"{left}{' (retry.stop_grace_s)' if late else ''}; {saved}")
                 return AttemptResult("interrupted", left, workers_running=True)
             if stop_at is None:
                 fitting.check_cluster(display)
@@ -267,7 +268,6 @@ class _Fit:
             telemetry=HostTelemetry(opened.run.path, spec.telemetry.every, memory_limit, self.channel),
         )
         self.progress: Mapping[str, Any] = {}
-        self._retry = spec.retry
         self.stuck = StuckWorkers(opened.run, self.channel, spec.retry, local=cluster.local)
         self._warned: set[str] | None = None
         self._left_out: set[str] = set()  # ids of nodes
@@ -448,12 +448,6 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
     if fitting.progress.get("phase") == "training":
         signals.training = True
     return True
-
-
-def newest_checkpoint(run: RunFolder) -> str:
-    """From where a run continues whose workers were left, in words."""
-    saved = run.saved_steps()
-    return f"the newest checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint yet"
 
 
 def with_rank(warning: Mapping[str, Any], signs: Signs) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def _input(target: Target, folder: str, data: Any) -> tuple[InputRows, tuple[str
 def _tables_of(data: Any) -> Iterable[Any]:
     if not is_ray_dataset(data):
         return [data]
-    from raytrain.infer.ray_data import dataset_tables
+    from raytrain.infer.ray_data import dataset_tables  # imports Ray
 
     return dataset_tables(data)
 
@@ -193,7 +193,10 @@ def _planned(
         "infer.id_column": infer.id_column, "infer.label": infer.label,
         **{f"infer.keep[{number}]": name for number, name in enumerate(infer.keep)},
     })  # fmt: skip
-    _check_names(kept_columns(infer))
+    written = {"id", *RESULT_COLUMNS, *TIMING_COLUMNS}
+    for name in kept_columns(infer):
+        if name in written:
+            raise InputError("infer.keep", got=f"{name}, a column that raytrain writes", expected="another name")
     if infer.format == "csv":
         check_cells(rows.schema, {"infer.id_column": [infer.id_column], "infer.keep": infer.keep})
     target.model.check_header(infer, rows.schema)
@@ -228,28 +231,8 @@ def _planned(
         **{f"infer.{key}": value for key, value in settings.items()},
     }  # fmt: skip
     return InferencePlan(
-        target,
-        rows,
-        units,
-        output,
-        batch,
-        workers,
-        threads,
-        stages,
-        identity,
-        paths,
-        reason,
-        hosts,
-        need,
-        room,
-        waits,
-    )
-
-
-def _check_names(kept: Sequence[str]) -> None:
-    for name in kept:
-        if name in ("id", *RESULT_COLUMNS, *TIMING_COLUMNS):
-            raise InputError("infer.keep", got=f"{name}, a column that raytrain writes", expected="another name")
+        target, rows, units, output, batch, workers, threads, stages, identity, paths, reason, hosts, need, room, waits
+    )  # fmt: skip
 
 
 def _check_ids(rows: InputRows, column: str) -> None:
@@ -285,8 +268,9 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
     if room is not None and (stages > 1 or wanted == "auto"):  # a replica more would hold what another one waits for
         units = min(units, max(room, 1))
     if local and 0 < gpus < stages:  # a process more would wait for a GPU without end
+        but = " but the worker's" if key == HOSTS else ""
         raise InputError(
-            key, got=_number(stages, key), expected=f"at most {_number(gpus, key)}, one for each GPU{_and_one(key)}",
+            key, got=_number(stages, key), expected=f"at most {_number(gpus, key)}, one for each GPU{but}",
             remedy=f"use fewer, or scale.mode=cpu; available: {inventory.describe()}",
         )  # fmt: skip
     if not isinstance(wanted, int):
@@ -304,10 +288,6 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
 def _number(processes: int, key: str) -> str:
     """The value of the key with which a replica has so many processes."""
     return str(processes - 1 if key == HOSTS else processes)
-
-
-def _and_one(key: str) -> str:
-    return " but the worker's" if key == HOSTS else ""
 
 
 def need_of(target: Target, processes: int, *, key: str, threads: int | None = None) -> Need:
