@@ -145,9 +145,16 @@ class RemainingTime:
         while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW_S:
             self._seen.popleft()
         self._since, self._left_s = now, left_s
-        (first_at, first), left = self._seen[0], total - step
-        if left_s is None and left > 0 and now - first_at >= REMAINING_LEAST_S:
-            self._left_s = left * (now - first_at) / (step - first)
+        rate = self.rate()
+        if left_s is None and rate and total > step and now - self._seen[0][0] >= REMAINING_LEAST_S:
+            self._left_s = (total - step) / rate
+
+    def rate(self) -> float | None:
+        """Steps a second, of those that were seen last; None where that is unknown."""
+        if not self._seen or self._seen[-1][0] <= self._seen[0][0]:
+            return None
+        (first_at, first), (at, step) = self._seen[0], self._seen[-1]
+        return (step - first) / (at - first_at)
 
     def seconds(self) -> float | None:
         """The remaining seconds; None where they are unknown."""

@@ -26,6 +26,7 @@ from jobs.driver.progress import (
     WIDE,
     Clock,
     Missing,
+    RemainingTime,
     TimesColumn,
     nothing_missing,
     still,
@@ -319,7 +320,7 @@ class InferenceDisplay:
         self._complete: dict[int, int] = {}
         self._began = self._last = self._beaten = clock()
         self._shown = 0
-        self._first: tuple[float, int] | None = None
+        self._remaining = RemainingTime(clock)
         self._over = threading.Event()
         self._bar = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24 if console.width >= WIDE else 10),
@@ -345,26 +346,29 @@ class InferenceDisplay:
 
     def tick(self) -> None:
         """Show what is new, if it is time."""
-        now = self._clock()
+        now, live = self._clock(), self._console.is_terminal
         if now - self._beaten >= BEAT_EVERY_S:
             self._beaten = now
             self._beat()
-        if now - self._last >= QUIET_S and not self._done() and (needed := self._missing()):
+        waited = now - self._last
+        if not live and waited < PLAIN_EVERY_S:
+            return
+        done = self._done()
+        if done:  # before, processes start and the model is loaded
+            self._remaining.see(self._earlier + done, self._rows)
+        rate = self._remaining.rate()
+        figures = "" if rate is None else f"{rate:,.1f} rows/s"
+        if waited >= QUIET_S and not done and (needed := self._missing()):
             self._last = now
-            self._print(still("waiting for room in the cluster", now - self._began, needed))
-        elif self._console.is_terminal:
-            self._bar.update(self._task, completed=self._earlier + self._done(), figures=self._rate(now))
-        elif now - self._last >= PLAIN_EVERY_S:
-            done = self._done()
-            if done == self._shown and now - self._last < QUIET_S:
-                return
+            print_line(self._console, still("waiting for room in the cluster", now - self._began, needed))
+        elif live:
+            self._bar.update(self._task, completed=self._earlier + done, figures=figures)
+        elif done != self._shown or waited >= QUIET_S:
             self._last, self._shown = now, done
+            left_s = self._remaining.seconds()
+            left = f" after {now - self._began:.0f} s" if left_s is None else f", about {left_s:,.0f} s left"
             rows = f"{self._earlier + done:,} of {self._rows:,} rows"
-            rate = self._rate(now)
-            self._print(f"{rows}{rate and f', {rate}'}{self._left(now)}")
-
-    def _print(self, line: str) -> None:
-        print_line(self._console, line)
+            print_line(self._console, f"{rows}{figures and f', {figures}'}{left}")
 
     def _done(self) -> int:
         """Rows that this command has computed."""
@@ -372,31 +376,8 @@ class InferenceDisplay:
         partial = {unit: rows for unit, rows in self._in_progress().items() if unit not in complete}
         return sum(complete.values()) + sum(partial.values())
 
-    def _per_s(self, now: float) -> float | None:
-        """Rows a second since the first were seen, as in the last line: the time until then, in which processes start
-        and the model is loaded, computes none. None before there are more."""
-        done = self._done()
-        if self._first is None and done:
-            self._first = (now, done)
-        since, before = self._first or (now, done)
-        return (done - before) / (now - since) if now > since and done > before else None
-
-    def _rate(self, now: float) -> str:
-        rate = self._per_s(now)
-        return "" if rate is None else f"{rate:,.1f} rows/s"
-
     def _times(self) -> str:
-        now = self._clock()
-        return times_text(now - self._began, self._left_s(now))
-
-    def _left(self, now: float) -> str:
-        left_s = self._left_s(now)
-        return f" after {now - self._began:.0f} s" if left_s is None else f", about {left_s:,.0f} s left"
-
-    def _left_s(self, now: float) -> float | None:
-        """Seconds for the rows that are left; None where the rate is unknown."""
-        rate = self._per_s(now)
-        return None if rate is None else max(self._rows - self._earlier - self._done(), 0) / rate
+        return times_text(self._clock() - self._began, self._remaining.seconds())
 
     def _run(self) -> None:
         while not self._over.wait(1.0):
