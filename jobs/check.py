@@ -41,10 +41,9 @@ from jobs.checks.node import (
 from jobs.driver.printing import print_line, print_row
 from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
-from jobs.job.facts import absolute_path
+from jobs.job.facts import absolute_path, run_named
 from jobs.job.spec import JobSpec, load_spec
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
-from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
 if TYPE_CHECKING:
@@ -387,10 +386,9 @@ def _bundled(
 ) -> CheckReport:
     """The check, with everything that it found, or why it ended, in a support bundle."""
     from jobs.checks.bundle import SMALL, check_bundle_path, write_bundle
-    from jobs.report import NEWEST
 
     file, loaded = check_bundle_path(bundle), load_spec(path, list(overrides))
-    folder = None if run is None else RunFolder.open(NEWEST if run == "latest" else run)
+    folder = None if run is None else run_named(run)
     ended, report = None, CheckReport()
     try:
         report = check(path, overrides=overrides, quick=quick, console=console)

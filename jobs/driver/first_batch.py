@@ -120,7 +120,7 @@ class FirstBatch:
     phase: tuple[str, str] = ("data", "")
     _batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
     model_key: str = field(init=False)
-    _tried: Trainable | None = field(default=None, init=False)
+    _tried: Trainable = field(init=False)
     _row_s: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
@@ -336,6 +336,8 @@ class FirstBatch:
             return {"error": {name: getattr(found, name) for name in ("key", "got", "expected", "remedy")}}
         return {}
 
+    # -- after passes that were made --------------------------------------------------------------
+
     def split_changes(self) -> str | None:
         """How splitting a global batch changes what is trained (`raytrain.train.split_check`); None if it does not,
         the run never does it, or that is unknown."""
@@ -343,7 +345,7 @@ class FirstBatch:
         total = spec.loop.global_batch_size
         rows = max(SPLIT_ROWS, total if isinstance(total, int) else 0)
         rows = min(rows, len(split), int(SPLIT_PASS_S / self._row_s)) // 2 * 2
-        if self._tried is None or rows < SPLIT_ROWS or micro in ("whole", total):
+        if rows < SPLIT_ROWS or micro in ("whole", total):
             return None
         weigh = partial(self._weight, trainable=self._tried)
         synchronized = spec.scale.sync_batchnorm
@@ -354,8 +356,6 @@ class FirstBatch:
 
     def sizes(self) -> dict[str, Any] | None:
         """What a pass of the model needs, as plain values; None where that is unknown."""
-        if self._tried is None:
-            return None
         few, many = self.rows()
         with contextlib.suppress(Exception):  # of the user's code, in a pass that training does not make
             rows = few if ("train", few) in self._batches else many
@@ -410,8 +410,6 @@ def check_first_batch(check: FirstBatch, *, count: bool = False, limit_s: float 
     Raises:
         InputError: the run would fail, with the frames of the user's own code.
     """
-    if not hasattr(os, "fork"):
-        return FirstPass("this system cannot fork a process")
     sys.stdout.flush()
     sys.stderr.flush()
     keep_parents_objects()

@@ -11,9 +11,8 @@ from typing import Any
 from cluster.devices.inventory import Inventory
 from jobs.driver.result import weights_step
 from jobs.driver.runtime import cluster_address
-from jobs.job.facts import formula_facts, resolve_model_paths, resolved
+from jobs.job.facts import formula_facts, resolve_model_paths, resolved, run_named
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
-from jobs.report import NEWEST
 from raytrain.config.sections import ModelConfig, ScaleConfig
 from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError
@@ -111,7 +110,7 @@ def _target(
 
 def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -> Target:
     try:
-        run = RunFolder.open(NEWEST if given in (None, "latest") else str(given))
+        run = run_named(given or "latest")
     except InputError as error:
         raise InputError("infer", got=error.got, expected=EXPECTED) from error
     if not run.exists(run.job_mapping):

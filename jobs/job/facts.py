@@ -29,6 +29,7 @@ from raytrain.data.sources.tokenised import resolve_text_keys
 from raytrain.errors import InputError
 from raytrain.models.huggingface import KEYS
 from raytrain.plan.facts import DataFacts, ModelFacts
+from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import typed_path
 
 # ---------------------------------------------------------------- facts
@@ -144,6 +145,11 @@ def resolve_paths(data: DataConfig) -> DataConfig:
 def absolute_path(path: str) -> str:
     """A local path made absolute on this machine; a URI is unchanged."""
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def run_named(name: str) -> RunFolder:
+    """The run folder that a user names; `latest`: the newest one in `runs`."""
+    return RunFolder.open("runs/latest" if name == "latest" else name)
 
 
 def path_from_here(path: str) -> str:
