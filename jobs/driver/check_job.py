@@ -20,8 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, counted, opened
-from jobs.driver.checks.sharded_pass import check_sharded_pass
 from jobs.driver.first_batch import FirstBatch, FirstPass, certainly_on_cpu, check_first_batch, data_key
+from jobs.driver.sharded_pass import check_sharded_pass
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors

@@ -90,10 +90,8 @@ class Resumed:
             saved = rows[-1]["precision"] if rows and step is not None else None  # that of the checkpoint
             value = fallen_precision(run) or saved or known.get("precision", {}).get("value")
             measured |= {} if value is None else {"precision": value}
-        micro, now = (
-            known.get("micro_batch", {}),
-            {"global_batch_size": plan.global_batch_size, "workers": plan.workers},
-        )
+        now = {"global_batch_size": plan.global_batch_size, "workers": plan.workers}
+        micro = known.get("micro_batch", {})
         same = all(micro.get("settings", {}).get(name) == choice.value_or(None) for name, choice in now.items())
         if isinstance(plan.micro_batch_size, Deferred) and micro and same:
             measured["micro_batch"] = micro["value"]
