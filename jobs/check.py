@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -328,15 +328,11 @@ def _clocks() -> dict[str, tuple[float, float, float]]:
 
 def _one_of_each_host(nodes: Mapping[str, NodeReport]) -> list[list[str]]:
     """The nodes in groups that can be measured at the same time: several nodes of one machine share its cores."""
-    turns = list[list[str]]()
-    seen = Counter[str]()
+    turns, seen = defaultdict[int, list[str]](list), Counter[str]()
     for node, report in nodes.items():
-        turn = seen[report.host]
+        turns[seen[report.host]].append(node)
         seen[report.host] += 1
-        if turn == len(turns):
-            turns.append([])
-        turns[turn].append(node)
-    return turns
+    return list(turns.values())
 
 
 @contextlib.contextmanager
