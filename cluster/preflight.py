@@ -425,38 +425,18 @@ def _check_folder(save_dir: str) -> CheckResult:
     return CheckResult("save_folder", "ok", folder, expected)
 
 
-def measured_stop(stop_s: float, *, grace_s: float, environ: Mapping[str, str] | None = None) -> CheckResult | None:
-    """The check of the stop again, once the run has measured what a stop takes; None outside a submitted job.
-
-    Args:
-        stop_s: seconds of a step and of saving a checkpoint, as measured.
-        grace_s: `retry.stop_grace_s`.
-    """
-    environ = os.environ if environ is None else environ
-    return _judge_stop(stop_s, "measured", grace_s, environ) if is_submitted(environ) else None
-
-
 def _check_stop(checkpoint_bytes: int | None, grace_s: float, environ: Mapping[str, str]) -> CheckResult:
-    """By the time to write a checkpoint alone; `measured_stop` judges again when the time of a step is known."""
-    if checkpoint_bytes is None:
-        seen = f"{_killed_after(grace_s, environ)[1]}; the size of a checkpoint is not known yet"
-        return CheckResult("job_stop", "na", seen, ENOUGH)
-    return _judge_stop(checkpoint_bytes / SAVE_RATE, "estimated for writing", grace_s, environ)
-
-
-def _killed_after(grace_s: float, environ: Mapping[str, str]) -> tuple[float, str]:
-    """Seconds that a stop leaves, and the same in words."""
+    """Whether `ray job stop` leaves time to write a checkpoint."""
     try:
         wait_s = float(environ.get(STOP_WAIT, "3"))
     except ValueError:
         wait_s = 3.0
-    return wait_s, f"`ray job stop` kills this job after {wait_s:g} s, whatever retry.stop_grace_s says ({grace_s:g} s)"
-
-
-def _judge_stop(need_s: float, how: str, grace_s: float, environ: Mapping[str, str]) -> CheckResult:
-    wait_s, seen = _killed_after(grace_s, environ)
+    seen = f"`ray job stop` kills this job after {wait_s:g} s, whatever retry.stop_grace_s says ({grace_s:g} s)"
+    if checkpoint_bytes is None:
+        return CheckResult("job_stop", "na", f"{seen}; the size of a checkpoint is not known yet", ENOUGH)
+    need_s = checkpoint_bytes / SAVE_RATE
     need = f"{need_s:.3g}" if need_s < 999 else f"{need_s:,.0f}"
-    needs = f"{ENOUGH}: about {need} s are {how}"
+    needs = f"{ENOUGH}: about {need} s are estimated for writing"
     if need_s > wait_s:
         return CheckResult(
             "job_stop", "warn", seen, needs,

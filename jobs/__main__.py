@@ -36,7 +36,10 @@ class _Verbs(click.Group):
         output.guard_output()
         own = not args and not extra  # the command itself, not a program that calls it
         try:
-            returned = self._main(*args, **extra)
+            try:
+                returned = self._ended(*args, **extra)
+            finally:
+                output.flush_output()
         except output.OutputLost as lost:
             output.end_without_output(lost)
         except SystemExit as end:
@@ -44,12 +47,6 @@ class _Verbs(click.Group):
             raise
         output.end_process(0, own=own)
         return returned
-
-    def _main(self, *args: Any, **extra: Any) -> Any:
-        try:
-            return self._ended(*args, **extra)
-        finally:
-            output.flush_output()
 
     def _ended(self, *args: Any, **extra: Any) -> Any:
         try:
@@ -110,7 +107,7 @@ def _keys_option(verb: str) -> Any:
 
     class VerbCommand(click.Command):
         def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-            from jobs.job.keys import INFERENCE, LAUNCHER, TRAINING, as_keys, unknown_among
+            from jobs.job.keys import INFERENCE, LAUNCHER, TRAINING, as_keys, unknown_option
 
             names = LAUNCHER | (INFERENCE if verb == "infer" else TRAINING)
             given = as_keys(args, names)
@@ -118,7 +115,7 @@ def _keys_option(verb: str) -> Any:
                 return super().parse_args(ctx, list(given))
             except click.NoSuchOption as error:
                 known = [name for option in self.params for name in option.opts if name.startswith("--")]
-                raise unknown_among(error.option_name, given, verb=self.name or verb, known=known) from error
+                raise unknown_option(error.option_name, given, verb=self.name or verb, known=known) from error
 
         def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
             from jobs.job.keys import important_entries
@@ -405,12 +402,11 @@ class _SubmitVerbs(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
             offered = ", ".join(self.list_commands(ctx))
-            local = main.get_command(ctx, args[0]) is not None
             from raytrain.config.messages import suggestion
 
-            remedy = (
-                f"{args[0]} needs no cluster: run it here" if local else suggestion(args[0], self.list_commands(ctx))
-            )
+            remedy = suggestion(args[0], self.list_commands(ctx))
+            if main.get_command(ctx, args[0]) is not None:
+                remedy = f"{args[0]} needs no cluster: run it here"
             raise InputError("submit", got=args[0], expected=f"one of {offered}", remedy=remedy)
         return super().resolve_command(ctx, args)
 

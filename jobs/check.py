@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
+from cluster.devices.inventory import inventory_from_ray, local_inventory
 from cluster.preflight import CheckResult, DeviceSize, check_wanted, local_folder, on_each_node
 from cluster.wording import counted, size
 from jobs.checks.node import (
@@ -38,12 +38,12 @@ from jobs.checks.node import (
     examine,
     measure_node,
 )
+from jobs.driver.printing import print_line, print_row
 from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
-from jobs.job.facts import absolute_path
+from jobs.job.facts import absolute_path, run_named
 from jobs.job.spec import JobSpec, load_spec
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
-from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
 if TYPE_CHECKING:
@@ -153,34 +153,23 @@ def check(
 
         own = NamedJob(path, overrides)
     report, console = CheckReport(), console or Console(quiet=True)
-    address = cluster_address(spec.cluster.address)
-    here = local_inventory()
+    address, here = cluster_address(spec.cluster.address), local_inventory()
     with Activity(console) as activity, _timed(report, "all"), _new_folders_removed(absolute_path(spec.save.dir)):
         activity.begin("connecting to Ray" if address != "local" else "starting Ray")
-        console.print(f"checking {here.describe()}", markup=False, highlight=False, soft_wrap=True)
-        slots = here.cpus + CPU_WORKERS
-        with (
-            _timed(report, "with Ray"),
-            connected(address, num_cpus=slots, num_gpus=len(here.devices()), verbose=False) as cluster,
-        ):
-            inventory = inventory_from_ray()
-            with _timed(report, "machines"):
-                interface = "lo" if cluster.local else spec.cluster.interface
-                _check_machines(report, spec, activity, console, interface)
+        print_line(console, f"checking {here.describe()}")
+        started: Any = {"num_cpus": here.cpus + CPU_WORKERS, "num_gpus": len(here.devices()), "verbose": False}
+        with _timed(report, "with Ray"), connected(address, **started) as cluster:
+            checking = _Checking(report, spec, cluster, activity, console)
+            checking.check_machines()
             if quick:
-                skipped = CheckResult("training", "na", "left out (--quick)", "two steps in each supported precision")
-                _add(report, console, [skipped])
-            elif not report.failed:
-                activity.begin("training two steps in each supported precision")
-                with _timed(report, "training"):
-                    _check_training(report, spec, cluster, inventory, console)
-                if own is not None and not report.failed:
-                    activity.begin("measuring the job on its data")
-                    with _timed(report, "job"):
-                        _check_job(report, own, spec, cluster, inventory, console)
+                seen, expected = "left out (--quick)", "two steps in each supported precision"
+                checking.add(CheckResult("training", "na", seen, expected))
+            elif report.failed:
+                checking.add(CheckResult("training", "na", "left out: a check failed", "the other checks are ok"))
             else:
-                skipped = CheckResult("training", "na", "left out: a check failed", "the other checks are ok")
-                _add(report, console, [skipped])
+                checking.check_training()
+                if own is not None and not report.failed:
+                    checking.check_job(own)
     return report
 
 
@@ -198,99 +187,123 @@ def _new_folders_removed(save_dir: str) -> Iterator[None]:
                 one.rmdir()
 
 
-def _check_machines(
-    report: CheckReport, spec: JobSpec, activity: Activity, console: Console, interface: str | None
-) -> None:
-    """Facts and checks of every node, then their rates."""
-    save_dir, token = absolute_path(spec.save.dir), f".raytrain-check-{secrets.token_hex(8)}"
-    activity.begin(f"writing to {save_dir}")
-    with _token(save_dir, token) as why, _listening() as driver:
-        activity.begin("checking every node")
-        tasks = on_each_node(examine, save_dir, token, secrets.token_hex(4), driver, interface)
-        report.nodes = _answers(tasks, NODE_TIMEOUT_S)
-    for result in check_versions(report.nodes):
-        _add(report, console, [result])
-    _add(report, console, [check_platform(report.nodes), *_wanted(report, spec)])
-    for node, one in report.nodes.items():
-        found = [result for result in one.results if result.name != "shared_storage" or not why]
-        _add(report, console, found, node)
-    if why:
-        seen = f"{why}, so that the nodes have nothing to read"
-        _add(report, console, [CheckResult("shared_storage", "na", seen, "the driver can write there")])
-    _add(report, console, [check_clocks(_clocks())])
-    activity.begin("measuring the devices")
-    gpus = any(row["kind"] != "cpu" for one in report.nodes.values() for row in one.devices)
-    for nodes in _one_of_each_host(report.nodes):
-        report.rates |= _answers(on_each_node(measure_node, gpus=gpus, only=nodes), RATES_TIMEOUT_S)
-    _add(report, console, [check_repeatable(report.rates), *check_rates(report.rates), check_monitoring(report.rates)])
+class _Checking:
+    """The checks that need the cluster; each method adds its results to the report, and shows them."""
 
+    def __init__(
+        self, report: CheckReport, spec: JobSpec, cluster: Cluster, activity: Activity, console: Console
+    ) -> None:
+        self.report, self._spec, self._cluster = report, spec, cluster
+        self._activity, self._console = activity, console
+        self._save_dir, self._inventory = absolute_path(spec.save.dir), inventory_from_ray()
 
-def _wanted(report: CheckReport, spec: JobSpec) -> list[CheckResult]:
-    """Whether the devices are what the job is meant for; nothing where it does not say."""
-    result = check_wanted(spec.cluster, (
-        DeviceSize(f"{row['name']} of {node}", row["kind"] != "cpu", row["memory_total_bytes"],
-                   row["capability"] and tuple(row["capability"]))
-        for node, one in report.nodes.items() for row in one.devices
-    ))  # fmt: skip
-    return [] if result.status == "na" else [result]
+    def add(self, *results: CheckResult, node: str = "") -> None:
+        """Record results, and show them."""
+        several, console = len(self.report.nodes) > 1, self._console
+        for result in results:
+            self.report.results.append((node, result))
+            wrong = result.status in ("warn", "fail")
+            seen = f"{node}: {result.seen}" if node and several else result.seen
+            remedy = f"expected {result.expected}{'; ' * bool(result.remedy)}{result.remedy}"
+            name = result.name.replace("_", " ")
+            if not console.is_terminal:
+                print_line(console, f"{SIGNS[result.status]:<9} {name:<19} {seen}")
+                if wrong:
+                    print_line(console, f"{'':<29} {remedy}")
+                continue
+            table = Table(box=None, show_header=False, pad_edge=False, expand=False)
+            table.add_column(width=8, style=COLOURS[result.status])
+            table.add_column(width=18, overflow="fold")
+            table.add_column(overflow="fold")
+            table.add_row(SIGNS[result.status], name, seen)
+            if wrong:
+                table.add_row("", "", remedy, style="dim")
+            console.print(table, markup=False, highlight=False)
 
+    def check_machines(self) -> None:
+        """Facts and checks of every node, then their rates."""
+        report, save_dir, token = self.report, self._save_dir, f".raytrain-check-{secrets.token_hex(8)}"
+        interface = "lo" if self._cluster.local else self._spec.cluster.interface
+        self._activity.begin(f"writing to {save_dir}")
+        with _timed(report, "machines"):
+            with _token(save_dir, token) as why, _listening() as driver:
+                self._activity.begin("checking every node")
+                tasks = on_each_node(examine, save_dir, token, secrets.token_hex(4), driver, interface)
+                report.nodes = _answers(tasks, NODE_TIMEOUT_S)
+            self.add(*check_versions(report.nodes), check_platform(report.nodes), *self._wanted())
+            for node, one in report.nodes.items():
+                self.add(*(result for result in one.results if result.name != "shared_storage" or not why), node=node)
+            if why:
+                seen = f"{why}, so that the nodes have nothing to read"
+                self.add(CheckResult("shared_storage", "na", seen, "the driver can write there"))
+            self.add(check_clocks(_clocks()))
+            self._activity.begin("measuring the devices")
+            gpus = any(row["kind"] != "cpu" for one in report.nodes.values() for row in one.devices)
+            for nodes in _one_of_each_host(report.nodes):
+                report.rates |= _answers(on_each_node(measure_node, gpus=gpus, only=nodes), RATES_TIMEOUT_S)
+            self.add(check_repeatable(report.rates), *check_rates(report.rates), check_monitoring(report.rates))
 
-def _check_training(
-    report: CheckReport, spec: JobSpec, cluster: Cluster, inventory: Inventory, console: Console
-) -> None:
-    """One fit on every GPU, or on two workers of a machine's CPU, or one worker on each CPU node."""
-    from jobs.checks.training import check_training, small_jobs
+    def _wanted(self) -> list[CheckResult]:
+        """Whether the devices are what the job is meant for; nothing where it does not say."""
+        result = check_wanted(self._spec.cluster, (
+            DeviceSize(f"{row['name']} of {node}", row["kind"] != "cpu", row["memory_total_bytes"],
+                       row["capability"] and tuple(row["capability"]))
+            for node, one in self.report.nodes.items() for row in one.devices
+        ))  # fmt: skip
+        return [] if result.status == "na" else [result]
 
-    gpus, nodes = len(inventory.devices()), sum(node.cpus > 0 for node in inventory.nodes)
-    workers = gpus or (nodes if nodes > 1 else CPU_WORKERS)
-    try:
-        jobs = small_jobs(inventory, workers=workers, formats=_formats(report))
-        report.training = _fit(jobs, spec, cluster, workers=workers, on_gpu=gpus > 0)
-    except RunError as error:
-        failed = CheckResult(
-            "training", "fail", first_line(error), f"{counted(workers, 'worker')} train", "see the message"
-        )
-        _add(report, console, [failed])
-        return
-    _add(report, console, check_training(report.training, workers=workers))
+    def check_training(self) -> None:
+        """One fit on every GPU, or on two workers of a machine's CPU, or one worker on each CPU node."""
+        from jobs.checks.training import check_training, small_jobs
 
+        self._activity.begin("training two steps in each supported precision")
+        gpus, nodes = len(self._inventory.devices()), sum(node.cpus > 0 for node in self._inventory.nodes)
+        workers = gpus or (nodes if nodes > 1 else CPU_WORKERS)
+        with _timed(self.report, "training"), self._failing("training", f"{counted(workers, 'worker')} train"):
+            jobs = small_jobs(self._inventory, workers=workers, formats=self._formats())
+            self.report.training = self._fit(jobs, workers=workers)
+            self.add(*check_training(self.report.training, workers=workers))
 
-def _fit(jobs: Sequence[Any], spec: JobSpec, cluster: Cluster, *, workers: int, on_gpu: bool) -> list[dict[str, Any]]:
-    """`run_fit` with a storage folder that is removed.
+    def check_job(self, own: NamedJob) -> None:
+        """Train the job on one device, and judge what was measured."""
+        from jobs.checks.training import check_job
 
-    Raises:
-        RunError: the fit failed.
-    """
-    from jobs.checks.training import run_fit
+        self._activity.begin("measuring the job on its data")
+        arms = own.arms(self._formats())
+        with _timed(self.report, "job"), self._failing("job", "some steps of the job on its data"):
+            rows = self._fit([own.job(arm, self._inventory) for arm in arms], workers=1)
+            found = [
+                {"rows_asked": arm.rows, "loaders": arm.loaders, **row} for arm, row in zip(arms, rows, strict=True)
+            ]
+            self.report.job = found
+            source, number = self._spec.data.source or "the data", own.checked.data_facts.train_rows
+            self.add(*check_job(arms, rows, self._spec, source=source, rows=number))
 
-    save_dir, name = absolute_path(spec.save.dir), f".raytrain-check-{secrets.token_hex(8)}"
-    storage = os.path.join(cluster.folder, "t") if cluster.local else join(save_dir, name)
-    try:
-        return run_fit(
-            jobs, workers=workers, on_gpu=on_gpu, local=cluster.local, interface=spec.cluster.interface, storage=storage
-        )
-    finally:
-        if not cluster.local:
-            open_store(save_dir).delete_tree(name)
+    @contextlib.contextmanager
+    def _failing(self, name: str, expected: str) -> Iterator[None]:
+        """An error of the training is the result of its check: the plan refuses a job, or a process died."""
+        try:
+            yield
+        except RaytrainError as error:
+            self.add(CheckResult(name, "fail", str(error), expected, "see the message"))
 
+    def _fit(self, jobs: Sequence[Any], *, workers: int) -> list[dict[str, Any]]:
+        """`run_fit` with a storage folder that is removed. Errors: RunError, the fit failed."""
+        from jobs.checks.training import run_fit
 
-def _check_job(
-    report: CheckReport, own: NamedJob, spec: JobSpec, cluster: Cluster, inventory: Inventory, console: Console
-) -> None:
-    """Train the job on one device, and judge what was measured."""
-    from jobs.checks.training import check_job
+        local, name = self._cluster.local, f".raytrain-check-{secrets.token_hex(8)}"
+        storage = os.path.join(self._cluster.folder, "t") if local else join(self._save_dir, name)
+        place: Any = {"local": local, "interface": self._spec.cluster.interface, "storage": storage}
+        try:
+            return run_fit(jobs, workers=workers, on_gpu=bool(self._inventory.devices()), **place)
+        finally:
+            if not local:
+                open_store(self._save_dir).delete_tree(name)
 
-    arms = own.arms(_formats(report))
-    try:
-        jobs = [own.job(arm, inventory) for arm in arms]
-        rows = _fit(jobs, spec, cluster, workers=1, on_gpu=bool(inventory.devices()))
-    except RaytrainError as error:  # the plan refuses it, or the process that measured died
-        expected = "some steps of the job on its data"
-        _add(report, console, [CheckResult("job", "fail", str(error), expected, "see the message")])
-        return
-    report.job = [{"rows_asked": arm.rows, "loaders": arm.loaders, **row} for arm, row in zip(arms, rows, strict=True)]
-    source = spec.data.source or "the data"
-    _add(report, console, check_job(arms, rows, spec, source=source, rows=own.checked.data_facts.train_rows))
+    def _formats(self) -> list[str]:
+        """The formats that every device computes in."""
+        devices = [one for found in self.report.rates.values() for one in found]
+        return [name for name in ("fp32", "tf32", "bf16", "fp16") if all(name in one.flops for one in devices)]
 
 
 @contextlib.contextmanager
@@ -315,21 +328,11 @@ def _clocks() -> dict[str, tuple[float, float, float]]:
 
 def _one_of_each_host(nodes: Mapping[str, NodeReport]) -> list[list[str]]:
     """The nodes in groups that can be measured at the same time: several nodes of one machine share its cores."""
-    turns = list[list[str]]()
-    seen = Counter[str]()
+    turns, seen = defaultdict[int, list[str]](list), Counter[str]()
     for node, report in nodes.items():
-        turn = seen[report.host]
+        turns[seen[report.host]].append(node)
         seen[report.host] += 1
-        if turn == len(turns):
-            turns.append([])
-        turns[turn].append(node)
-    return turns
-
-
-def _formats(report: CheckReport) -> list[str]:
-    """The formats that every device computes in."""
-    devices = [one for found in report.rates.values() for one in found]
-    return [name for name in ("fp32", "tf32", "bf16", "fp16") if all(name in one.flops for one in devices)]
+    return list(turns.values())
 
 
 @contextlib.contextmanager
@@ -348,11 +351,7 @@ def _token(save_dir: str, token: str) -> Iterator[str]:
 
 
 def _answers(tasks: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """The results of `on_each_node`.
-
-    Raises:
-        RunError: a node did not answer, or its task failed.
-    """
+    """The results of `on_each_node`."""
     import ray
     import ray.exceptions
 
@@ -378,39 +377,14 @@ def _timed(report: CheckReport, part: str) -> Iterator[None]:
         report.seconds[part] = time.perf_counter() - began
 
 
-def _add(report: CheckReport, console: Console, results: Sequence[CheckResult], node: str = "") -> None:
-    """Record results, and show them."""
-    several = len(report.nodes) > 1
-    for result in results:
-        report.results.append((node, result))
-        wrong = result.status in ("warn", "fail")
-        seen = f"{node}: {result.seen}" if node and several else result.seen
-        remedy = f"expected {result.expected}{'; ' * bool(result.remedy)}{result.remedy}"
-        name = result.name.replace("_", " ")
-        if not console.is_terminal:
-            console.print(f"{SIGNS[result.status]:<9} {name:<19} {seen}", markup=False, soft_wrap=True)
-            if wrong:
-                console.print(f"{'':<29} {remedy}", markup=False, soft_wrap=True)
-            continue
-        table = Table(box=None, show_header=False, pad_edge=False, expand=False)
-        table.add_column(width=8, style=COLOURS[result.status])
-        table.add_column(width=18, overflow="fold")
-        table.add_column(overflow="fold")
-        table.add_row(SIGNS[result.status], name, seen)
-        if wrong:
-            table.add_row("", "", remedy, style="dim")
-        console.print(table, markup=False, highlight=False)
-
-
 def _bundled(
     path: Path | None, overrides: Sequence[str], *, quick: bool, console: Console, bundle: str, run: str | None
 ) -> CheckReport:
     """The check, with everything that it found, or why it ended, in a support bundle."""
     from jobs.checks.bundle import SMALL, check_bundle_path, write_bundle
-    from jobs.report import NEWEST
 
     file, loaded = check_bundle_path(bundle), load_spec(path, list(overrides))
-    folder = None if run is None else RunFolder.open(NEWEST if run == "latest" else run)
+    folder = None if run is None else run_named(run)
     ended, report = None, CheckReport()
     try:
         report = check(path, overrides=overrides, quick=quick, console=console)
@@ -435,16 +409,7 @@ def run_check(
     path: Path | None, overrides: Sequence[str], *, quick: bool, as_json: bool, short: bool, bundle: str | None = None,
     run: str | None = None,
 ) -> int:  # fmt: skip
-    """The verb; returns the exit code.
-
-    Args:
-        bundle: the archive for support to write; None: none.
-        run: the folder of the run whose records are added to it.
-
-    Raises:
-        InputError: the job is wrong, the bundle cannot be written there, or there is no such run.
-        RunError: Ray did not start, or a node did not answer; the bundle says so.
-    """
+    """The verb; returns the exit code."""
     console = Console(quiet=as_json or short, highlight=False)
     if run is not None and bundle is None:
         raise InputError("--run", got=run, expected="--bundle FILE.zip with it", remedy="only a bundle has its records")
@@ -459,5 +424,5 @@ def run_check(
     else:
         memory = min((one.limits["memory_free_bytes"] or 0 for one in report.nodes.values()), default=0)
         took = f"{report.seconds['machines']:.1f} s for the machines, {report.seconds['all']:.1f} s in all"
-        console.print(f"{report.line()}; {size(memory)} free; {took}", markup=False)
+        print_row(console, "", f"{report.line()}; {size(memory)} free; {took}")
     return 1 if report.failed else 0

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.driver.build import build
-from jobs.job.facts import path_from_here, resolved
+from jobs.job.facts import path_from_here, resolved, run_named
 from jobs.job.spec import load_spec
-from jobs.report import NEWEST
 from raytrain.checkpoint.reader import CheckpointWeights
 from raytrain.config.sections import PLACEHOLDER
 from raytrain.config.user_code import make_importable
@@ -48,7 +47,7 @@ def export(run: str | Path, *, step: int | str | None = None, to: str | Path | N
 
 
 def _exported(path: str, *, step: int | str | None, target: str | None) -> tuple[str, dict[str, str]]:
-    run = RunFolder.open(NEWEST if path == "latest" else path)
+    run = run_named(path)
     wanted = planned_step(run) if step is None else _parsed(str(step))
     return export_weights_of(run, wanted, target and typed_path(target, key="--to"))
 

@@ -18,6 +18,7 @@ from cluster.devices.inventory import Inventory, inventory_from_ray, local_inven
 from cluster.environment import restored_environment
 from cluster.ray_runtime import private_folder
 from cluster.telemetry.processes import limit_memory
+from jobs.driver.printing import print_line
 from jobs.driver.runtime import connected
 from jobs.inference.compute import InferenceDisplay, InferResult, UnitComputation, print_plan, print_summary
 from jobs.inference.plan import InferencePlan, plan_inference
@@ -29,13 +30,11 @@ from raytrain.infer.input import Unit, UnitReport, input_files
 from raytrain.infer.output import MANIFEST, OutputFolder, merge, remove_work
 from raytrain.infer.stages.split import StageSplit
 from raytrain.infer.summary import TableFigures, summarise
-from raytrain.report.inference import build_inference_report
+from raytrain.report.inference import SUMMARY, build_inference_report
 from raytrain.runs.folder import resume_command
 from raytrain.runs.storage import typed_path
 
 __all__ = ["InferResult", "infer"]
-
-SUMMARY = "summary.json"
 
 
 def infer(
@@ -131,7 +130,7 @@ def infer_target(
         return _complete(planned, console)
     finished = planned.output.finished(planned.units, planned.job)
     missing = [unit for unit in planned.units if unit.number not in finished]
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = partial(print_line, console)
     try:
         computation = UnitComputation(planned, verbose=verbose, say=say) if missing else None
         with planned.output.claimed(planned.identity, command):
@@ -191,9 +190,7 @@ def _computed(
 def _complete(planned: InferencePlan, console: Console) -> InferResult:
     """The result of an earlier command that was not interrupted."""
     output, store = planned.output, planned.output.store
-    console.print(
-        f"{path_from_here(output.path)} is complete; nothing is left to compute", markup=False, soft_wrap=True
-    )
+    print_line(console, f"{path_from_here(output.path)} is complete; nothing is left to compute")
     remove_work(output)
     about, summary = (json.loads(store.read_bytes(name)) for name in (MANIFEST, SUMMARY))
     return InferResult("done", output.path, about["rows"], about["failed"], summary)
@@ -204,22 +201,19 @@ def _tell_what_is_kept(planned: InferencePlan, console: Console) -> None:
     if output.identity() is None or not output.has_parts():
         output.forget()
         return
-    console.print(
-        f"what is complete is kept: `{resume_command('infer', path_from_here(output.path))}` continues",
-        markup=False,
-        soft_wrap=True,
-    )
+    again = resume_command("infer", path_from_here(output.path))
+    print_line(console, f"what is complete is kept: `{again}` continues")
 
 
 def _too_many(planned: InferencePlan, failed: int, error: str | None, console: Console) -> InferResult:
     share = planned.target.spec.infer.max_failures
     reason = f"; the last error, of {error}" if error else ""
-    console.print(
+    print_line(
+        console,
         f"failed: at least {failed:,} of {planned.rows.rows:,} rows failed, infer.max_failures allows {share:g}"
         f"{reason}. A higher infer.max_failures records such rows as failed and goes on. What is complete is kept: "
         f"{path_from_here(planned.output.path)}",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+    )
     return InferResult("failed", planned.output.path, planned.rows.rows, failed, {})
 
 

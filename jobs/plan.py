@@ -81,21 +81,7 @@ def plan_verb(
     console: Console | None = None,
     **torchrun: Any,
 ) -> int:
-    """Print the plan of a job as a table or as JSON, and return the exit code 0.
-
-    Args:
-        path: the JOB.yaml, None for the built-in recipe.
-        overrides: ``section.key=value`` from the command line.
-        inventory_file: machines to plan for instead of this one.
-        build: import torch, open the data and build the model to determine their exact sizes.
-        full: also list the keys left at their defaults.
-        as_text: "yaml" prints a job file in which each `auto` is replaced by what was decided, "torchrun" the commands
-            that train the job on several machines.
-        torchrun: the options of `torchrun_options`, by name.
-
-    Raises:
-        InputError: the job or its files are wrong, or the machines do not fit the job.
-    """
+    """Print the plan of a job as a table or as JSON, and return the exit code 0."""
     loaded = load_spec(path, overrides)
     refuse_later(loaded.spec, "plan")
     if as_text == "torchrun":

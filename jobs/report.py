@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 
 from cluster.wording import counted, size
+from jobs.driver.printing import print_line
 from jobs.driver.progress import TrainingDisplay, clock_text
-from jobs.job.facts import path_from_here, text_from_here
+from jobs.job.facts import path_from_here, run_named, text_from_here
 from raytrain.errors import InputError, RunError
 from raytrain.execution.driver_channel import RESTARTING, STARTING
 from raytrain.report.compare import compare
@@ -33,7 +34,6 @@ from raytrain.runs.storage import LocalStore, typed_path
 
 __all__ = ["Report", "report"]
 
-NEWEST = "runs/latest"
 LOOK_EVERY_S = 0.5
 #: Between two lines about the devices.
 DEVICES_EVERY_S = 30.0
@@ -97,21 +97,18 @@ def report_verb(paths: list[str]) -> int:
 
 
 def _reports(paths: list[str]) -> Iterator[Report]:
-    paths = [typed_path(path, key="report") for path in paths]
-    measured = [path for path in paths if path.endswith(".json")]
-    for path in measured:
-        from jobs.bench.harness.options import write_summary
+    runs = []
+    for path in [path if path == "latest" else typed_path(path, key="report") for path in paths] or ["latest"]:
+        if path.endswith(".json"):
+            from jobs.bench.harness.options import write_summary
 
-        yield Report(str(write_summary(Path(path))), [])
-    answered = [path for path in paths if path not in measured and path != "latest" and is_inference(path)]
-    for path in answered:
-        yield Report(build_inference_report(path), [])
-    sweeps = [path for path in paths if path not in measured and path != "latest" and is_sweep(path)]
-    for path in sweeps:
-        yield Report(build_sweep_report(RunFolder.open(path)), [])
-    others = [*measured, *answered, *sweeps]
-    folders = [path for path in paths if path not in others] or ([] if others else [NEWEST])
-    runs = [_open(NEWEST if path == "latest" else path) for path in folders]
+            yield Report(str(write_summary(Path(path))), [])
+        elif is_inference(path):
+            yield Report(build_inference_report(path), [])
+        elif is_sweep(path):
+            yield Report(build_sweep_report(RunFolder.open(path)), [])
+        else:
+            runs.append(_open(path))
     for run in runs:
         yield Report(build_report(run), finding_lines(diagnose(read_records(run))))
     if len(runs) > 1:
@@ -119,7 +116,7 @@ def _reports(paths: list[str]) -> Iterator[Report]:
 
 
 def follow_run(paths: list[str]) -> int:
-    """Watch a run until it ends; returns its exit code.
+    """Watch a run until it ends; returns its exit code. Ctrl-C ends the view, and the run continues.
 
     Args:
         paths: one run folder; none, or `latest`, means the newest run in `runs`.
@@ -130,18 +127,23 @@ def follow_run(paths: list[str]) -> int:
     """
     if len(paths) > 1:
         raise InputError("--follow", got=f"{len(paths)} runs", expected="one run")
-    path = paths[0] if paths else NEWEST
-    return follow(_open(NEWEST if path == "latest" else path), console=Console(highlight=False))
+    run, console = _open(*paths or ["latest"]), Console(highlight=False)
+    view = RunView(run, console=console, clock=time.monotonic)
+    try:
+        with view.display:
+            while not view.update():
+                time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        print_line(console, f"no longer watching; the run continues in {path_from_here(run.path)}")
+        return 130
+    return view.close()
 
 
 def _open(path: str) -> RunFolder:
-    run = RunFolder.open(path)
+    run = run_named(path)
     if not any(run.exists(name) for name in (run.job, run.plan, run.events, run.job_mapping)):
-        raise InputError(
-            "run folder",
-            got=f"{path}, which has no job.yaml, plan.json or events.jsonl",
-            expected="the folder of a run, as printed when `raytrain train` starts",
-        )
+        seen, expected = f"{path}, which has no job.yaml, plan.json or events.jsonl", "the folder of a run"
+        raise InputError("run folder", got=seen, expected=f"{expected}, as printed when `raytrain train` starts")
     return run
 
 
@@ -174,25 +176,6 @@ class NewRows:
             return []
         self._offset += len(data) + 1 if data else 0
         return rows_of(data, origin=self._name)
-
-
-def follow(run: RunFolder, *, console: Console, clock: Callable[[], float] = time.monotonic) -> int:
-    """Show the run until it ends; returns the exit code of the run. Ctrl-C ends the view, and the run continues.
-
-    Raises:
-        RunError: the run ended without a result: its driver was killed.
-    """
-    view = RunView(run, console=console, clock=clock)
-    try:
-        with view.display:
-            while not view.update():
-                time.sleep(LOOK_EVERY_S)
-    except KeyboardInterrupt:
-        console.print(
-            f"no longer watching; the run continues in {path_from_here(run.path)}", markup=False, soft_wrap=True
-        )
-        return 130
-    return view.close()
 
 
 class RunView:
@@ -231,11 +214,7 @@ class RunView:
         return self._clock() - self._dead_since > GIVE_UP_S
 
     def close(self) -> int:
-        """Say how the run ended; returns its exit code.
-
-        Raises:
-            RunError: it has no result.
-        """
+        """Say how the run ended; returns its exit code."""
         records = read_records(self._run)
         state = outcome(records)
         if records.result is None:
@@ -244,7 +223,7 @@ class RunView:
             )
         for line in finding_lines(diagnose(records)):
             self.display.print_lines(text_from_here(line, self._run.path))
-        self._console.print(state.sentence, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, state.sentence)
         return CODES.get(state.status, 1)
 
     def _take(self, row: dict[str, Any]) -> None:

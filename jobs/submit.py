@@ -87,11 +87,7 @@ def submit_verb(
 
 
 def _checked(request: JobRequest, server: JobServer, temporary: Path, *, install: bool) -> dict[str, Any]:
-    """The job's environment, with its files packed in a folder here.
-
-    Raises:
-        InputError: the working directory or the cluster does not fit.
-    """
+    """The job's environment, with its files packed in a folder here. Errors: InputError where it does not fit."""
     folder = Path.cwd()
     package = pack(folder, temporary / "working_dir.zip")
     check_package(request, package, folder)

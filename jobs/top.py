@@ -25,17 +25,7 @@ Sample = Callable[[], list[Row]]
 
 
 def run_top(*, address: str | None, every: float, frames: int | None, as_json: bool, console: Console) -> int:
-    """Show frames until Ctrl-C or the last one; returns the exit code.
-
-    Args:
-        address: of a Ray cluster; None: this machine, without connecting to Ray.
-        every: seconds between frames.
-        frames: how many; None: no limit.
-        as_json: print each frame as a line of JSON.
-
-    Raises:
-        InputError: `every` or `frames` is not positive, or the address cannot be reached.
-    """
+    """Show frames until Ctrl-C or the last one; returns the exit code."""
     if every <= 0:
         raise InputError("--every", got=f"{every:g}", expected="seconds above 0")
     if frames is not None and frames < 1:

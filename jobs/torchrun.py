@@ -75,9 +75,6 @@ def print_commands(given: Mapping[str, Any], arguments: Sequence[str], spec: Job
     Args:
         given: the options of `torchrun_options`.
         arguments: of the verb `train`.
-
-    Raises:
-        InputError: the options do not fit each other or the job.
     """
     each, nodes, only = given["nproc_per_node"] or 1, given["nnodes"] or 1, given["node_rank"]
     if nodes > 1 and given["master_addr"] is None:
@@ -229,11 +226,7 @@ def own_workers(arguments: Sequence[str], train: click.Command, *, processes: in
 
 
 def start_cluster(node: LaunchedNode, head: contextlib.ExitStack) -> str:
-    """Start a Ray cluster of all nodes, and return `HOST:PORT` of its head, which `head` ends.
-
-    Raises:
-        RunError: the head did not start, or a node did not join.
-    """
+    """Start a Ray cluster of all nodes, and return `HOST:PORT` of its head, which `head` ends."""
     from cluster.network import address_towards
 
     print(f"starting Ray on the {node.nodes} nodes of torchrun", file=sys.stderr, flush=True)
@@ -282,9 +275,6 @@ def ray_node(node: LaunchedNode, *arguments: str) -> Iterator[None]:
 
     They have a process group of their own: a signal to that of this process does not end them before the workers could
     save. `arguments` are those by which the head differs from the other nodes.
-
-    Raises:
-        RunError: there is no token, a daemon did not start, or the head refused this node.
     """
     from cluster.devices.inventory import local_inventory
     from cluster.ray_runtime import PATIENT, private_folder

@@ -14,24 +14,21 @@ from typing import Any
 from rich.console import Console
 
 from cluster.environment import restored_environment
-from jobs.driver.attempts import RunAttempts, RunPlanner
-from jobs.driver.debug import ONE_PROCESS, debugged, refuse_without_terminal
+from cluster.preflight import is_submitted
+from jobs.driver.attempts import RunAttempts, debugged
+from jobs.driver.printing import print_line
 from jobs.driver.progress import Activity, Phases
 from jobs.driver.result import Result, close_run, command_start, result_of
-from jobs.driver.run_folder import Resumed, check_checkpoints, open_resumed
-from jobs.driver.runtime import cluster_address
-from jobs.driver.signals import Interrupted, StopSignals
+from jobs.driver.run_folder import Resumed, RunPlanner, check_checkpoints, open_resumed
+from jobs.driver.signals import StopSignals
 from jobs.job.facts import path_from_here, resolved
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
-from raytrain.errors import ClusterLost, InputError, RaytrainError, RunError
-from raytrain.execution.driver_channel import AttemptResult
-from raytrain.runs.faults import CLUSTER_LOST
-from raytrain.runs.folder import RunFolder
+from raytrain.errors import InputError, RunError
 
 __all__ = ["Result", "train"]
 
-#: Exit codes by which `SystemExit` stands for a signal: `ray.init` turns a SIGTERM that it receives into one.
-SIGNAL_EXIT_CODES = (15, 130, 143)
+#: Keys that `--debug` sets: what a user's code does happens in one thread of one process, and is not compiled.
+ONE_PROCESS = ("scale.workers=1", "experts.hosts=0", "data.loader_workers=0", "loop.compile=off")
 
 
 def train(
@@ -109,10 +106,11 @@ def run_train(
     debug: bool = False,
     console: Console,
 ) -> Result:
-    """Load a job, or the run to resume, and train it; with `debug` in this process (`jobs.driver.debug`)."""
+    """Load a job, or the run to resume, and train it; with `debug` in this process."""
     began = time.time()
     if debug:
-        refuse_without_terminal()
+        if is_submitted():
+            raise InputError("--debug", got="in a submitted job", expected="a command of its own on this machine")
         overrides = [*overrides, *ONE_PROCESS]
     signals = StopSignals()
     signals.install()
@@ -121,7 +119,9 @@ def run_train(
         if resume is not None and resume != "auto":
             resumed = open_resumed(resume, path, overrides, mapping=mapping)
             if resumed is not None and resumed.finished:
-                return _nothing_left(resumed.run, console)
+                run = resumed.run
+                print_line(console, f"{path_from_here(run.path)} is done; nothing is left to train")
+                return result_of(run, run.read_json(run.result))
             if resumed is not None:
                 resumed = check_checkpoints(resumed)
         loaded = resumed.loaded if resumed else load_spec(path, overrides, mapping=mapping)
@@ -144,7 +144,7 @@ def _unfinished(path: Path | None, overrides: Sequence[str], loaded: LoadedSpec,
             resumed = check_checkpoints(resumed)
         except InputError as error:  # it stays as it is
             resumed, found = None, f"not resumed: {error.got}; starting a new run"
-    console.print(found, markup=False, soft_wrap=True)
+    print_line(console, found)
     return resumed
 
 
@@ -172,52 +172,18 @@ def train_loaded(
         from jobs.driver.check_job import check_on_driver  # imports torch, which takes seconds
 
         spec = resolved(loaded.spec)
-        loads = resumed.run if resumed is not None and resumed.has_checkpoint() else None
+        loads = resumed.run if resumed is not None and resumed.run.saved_steps() else None
         checked = check_on_driver(spec, resumed=loads, run_batch=not debug)
     if checked.note is not None:
-        console.print(checked.note, markup=False, soft_wrap=True)
+        print_line(console, checked.note)
 
     planner = RunPlanner(
         loaded, spec, checked, resumed=resumed, began=began, phases=phases, console=console, verbose=verbose
     )
     if debug:
-        opened, result = debugged(planner, spec, data=checked.handed, signals=signals, console=console)
+        opened, result = debugged(planner, signals)
         return close_run(opened.run, result, console=console, phases=phases)
-    attempts = RunAttempts(
-        spec,
-        address=cluster_address(spec.cluster.address),
-        planner=planner,
-        data=checked.handed,
-        signals=signals,
-        console=console,
-        verbose=verbose,
-    )
-    _run(attempts)
-    if attempts.opened is None:
-        raise Interrupted("before the run folder was made")
+    attempts = RunAttempts(planner, signals)
+    attempts.run()
+    assert attempts.opened is not None
     return attempts.closed or close_run(attempts.opened.run, attempts.result, console=console, phases=phases)
-
-
-def _run(attempts: RunAttempts) -> None:
-    """Train until the run ends or is stopped.
-
-    Raises:
-        RaytrainError: it failed before the run folder was made.
-    """
-    try:
-        attempts.run()
-    except KeyboardInterrupt:  # includes `Interrupted`; what the workers returned before it stays the result
-        pass
-    except SystemExit as stop:
-        if stop.code not in SIGNAL_EXIT_CODES:
-            raise
-    except RaytrainError as error:
-        if attempts.opened is None:
-            raise
-        lost = f"{CLUSTER_LOST}: " if isinstance(error, ClusterLost) else ""  # as in the records of faults
-        attempts.result = AttemptResult("failed", f"{lost}{error}")
-
-
-def _nothing_left(run: RunFolder, console: Console) -> Result:
-    console.print(f"{path_from_here(run.path)} is done; nothing is left to train", markup=False, soft_wrap=True)
-    return result_of(run, run.read_json(run.result))

@@ -15,7 +15,7 @@ from rich.console import Console
 from cluster.devices.inventory import local_inventory
 from cluster.environment import restored_environment
 from cluster.wording import counted
-from jobs.driver.plan_table import print_command
+from jobs.driver.printing import print_command
 from jobs.driver.progress import Activity
 from jobs.driver.runtime import cluster_address
 from jobs.driver.signals import Interrupted, StopSignals

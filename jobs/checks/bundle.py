@@ -43,11 +43,7 @@ SMALL = "loop.max_steps=5 loop.global_batch_size=1 loop.micro_batch_size=1 scale
 
 
 def check_bundle_path(path: str) -> Path:
-    """The file to write, checked before anything is started.
-
-    Raises:
-        InputError: it is no name of an archive, exists already, or cannot be written there.
-    """
+    """The file to write, checked before anything is started."""
     file = Path(path)
     expected = "a new file FILE.zip in a folder that can be written"
     if file.suffix != ".zip":
@@ -97,17 +93,7 @@ def _blanked(match: re.Match[str]) -> str:
 def write_bundle(
     file: Path, *, checked: Mapping[str, Any], line: str, loaded: LoadedSpec, run: RunFolder | None = None
 ) -> list[str]:  # fmt: skip
-    """Write the archive and return the names in it.
-
-    Args:
-        checked: the record of the check, or why it ended.
-        line: its verdict.
-        loaded: the job.
-        run: whose records and last log lines are added.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
+    """Write the archive and return the names in it."""
     redaction = Redaction(os.environ)
     names = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and name not in redaction.names]
     environment = {**environment_record(), "variables": {name: os.environ[name] for name in names}}

@@ -307,16 +307,14 @@ def check_versions(reports: Mapping[str, NodeReport]) -> list[CheckResult]:
     results = []
     for name, oldest in OLDEST.items():
         found = {node: _version(report, name) for node, report in reports.items()}
-        key, expected = name, f"{_shown(oldest)} or newer, the same on every node"
+        expected, remedy = f"{_shown(oldest)} or newer, the same on every node", ""
         seen = _by_value({node: version or "not installed" for node, version in found.items()})
         old = [node for node, version in found.items() if version is None or _numbers(version) < oldest]
         if old:
             remedy = f"install {name} {_shown(oldest)} or newer on {', '.join(old)} (constraints.txt has a tested set)"
-            results.append(CheckResult(key, "fail", seen, expected, remedy))
         elif len(set(found.values())) > 1:
-            results.append(CheckResult(key, "fail", seen, expected, f"install the same {name} on every node"))
-        else:
-            results.append(CheckResult(key, "ok", seen, expected))
+            remedy = f"install the same {name} on every node"
+        results.append(CheckResult(name, "fail" if remedy else "ok", seen, expected, remedy))
     return results
 
 

@@ -52,11 +52,7 @@ class Arm:
 
 
 class NamedJob:
-    """A job that was named, opened and built on the driver before Ray starts.
-
-    Raises:
-        InputError: the job, its data or its model is wrong.
-    """
+    """A job that was named, opened and built on the driver before Ray starts."""
 
     def __init__(self, path: Path, overrides: Sequence[str]) -> None:
         from jobs.driver.check_job import check_on_driver  # imports torch
@@ -109,24 +105,31 @@ def check_job(
     whole = [(arm, row) for arm, row in zip(arms, found, strict=True) if arm.rows == most]
     first, row = whole[0]  # in fp32, with the loaders of the job
     fewer = next((other for arm, other in zip(arms, found, strict=True) if arm.rows < most), None)
+    formats = {arm.precision: one for arm, one in whole if arm.loaders == first.loaders}
+    loaders = {arm.loaders: one for arm, one in whole if arm.precision == "fp32"}
+    room, asked = f"at most {HIGH:.0%} of what a worker may use", spec.precision.dtype
+    questions = (
+        ("data", "fail", "", "finite losses and other weights", _data(row, source, rows)),
+        ("precision", "warn", "precision.dtype", "the fastest format that is right", _precision(formats, asked)),
+        ("memory", "warn", "loop.micro_batch_size", room, _memory(row, fewer)),
+        ("loaders", "warn", "data.loader_workers", "reading holds no step up", _loaders(loaders, first.loaders)),
+    )
     return [
-        _data(row, source, rows),
-        _precision({arm.precision: one for arm, one in whole if arm.loaders == first.loaders}, spec),
-        _memory(row, fewer),
-        _loaders({arm.loaders: one for arm, one in whole if arm.precision == "fp32"}, first.loaders),
+        CheckResult(f"job {name}", status if remedy else "ok", seen, expected, remedy, key if remedy else "")
+        for name, status, key, expected, (seen, remedy) in questions
     ]
 
 
-def _data(row: Mapping[str, Any], source: str, rows: int) -> CheckResult:
-    losses, expected = row["losses"], "finite losses and other weights"
+def _data(row: Mapping[str, Any], source: str, rows: int) -> tuple[str, str]:
+    """(what was seen, what to change or ""), as of each question."""
+    losses = row["losses"]
     seen = f"{rows:,} rows of {source}; {len(losses)} steps of {row['rows']} rows in fp32: losses "
     seen += f"{losses[0]:.4g} to {losses[-1]:.4g}" if losses else "none"
-    if losses and all(map(math.isfinite, losses)) and row["moved"]:
-        return CheckResult("job data", "ok", seen, expected)
-    return CheckResult("job data", "fail", seen, expected, "look at the rows, and at optim.lr")
+    right = losses and all(map(math.isfinite, losses)) and row["moved"]
+    return seen, "" if right else "look at the rows, and at optim.lr"
 
 
-def _precision(found: Mapping[str, Mapping[str, Any]], spec: JobSpec) -> CheckResult:
+def _precision(found: Mapping[str, Mapping[str, Any]], asked: str) -> tuple[str, str]:
     """Which format is fastest, of those that train about the same losses."""
     base, parts, right = found["fp32"], [], {}
     for name, row in found.items():
@@ -140,51 +143,40 @@ def _precision(found: Mapping[str, Mapping[str, Any]], spec: JobSpec) -> CheckRe
         right |= {name: row["step_s"]} if same else {}
     fastest = min(right, key=lambda name: right[name], default="fp32")
     best = fastest if fastest in right and right[fastest] < (1 - NEAR) * base["step_s"] else "fp32"
-    seen, expected = (
-        f"a step of {base['rows']} rows: {'; '.join(parts)}; best {best}",
-        "the fastest format that is right",
-    )
-    asked = spec.precision.dtype
+    seen = f"a step of {base['rows']} rows: {'; '.join(parts)}; best {best}"
     if asked in found and asked != best and (asked not in right or right[asked] > (1 + NEAR) * right[best]):
-        why = "faster" if asked in right else "trains like fp32"
-        remedy = f"{why} here: precision.dtype={best}"
-        return CheckResult("job precision", "warn", seen, expected, remedy, "precision.dtype")
-    return CheckResult("job precision", "ok", seen, expected)
+        return seen, f"{'faster' if asked in right else 'trains like fp32'} here: precision.dtype={best}"
+    return seen, ""
 
 
-def _memory(row: Mapping[str, Any], fewer: Mapping[str, Any] | None) -> CheckResult:
+def _memory(row: Mapping[str, Any], fewer: Mapping[str, Any] | None) -> tuple[str, str]:
     """The peak of a step, what a worker may use, and how many rows fit by the line through two sizes."""
     peak, budget, asked = row["peak_bytes"], row["budget"], row["asked"]
-    expected = f"at most {HIGH:.0%} of what a worker may use"
     seen = f"a peak of {size(peak)} of {size(budget)} that a worker may use, with {row['rows']} rows in fp32"
     if row["rows"] < asked:
         remedy = f"set loop.micro_batch_size={row['rows']}, or leave it auto"
-        return CheckResult("job memory", "warn", f"{asked} rows need more than fits; {seen}", expected, remedy)
+        return f"{asked} rows need more than fits; {seen}", remedy
     rows = 0.0 if fewer is None else row["rows"] - fewer["rows"]
     each = (peak - fewer["peak_bytes"]) / rows if fewer is not None and rows else 0.0
     if each > 0 and budget and budget > peak:
         more = int((HIGH * budget - peak) / each)
         seen += f"; {size(each)} a row: about {plain_number(row['rows'] + max(0, more))} rows would fit"
     full = bool(budget) and peak > HIGH * budget
-    remedy = "set loop.micro_batch_size lower, or loop.activation_checkpointing" if full else ""
-    return CheckResult("job memory", "warn" if full else "ok", seen, expected, remedy)
+    return seen, "set loop.micro_batch_size lower, or loop.activation_checkpointing" if full else ""
 
 
-def _loaders(found: Mapping[int, Mapping[str, Any]], given: int) -> CheckResult:
+def _loaders(found: Mapping[int, Mapping[str, Any]], given: int) -> tuple[str, str]:
     """How much of a step its data takes, with each number of processes that was tried."""
-    expected = "reading holds no step up"
     steps = {count: row["step_s"] for count, row in sorted(found.items())}
-    parts = [f"{count}: {seconds(step)} a step" for count, step in steps.items()]
     share = found[given]["data_s"] / found[given]["step_s"] if found[given]["step_s"] else 0.0
     seen = f"data.loader_workers={given} waits {share:.1%} of a step for its rows"
     if len(found) == 1:
-        return CheckResult("job loaders", "ok", seen, expected)
+        return seen, ""
     best = min(steps, key=lambda count: (steps[count] > (1 + NEAR) * min(steps.values()), count))
-    seen += f"; best data.loader_workers={best} ({', '.join(parts)})"
-    if steps[given] > (1 + NEAR) * steps[best] and best != given:
-        remedy = f"set data.loader_workers={best}, or auto"
-        return CheckResult("job loaders", "warn", seen, expected, remedy, "data.loader_workers")
-    return CheckResult("job loaders", "ok", seen, expected)
+    parts = ", ".join(f"{count}: {seconds(step)} a step" for count, step in steps.items())
+    better = steps[given] > (1 + NEAR) * steps[best] and best != given
+    remedy = f"set data.loader_workers={best}, or auto" if better else ""
+    return f"{seen}; best data.loader_workers={best} ({parts})", remedy
 
 
 def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -351,11 +343,7 @@ def run_fit(
     packed: Sequence[tuple[TrainJob, Any]], *, workers: int, on_gpu: bool, local: bool, interface: str | None,
     storage: str,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of every worker, from one fit in which all train the jobs, one after the other.
-
-    Raises:
-        RunError: the fit failed.
-    """
+    """The rows of every worker, from one fit in which all train the jobs, one after the other."""
     from ray import cloudpickle
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
@@ -412,11 +400,7 @@ def check_training(rows: Sequence[dict[str, Any]], *, workers: int) -> list[Chec
 
 
 def check_copies(trained: Sequence[Mapping[str, Any]]) -> CheckResult:
-    """Whether the copies of batches that the workers counted came from pinned memory and were non-blocking.
-
-    Args:
-        trained: the rows of the workers' trainings.
-    """
+    """Whether the copies of batches that the workers counted came from pinned memory and were non-blocking."""
     from raytrain.data.rows.residency import TransferCounts
 
     expected = "every batch is copied from pinned memory, non-blocking"

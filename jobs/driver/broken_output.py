@@ -78,17 +78,13 @@ def guard_output() -> None:
     always dropped: the exit code tells the rest."""
     for name, own, number in (("stdout", sys.__stdout__, STDOUT), ("stderr", sys.__stderr__, STDERR)):
         stream = getattr(sys, name)
-        if stream is not None and stream is own and _descriptor(stream) == number:  # a test or a notebook has its own
-            setattr(sys, name, _guarded(stream, number))
+        if stream is None or stream is not own:  # a test or a notebook has its own
+            continue
+        with contextlib.suppress(OSError, ValueError):  # it has no descriptor
+            if stream.fileno() == number:
+                setattr(sys, name, _guarded(stream, number))
     if STDERR in _files:
         _files[STDERR].outlived = True
-
-
-def _descriptor(stream: TextIO) -> int | None:
-    try:
-        return stream.fileno()
-    except (OSError, ValueError):
-        return None
 
 
 def _guarded(stream: TextIO, number: int) -> TextIO:

@@ -29,25 +29,23 @@ RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_unif
 
 
 def opened(spec: JobSpec) -> Source:
-    """The job's data, opened on this machine.
-
-    Raises:
-        InputError: the section, its files or their contents are wrong.
-    """
+    """The job's data, opened on this machine."""
     spec = resolved(spec)
     return open_source(spec.data, context=spec.model.keys.get("context"))
 
 
 def counted(trainable: Trainable, where: str, found: PassSizes | None) -> ModelFacts:
     """The sizes of a built model, and of a pass if one was run."""
-    parameters = list(trainable.module.parameters())  # tied parameters count once
+    parameters, blocks = list(trainable.module.parameters()), None  # tied parameters count once
+    with contextlib.suppress(InputError):  # a model without blocks, which only some settings need
+        blocks = tuple(parameters_of(block) for _, block in blocks_of(trainable, key="scale.strategy"))
     return ModelFacts(
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
         activation_bytes_per_sample=None if found is None else found.activation_bytes,
         flops_per_sample=trainable.flops_per_sample or (None if found is None else found.flops),
         reason=f"built on {where}",
-        blocks=_blocks(trainable),
+        blocks=blocks,
     )
 
 
@@ -88,15 +86,6 @@ def _bytes_in_fp32(tensor: Tensor) -> int:
     """Of the whole storage of a tensor."""
     size = tensor.untyped_storage().nbytes()
     return size * FLOAT_BYTES // tensor.element_size() if tensor.is_floating_point() else size
-
-
-def _blocks(trainable: Trainable) -> tuple[int, ...] | None:
-    """Number of parameters of each block; None for a model without blocks, which only some settings need."""
-    try:
-        found = blocks_of(trainable, key="scale.strategy")
-    except InputError:
-        return None
-    return tuple(parameters_of(block) for _, block in found)
 
 
 def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
@@ -158,11 +147,7 @@ def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, remote: bool) -> 
 
 
 def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
-    """Check that a user's builder moves its experts to hosts; otherwise the workers would silently train them.
-
-    Raises:
-        InputError: the builder does not, or its experts cannot be moved.
-    """
+    """Check that a user's builder moves its experts to hosts; otherwise the workers would silently train them."""
     asking = spec.model_copy(update={"experts": spec.experts.connected(Asked())})
     trainable, _ = build(asking, shapes)
     if trainable.hand_over is not None:

@@ -20,29 +20,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, counted, opened
-from jobs.driver.checks.sharded_pass import check_sharded_pass
 from jobs.driver.first_batch import FirstBatch, FirstPass, certainly_on_cpu, check_first_batch, data_key
+from jobs.driver.sharded_pass import check_sharded_pass
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
-from raytrain.checkpoint.reader import list_checkpoints, read_manifest
-from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
 from raytrain.data.rows.batches import check_budget
-from raytrain.data.rows.contract import Source, Split
-from raytrain.data.rows.map_style import DatasetSplit, generators_kept, observed_facts, spread_rows
+from raytrain.data.rows.contract import Source
+from raytrain.data.rows.map_style import observed_facts
 from raytrain.data.sources.in_memory import check_kind
 from raytrain.data.sources.open import check_label, read_on_driver, source_from_driver
-from raytrain.errors import CheckpointError, InputError, first_line
+from raytrain.errors import InputError, first_line
 from raytrain.execution.reporter import load_observers
 from raytrain.models.blocks import blocks_of
 from raytrain.models.huggingface import check_names, stored_names
-from raytrain.models.weights.headers import find_weights
 from raytrain.models.weights.stored import StartingWeights
 from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder, this_process
 from raytrain.train.compile import parts_to_compile
-from raytrain.train.job import TrainJob, differences, source_facts
+from raytrain.train.job import TrainJob, source_facts
 from raytrain.train.module_checks import check_module
 from raytrain.train.optim import hidden_matrices, muons_blocks
 from raytrain.train.placing import make_sendable
@@ -61,11 +58,7 @@ _LARGE = (torch.Tensor, nn.Parameter, torch.UntypedStorage)
 
 
 def check_sendable(spec: JobSpec) -> None:
-    """Check that each Python object of a job can be pickled.
-
-    Raises:
-        InputError: names the key, and the attribute that cannot.
-    """
+    """Check that each Python object of a job can be pickled."""
     for key, value in _objects(spec):
         module = value.module if isinstance(value, Trainable) else value
         if isinstance(module, nn.Module):
@@ -202,9 +195,6 @@ def _kind(value: Any) -> str:
 # Checks a job on the driver before Ray starts (`train`, `tune`, `plan --build`) and makes the workers' job.
 
 
-MODEL_FILE = "model.safetensors"
-
-
 @dataclass(frozen=True)
 class Checked:
     """The result of `check_on_driver`.
@@ -214,9 +204,7 @@ class Checked:
         handed: the data to send to the workers; None if they open it themselves.
         model_facts, data_facts: exact sizes.
         shapes: facts of the data that a builder may take (`source_facts`).
-        skipped: why no micro-batch was run (`jobs.driver.first_batch`); None if one was.
-        unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
-        split: how splitting a global batch changes what is trained; None if it does not, or that is unknown.
+        first: what a micro-batch has shown.
     """
 
     source: Source
@@ -224,14 +212,13 @@ class Checked:
     model_facts: ModelFacts
     data_facts: DataFacts
     shapes: dict[str, Any]
-    skipped: str | None = None
-    unanswered: str | None = None
-    split: str | None = None
+    first: FirstPass
 
     @property
     def note(self) -> str | None:
         """A line for people if something was not checked."""
-        return None if self.skipped is None else f"the first micro-batch is not tried before the start: {self.skipped}"
+        skipped = self.first.skipped
+        return None if skipped is None else f"the first micro-batch is not tried before the start: {skipped}"
 
 
 def check_on_driver(
@@ -256,8 +243,6 @@ def check_on_driver(
     with users_errors(partial(data_key, spec), "while the data was opened"):
         source = source_from_driver(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
         check_budget(source.train, source.eval, spec.data.tokens_per_batch)
-        if spec.experts.lifecycle.replay.bytes is not None:
-            check_one_length(source.train)
         shapes = source_facts(source)
     trainable, where = build(spec, shapes)
     check_module(trainable, key=spec.model.origin, strategy=spec.scale.strategy)
@@ -266,9 +251,7 @@ def check_on_driver(
         key = spec.model.origin
         seen = "a model whose parameters are all frozen" if parameters else "a model without parameters"
         raise InputError(key, got=seen, expected="at least one parameter that requires a gradient")
-    if resumed is not None:
-        check_fits(trainable.module, resumed)
-    elif initial and spec.model.init_from is not None:
+    if resumed is None and initial and spec.model.init_from is not None:
         StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
     start = resumed.path if resumed is not None else spec.model.init_from if initial else None
     if start is not None and spec.data.keys.get("class_names", "auto") == "auto":
@@ -294,67 +277,7 @@ def check_on_driver(
             check_sharded_pass(first)
     model_facts = model_facts or counted(trainable, where, found.sizes)
     data_facts = observed_facts(source.facts, source.train)
-    handed, notes = sent or source.worker_data, (found.skipped, found.unanswered, found.split)
-    return Checked(source, handed, model_facts, data_facts, shapes, *notes)
-
-
-ITEMS_COMPARED = 16
-
-
-def check_one_length(train: Split) -> None:
-    """Check that rows can be kept for replay: that all have one shape. Of a dataset of items a sample is read.
-
-    Raises:
-        InputError: rows differ in length, or items in shape.
-    """
-    order = train.eval_order()
-    lengths = train.lengths(order)
-    seen = [] if lengths is None else [f"{tokens} tokens" for tokens in sorted({*lengths.tolist()})]
-    if lengths is None and isinstance(train, DatasetSplit) and len(train):
-        with generators_kept():
-            sample = [train.gather(order[[row]]) for row in spread_rows(len(train), ITEMS_COMPARED)]
-        shapes = [sorted({tuple(row[name].shape[1:]) for row in sample}) for name in sample[0]]
-        seen = [f"shape {shape}" for shape in max(shapes, key=len)]
-    if len(seen) > 1:
-        raise InputError(
-            "experts.lifecycle.replay.bytes", got=f"rows of {seen[0]} and of {seen[-1]}", expected="rows of one shape",
-            remedy="pad them to one length in data.source, or leave the key out: nothing is replayed then",
-        )  # fmt: skip
-
-
-def check_fits(module: nn.Module, run: RunFolder) -> None:
-    """Check that the newest checkpoint of a run has the tensors of this model, by its file's header. A checkpoint in
-    several files, on other storage or unreadable is left to the workers.
-
-    Raises:
-        InputError: names or shapes differ, as where the code of the model was changed since.
-    """
-    saved = [info for info in list_checkpoints(run) if info.complete]
-    if not saved or "://" in saved[-1].path:
-        return
-    try:
-        manifest = read_manifest(saved[-1].path)
-        if manifest["parts"].get("model") != [MODEL_FILE] or manifest.get("experts") is not None:
-            return
-        stored = find_weights(saved[-1].path, key="--resume")
-    except (CheckpointError, OSError, InputError):
-        return
-    held: dict[str, Any] = {name: Shaped(torch.Size(shape)) for name, shape in stored.shapes.items()}
-    held |= stored.extra
-    wrong = differences(module.state_dict(), held, shapes=lambda one: {one.shape})
-    if wrong:
-        raise InputError(
-            "--resume", got=f"the checkpoint of step {saved[-1].step} of another model: {abbreviated(wrong, 5)}",
-            expected="the model that the run has trained",
-            remedy="restore its code, or start a new run",
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Shaped:
-    """What the header of a file says of a tensor."""
-
-    shape: torch.Size
+    return Checked(source, sent or source.worker_data, model_facts, data_facts, shapes, found)
 
 
 def train_job(

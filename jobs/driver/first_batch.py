@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import select
 import signal
 import sys
 import time
@@ -23,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing import Pipe
 from typing import Any, NoReturn
 
 import numpy as np
@@ -38,14 +38,13 @@ from jobs.driver.build import PassSizes, sizes_of_pass
 from jobs.driver.runtime import cluster_address
 from jobs.job.spec import JobSpec
 from raytrain.config.messages import abbreviated
-from raytrain.config.user_code import OUR_PACKAGES, users_error
+from raytrain.config.user_code import users_error
 from raytrain.data.rows.collate import UsersCollate
 from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.float64 import Float64Columns
 from raytrain.data.rows.map_style import NAMED_AT_MOST, gathered
 from raytrain.data.rows.residency import tensors_of
 from raytrain.errors import InputError, RaytrainError, first_line
-from raytrain.infer.predictor import outputs_of
 from raytrain.train.device import seed_everything
 from raytrain.train.job import build_trainable
 from raytrain.train.loader import cast_floating
@@ -54,15 +53,12 @@ from raytrain.train.placing import place
 from raytrain.train.precision import PrecisionPolicy, policy_for
 from raytrain.train.split_check import split_changes
 from raytrain.trainable import Trainable, in_eval, labels_weight
-from raytrain.trainable import rows as rows_of
 
 TIME_LIMIT_S = 20.0
-SIZES_LIMIT_S = 20.0
-"""Seconds that counting what a pass needs may take after it, with what it imports."""
-INFER_LIMIT_S = 5.0
-"""Seconds that a pass without labels may take, after the one with labels has taken its time."""
-SPLIT_LIMIT_S, SPLIT_PASS_S, SPLIT_ROWS = 10.0, 0.3, 4
-"""Seconds in which a batch is compared with its halves; it takes rows for passes of so many seconds, at least 4."""
+NOTE_LIMIT_S = 20.0
+"""Seconds that each may take of: counting what a pass needs, and comparing a batch with its halves."""
+SPLIT_PASS_S, SPLIT_ROWS = 0.3, 4
+"""A batch that is compared with its halves has rows for passes of so many seconds, at least 4."""
 MOST_LAST_ROWS = 4
 """What needs several rows, such as batch statistics, fails on fewer than these or works."""
 FEW_ROWS = 2
@@ -89,13 +85,11 @@ class FirstPass:
     Attributes:
         skipped: why no micro-batch was run; None if one was.
         sizes: what a pass needs; None if that is unknown.
-        unanswered: why `infer` could not answer rows with the model; "" if it could, None if that is unknown.
         split: how splitting a global batch changes what is trained; None if it does not, or that is unknown.
     """
 
     skipped: str | None = None
     sizes: PassSizes | None = None
-    unanswered: str | None = None
     split: str | None = None
 
 
@@ -126,7 +120,7 @@ class FirstBatch:
     phase: tuple[str, str] = ("data", "")
     _batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
     model_key: str = field(init=False)
-    _tried: tuple[Trainable, PrecisionPolicy] | None = field(default=None, init=False)
+    _tried: Trainable = field(init=False)
     _row_s: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
@@ -181,7 +175,7 @@ class FirstBatch:
         if any(parameter.device.type not in ("cpu", "meta") for parameter in self.trainable.module.parameters()):
             raise Skipped("the module is on a GPU")
         trainable, policy = self._built()
-        self._tried = trainable, policy
+        self._tried = trainable
         try:
             self._passes(trainable, policy, few)
             tried = few
@@ -271,10 +265,9 @@ class FirstBatch:
         for name, split in self._splits()[:splits]:
             batch = self._batch(name, split, rows)
             self.phase = ("model", "while the batch was weighed")
-            weight = self._weight(batch, rows, trainable)
-            if not weight:
+            if not self._weight(batch, rows, trainable):
                 continue  # training leaves out a micro-batch without labels too
-            counts = {"num_items_in_batch": weight} if trainable.takes_global_count else {}
+            counts = self._counts(batch, rows, trainable)
             self.phase = ("model", f"in the forward pass of {rows} rows ({name})")
             if name == "eval":
                 with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
@@ -292,6 +285,10 @@ class FirstBatch:
     @staticmethod
     def _weight(batch: Batch, rows: int, trainable: Trainable) -> int:
         return labels_weight(batch, rows) if trainable.weight is None else int(trainable.weight(batch))
+
+    def _counts(self, batch: Batch, rows: int, trainable: Trainable) -> dict[str, int]:
+        """What a loss gets beside its batch."""
+        return {"num_items_in_batch": self._weight(batch, rows, trainable)} if trainable.takes_global_count else {}
 
     def _check_finite(self, total: torch.Tensor, batch: Batch, rows: int) -> None:
         """In fp16 a loss may overflow, for which training has a loss scale; elsewhere no step would be made."""
@@ -315,12 +312,8 @@ class FirstBatch:
             trainable = any(parameter.requires_grad for parameter in self.trainable.module.parameters())
             why = "does forward call detach() or argmax(), or run under no_grad()?" if trainable else ""
             got = "a loss without a gradient" if trainable else "a model without a parameter that requires a gradient"
-            raise InputError(
-                self.model_key,
-                got=got,
-                expected="a loss computed from the parameters with torch's operations",
-                remedy=why,
-            )
+            expected = "a loss computed from the parameters with torch's operations"
+            raise InputError(self.model_key, got=got, expected=expected, remedy=why)
         try:
             total.backward()
         except RuntimeError as error:
@@ -340,30 +333,10 @@ class FirstBatch:
             if not self.on_cpu and not isinstance(error, RaytrainError) and _about_gpu(error):
                 return {"skipped": f"{NEEDS_GPU}, and the run may be on a GPU ({first_line(error)})"}
             found = error if isinstance(error, InputError) else self._error(error)
-            return {"error": [found.key, found.got, found.expected, found.remedy]}
+            return {"error": {name: getattr(found, name) for name in ("key", "got", "expected", "remedy")}}
         return {}
 
-    def unanswered(self) -> str | None:
-        """Why the user's own model returns no answers for a batch without labels, as `infer` gives it; "" if it does,
-        None if that is unknown."""
-        own = self.spec.model.module is not None or not is_ours(str(self.spec.model.builder))
-        if self._tried is None or not own:
-            return None
-        trainable, policy = self._tried
-        few, many = self.rows()
-        batch = next((self._batches[key] for rows in (few, many) if (key := ("train", rows)) in self._batches), {})
-        given = {name: value for name, value in batch.items() if name != "labels"}
-        if not given or "input_ids" in given:  # texts are generated from its logits
-            return None
-        try:
-            with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
-                outputs = outputs_of(trainable.module, given)
-            count = rows_of(given)
-        except BaseException as error:  # whatever the user's code raises without labels, SystemExit included
-            return None if is_out_of_memory(error, device=CPU) else f"{type(error).__name__}: {first_line(error)}"
-        if outputs.shape[:1] != (count,):
-            return f"the model returned outputs of shape {tuple(outputs.shape)} for {count} rows"
-        return ""
+    # -- after passes that were made --------------------------------------------------------------
 
     def split_changes(self) -> str | None:
         """How splitting a global batch changes what is trained (`raytrain.train.split_check`); None if it does not,
@@ -372,26 +345,23 @@ class FirstBatch:
         total = spec.loop.global_batch_size
         rows = max(SPLIT_ROWS, total if isinstance(total, int) else 0)
         rows = min(rows, len(split), int(SPLIT_PASS_S / self._row_s)) // 2 * 2
-        if self._tried is None or rows < SPLIT_ROWS or micro in ("whole", total):
+        if rows < SPLIT_ROWS or micro in ("whole", total):
             return None
-        weigh = partial(self._weight, trainable=self._tried[0])
+        weigh = partial(self._weight, trainable=self._tried)
         synchronized = spec.scale.sync_batchnorm
         with contextlib.suppress(Exception):  # of the user's code, in passes that training does not make
             batch = self._batch("train", split, rows)
-            return split_changes(self._tried[0], batch, rows=rows, weigh=weigh, synchronized=synchronized)
+            return split_changes(self._tried, batch, rows=rows, weigh=weigh, synchronized=synchronized)
         return None
 
     def sizes(self) -> dict[str, Any] | None:
         """What a pass of the model needs, as plain values; None where that is unknown."""
-        if self._tried is None:
-            return None
         few, many = self.rows()
         with contextlib.suppress(Exception):  # of the user's code, in a pass that training does not make
             rows = few if ("train", few) in self._batches else many
             batch = self._batches["train", rows]
-            weight = self._weight(batch, rows, self._tried[0])
-            counts = {"num_items_in_batch": weight} if self._tried[0].takes_global_count else {}
-            return asdict(sizes_of_pass(self._tried[0], batch, rows=rows, counts=counts))
+            counts = self._counts(batch, rows, self._tried)
+            return asdict(sizes_of_pass(self._tried, batch, rows=rows, counts=counts))
         return None
 
     def _error(self, error: BaseException) -> InputError:
@@ -409,11 +379,6 @@ class FirstBatch:
                 "eval together: the builder gets their number as num_classes"
             )
         return InputError(key, got=found.got, expected=expected, remedy=found.remedy)
-
-
-def is_ours(builder: str) -> bool:
-    """Whether a builder is one of the built-in ones, which `infer` can use."""
-    return builder.partition(":")[0].partition(".")[0] in OUR_PACKAGES
 
 
 def data_key(spec: JobSpec, error: BaseException) -> str:
@@ -445,44 +410,32 @@ def check_first_batch(check: FirstBatch, *, count: bool = False, limit_s: float 
     Raises:
         InputError: the run would fail, with the frames of the user's own code.
     """
-    if not hasattr(os, "fork"):
-        return FirstPass("this system cannot fork a process")
     sys.stdout.flush()
     sys.stderr.flush()
     keep_parents_objects()
-    read, write = os.pipe()
+    answers, sender = Pipe(duplex=False)
     with warnings.catch_warnings():  # Python warns of threads; the child uses none of them
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
-        os.close(read)
-        _in_child(check, write, count=count, limit_s=limit_s)
-    os.close(write)
-    with _ended(child), os.fdopen(read, "rb") as pipe:
-        skipped = _skipped(_line(pipe.fileno(), limit_s), limit_s)
-        if skipped is not None:
-            return FirstPass(skipped)
-        answers: list[Any] = []
-        for seconds in (INFER_LIMIT_S, SIZES_LIMIT_S, SPLIT_LIMIT_S):
-            answer = _line(pipe.fileno(), seconds)
-            if not answer:  # without this one, those after it are not told apart
-                break
-            answers.append(json.loads(answer))
-    unanswered, sizes, split = [*answers, None, None, None][:3]
-    return FirstPass(None, sizes and PassSizes(**sizes), unanswered, split)
-
-
-def _skipped(answer: bytes | None, limit_s: float) -> str | None:
-    """Why no micro-batch was run, by the child's answer. Errors: InputError, what it found."""
-    if answer is None:
-        return f"{TOO_LONG} {limit_s:.0f} s"
-    if not answer:
-        return NO_ANSWER
-    found = json.loads(answer)
-    if "error" in found:
-        key, seen, expected, remedy = found["error"]
-        raise InputError(key, got=seen, expected=expected, remedy=remedy)
-    return found.get("skipped")
+        answers.close()
+        _in_child(check, sender, count=count, limit_s=limit_s)
+    sender.close()
+    notes: dict[str, Any] = {}
+    with _ended(child), answers:
+        try:
+            if not answers.poll(limit_s):
+                return FirstPass(f"{TOO_LONG} {limit_s:.0f} s")
+            outcome = json.loads(answers.recv_bytes())
+        except (EOFError, OSError):
+            return FirstPass(NO_ANSWER)
+        if "error" in outcome:
+            raise InputError(**outcome["error"])
+        with contextlib.suppress(EOFError, OSError):  # after the last one, or where the user's code ends the process
+            while "skipped" not in outcome and answers.poll(NOTE_LIMIT_S):
+                notes |= json.loads(answers.recv_bytes())
+    sizes = notes.pop("sizes", None)
+    return FirstPass(outcome.get("skipped"), sizes and PassSizes(**sizes), **notes)
 
 
 @contextlib.contextmanager
@@ -495,26 +448,12 @@ def _ended(child: int) -> Iterator[None]:
         os.waitpid(child, 0)
 
 
-def _line(pipe: int, limit_s: float) -> bytes | None:
-    """The next line that the child writes, which it does in one piece; b"" at its end, None if it takes too long."""
-    parts, end = [], time.monotonic() + limit_s
-    while not parts or not parts[-1].endswith(b"\n"):
-        ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
-        if not ready:
-            return None
-        part = os.read(pipe, 1)
-        if not part:
-            return b""
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _in_child(check: FirstBatch, write: int, *, count: bool, limit_s: float) -> NoReturn:
+def _in_child(check: FirstBatch, sender: Any, *, count: bool, limit_s: float) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):  # the command ends this process
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(limit_s + SIZES_LIMIT_S + SPLIT_LIMIT_S) + 5)  # if the command is killed
+        signal.alarm(int(limit_s + 3 * NOTE_LIMIT_S))  # if the command is killed
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
@@ -525,10 +464,11 @@ def _in_child(check: FirstBatch, write: int, *, count: bool, limit_s: float) -> 
         torch.set_num_threads(1)  # the threads of this process were not forked
         _open_group()
         outcome = check.outcome()
-        os.write(write, json.dumps(outcome).encode() + b"\n")
+        sender.send_bytes(json.dumps(outcome).encode())
         if not outcome:
-            for answer in (check.unanswered, check.sizes if count else lambda: None, check.split_changes):
-                os.write(write, json.dumps(answer()).encode() + b"\n")
+            if count:
+                sender.send_bytes(json.dumps({"sizes": check.sizes()}).encode())
+            sender.send_bytes(json.dumps({"split": check.split_changes()}).encode())
     finally:
         os._exit(0)
 

@@ -43,8 +43,6 @@ ANSWER_LIMIT_S = 10.0
 #: lock for long in one call, as while it unpickles large data: they allow `SETUP_TIMES` the silence.
 STEADY = (TRAINING, EXPORTING)
 SETUP_TIMES = 5
-#: A worker without a sign of life for this long is reported.
-SAY_SILENT_S = 15.0
 
 Signs = Mapping[int, tuple[float, str]]
 """Rank -> (unix time of its last sign of life, where it runs), of the workers that have not returned."""
@@ -78,16 +76,15 @@ class StuckWorkers:
         if self._hang.asking:
             silent = {}  # once all that respond have said where they are
         for rank in sorted({*silent, *self._hang.overdue(signs)} - self._ended):
-            seconds, what = self._hang.late_s, self._hang.reason_to_end(rank)
+            seconds, what, key = self._hang.late_s, self._hang.reason_to_end(rank), "retry.hang_s"
             if rank in silent:
-                seconds = silent[rank]
+                seconds, key = silent[rank], "retry.host_silence_s"
                 doing = progress.get("activity") or progress.get("phase") or STARTING
-                what = f"has not responded for {silent[rank]:.0f} s (the run: {doing})"
+                what = f"has not responded for {seconds:.0f} s (the run: {doing})"
                 self._write_stacks(rank, signs)
-            lines.append(self._end(rank, what, signs, seconds=seconds, progress=progress))
+            lines.append(self._end(rank, what, signs, seconds=seconds, key=key, progress=progress))
         self._ended &= set(signs)
-        others = {rank: sign for rank, sign in signs.items() if rank not in self._ended}
-        return lines + self._silent.lines(others, now=time.time())
+        return lines
 
     def _of_late_step(self, signs: Signs, stacks: Mapping[int, Mapping[str, Any]]) -> list[str]:
         lines = self._hang.lines(signs, stacks, now=time.time())
@@ -102,15 +99,16 @@ class StuckWorkers:
         if self._local:
             self._run.write_text(stacks_file(rank), outside_stacks(pid_of(signs[rank][1])))
 
-    def _end(self, rank: int, what: str, signs: Signs, *, seconds: float, progress: Mapping[str, Any]) -> str:
+    def _end(self, rank: int, what: str, signs: Signs, *, seconds: float, key: str, progress: Mapping[str, Any]) -> str:
         """End the process of a rank, with a record of why: Ray would say only that it died.
 
         Args:
             seconds: how long nothing has come of it.
+            key: what sets how long that may be.
         """
         self._ended.add(rank)
         pid, node = pid_of(signs[rank][1]), progress.get("nodes", {}).get(rank)
-        reason = f"rank {rank} {what}: its process is ended, all restart"
+        reason = f"rank {rank} {what}: its process is ended, all restart ({key})"
         self._run.append_event(event("hang_ended", rank=rank, pid=pid, seconds=seconds, reason=reason))
         message = f"rank {rank} {what}, and its process was ended"
         record_lost_ranks(self._run, [rank], message=message, step=step_of(progress), node=node)
@@ -119,8 +117,7 @@ class StuckWorkers:
 
 
 class SilentRanks:
-    """Measures how long each worker has not responded, and says which do not, and which do again: the others wait for
-    them in the next collective.
+    """Measures how long each worker has not responded: the others wait for it in the next collective.
 
     Silence counts from when this process first saw the newest sign of life, on a clock that stands still while the
     machine is suspended: after that, all workers have been silent for as long as the driver.
@@ -133,14 +130,9 @@ class SilentRanks:
     def __init__(self, *, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s, self._clock = limit_s, clock
         self._since: dict[int, tuple[tuple[float, str], float]] = {}
-        self._reported: dict[int, float] = {}
 
     def overdue(self, signs: Signs, progress: Mapping[str, Any]) -> dict[int, float]:
-        """Rank -> seconds, of the workers whose processes are to be ended; call it often.
-
-        Args:
-            progress: as shown by the driver: {"phase", ...}.
-        """
+        """Rank -> seconds, of the workers whose processes are to be ended; call it often."""
         now = self._clock()
         self._since = {
             rank: known if (known := self._since.get(rank)) is not None and known[0] == sign else (sign, now)
@@ -148,22 +140,6 @@ class SilentRanks:
         }
         limit = self._limit_s * (1 if progress.get("phase") in STEADY else SETUP_TIMES)
         return {rank: now - since for rank, (_, since) in sorted(self._since.items()) if now - since >= limit}
-
-    def lines(self, signs: Signs, *, now: float) -> list[str]:
-        """A line for each worker whose state has changed at a unix time."""
-        found = []
-        for rank, (last, where) in sorted(signs.items()):
-            silent = now - last >= SAY_SILENT_S
-            if silent and rank not in self._reported:
-                self._reported[rank] = last
-                at = time.strftime("%H:%M:%S", time.localtime(last))
-                then = f"after {self._limit_s:g} s it is ended, and all workers restart (retry.host_silence_s)"
-                found.append(f"rank {rank} {where} has not responded since {at}: {then}")
-            elif not silent and rank in self._reported:
-                found.append(f"rank {rank} {where} responds again, after {last - self._reported.pop(rank):.0f} s")
-        for rank in self._reported.keys() - signs.keys():  # another process has taken its place, or will
-            del self._reported[rank]
-        return found
 
 
 class HangWatch:

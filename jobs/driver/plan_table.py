@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,34 +15,10 @@ from typing import Any
 from rich.console import Console
 
 from cluster.wording import counted
+from jobs.driver.printing import print_line, print_row, print_warning
 from jobs.job.facts import path_from_here
 from raytrain.plan.choice import Resolved, reason_of, size_text
 from raytrain.plan.plan import Plan
-
-# ---------------------------------------------------------------- labelled rows, and commands to copy
-
-
-def print_row(console: Console, lead: str, text: str) -> None:
-    """Print a text after a label; what a terminal breaks off stands below the text, and not below the label."""
-    if console.is_terminal or console.is_jupyter:
-        console.print(
-            textwrap.fill(
-                text, console.width, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False,
-                break_on_hyphens=False,
-            ),
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
-    else:
-        console.print(lead + text, markup=False, highlight=False, soft_wrap=True)
-
-
-def print_command(console: Console, lead: str, command: str) -> None:
-    """Print a command after a few words; on a line of its own where a terminal would otherwise break it."""
-    own_line = console.is_terminal and len(lead) + len(command) > console.width
-    for text in [lead.rstrip(), command] if own_line else [lead + command]:
-        if text:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-
 
 # ---------------------------------------------------------------- the table, and the lines with which a training begins
 
@@ -95,11 +70,11 @@ def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
     also lists the defaults, which plan.json always contains.
     """
     machines, rows = plan.inventory, _rows(plan)
-    console.print(f"{machines['source']}: {machines['summary']}", markup=False, soft_wrap=True)
+    print_line(console, f"{machines['source']}: {machines['summary']}")
     stated = " ".join(reason for _, _, reason in rows.values())
     for note in machines["notes"]:
         if note not in stated:
-            console.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
+            print_line(console, f"  {note}", style="dim")
     for group, names in GROUPS.items():
         _print_rows(console, group, [rows[name] for name in names if name in rows])
     shown = {row[2].partition(" (")[0] for row in rows.values()}
@@ -111,7 +86,7 @@ def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
     if plan.warnings:
         console.print()
     for warning in plan.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
+        print_warning(console, warning)
 
 
 @dataclass(frozen=True)
@@ -149,12 +124,12 @@ def print_start(
     for name, text in _start_rows(plan, {} if resumed is None else resumed.measured):
         print_row(console, f"{name:<10}", text)
     if resumed is not None:
-        console.print(f"{'resuming':<10}{resumed.text}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"{'resuming':<10}{resumed.text}")
     shown = len(warnings) if every or len(warnings) <= WARNINGS else WARNINGS - 1
     for warning in warnings[:shown]:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
+        print_warning(console, warning)
     if shown < len(warnings):
-        console.print(f"warning: and {len(warnings) - shown} more (-v, or the report)", style="yellow")
+        print_warning(console, f"and {len(warnings) - shown} more (-v, or the report)")
 
 
 def config_rows(plan: Plan) -> list[Row]:
@@ -193,9 +168,9 @@ def _print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
         return
     console.print()
     if not console.is_terminal:
-        console.print(f"# {title}", markup=False, highlight=False)
+        print_line(console, f"# {title}")
         for name, value, comment in rows:
-            console.print(f"{name}: {value}  # {comment}", markup=False, highlight=False, soft_wrap=True)
+            print_line(console, f"{name}: {value}  # {comment}")
         return
     from rich.table import Table
 
@@ -210,11 +185,7 @@ def _print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
 
 
 def _start_rows(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The first lines.
-
-    Args:
-        measured: as in `ResumedFrom`.
-    """
+    """The first lines."""
     value = {name: text for name, text, _ in plan.rows()}
     workers, threads = plan.value("workers", 0), value.get("threads")
     source = f"{plan.inventory['source']}: " if plan.inventory["source"].startswith("Ray ") else ""
@@ -223,7 +194,8 @@ def _start_rows(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, str]
         machine[1] += f" of {_of(threads, 'thread')}"
     if plan.value("hosts", 0) not in (0, "none"):
         machine.append(f"expert hosts: {value['hosts']}")
-    model = [_model_name(plan), f"{_count(plan.value('parameters', 0))} parameters"]
+    builder = str(plan.config["model"].get("builder") or "the module given from Python")
+    model = [builder.rpartition(":")[2], f"{_count(plan.value('parameters', 0))} parameters"]
     if plan.value("hosts", "none") != "none":
         model.append(f"experts: {value['experts']}")
     data, facts = [str(plan.config["data"].get("source") or "given from Python")], plan.data_facts
@@ -255,11 +227,6 @@ def _machines(inventory: Mapping[str, Any]) -> str:
     parts = [f"{len(nodes)} nodes"] if len(nodes) > 1 else []
     parts.append(counted(sum(node["cpus"] for node in nodes), "CPU core"))
     return ", ".join([*parts, *(f"{number} x {name}" for name, number in gpus.items())] + ([] if gpus else ["no GPU"]))
-
-
-def _model_name(plan: Plan) -> str:
-    model = plan.config["model"]
-    return str(model.get("builder") or "the module given from Python").rpartition(":")[2]
 
 
 def _precision(plan: Plan, measured: Mapping[str, Any]) -> str:

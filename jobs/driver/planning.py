@@ -61,7 +61,7 @@ def plan_job(
 
         checked = check_on_driver(spec)
         model_facts, data_facts = checked.model_facts, checked.data_facts
-        unchecked, split = [checked.note] if checked.note is not None else [], checked.split
+        unchecked, split = [checked.note] if checked.note is not None else [], checked.first.split
     data_facts = data_facts or facts_of_data(spec)
     machines = inventory or local_inventory()
     sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.status import Status
 from rich.text import Text
 
+from jobs.driver.printing import print_line
 from raytrain.execution.driver_channel import RESTARTING, STARTING
 from raytrain.runs.records import rate_of
 
@@ -35,7 +36,7 @@ TOGETHER = {
 READING = "reading the data"
 BEFORE_TRAINING = ("starting workers", "waiting for room", "measuring", READING)
 TRAINING = "training"
-EXPORTING, ENDING = "exporting", "ending the workers"
+EXPORTING = "exporting"
 AFTER_TRAINING = (TRAINING, "recovering", EXPORTING, "stopping Ray", "disconnecting from Ray", "report", "")
 MEASURING = "measuring "
 #: Parts of the training that rank 0 accounts for: the purpose in result.json, and its name here.
@@ -89,37 +90,19 @@ class Phases:
     def line(self, account: Mapping[str, float]) -> str:
         """The seconds as one line: `52 s: checking the job 1.6, starting Ray 4.1, ...`.
 
-        Training and restarts are separated by the account: the workers of a lost node may train on until they learn
-        of it, and what restarts within the workers is no phase. So is the export from the end of the workers after it.
-
         Args:
             account: seconds of this command by purpose, as in result.json.
         """
-        within = [
-            f"{name} {account[key]:.1f}"
-            for key, name in WITHIN_TRAINING.items()
-            if account.get(key, 0) >= PHASE_LEAST_S
-        ]
-        parts = []
-        divided = self._divided(account.get("restart", 0.0), account.get("export", 0.0))
-        for name, seconds in divided.items():
-            if seconds >= PHASE_LEAST_S:
-                detail = f" ({', '.join(within)})" if name == TRAINING and within else ""
-                parts.append(f"{name} {seconds:.1f}{detail}")
-        return f"{sum(self.seconds.values()):.0f} s: {', '.join(parts)}"
+        within = {name: account.get(key, 0.0) for key, name in WITHIN_TRAINING.items()}
+        parts = _listed(self.seconds)
+        if TRAINING in parts and (named := _listed(within)):
+            parts[TRAINING] += f" ({', '.join(named.values())})"
+        return f"{sum(self.seconds.values()):.0f} s: {', '.join(parts.values())}"
 
-    def _divided(self, restart_s: float, export_s: float) -> dict[str, float]:
-        """The seconds, with `restart_s` of those since the training began as restarts, and `export_s` as the export."""
-        found = dict[str, float]()
-        both = self.seconds.get(TRAINING, 0.0) + self.seconds.get(RESTARTING, 0.0)
-        for name, seconds in self.seconds.items():
-            if name == TRAINING:
-                found |= {TRAINING: max(0.0, both - restart_s), RESTARTING: min(restart_s, both)}
-            elif name == EXPORTING:
-                found |= {EXPORTING: min(export_s, seconds), ENDING: max(0.0, seconds - export_s)}
-            elif name != RESTARTING or TRAINING not in self.seconds:
-                found[name] = seconds
-        return found
+
+def _listed(seconds: Mapping[str, float]) -> dict[str, str]:
+    """What took long enough to be named, each with its seconds."""
+    return {name: f"{name} {took:.1f}" for name, took in seconds.items() if took >= PHASE_LEAST_S}
 
 
 # ---------------------------------------------------------------- elapsed and remaining time
@@ -162,24 +145,28 @@ class RemainingTime:
         while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW_S:
             self._seen.popleft()
         self._since, self._left_s = now, left_s
-        (first_at, first), left = self._seen[0], total - step
-        if left_s is None and left > 0 and now - first_at >= REMAINING_LEAST_S:
-            self._left_s = left * (now - first_at) / (step - first)
+        rate = self.rate()
+        if left_s is None and rate and total > step and now - self._seen[0][0] >= REMAINING_LEAST_S:
+            self._left_s = (total - step) / rate
+
+    def rate(self) -> float | None:
+        """Steps a second, of those that were seen last; None where that is unknown."""
+        if not self._seen or self._seen[-1][0] <= self._seen[0][0]:
+            return None
+        (first_at, first), (at, step) = self._seen[0], self._seen[-1]
+        return (step - first) / (at - first_at)
 
     def seconds(self) -> float | None:
         """The remaining seconds; None where they are unknown."""
         return None if self._left_s is None else max(0.0, self._left_s - (self._clock() - self._since))
 
 
-class _TimesColumn(ProgressColumn):
+class TimesColumn(ProgressColumn):
+    """The column of a bar for `times_text`: its task has a field `times`, which returns the text."""
+
     def render(self, task: Task) -> Text:
         """The text of the task's field `times`, a function, so that the time passes between two updates."""
         return Text(task.fields["times"](), style="progress.elapsed", no_wrap=True)
-
-
-def times_column() -> ProgressColumn:
-    """The column of a bar for `times_text`: its task has a field `times`, which returns the text."""
-    return _TimesColumn()
 
 
 def times_text(elapsed_s: float, left_s: float | None) -> str:
@@ -259,7 +246,7 @@ class Activity:
         """The live line; "" ends it."""
         if not self._console.is_terminal:
             if text:
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+                print_line(self._console, text)
         elif self._live is not None and text:
             self._live.update(escape(text))
         elif self._live is not None:
@@ -281,7 +268,7 @@ class Activity:
                 return
             self._last = now
             line = still(self._what, now - self._since, self._missing())
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, line)
 
     def _run(self) -> None:
         while not self._over.wait(1.0):
@@ -325,7 +312,7 @@ class TrainingDisplay:
             TextColumn("{task.description}"),
             BarColumn(bar_width=8 if self._narrow else 24),
             TextColumn("{task.fields[figures]}"),
-            times_column(),
+            TimesColumn(),
             console=console,
             transient=True,
         )
@@ -353,7 +340,7 @@ class TrainingDisplay:
     def print_lines(self, text: str) -> None:
         """Print the lines of rank 0's code, without any formatting."""
         for line in text.splitlines():
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(self._console, line)
 
     def show(self, progress: dict[str, Any], *, missing: Missing = nothing_missing) -> None:
         """Show the newest progress; output is limited however often this is called.
@@ -388,7 +375,7 @@ class TrainingDisplay:
             where = of_row if newest and known else ""
             left_s = None if progress.get("left_s") is None else self.left_s
             where += "" if left_s is None else f"  {clock_text(left_s)} left"
-            self._console.print(f"{phase}  {where}".rstrip(), markup=False, highlight=False)
+            print_line(self._console, f"{phase}  {where}".rstrip())
         elif now - self._last >= QUIET_S:
             self._last = now
             self.print_lines(_quiet_line(doing, newest, total, now - self._since, missing() or detail))

@@ -94,9 +94,6 @@ def memory_remedies(plan: Plan, micro: int, precision: str, *, process: str) -> 
     Args:
         plan: of the run. micro, precision: what was in force at its end.
         process: the choice of the plan with the bytes of the process that ran out: `memory` or `host_memory`.
-
-    Raises:
-        InputError: the run's configuration cannot be planned again.
     """
     in_force = [f"loop.micro_batch_size={micro}", f"precision.dtype={precision}"]
     unchanged = _planned(plan, *in_force)

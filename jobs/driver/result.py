@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from cluster.preflight import is_submitted
 from cluster.wording import counted
-from jobs.driver.plan_table import print_command, print_row
+from jobs.driver.printing import print_command, print_line, print_row
 from jobs.driver.progress import Activity, Phases
 from jobs.driver.remedies import record_remedies
 from jobs.job.facts import path_from_here, text_from_here
@@ -143,7 +143,7 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console, phases
             activity.begin("writing the report")
             report, findings = _report(run, result)
         for line in findings:
-            console.print(text_from_here(line, run.path), markup=False, highlight=False, soft_wrap=True)
+            print_line(console, text_from_here(line, run.path))
         activity.phases.end()
         print_result(console, run, record, report=report, phases=phases)
     if record["status"] == "interrupted":
@@ -179,12 +179,9 @@ def _report(run: RunFolder, result: AttemptResult) -> tuple[str, list[str]]:
 
 
 def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
-    """Write and return result.json.
+    """Write and return result.json."""
+    from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints  # imports torch
 
-    Args:
-        run: the run folder, whose last event is `driver_end`.
-        result: the result of the last attempt.
-    """
     metrics = run.read_rows(run.metrics)
     train_rows = [row for row in metrics if row["kind"] == "train"]
     evals = [row for row in metrics if row["kind"] == "eval"]
@@ -192,75 +189,35 @@ def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
     last = train_rows[-1] if train_rows else None
     faults = read_faults(run, since=0)[-1:] if result.status == "failed" else []  # it may have no row of its last step
     reported = max([result.steps, *(fault.step - 1 for fault in faults if fault.step)])
-    saved = _checkpoints(run)
-    kept = _best_of(saved)
+    saved = [info for info in list_checkpoints(run) if info.complete]
+    kept = best_checkpoint(saved) or (saved[-1] if saved else None)
+    # where no worker reported a step, the newest checkpoint may be of a later one than the last row
+    unreported = saved[-1].step if saved and not reported else 0
     totals = account(run.read_rows(run.events), now=time.time())
     record = {
         "status": result.status,
         "reason": result.reason,
-        "steps": _steps(reported, last_row=int(last["step"]) if last else 0, saved=saved),
+        "steps": max(reported, int(last["step"]) if last else 0, unreported),
         "final_loss": last["loss"] if last else None,
         "best_eval_loss": best["loss"] if best else None,
         "best_step": int(best["step"]) if best else None,
-        "best_checkpoint": kept.name if kept else None,
+        "best_checkpoint": split(kept.path)[1] if kept else None,
         "weights": run.weights if run.exists(run.weights) else None,
-        "weights_step": _weights_step(run),
+        "weights_step": weights_step(run),
         **totals,
     }
     run.write_json(run.result, record)
     return record
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """A complete checkpoint and the eval loss in its manifest."""
-
-    name: str
-    step: int
-    eval_loss: float | None
-
-
-def _checkpoints(run: RunFolder) -> list[_Saved]:
-    """Complete checkpoints, oldest first."""
-    found = []
-    for entry in sorted(run.store.entries("checkpoints"), key=lambda item: item.name):
-        if not run.exists(f"checkpoints/{entry.name}/COMPLETE"):
-            continue
-        try:
-            manifest = run.read_json(f"checkpoints/{entry.name}/manifest.json")
-        except (OSError, RunError):
-            manifest = {}  # damaged, or the disk fails, which may have ended this run
-        found.append(_Saved(entry.name, int(entry.name.removeprefix("step_")), manifest.get("eval_loss")))
-    return found
-
-
-def _best_of(saved: Sequence[_Saved]) -> _Saved | None:
-    """The checkpoint with the smallest eval loss, the first of equals; without evaluations, the newest one."""
-    rated = [(one.eval_loss, one.step, one) for one in saved if one.eval_loss is not None]
-    if rated:
-        return min(rated, key=lambda row: row[:2])[2]
-    return saved[-1] if saved else None
-
-
-def _steps(reported: int, *, last_row: int, saved: Sequence[_Saved]) -> int:
-    """Committed steps.
-
-    Args:
-        reported: by the workers; 0 where none did, as in a command that ended before their first step. The steps of
-            earlier commands are then known from the newest checkpoint, which may be later than the last row.
-    """
-    newest = saved[-1].step if saved and not reported else 0
-    return max(reported, last_row, newest)
-
-
-def _weights_step(run: RunFolder) -> int | None:
-    """The step whose weights are exported."""
+def weights_step(run: RunFolder) -> int | None:
+    """The step whose weights are exported; None if there are none, or the user's own code wrote them."""
     try:
         folder, _, name = run.weights.rpartition("/")
         notes = read_header(open_store(folder), name, key="weights").get("__metadata__", {})
         return int(notes["step"])
     except (OSError, RaytrainError, KeyError, ValueError):
-        return None  # none, or written by the user's own code
+        return None
 
 
 def last_sign_of_life(run: RunFolder) -> float | None:
@@ -301,11 +258,11 @@ def print_result(
         of_command = account_of_last(run.read_rows(run.events), now=time.time())["time"]
         print_row(console, f"{'time':<8}", phases.line(of_command))
     for line in sample_lines(run):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"run     {path_from_here(run.path)}", markup=False, soft_wrap=True)
+        print_line(console, line)
+    print_line(console, f"run     {path_from_here(run.path)}")
     if record.get("weights"):
-        console.print(f"weights {path_from_here(record['weights'])}", markup=False, soft_wrap=True)
-    console.print(f"report  {path_from_here(report)}", markup=False, soft_wrap=True)
+        print_line(console, f"weights {path_from_here(record['weights'])}")
+    print_line(console, f"report  {path_from_here(report)}")
     for number, command in enumerate(next_commands(run, record)):
         print_command(console, f"{'' if number else 'next':<8}", command)
 
@@ -320,29 +277,18 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     if record["status"] == "failed":
         return [resume_command("train", where), shell_command("check", "--bundle", "problem.zip", "--run", where)]
     output = ["infer.output=FOLDER"] * is_submitted()  # the default is deleted with the job
-    infer = [on_cluster("infer", where, "infer.input=FILE", *output)]
-    offered = infer if record.get("weights") and answers_rows(run) else []
-    return [*offered, resume_command("train", where, _twice_as_long(run, record)), *_comparison(run)]
-
-
-def answers_rows(run: RunFolder) -> bool:
-    """Whether `infer` can use the model of a run, as far as the check before the start has found."""
-    found = [row for row in run.read_rows(run.events) if row.get("kind") == "inference"]
-    return not found or bool(found[-1].get("value"))
+    infer = [on_cluster("infer", where, "infer.input=FILE", *output)] if record.get("weights") else []
+    return [*infer, resume_command("train", where, _twice_as_long(run, record)), *_comparison(run)]
 
 
 def _comparison(run: RunFolder) -> list[str]:
     """The command that compares the run with the newest earlier one that trained the same kind of model on
     the same data (by name, builder and source); none for the first one."""
     folder, own = split(run.path)
-    name, stamp = _name_and_stamp(own)
-    earlier: list[tuple[Any, str]] = []
     with contextlib.suppress(OSError):  # the run is complete, whether or not its neighbours can be listed
-        store = open_store(folder)
-        for entry in store.entries(""):
-            its_name, its_stamp = _name_and_stamp(entry.name)
-            if its_name == name and stamp and its_stamp and its_stamp < stamp:
-                earlier.append((its_stamp, join(folder, entry.name)))
+        dated = [(_dated(entry.name), join(folder, entry.name)) for entry in open_store(folder).entries("")]
+        name, *stamp = _dated(own)
+        earlier = [(when, path) for (its_name, *when), path in dated if its_name == name and ["", 0] < when < stamp]
         for _, path in sorted(earlier, reverse=True):
             other = RunFolder(path)
             if _has_steps(other) and _trained(other) == _trained(run):
@@ -350,15 +296,19 @@ def _comparison(run: RunFolder) -> list[str]:
     return []
 
 
+def _dated(folder: str) -> tuple[str, str, int]:
+    """The job's name, the UTC stamp and the number in the name of a run folder; of another folder its name."""
+    match = RUN_NAME.fullmatch(folder)
+    return (match[1], match[2], int(match[3] or 1)) if match else (folder, "", 0)
+
+
 def _has_steps(run: RunFolder) -> bool:
     """Whether a run has ended with steps to compare."""
-    if not run.exists(run.result):
-        return False
     try:
-        record = run.read_json(run.result)
+        record = run.read_json(run.result) if run.exists(run.result) else None
     except RunError:
         return False
-    return record.get("status") != "failed" and record.get("steps", 1) > 0
+    return record is not None and record.get("status") != "failed" and record.get("steps", 1) > 0
 
 
 def _trained(run: RunFolder) -> tuple[Any, ...]:
@@ -366,12 +316,6 @@ def _trained(run: RunFolder) -> tuple[Any, ...]:
     job = run.read_json(run.plan).get("config", {}) if run.exists(run.plan) else {}
     model, data = job.get("model", {}), job.get("data", {})
     return model.get("builder"), model.get("module"), data.get("source"), data.get("train")
-
-
-def _name_and_stamp(folder: str) -> tuple[str, tuple[str, int] | None]:
-    """The job's name and (UTC stamp, number) in the name of a run folder; None if it is no such name."""
-    match = RUN_NAME.fullmatch(folder)
-    return (match[1], (match[2], int(match[3] or 1))) if match else (folder, None)
 
 
 def _twice_as_long(run: RunFolder, record: Mapping[str, Any]) -> str:

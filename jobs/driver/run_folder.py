@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cluster.devices.inventory import Inventory
+from cluster.devices.inventory import Inventory, local_inventory
 from cluster.environment import environment_record
 from cluster.preflight import CheckResult, check_ray_job, check_seen_by_all, run_preflight, submission_id
 from jobs.driver.plan_table import ResumedFrom, print_plan, print_start
-from jobs.driver.result import answers_rows, last_sign_of_life
+from jobs.driver.planning import plan_job, show_only_picked
+from jobs.driver.printing import print_line
+from jobs.driver.progress import Phases
+from jobs.driver.result import last_sign_of_life
 from jobs.job.facts import absolute_path, local_paths, path_from_here
 from jobs.job.spec import (
     JobSpec,
@@ -39,6 +42,9 @@ from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder, find_unfinished, run_to_name, shell_command, start_anew, this_process
 from raytrain.runs.records import event
 from raytrain.runs.storage import typed_path
+
+if TYPE_CHECKING:  # imports torch
+    from jobs.driver.check_job import Checked
 
 # ---------------------------------------------------------------- resume
 # `--resume`: finds the run, loads its job and checks which keys changed.
@@ -64,12 +70,6 @@ class Resumed:
     finished: bool = False
     step: int | None = None
 
-    def has_checkpoint(self) -> bool:
-        """Whether the run has a complete checkpoint."""
-        from raytrain.checkpoint.reader import list_checkpoints  # imports torch, as the command has by now
-
-        return any(info.complete for info in list_checkpoints(self.run))
-
     def hosts(self) -> Any:
         """The expert hosts in the plan of the run; None if the run has no plan yet."""
         if not self.run.exists(self.run.plan):
@@ -82,23 +82,17 @@ class Resumed:
         Args:
             attempt: number of the attempt that starts.
         """
-        from raytrain.checkpoint.reader import list_checkpoints  # imports torch, as the command has by now
-
         run, measured = self.run, dict[str, Any]()
-        newest = max((info.step for info in list_checkpoints(run) if info.complete), default=None)
-        step = newest if self.step is None else self.step
+        step = max(run.saved_steps(), default=None) if self.step is None else self.step
         known = run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
         rows = [row for row in run.read_rows(run.events) if row["kind"] == "attempt" and row.get("precision")]
         if isinstance(plan.precision, Deferred):
             saved = rows[-1]["precision"] if rows and step is not None else None  # that of the checkpoint
             value = fallen_precision(run) or saved or known.get("precision", {}).get("value")
             measured |= {} if value is None else {"precision": value}
+        now = {"global_batch_size": plan.global_batch_size, "workers": plan.workers}
         micro = known.get("micro_batch", {})
-        settings, now = (
-            micro.get("settings", {}),
-            {"global_batch_size": plan.global_batch_size, "workers": plan.workers},
-        )
-        same = all(settings.get(name) == choice.value_or(None) for name, choice in now.items())
+        same = all(micro.get("settings", {}).get(name) == choice.value_or(None) for name, choice in now.items())
         if isinstance(plan.micro_batch_size, Deferred) and micro and same:
             measured["micro_batch"] = micro["value"]
         return ResumedFrom(step, attempt, measured)
@@ -109,21 +103,18 @@ class Resumed:
         Raises:
             InputError: the checkpoint stores experts separately and the plan puts them in the model, or vice versa.
         """
-        from raytrain.checkpoint.reader import (  # imports torch, as the command has by now
-            list_checkpoints,
-            read_manifest,
-        )
+        from raytrain.checkpoint.reader import read_manifest  # imports torch, as the command has by now
 
-        saved = [info for info in list_checkpoints(self.run) if info.complete]
+        saved = self.run.saved_steps()
         if not saved or not isinstance(plan.hosts, Resolved):
             return self.run
-        inside = read_manifest(saved[-1].path).get("experts") is None
+        inside = read_manifest(self.run.checkpoint_dir(saved[-1])).get("experts") is None
         if (plan.hosts.value in ("none", 0)) is not inside:
             where = "inside the model" if inside else "separately, by name"
             raise InputError(
                 "experts.hosts", got=f"{plan.hosts.value} ({plan.hosts.reason})",
                 expected="0" if inside else "any number of hosts above 0, or colocated",
-                remedy=f"the checkpoint of step {saved[-1].step} stores the experts {where}",
+                remedy=f"the checkpoint of step {saved[-1]} stores the experts {where}",
             )  # fmt: skip
         return self.run
 
@@ -179,7 +170,8 @@ def open_resumed(
     loaded = _from_run(load_spec(mapping=merged), changed)
     check_objects(loaded.spec)
     _refuse_fewer_steps(run, loaded, changed)
-    return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))
+    longer = bool({"loop.max_steps", "loop.epochs"} & set(changed))  # so that a finished run continues
+    return Resumed(run, loaded, changed, finished=run.finished() and not longer)
 
 
 def check_checkpoints(resumed: Resumed) -> Resumed:
@@ -191,13 +183,13 @@ def check_checkpoints(resumed: Resumed) -> Resumed:
     Raises:
         InputError: it has complete checkpoints, and all are damaged.
     """
-    from raytrain.checkpoint.reader import check, list_checkpoints  # imports torch
+    from raytrain.checkpoint.reader import check  # imports torch
 
     problems = []
-    for info in reversed([info for info in list_checkpoints(resumed.run) if info.complete]):
+    for step in reversed(resumed.run.saved_steps()):
         try:
-            check(info.path, hash_up_to=HASHED_BYTES)
-            return replace(resumed, step=info.step)
+            check(resumed.run.checkpoint_dir(step), hash_up_to=HASHED_BYTES)
+            return replace(resumed, step=step)
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -232,27 +224,16 @@ def _with_earlier_changes(run: RunFolder, mapping: Mapping[str, Any]) -> dict[st
 
 
 def _refuse_fewer_steps(run: RunFolder, loaded: LoadedSpec, changed: list[str]) -> None:
-    """Refuse a new number of steps that the run has reached already.
-
-    Raises:
-        InputError: nothing would be trained.
-    """
+    """Refuse a new number of steps that the run has reached already."""
     most = loaded.spec.loop.max_steps
     if "loop.max_steps" not in changed or most is None:
         return
-    from raytrain.checkpoint.reader import list_checkpoints  # imports torch
-
-    reached = max((info.step for info in list_checkpoints(run) if info.complete), default=0)
+    reached = max(run.saved_steps(), default=0)
     if most <= reached:
         raise InputError(
             "loop.max_steps", got=str(most), expected=f"more than {reached}, the step of the newest checkpoint",
             remedy=f"`{shell_command('export', path_from_here(run.path))}` writes its weights without training",
         )  # fmt: skip
-
-
-def _extended(changed: list[str]) -> bool:
-    """Whether the length of the run changed, so that a finished run continues."""
-    return bool({"loop.max_steps", "loop.epochs"} & set(changed))
 
 
 def _from_run(loaded: LoadedSpec, changed: list[str]) -> LoadedSpec:
@@ -284,124 +265,116 @@ class OpenRun:
     claimed: int
 
 
-def open_run(
-    loaded: LoadedSpec,
-    spec: JobSpec,
-    plan: Plan,
-    inventory: Inventory,
-    *,
-    resumed: Resumed | None,
-    began: float,
-    console: Console,
-    verbose: bool = False,
-) -> OpenRun:
-    """Make the run folder, or open the resumed one, write the records of this command and print what it will do.
+@dataclass(frozen=True)
+class RunPlanner:
+    """Plans a job for the machines that are there, and opens its run folder.
 
-    Args:
+    Attributes:
         spec: the job of `loaded` with absolute paths.
+        checked: what the checks on the driver found.
+        resumed: the run to resume; None makes a new one.
         began: when the command started, in unix seconds.
+        phases: what takes its seconds.
         verbose: print the whole plan.
-
-    Raises:
-        InputError: a check of the machine failed, or the plan does not fit the checkpoint.
     """
-    checks = _checked(spec, plan, inventory, run=None if resumed is None else resumed.run)
-    if resumed is not None:
-        run = resumed.checked_against(plan)
-    else:
-        run = RunFolder.create(spec.save.dir, spec.name, job=load_yaml(loaded.merged_text, origin="job"))
-        run.write_text(run.job, loaded.text)
-    last_sign = last_sign_of_life(run)
-    attempt = run.next_attempt(this_process())  # from here on, workers of older attempts stop before they write
-    run.append_event(
-        event(
-            "driver_start",
-            process_start=began,
-            pid=os.getpid(),
-            last_sign_of_life=last_sign,
-            changed=resumed.changed if resumed else [],
-            changes=changed_values(resumed),
-            ray_job=submission_id(),
-        )
-    )
-    run.reserve_space()
+
+    loaded: LoadedSpec
+    spec: JobSpec
+    checked: Checked
+    _: KW_ONLY
+    resumed: Resumed | None
+    began: float
+    phases: Phases
+    console: Console
+    verbose: bool = False
+
+    def open(self, inventory: Inventory, *, shared: bool = False) -> OpenRun:
+        """Make the run folder, or open the resumed one, write the records of this command and print what it will do.
+
+        Args:
+            inventory: the machines; those of the connected cluster if it is `shared`.
+
+        Raises:
+            InputError: a check of the machines failed, or they or the checkpoint do not fit the job.
+        """
+        resumed, console = self.resumed, self.console
+        plan = self._plan(inventory, hosts_of_run=None if resumed is None else resumed.hosts())
+        if shared:
+            from jobs.driver.watch import check_room, run_needs  # imports Ray
+
+            if waits := check_room(run_needs(self.spec, plan)):
+                print_line(console, waits)
+        checks = _checked(self.spec, plan, inventory, run=None if resumed is None else resumed.run)
+        if resumed is not None:
+            run = resumed.checked_against(plan)
+        else:
+            job = load_yaml(self.loaded.merged_text, origin="job")
+            run = RunFolder.create(self.spec.save.dir, self.spec.name, job=job)
+            run.write_text(run.job, self.loaded.text)
+        last_sign = last_sign_of_life(run)
+        attempt = run.next_attempt(this_process())  # from here on, workers of older attempts stop before they write
+        changes: Any = {"changed": resumed.changed if resumed else [], "changes": changed_values(resumed)}
+        began: Any = {"process_start": self.began, "pid": os.getpid(), "ray_job": submission_id()}
+        run.append_event(event("driver_start", last_sign_of_life=last_sign, **began, **changes))
+        run.reserve_space()
+        plan = _recorded(run, plan, checks)
+        run.write_json(run.environment, environment_record())
+        if self.verbose:
+            print_plan(replace(plan, warnings=[]), console)
+        warnings = [*plan.warnings, *(check.text for check in checks if check.status == "warn")]
+        before = None if resumed is None else resumed.taken_over(plan, attempt=attempt)
+        print_start(plan, console, warnings=warnings, every=self.verbose, resumed=before)
+        if resumed is not None and run.exists(run.result):
+            run.store.delete("result.json")
+        return OpenRun(run, plan, attempt, claimed=attempt)
+
+    def open_here(self) -> OpenRun:
+        """The same on this machine, of whose GPUs this process and a private Ray see only those of the plan."""
+        inventory = local_inventory()
+        opened = self.open(inventory)
+        show_only_picked(str(opened.plan.choices()["accelerator"].value_or("cpu")), inventory)
+        return opened
+
+    def change_workers(self, opened: OpenRun, inventory: Inventory, workers: Resolved) -> OpenRun:
+        """The same run, with the plan for another number of workers, and its records written again."""
+        plan = self._plan(inventory, hosts_of_run=opened.plan.hosts.value_or(None), workers=workers)
+        checks = _checked(self.spec, plan, inventory, run=opened.run)
+        before, why = opened.plan.workers.value_or(None), workers.reason
+        opened.run.append_event(event("decision", what="workers", value=workers.value, before=before, reason=why))
+        return replace(opened, plan=_recorded(opened.run, plan, checks))
+
+    def _plan(self, inventory: Inventory, *, hosts_of_run: Any, workers: Resolved | None = None) -> Plan:
+        checked = self.checked
+        return plan_job(
+            self.loaded, inventory=inventory, model_facts=checked.model_facts, data_facts=checked.data_facts,
+            split=checked.first.split, hosts_of_run=hosts_of_run, workers=workers,
+        )  # fmt: skip
+
+
+def _recorded(run: RunFolder, plan: Plan, checks: Sequence[CheckResult]) -> Plan:
+    """The plan with the path of the run, written to it beside the results of the checks."""
     plan = replace(plan, files=replace(plan.files, value=run.path))
     run.write_json(run.plan, plan.to_json())
-    run.write_json(run.environment, environment_record())
     run.write_json(run.preflight, [check.to_json() for check in checks])
-    warned = [check.text for check in checks if check.status == "warn"]
-    if verbose:
-        print_plan(replace(plan, warnings=[]), console)
-    before = None if resumed is None else resumed.taken_over(plan, attempt=attempt)
-    print_start(plan, console, warnings=[*plan.warnings, *warned], every=verbose, resumed=before)
-    if resumed is not None and run.exists(run.result):
-        run.store.delete("result.json")
-    return OpenRun(run, plan, attempt, claimed=attempt)
-
-
-def record_inference(run: RunFolder, unanswered: str | None) -> None:
-    """Record that `infer` cannot use the model of a run, or can again with its present code; it is not offered then
-    (`jobs.driver.result`).
-
-    Args:
-        unanswered: why it cannot; "" if it can, None if that is unknown.
-    """
-    if unanswered is None or (not unanswered and answers_rows(run)):
-        return
-    reason = f"without labels, {unanswered}" if unanswered else "the model answers rows without labels"
-    run.append_event(event("inference", value=not unanswered, reason=reason))
-
-
-def replan(opened: OpenRun, spec: JobSpec, plan: Plan, inventory: Inventory) -> OpenRun:
-    """The run with another plan, for another number of workers; the records of the plan are written again.
-
-    Raises:
-        InputError: a check of the machines failed.
-    """
-    run = opened.run
-    checks = _checked(spec, plan, inventory, run=run)
-    plan = replace(plan, files=replace(plan.files, value=run.path))
-    workers, before = _value(plan.workers), _value(opened.plan.workers)
-    reason = getattr(plan.workers, "reason", "")
-    run.append_event(event("decision", what="workers", value=workers, before=before, reason=reason))
-    run.write_json(run.plan, plan.to_json())
-    run.write_json(run.preflight, [check.to_json() for check in checks])
-    return replace(opened, plan=plan)
+    return plan
 
 
 def _checked(spec: JobSpec, plan: Plan, inventory: Inventory, *, run: RunFolder | None) -> list[CheckResult]:
-    """The results of the checks before the start. Errors: InputError for the first that failed.
-
-    Args:
-        run: the run that continues.
-    """
-    checks = preflight_of(plan, spec.save.dir, inventory, saved=0 if run is None else len(run.saved_steps()))
+    """The results of the checks before the start. Errors: InputError for the first that failed."""
+    size, workers = _value(plan.checkpoint_bytes), int(_value(plan.workers) or 1)
+    checks = run_preflight(
+        save_dir=spec.save.dir, inventory=inventory, checkpoint_bytes=size, worker_bytes=_value(plan.memory),
+        local_workers=-(-workers // max(1, len(inventory.nodes))), on_gpu=_value(plan.device) == "cuda",
+        saved=0 if run is None else len(run.saved_steps()),
+    )  # fmt: skip
     if len(inventory.nodes) > 1:
         checks += check_seen_by_all({"save.dir": absolute_path(spec.save.dir), **local_paths(spec)})
-    checks += check_ray_job(
-        spec.save.dir,
-        checkpoint_bytes=_value(plan.checkpoint_bytes),
-        grace_s=spec.retry.stop_grace_s,
-    )
+    checks += check_ray_job(spec.save.dir, checkpoint_bytes=size, grace_s=spec.retry.stop_grace_s)
     failed = [check for check in checks if check.status == "fail"]
     if failed:
         first = failed[0]
         raise InputError(first.key or first.name, got=first.seen, expected=first.expected, remedy=first.remedy)
     return checks
-
-
-def preflight_of(plan: Plan, save_dir: str, inventory: Inventory, *, saved: int = 0) -> list[CheckResult]:
-    """Check the machine for what this plan needs, besides `saved` checkpoints that are there already."""
-    workers = int(_value(plan.workers) or 1)
-    return run_preflight(
-        save_dir=save_dir,
-        inventory=inventory,
-        checkpoint_bytes=_value(plan.checkpoint_bytes),
-        worker_bytes=_value(plan.memory),
-        local_workers=-(-workers // max(1, len(inventory.nodes))),
-        on_gpu=_value(plan.device) == "cuda",
-        saved=saved,
-    )
 
 
 def _value(choice: Any) -> Any:

@@ -59,11 +59,9 @@ def cluster_address(configured: str | None) -> str:
         InputError: Ray does not work in this interpreter, or none of several addresses answers.
     """
     if sys.flags.optimize > 1:
+        remedy = "Ray Train needs its docstrings, which level 2 removes"
         raise InputError(
-            "PYTHONOPTIMIZE",
-            got="2, or `python -OO`",
-            expected="at most 1, or `python -O`",
-            remedy="Ray Train needs its docstrings, which level 2 removes",
+            "PYTHONOPTIMIZE", got="2, or `python -OO`", expected="at most 1, or `python -O`", remedy=remedy
         )
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return "connected"
@@ -77,11 +75,7 @@ def cluster_address(configured: str | None) -> str:
 
 
 def first_that_answers(addresses: str) -> str:
-    """The first of several addresses (`HOST:PORT,HOST:PORT`) at which a Ray cluster answers.
-
-    Raises:
-        InputError: none does.
-    """
+    """The first of several addresses (`HOST:PORT,HOST:PORT`) at which a Ray cluster answers."""
     several = [address.strip() for address in addresses.split(",") if address.strip()]
     found = next((one for one in several if re.fullmatch(r"[^/]+:\d+", one) and not head_problem(one)), None)
     if found is not None:
@@ -191,7 +185,9 @@ def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, wor
         cluster = Cluster(address == "local", address, folder)
         try:
             _start(cluster, options, verbose=verbose)
-            with _ray_errors_explained(), contextlib.nullcontext() if verbose else _no_pages():
+            from raytrain.execution.ray_private import no_pages_of_daemons  # imports Ray
+
+            with _ray_errors_explained(), contextlib.nullcontext() if verbose else no_pages_of_daemons():
                 yield cluster
         finally:
             cluster.ended.set()
@@ -200,19 +196,10 @@ def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, wor
                     sys.modules["ray"].shutdown()
 
 
-def _no_pages() -> contextlib.AbstractContextManager[None]:
-    from raytrain.execution.ray_private import no_pages_of_daemons
-
-    return no_pages_of_daemons()
-
-
 def _running() -> str:
     """The address of "auto": `RAY_ADDRESS`, or a cluster that runs on this machine.
 
     Ray would look for it itself, but not see that a cluster listens on loopback only, and try another address.
-
-    Raises:
-        InputError: there is none.
     """
     from raytrain.execution.ray_private import running_address
 
@@ -262,16 +249,11 @@ def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
         raise ClusterLost(f"the Ray at {context.gcs_address} that this process had connected to {CALL_INIT}")
     loopback = all(node["NodeManagerAddress"].startswith("127.") for node in ray.nodes() if node["Alive"])
     with private_folder() as folder:
-        yield from _explained_to_notebook(Cluster(local=loopback, address=context.gcs_address, folder=folder))
-
-
-def _explained_to_notebook(cluster: Cluster) -> Iterator[Cluster]:
-    import ray
-
-    try:
-        with _ray_errors_explained():
-            yield cluster
-    except ClusterLost as error:
-        cluster.ended.set()
-        ray.shutdown()  # Ray ends a process whose connection is lost, after a minute
-        raise ClusterLost(f"{error}: the Ray that this process had connected to {CALL_INIT}") from error
+        cluster = Cluster(local=loopback, address=context.gcs_address, folder=folder)
+        try:
+            with _ray_errors_explained():
+                yield cluster
+        except ClusterLost as error:
+            cluster.ended.set()
+            ray.shutdown()  # Ray ends a process whose connection is lost, after a minute
+            raise ClusterLost(f"{error}: the Ray that this process had connected to {CALL_INIT}") from error

@@ -11,20 +11,18 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.exceptions
 from rich.console import Console
 
 from cluster.network import answers
-from cluster.preflight import measured_stop
 from experts.hosts.host import ProcessLimits
 from experts.hosts.reserve import request_of, start_hosts
 from jobs.driver.check_job import train_job
 from jobs.driver.hangs import Signs, StuckWorkers, pid_of
 from jobs.driver.progress import Activity, Clock, TrainingDisplay
-from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
@@ -37,9 +35,11 @@ from raytrain.plan.plan import Plan
 from raytrain.plan.room import Need, missing, short_of
 from raytrain.plan.shares import ElasticWorkers
 from raytrain.runs.faults import record_lost_ranks
-from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 from raytrain.runs.storage import join
+
+if TYPE_CHECKING:  # imports this
+    from jobs.driver.run_folder import OpenRun
 
 # ---------------------------------------------------------------- cluster: what it has lost, and the room that it has
 
@@ -149,7 +149,7 @@ def check_room(needs: Sequence[Need]) -> str:
     if found is None:
         return ""
     if autoscales():
-        return f"waiting for nodes that the autoscaler may add: {text}\n"
+        return f"waiting for nodes that the autoscaler may add: {text}"
     need, there = found
     raise InputError(
         need.key, got=need.many, expected=f"at most {there} ({text})",
@@ -228,8 +228,10 @@ def _watched(fitting: _Fit, spec: JobSpec, opened: OpenRun, *, signals: StopSign
             late = stop_at is not None and time.monotonic() > stop_at
             cluster_ended = stop_at is not None and unanswered > 1  # the same signal may have ended it
             if signals.times > 1 or late or cluster_ended:
-                left = LEFT + (f": they did not save within {spec.retry.stop_grace_s:g} s" if late else "")
-                display.print_lines(f"{left}{' (retry.stop_grace_s)' if late else ''}; {newest_checkpoint(opened.run)}")
+                left, steps = LEFT, opened.run.saved_steps()
+                left += f": they did not save within {spec.retry.stop_grace_s:g} s" if late else ""
+                saved = f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
+                display.print_lines(f"{left}{' (retry.stop_grace_s)' if late else ''}; {saved}")
                 return AttemptResult("interrupted", left, workers_running=True)
             if stop_at is None:
                 fitting.check_cluster(display)
@@ -266,11 +268,9 @@ class _Fit:
             telemetry=HostTelemetry(opened.run.path, spec.telemetry.every, memory_limit, self.channel),
         )
         self.progress: Mapping[str, Any] = {}
-        self._retry = spec.retry
         self.stuck = StuckWorkers(opened.run, self.channel, spec.retry, local=cluster.local)
         self._warned: set[str] | None = None
         self._left_out: set[str] = set()  # ids of nodes
-        self._stop_judged = False
         self.change: WorkersChange | None = None  # wanted, once the workers have saved
         bounds, workers = spec.scale.workers, int(opened.plan.workers.value)  # pyright: ignore[reportAttributeAccessIssue]
         self._elastic = None
@@ -371,9 +371,6 @@ class _Fit:
     def _look_at_room(self, *, waiting: bool) -> None:
         """An elastic run continues with the workers that fit: at once where the others cannot start, and where more
         fit, after its workers have saved (`change`).
-
-        Raises:
-            WorkersChange: there is no room for all workers, but for fewer.
         """
         if self._elastic is None or self.change is not None or not self._watch.looked_now:
             return
@@ -386,15 +383,6 @@ class _Fit:
         if change is not None and waiting:
             raise change
         self.change = change
-
-    def measured_stop(self) -> list[str]:
-        """Once the workers have measured what a stop takes: a line if a submitted job is not left that long, or if it
-        is, other than predicted at the start."""
-        stop_s = self.progress.get("stop_s")
-        if stop_s is None or self._stop_judged:
-            return []
-        self._stop_judged = True
-        return renewed_stop_check(self._run_folder, stop_s, grace_s=self._retry.stop_grace_s)
 
     def new_warnings(self, warnings: Sequence[Mapping[str, Any]], signs: Signs) -> list[str]:
         """Record the warnings of telemetry that this run has not had yet, and return their lines.
@@ -452,8 +440,6 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
     fitting.progress, lines, signs, warnings, stacks = answers
     if lines:
         display.print_lines(lines)
-    for line in fitting.measured_stop():
-        display.print_lines(line)
     for line in fitting.new_warnings(warnings, signs):
         display.print_lines(line)
     for line in fitting.stuck.lines(fitting.progress, signs, stacks):
@@ -462,27 +448,6 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
     if fitting.progress.get("phase") == "training":
         signals.training = True
     return True
-
-
-def newest_checkpoint(run: RunFolder) -> str:
-    """From where a run continues whose workers were left, in words."""
-    saved = run.saved_steps()
-    return f"the newest checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint yet"
-
-
-def renewed_stop_check(run: RunFolder, stop_s: float, *, grace_s: float) -> list[str]:
-    """A line if `ray job stop` leaves too little time by what the run measured, or enough other than predicted.
-
-    Args:
-        stop_s, grace_s: see `measured_stop`.
-    """
-    check = measured_stop(stop_s, grace_s=grace_s)
-    if check is None:
-        return []
-    before = [row["status"] for row in run.read_json(run.preflight) if row["name"] == "job_stop"]
-    if check.status == "ok" and before == ["ok"]:
-        return []
-    return [f"warning: {check.text}" if check.status == "warn" else check.text]
 
 
 def with_rank(warning: Mapping[str, Any], signs: Signs) -> dict[str, Any]:

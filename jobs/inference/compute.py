@@ -19,15 +19,17 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from cluster.devices.inventory import local_inventory
 from cluster.wording import counted
 from jobs.driver.planning import show_only_picked
+from jobs.driver.printing import print_line, print_warning
 from jobs.driver.progress import (
     PLAIN_EVERY_S,
     QUIET_S,
     WIDE,
     Clock,
     Missing,
+    RemainingTime,
+    TimesColumn,
     nothing_missing,
     still,
-    times_column,
     times_text,
 )
 from jobs.driver.runtime import connected
@@ -38,7 +40,6 @@ from raytrain.config.messages import abbreviated
 from raytrain.config.sections import InferConfig
 from raytrain.errors import RunError
 from raytrain.infer.input import Unit, UnitReport
-from raytrain.infer.model import InferenceModel
 from raytrain.infer.output import FORMATS, MANIFEST, rows_in_progress
 from raytrain.infer.stages.measure import PartTimes, measure_parts
 from raytrain.infer.worker import InferenceWorker, Work
@@ -196,13 +197,13 @@ class UnitComputation:
         if gpus:
             if self._address == "local":
                 show_only_picked(str(machines.accelerator.value), local_inventory())
-            work = _on_first_gpu(work)
+            work = replace(work, model=replace(work.model, device="cuda:0"))  # Ray shows each actor its own alone
         kind = None if self._address == "local" else machines.required_type
         need, count = self._planned.need, workers * self._planned.processes
         cpus = need.each["CPU"]
         with connected(self._address, num_cpus=count + 1, num_gpus=count * gpus, verbose=self._verbose) as cluster:
             if work.hosts:
-                work = replace(work, model=self._beside_hosts(work, loopback=cluster.local))
+                work = replace(work, model=with_hosts(work.model, self._planned, loopback=cluster.local))
             if self._planned.measures_stages:
                 times = measure_stages(work, self._planned.units[0], cpus=cpus, gpus=gpus, accelerator=kind)
                 work = self._with_stages(work, times)
@@ -220,13 +221,6 @@ class UnitComputation:
         if self._address != "local":
             self.missing = lambda: "" if started() else missing([need], free_by_node())
 
-    def _beside_hosts(self, work: Work, *, loopback: bool) -> InferenceModel:
-        planned = self._planned
-        return with_hosts(
-            work.model, planned.target, planned.hosts, threads=planned.threads, loopback=loopback,
-            folder=planned.output.path,
-        )  # fmt: skip
-
     def _with_stages(self, work: Work, times: PartTimes) -> Work:
         """The work with stages balanced by what was measured."""
         split = rebalanced(self._planned.target, self._planned.stages, times)
@@ -236,11 +230,6 @@ class UnitComputation:
         self.split = split
         assert work.split is not None
         return replace(work, split=replace(split, devices=work.split.devices))
-
-
-def _on_first_gpu(work: Work) -> Work:
-    """Ray shows each actor its own GPU alone."""
-    return replace(work, model=replace(work.model, device="cuda:0"))
 
 
 def needs_actors(planned: InferencePlan) -> bool:
@@ -289,11 +278,11 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
         *planned.hosts.lines(),
         ("output", path_from_here(planned.output.path)),
     ):
-        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+        print_line(console, f"{name}: {value}")
     if planned.waits:
-        console.print(planned.waits, markup=False, soft_wrap=True)
+        print_line(console, planned.waits)
     for warning in planned.target.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+        print_warning(console, warning)
 
 
 def _schedule(planned: InferencePlan) -> list[tuple[str, str]]:
@@ -331,11 +320,11 @@ class InferenceDisplay:
         self._complete: dict[int, int] = {}
         self._began = self._last = self._beaten = clock()
         self._shown = 0
-        self._first: tuple[float, int] | None = None
+        self._remaining = RemainingTime(clock)
         self._over = threading.Event()
         self._bar = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24 if console.width >= WIDE else 10),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows  {task.fields[figures]}"), times_column(),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows  {task.fields[figures]}"), TimesColumn(),
             console=console, transient=True,
         )  # fmt: skip
         self._task = self._bar.add_task("inference", total=rows, figures="", times=self._times)
@@ -357,26 +346,29 @@ class InferenceDisplay:
 
     def tick(self) -> None:
         """Show what is new, if it is time."""
-        now = self._clock()
+        now, live = self._clock(), self._console.is_terminal
         if now - self._beaten >= BEAT_EVERY_S:
             self._beaten = now
             self._beat()
-        if now - self._last >= QUIET_S and not self._done() and (needed := self._missing()):
+        waited = now - self._last
+        if not live and waited < PLAIN_EVERY_S:
+            return
+        done = self._done()
+        if done:  # before, processes start and the model is loaded
+            self._remaining.see(self._earlier + done, self._rows)
+        rate = self._remaining.rate()
+        figures = "" if rate is None else f"{rate:,.1f} rows/s"
+        if waited >= QUIET_S and not done and (needed := self._missing()):
             self._last = now
-            self._print(still("waiting for room in the cluster", now - self._began, needed))
-        elif self._console.is_terminal:
-            self._bar.update(self._task, completed=self._earlier + self._done(), figures=self._rate(now))
-        elif now - self._last >= PLAIN_EVERY_S:
-            done = self._done()
-            if done == self._shown and now - self._last < QUIET_S:
-                return
+            print_line(self._console, still("waiting for room in the cluster", now - self._began, needed))
+        elif live:
+            self._bar.update(self._task, completed=self._earlier + done, figures=figures)
+        elif done != self._shown or waited >= QUIET_S:
             self._last, self._shown = now, done
+            left_s = self._remaining.seconds()
+            left = f" after {now - self._began:.0f} s" if left_s is None else f", about {left_s:,.0f} s left"
             rows = f"{self._earlier + done:,} of {self._rows:,} rows"
-            rate = self._rate(now)
-            self._print(f"{rows}{rate and f', {rate}'}{self._left(now)}")
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(self._console, f"{rows}{figures and f', {figures}'}{left}")
 
     def _done(self) -> int:
         """Rows that this command has computed."""
@@ -384,31 +376,8 @@ class InferenceDisplay:
         partial = {unit: rows for unit, rows in self._in_progress().items() if unit not in complete}
         return sum(complete.values()) + sum(partial.values())
 
-    def _per_s(self, now: float) -> float | None:
-        """Rows a second since the first were seen, as in the last line: the time until then, in which processes start
-        and the model is loaded, computes none. None before there are more."""
-        done = self._done()
-        if self._first is None and done:
-            self._first = (now, done)
-        since, before = self._first or (now, done)
-        return (done - before) / (now - since) if now > since and done > before else None
-
-    def _rate(self, now: float) -> str:
-        rate = self._per_s(now)
-        return "" if rate is None else f"{rate:,.1f} rows/s"
-
     def _times(self) -> str:
-        now = self._clock()
-        return times_text(now - self._began, self._left_s(now))
-
-    def _left(self, now: float) -> str:
-        left_s = self._left_s(now)
-        return f" after {now - self._began:.0f} s" if left_s is None else f", about {left_s:,.0f} s left"
-
-    def _left_s(self, now: float) -> float | None:
-        """Seconds for the rows that are left; None where the rate is unknown."""
-        rate = self._per_s(now)
-        return None if rate is None else max(self._rows - self._earlier - self._done(), 0) / rate
+        return times_text(self._clock() - self._began, self._remaining.seconds())
 
     def _run(self) -> None:
         while not self._over.wait(1.0):
@@ -459,4 +428,4 @@ def print_summary(
     lines.append(f"predictions {join(folder, f'predictions.{infer.format}')}")
     lines.append(f"report {join(folder, PAGE)}")
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        print_line(console, line)

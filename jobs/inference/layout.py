@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from cluster.wording import counted
 from jobs.driver.build import check_joins
 from jobs.inference.target import Target
 from jobs.job.facts import has_experts, uses_hosts
@@ -32,10 +34,13 @@ from raytrain.infer.stages.partition import (
     sizes_of_keys,
 )
 from raytrain.infer.stages.split import StageSplit, skeleton_of, stored_weights
-from raytrain.infer.stages.stage import check_weights
+from raytrain.infer.stages.stage import check_weights, parts_of
 from raytrain.models.huggingface import read_config
 from raytrain.plan.choice import seconds_text, size_text
 from raytrain.plan.expert_hosts import number_of_hosts
+
+if TYPE_CHECKING:
+    from jobs.inference.plan import InferencePlan
 
 # ---------------------------------------------------------------- stages
 
@@ -70,15 +75,6 @@ class StageChoice:
         """Devices that hold a replica of the model."""
         return 1 if self.split is None else self.split.plan.stages
 
-    @staticmethod
-    def _schedule(stages: int, inflight: int) -> str:
-        """How many stages compute at the same time: a batch is in one stage at a time."""
-        text = f"{inflight} batch{'es' * (inflight > 1)} at a time in each replica"
-        if inflight >= stages:
-            return text
-        busy = "one stage computes" if inflight == 1 else f"at most {inflight} of {stages} stages compute"
-        return f"{text}: {busy} while the others wait; infer.inflight auto keeps all of them busy"
-
     def lines(self) -> list[tuple[str, str]]:
         """What the plan says about it."""
         lines = []
@@ -89,11 +85,20 @@ class StageChoice:
             plan = self.split.plan
             lines += [(f"stage {stage}", plan.describe(stage)) for stage in range(plan.stages)]
             lines.append(("balance", self.split.balance))
-            lines.append(("in flight", self._schedule(plan.stages, self.split.inflight)))
+            lines.append(("in flight", _schedule(plan.stages, self.split.inflight)))
         if self.int8 is not None and self.limit is not None:
             fits = "which fits one device" if self.int8 <= self.limit else "still more than a device may use"
             lines.append(("or", f"{QUANTIZE}=int8: about {size_text(self.int8)}, {fits}"))
         return lines
+
+
+def _schedule(stages: int, inflight: int) -> str:
+    """How many stages compute at the same time: a batch is in one stage at a time."""
+    text = f"{counted(inflight, 'batch', 'batches')} at a time in each replica"
+    if inflight >= stages:
+        return text
+    busy = "one stage computes" if inflight == 1 else f"at most {inflight} of {stages} stages compute"
+    return f"{text}: {busy} while the others wait; infer.inflight auto keeps all of them busy"
 
 
 def choose_stages(target: Target, *, rows: int) -> StageChoice:
@@ -186,8 +191,6 @@ def memory_of(target: Target, *, rows: int) -> InferenceMemory | None:
 
 
 def _parts(target: Target) -> list[ModelPart]:
-    from raytrain.infer.stages.stage import parts_of
-
     trainable = skeleton_of(target.model)
     check_weights(trainable.module, stored_weights(target.model))
     return parts_of(trainable)
@@ -203,11 +206,7 @@ def _inflight(target: Target, stages: int) -> int:
 
 
 def told_balance(target: Target, choice: StageChoice, *, batches: int) -> StageChoice:
-    """The choice that says by what its stages are balanced, `MEASURED` where that is still to be measured.
-
-    Args:
-        batches: of the job.
-    """
+    """The choice that says by what its stages are balanced, `MEASURED` where that is still to be measured."""
     infer, split = target.spec.infer, choice.split
     if split is None:
         return choice
@@ -315,22 +314,19 @@ def _checked(target: Target, choice: HostChoice) -> HostChoice:
     return choice
 
 
-def with_hosts(model: InferenceModel, target: Target, choice: HostChoice, *, threads: int, loopback: bool,
-               folder: str) -> InferenceModel:  # fmt: skip
+def with_hosts(model: InferenceModel, planned: InferencePlan, *, loopback: bool) -> InferenceModel:
     """The model with experts on hosts that its worker starts.
 
     Args:
-        threads: of each host.
         loopback: the cluster is this machine alone.
-        folder: of the job.
     """
     from experts.hosts.host import ProcessLimits
     from experts.hosts.reserve import HostsOfReplica, ReplicaConnection
 
-    spec = target.spec
+    spec, on_gpu = planned.target.spec, planned.target.machines.on_gpu
     about = HostsOfReplica(
-        hosts=choice.hosts, threads=threads, gpus=int(target.machines.on_gpu), loopback=loopback,
-        interface=spec.cluster.interface, dtype=model.dtype, retry=spec.retry, folder=folder,
+        hosts=planned.hosts.hosts, threads=planned.threads, gpus=int(on_gpu), loopback=loopback,
+        interface=spec.cluster.interface, dtype=model.dtype, retry=spec.retry, folder=planned.output.path,
         limits=ProcessLimits(spec.cluster.memory_fraction, spec.cluster.memory_limit),
     )  # fmt: skip
     return replace(model, sections={**model.sections, "experts": spec.experts.connected(ReplicaConnection(about))})

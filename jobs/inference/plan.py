@@ -177,7 +177,7 @@ def _input(target: Target, folder: str, data: Any) -> tuple[InputRows, tuple[str
 def _tables_of(data: Any) -> Iterable[Any]:
     if not is_ray_dataset(data):
         return [data]
-    from raytrain.infer.ray_data import dataset_tables
+    from raytrain.infer.ray_data import dataset_tables  # imports Ray
 
     return dataset_tables(data)
 
@@ -193,7 +193,10 @@ def _planned(
         "infer.id_column": infer.id_column, "infer.label": infer.label,
         **{f"infer.keep[{number}]": name for number, name in enumerate(infer.keep)},
     })  # fmt: skip
-    _check_names(kept_columns(infer))
+    written = {"id", *RESULT_COLUMNS, *TIMING_COLUMNS}
+    for name in kept_columns(infer):
+        if name in written:
+            raise InputError("infer.keep", got=f"{name}, a column that raytrain writes", expected="another name")
     if infer.format == "csv":
         check_cells(rows.schema, {"infer.id_column": [infer.id_column], "infer.keep": infer.keep})
     target.model.check_header(infer, rows.schema)
@@ -220,7 +223,7 @@ def _planned(
 
         several = each == 1 and isinstance(asked, tuple)  # a range of replicas is lowered to those that have room
         least = workers if isinstance(asked, int) else min(asked[0], workers) if several else 1
-        waits = check_room([replace(need, number=least * each)]).rstrip()
+        waits = check_room([replace(need, number=least * each)])
     settings = {key: value for key, value in encode(infer).items() if key not in UNIMPORTANT}
     identity = {
         **target.identity, "input": list(prints), "rows": rows.rows,
@@ -229,28 +232,8 @@ def _planned(
         **{f"infer.{key}": value for key, value in settings.items()},
     }  # fmt: skip
     return InferencePlan(
-        target,
-        rows,
-        units,
-        output,
-        batch,
-        workers,
-        threads,
-        stages,
-        identity,
-        paths,
-        reason,
-        hosts,
-        need,
-        room,
-        waits,
-    )
-
-
-def _check_names(kept: Sequence[str]) -> None:
-    for name in kept:
-        if name in ("id", *RESULT_COLUMNS, *TIMING_COLUMNS):
-            raise InputError("infer.keep", got=f"{name}, a column that raytrain writes", expected="another name")
+        target, rows, units, output, batch, workers, threads, stages, identity, paths, reason, hosts, need, room, waits
+    )  # fmt: skip
 
 
 def _check_ids(rows: InputRows, column: str) -> None:
@@ -277,8 +260,6 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
     Args:
         stages: processes of a replica, which may also be a worker and its expert hosts.
         key: that sets their number.
-    Raises:
-        InputError: there are fewer GPUs here, and one worker more would wait for one without end.
     """
     wanted, gpus = target.spec.scale.workers, len(target.machines.gpus)
     room, exact = room_of(target, inventory, stages=stages), isinstance(wanted, int)
@@ -288,9 +269,10 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
     if room is not None and not exact and (stages > 1 or wanted == "auto"):
         # a replica more would hold what another one waits for
         units = min(units, max(room, 1))
-    if local and 0 < gpus < stages:
+    if local and 0 < gpus < stages:  # a process more would wait for a GPU without end
+        but = " but the worker's" if key == HOSTS else ""
         raise InputError(
-            key, got=_number(stages, key), expected=f"at most {_number(gpus, key)}, one for each GPU{_and_one(key)}",
+            key, got=_number(stages, key), expected=f"at most {_number(gpus, key)}, one for each GPU{but}",
             remedy=f"use fewer, or scale.mode=cpu; available: {inventory.describe()}",
         )  # fmt: skip
     if not isinstance(wanted, int):
@@ -308,10 +290,6 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
 def _number(processes: int, key: str) -> str:
     """The value of the key with which a replica has so many processes."""
     return str(processes - 1 if key == HOSTS else processes)
-
-
-def _and_one(key: str) -> str:
-    return " but the worker's" if key == HOSTS else ""
 
 
 def need_of(target: Target, processes: int, *, key: str, threads: int | None = None) -> Need:

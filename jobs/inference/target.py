@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.devices.inventory import Inventory
+from jobs.driver.result import weights_step
 from jobs.driver.runtime import cluster_address
-from jobs.job.facts import formula_facts, resolve_model_paths, resolved
+from jobs.job.facts import formula_facts, resolve_model_paths, resolved, run_named
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
-from jobs.report import NEWEST
-from raytrain.config.sections import ScaleConfig
+from raytrain.config.sections import ModelConfig, ScaleConfig
 from raytrain.config.user_code import make_importable
-from raytrain.data.rows.contract import Source
 from raytrain.errors import InputError
 from raytrain.execution.export import checkpoint_of
 from raytrain.infer.model import InferenceModel
@@ -82,23 +80,29 @@ def open_target(given: str | None, overrides: Sequence[str], inventory: Inventor
     """
     make_importable(os.getcwd())
     given = given and typed_path(given, key="infer")
-    found = _opened_target(given, overrides, inventory)
+    if given is not None and _BUILDER.fullmatch(given) and not os.path.exists(given):
+        found = _of_model({"builder": given}, given, overrides, inventory)
+    elif given is not None and given.endswith((".yaml", ".yml")):
+        found = target_of(load_spec(given, overrides), os.path.splitext(os.path.basename(given))[0], inventory)
+    elif given is not None and os.path.isfile(os.path.join(given, "config.json")):
+        found = _of_folder(given, overrides, inventory)
+    else:
+        found = _of_run(given, overrides, inventory)
     return replace(found, hosts_given=any(one.partition("=")[0] == "experts.hosts" for one in overrides))
 
 
-def _opened_target(given: str | None, overrides: Sequence[str], inventory: Inventory) -> Target:
-    if given is not None and _BUILDER.fullmatch(given) and not os.path.exists(given):
-        return target_of(load_spec(mapping=_own_job(given), overrides=overrides), given, inventory)
-    if given is not None and given.endswith((".yaml", ".yml")):
-        return target_of(load_spec(given, overrides), os.path.splitext(os.path.basename(given))[0], inventory)
-    if given is not None and os.path.isfile(os.path.join(given, "config.json")):
-        return _of_folder(given, overrides, inventory)
-    return _of_run(given, overrides, inventory)
-
-
-def _own_job(builder: str) -> dict[str, Any]:
-    """A job with nothing but a builder: no data is opened for it."""
-    return {"name": "infer", "model": {"builder": builder}, "data": {"source": NO_DATA}}
+def _target(
+    spec: JobSpec, model: ModelConfig, facts: Mapping[str, Any], reads: Mapping[str, Any], tokenizer: str | None,
+    inventory: Inventory, *, name: str, identity: dict[str, Any], run: RunFolder | None = None,
+) -> Target:  # fmt: skip
+    formula_facts(spec, facts)  # checks the keys of a built-in model, which the plan reads before the builder does
+    machines, warnings = machines_of(spec, inventory)
+    length = spec.data.keys.get("max_length")
+    found = InferenceModel(
+        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed,
+        longest=length if isinstance(length, int) else None,
+    )  # fmt: skip
+    return Target(found, spec, name, {**identity, "builder": model.builder}, machines, tuple(warnings), run)
 
 
 # ---------------------------------------------------------------- a run
@@ -106,7 +110,7 @@ def _own_job(builder: str) -> dict[str, Any]:
 
 def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -> Target:
     try:
-        run = RunFolder.open(NEWEST if given in (None, "latest") else str(given))
+        run = run_named(given or "latest")
     except InputError as error:
         raise InputError("infer", got=error.got, expected=EXPECTED) from error
     if not run.exists(run.job_mapping):
@@ -124,32 +128,20 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
             remedy="name a run that has trained: raytrain infer RUN infer.input=FILE",
         ) from error  # fmt: skip
     about = _about(run, step)
-    facts, reads = about.get("source_facts"), about.get("reads")
+    facts, reads, tokenizer = (about.get(name) for name in ("source_facts", "reads", "tokenizer"))
     if facts is None or reads is None:  # a run of an earlier version: its data tells
         facts, reads = _of_source(spec)
-    tokenizer = about.get("tokenizer")
-    model = spec.model.model_copy(update={"init_from": weights})
-    model = _without_weights_of_builder(model)
-    formula_facts(spec, facts)  # checks the keys of a built-in model, which the plan reads before the builder does
-    machines, warnings = machines_of(spec, inventory)
-    found = InferenceModel(
-        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed,
-        longest=_longest(spec),
-    )  # fmt: skip
-    identity = {"model": _content_of(weights), "step": step, "builder": model.builder}
-    return Target(found, spec, os.path.basename(run.path), identity, machines, tuple(warnings), run)
-
-
-def _longest(spec: JobSpec) -> int | None:
-    """`data.max_length`, where the data has it as a number."""
-    length = spec.data.keys.get("max_length")
-    return length if isinstance(length, int) else None
+    # the weights of the folder of transformers that it was trained from are not read
+    changed = {"init_from": weights} | ({"init": "random"} if spec.model.builder in KEYS else {})
+    model, identity = spec.model.model_copy(update=changed), {"model": _content_of(weights), "step": step}
+    name = os.path.basename(run.path)
+    return _target(spec, model, facts, reads, tokenizer, inventory, name=name, identity=identity, run=run)
 
 
 def weights_of(run: RunFolder, wanted: str | int) -> tuple[str, int]:
     """Path and step of the weights of a run: those it exported, or a checkpoint's."""
     if wanted == "auto" and run.exists(run.weights):
-        return os.path.dirname(run.weights), _exported_step(run)
+        return os.path.dirname(run.weights), weights_step(run) or 0
     from jobs.export import export_weights_of, planned_step
 
     step = planned_step(run) if wanted == "auto" else wanted
@@ -164,37 +156,21 @@ def weights_of(run: RunFolder, wanted: str | int) -> tuple[str, int]:
         return target, info.step
 
 
-def _exported_step(run: RunFolder) -> int:
-    """The step of the exported weights, from their metadata; 0 if the file has none."""
-    data = open_store(run.path).read_head("weights/model.safetensors", 1 << 20)
-    size = int.from_bytes(data[:8], "little")
-    try:
-        return int(json.loads(data[8 : 8 + size])["__metadata__"]["step"])
-    except (KeyError, ValueError, TypeError):
-        return 0
-
-
 def _about(run: RunFolder, step: int) -> dict[str, Any]:
     """What the checkpoints of a run say about its data; empty if none is left."""
-    from raytrain.checkpoint.reader import list_checkpoints
-
-    complete = [info for info in list_checkpoints(run) if info.complete]
-    if not complete:
+    saved = run.saved_steps()
+    if not saved:
         return {}
-    info = next((info for info in complete if info.step == step), complete[-1])
-    return json.loads(open_store(info.path).read_bytes("manifest.json")).get("extra", {})
+    manifest = run.read_json(f"checkpoints/step_{step if step in saved else saved[-1]:08d}/manifest.json")
+    return manifest.get("extra", {})
 
 
 def _of_source(spec: JobSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Facts of the training data, from the data itself."""
-    source = _opened(spec)
-    return source_facts(source), source.reads
-
-
-def _opened(spec: JobSpec) -> Source:
     from jobs.driver.build import opened
 
-    return opened(spec)
+    source = opened(spec)
+    return source_facts(source), source.reads
 
 
 # ---------------------------------------------------------------- other targets
@@ -203,50 +179,34 @@ def _opened(spec: JobSpec) -> Source:
 def target_of(loaded: LoadedSpec, name: str, inventory: Inventory) -> Target:
     """The model of a job that has not been trained: with the weights of `model.init_from`, or of its folder."""
     spec = loaded.spec
-    own = spec.data.source == NO_DATA
     model = resolve_model_paths(spec.model)
-    facts, reads = ({}, {}) if own or model.builder in KEYS else _of_source(resolved(spec))
-    tokenizer = _tokenizer_of(model.keys.get("path"))
-    formula_facts(spec, facts)
-    machines, warnings = machines_of(spec, inventory)
-    found = InferenceModel(
-        model, {"experts": spec.experts}, facts, reads, tokenizer, *_precision(spec, machines), seed=spec.seed,
-        longest=_longest(spec),
-    )  # fmt: skip
-    weights = model.init_from or model.keys.get("path")
-    identity = {"model": _content_of(str(weights)) if weights else None, "builder": model.builder}
-    return Target(found, spec, name, identity, machines, tuple(warnings))
+    unopened = spec.data.source == NO_DATA or model.builder in KEYS
+    facts, reads = ({}, {}) if unopened else _of_source(resolved(spec))
+    path = model.keys.get("path")
+    tokenizer = path if isinstance(path, str) and has_tokenizer(path) else None
+    weights = model.init_from or path
+    identity = {"model": _content_of(str(weights)) if weights else None}
+    return _target(spec, model, facts, reads, tokenizer, inventory, name=name, identity=identity)
+
+
+def _of_model(model: dict[str, Any], name: str, overrides: Sequence[str], inventory: Inventory) -> Target:
+    """A model alone: no data is opened for it."""
+    mapping = {"name": "infer", "model": model, "data": {"source": NO_DATA}}
+    return target_of(load_spec(mapping=mapping, overrides=overrides), name, inventory)
 
 
 def _of_folder(folder: str, overrides: Sequence[str], inventory: Inventory) -> Target:
     """A folder that `save_pretrained` wrote: its config tells whether it is a classifier."""
-    kinds = read_config(folder).get("architectures") or [""]
-    builder = CLASSIFIER if "Classification" in str(kinds[0]) else CAUSAL_LM
-    keys: dict[str, Any] = {"builder": builder, "path": os.path.abspath(folder)}
-    if builder == CLASSIFIER:
-        labels = read_config(folder).get("id2label") or {0: "0", 1: "1"}
-        keys["num_labels"] = len(labels)
-    mapping = {"name": "infer", "model": keys, "data": {"source": NO_DATA}}
-    name = os.path.basename(os.path.abspath(folder))
-    return target_of(load_spec(mapping=mapping, overrides=overrides), name, inventory)
-
-
-def _tokenizer_of(path: Any) -> str | None:
-    return path if isinstance(path, str) and has_tokenizer(path) else None
-
-
-def _without_weights_of_builder(model: Any) -> Any:
-    """A model of a transformers folder gets its trained weights from the run: its own are not read."""
-    if model.builder not in KEYS:
-        return model
-    return model.model_copy(update={"init": "random"})
+    config, path = read_config(folder), os.path.abspath(folder)
+    keys: dict[str, Any] = {"builder": CAUSAL_LM, "path": path}
+    if "Classification" in str((config.get("architectures") or [""])[0]):
+        keys |= {"builder": CLASSIFIER, "num_labels": len(config.get("id2label") or {0: "0", 1: "1"})}
+    return _of_model(keys, os.path.basename(path), overrides, inventory)
 
 
 def _content_of(path: str) -> str:
     """A hash of the files of some weights: of their names, sizes, and first and last bytes."""
     import hashlib
-
-    from raytrain.models.weights.headers import find_weights
 
     found = find_weights(path, key="model.init_from")
     summed = hashlib.sha256()
@@ -272,9 +232,6 @@ def machines_of(spec: JobSpec, inventory: Inventory) -> tuple[DevicePool, list[s
     Args:
         inventory: of the machines that compute. That of this machine says nothing about a cluster: no GPU then, until
             `Target.on` gets the cluster's.
-
-    Raises:
-        InputError: `scale.accelerator` names a device that the machines do not have.
     """
     warnings: list[str] = []
     if cluster_address(spec.cluster.address) != "local" and not of_ray(inventory):

@@ -29,6 +29,7 @@ from raytrain.data.sources.tokenised import resolve_text_keys
 from raytrain.errors import InputError
 from raytrain.models.huggingface import KEYS
 from raytrain.plan.facts import DataFacts, ModelFacts
+from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import typed_path
 
 # ---------------------------------------------------------------- facts
@@ -97,11 +98,7 @@ def has_experts(spec: JobSpec) -> bool:
 
 
 def resolved(spec: JobSpec) -> JobSpec:
-    """The job with absolute paths, and with the data keys that are derived from its model.
-
-    Raises:
-        InputError: data and model do not fit together.
-    """
+    """The job with absolute paths, and with the data keys that are derived from its model."""
     model = resolve_model_paths(spec.model)
     return spec.model_copy(update={"model": model, "data": resolve_paths(resolve_text_keys(spec.data, model))})
 
@@ -148,6 +145,11 @@ def resolve_paths(data: DataConfig) -> DataConfig:
 def absolute_path(path: str) -> str:
     """A local path made absolute on this machine; a URI is unchanged."""
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def run_named(name: str) -> RunFolder:
+    """The run folder that a user names; `latest`: the newest one in `runs`."""
+    return RunFolder.open("runs/latest" if name == "latest" else name)
 
 
 def path_from_here(path: str) -> str:
@@ -273,11 +275,7 @@ class NodeEntry(Section):
 
 
 def inventory_from_file(path: str | Path) -> Inventory:
-    """The machines that a nodes file lists.
-
-    Raises:
-        InputError: the file is missing or no YAML list of machines, or a key or value is wrong; the error names it.
-    """
+    """The machines that a nodes file lists."""
     origin = str(path)
     try:
         text = Path(typed_path(origin, key="--inventory")).read_text(encoding="utf-8")
@@ -286,11 +284,8 @@ def inventory_from_file(path: str | Path) -> Inventory:
         raise InputError("--inventory", got=f"{origin}, {why}", expected="a YAML list of machines") from error
     rows = load_value(text, origin=origin)
     if not isinstance(rows, list) or not rows:
-        raise InputError(
-            origin,
-            got=describe(rows),
-            expected="a list of machines such as `- {host: a, cpus: 8, memory_gib: 32}`",
-        )
+        expected = "a list of machines such as `- {host: a, cpus: 8, memory_gib: 32}`"
+        raise InputError(origin, got=describe(rows), expected=expected)
     entries = [decode(NodeEntry, row, prefix=f"nodes[{place}]") for place, row in enumerate(rows)]
     nodes = tuple(_node(entry, place=place) for place, entry in enumerate(entries))
     hosts = [node.host for node in nodes]
@@ -312,20 +307,7 @@ def _node(entry: NodeEntry, *, place: int) -> Node:
     devices: list[Device] = []
     for number, row in enumerate(entry.gpus):
         gpu = decode(GpuEntry, row, prefix=f"nodes[{place}].gpus[{number}]")
-        for _ in range(gpu.count):
-            devices.append(
-                Device(
-                    kind="cuda",
-                    name=gpu.name,
-                    memory_bytes=int(gpu.memory_gib * GIB),
-                    capability=None if gpu.capability is None else _capability(gpu.capability),
-                    uuid=None,
-                    index=len(devices),
-                )
-            )
+        capability = None if gpu.capability is None else divmod(round(10 * gpu.capability), 10)  # 8.6 is (8, 6)
+        first, memory = len(devices), int(gpu.memory_gib * GIB)
+        devices += [Device("cuda", gpu.name, memory, capability, None, first + one) for one in range(gpu.count)]
     return Node(entry.host, entry.cpus, int(entry.memory_gib * GIB), tuple(devices))
-
-
-def _capability(number: float) -> tuple[int, int]:
-    """Convert 8.6 to (8, 6)."""
-    return int(number), round(number * 10) % 10

@@ -91,11 +91,7 @@ def important_entries(verb: str) -> list[tuple[str, str]]:
 
 
 def key_lines(name: str | None, *, width: int) -> list[str]:
-    """What `raytrain keys` prints: all keys, those of a section, or one key in full.
-
-    Raises:
-        InputError: there is no such key or section.
-    """
+    """What `raytrain keys` prints: all keys, those of a section, or one key in full."""
     rows = job_rows()
     sections = list(dict.fromkeys(row.key.split(".")[0] for row in rows))
     wanted = [row for row in rows if name in (None, row.key) or row.key.startswith(f"{name}.")]
@@ -181,8 +177,6 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
 
     Args:
         names: option, without its dashes and with underscores -> key.
-    Raises:
-        InputError: an option without a value, or several machines without a cluster.
     """
     found, waiting = [], list(arguments)
     while waiting:
@@ -206,32 +200,15 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
     return found
 
 
-def unknown_among(option: str, given: Sequence[str], *, verb: str, known: Sequence[str]) -> InputError:
-    """`unknown_option` for an option among all arguments, with the value that follows it.
-
-    Args:
-        option: what click found; short ones hold a letter each.
-        given: the arguments of the verb.
-    """
-    place = next((n for n, text in enumerate(given) if text.partition("=")[0] == option), None)
-    place = place if place is not None else next((n for n, text in enumerate(given) if text.startswith(option)), None)
-    value: str | None = None
-    if place is not None:
-        _, mark, value = given[place].partition("=")
-        after = given[place + 1] if place + 1 < len(given) else ""
-        value = value if mark else after if after and not after.startswith("-") and "=" not in after else None
-    return unknown_option(option, value, verb=verb, known=known)
-
-
-def unknown_option(option: str, value: str | None, *, verb: str, known: Sequence[str]) -> InputError:
+def unknown_option(option: str, given: Sequence[str], *, verb: str, known: Sequence[str]) -> InputError:
     """The error for an option that a verb does not have, with what to type instead.
 
     Args:
-        option: as it was given, with its dashes.
-        value: what followed it, if that may belong to it.
+        option: what click found, with its dashes; short ones hold a letter each.
+        given: the arguments of the verb.
         known: the options of the verb.
     """
-    name = option.lstrip("-").replace("-", "_")
+    name, value = option.lstrip("-").replace("-", "_"), _value_of(option, given)
     if name in FILES:
         typed = shell_command(verb, value or "job.yaml")
         return InputError(option, got="an option", expected="the job file alone", remedy=f"did you mean `{typed}`?")
@@ -251,6 +228,17 @@ def unknown_option(option: str, value: str | None, *, verb: str, known: Sequence
     guess = typed or next(iter(of_verb), None)
     remedy = f"did you mean {guess}?" if guess else "`raytrain keys` lists the keys"
     return InputError(option, got="an unknown option", expected=expected, remedy=remedy)
+
+
+def _value_of(option: str, given: Sequence[str]) -> str | None:
+    """What follows an option among the arguments, if it may belong to it."""
+    named = [place for place, text in enumerate(given) if text.partition("=")[0] == option]
+    place = next(iter([*named, *(place for place, text in enumerate(given) if text.startswith(option))]), None)
+    if place is None:
+        return None
+    _, mark, value = given[place].partition("=")
+    after = given[place + 1] if place + 1 < len(given) else ""
+    return value if mark else after if after and not after.startswith("-") and "=" not in after else None
 
 
 def _typed(key: str, name: str, value: str | None, *, example: str) -> str:

@@ -65,11 +65,7 @@ def recipe_lines() -> list[str]:
 
 
 def read_recipe(name: str) -> str:
-    """Return the text of a packaged recipe.
-
-    Raises:
-        InputError: there is no such recipe; the error lists all names.
-    """
+    """Return the text of a packaged recipe."""
     if name not in recipe_names():
         known = recipe_names()
         raise InputError("recipe", got=name, expected=f"one of {', '.join(known)}", remedy=suggestion(name, known))
@@ -77,11 +73,7 @@ def read_recipe(name: str) -> str:
 
 
 def read_job(path: Path) -> str:
-    """Return the text of a JOB.yaml or of a packaged recipe.
-
-    Raises:
-        InputError: the file cannot be read; the error names it.
-    """
+    """Return the text of a JOB.yaml or of a packaged recipe."""
     key = str(path)
     path = recipe_named(path) or path
     if path.is_dir():
@@ -112,35 +104,19 @@ REPLACES = {("model", "builder"): ("model", "experts"), ("model", "module"): ("m
             ("data",), ("data", "train"): ("data",)}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ExtendedJob:
-    """A job with what it inherits.
-
-    Attributes:
-        mapping: all values, without `extends`.
-        bases: what it extends, nearest first: (its mapping, "file" or "recipe").
-        names: the files of `bases`, or the names of recipes.
-    """
-
-    mapping: dict[Any, Any]
-    bases: tuple[tuple[dict[Any, Any], str], ...] = ()
-    names: tuple[str, ...] = ()
-
-
-def extended(mapping: Mapping[Any, Any], *, file: Path | None) -> ExtendedJob:
+def extended(mapping: Mapping[Any, Any], *, file: Path | None) -> tuple[dict[Any, Any], dict[str, tuple[Any, str]]]:
     """A job merged into those that it extends: its values replace theirs key by key, and null takes one back.
 
     Args:
         file: of the job, which a base is relative to; None: relative to the current folder.
 
-    Raises:
-        InputError: a base cannot be read, or the jobs extend each other in a circle.
+    Returns:
+        All values, without `extends`, and what it extends, nearest first: file or recipe -> (its mapping, "file" or
+        "recipe").
     """
-    own = dict(mapping)
-    bases: list[tuple[dict[Any, Any], str]] = []
-    names: list[str] = []
+    bases: dict[str, tuple[Any, str]] = {}
     seen = [] if file is None else [str(file.resolve())]
-    merged, current = _without(own), own
+    merged, current = _without(mapping), mapping
     while current.get(EXTENDS) is not None:
         base, is_recipe = _located(current[EXTENDS], folder=Path() if file is None else file.parent)
         where = str(base.resolve())
@@ -148,11 +124,10 @@ def extended(mapping: Mapping[Any, Any], *, file: Path | None) -> ExtendedJob:
             circle = " -> ".join([*seen, where])
             raise InputError(EXTENDS, got=f"a circle: {circle}", expected="jobs of which one extends none")
         seen.append(where)
-        current = dict(load_yaml(read_job(base), origin=str(base)))
-        bases.append((_without(current), "recipe" if is_recipe else "file"))
-        names.append(base.stem if is_recipe else str(base))
-        merged, file = _merged(_without(current), merged), base
-    return ExtendedJob(merged, tuple(bases), tuple(names))
+        current, file = load_yaml(read_job(base), origin=str(base)), base
+        bases[base.stem if is_recipe else str(base)] = _without(current), "recipe" if is_recipe else "file"
+        merged = _merged(_without(current), merged)
+    return merged, bases
 
 
 def _without(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -252,7 +227,6 @@ class LoadedSpec:
         mapping: the given job with the overrides merged in; Python objects are kept.
         text: the job as given: the file's text, or YAML of the mapping.
         merged_text: YAML of the mapping including the overrides; `--resume` reads it.
-        path: the JOB.yaml or the packaged recipe; None for a mapping.
     """
 
     spec: JobSpec
@@ -260,7 +234,6 @@ class LoadedSpec:
     mapping: dict[str, Any]
     text: str
     merged_text: str
-    path: Path | None
 
 
 def load_spec(
@@ -293,8 +266,7 @@ def load_spec(
     if origin == "recipe" and path == DEFAULT_RECIPE:
         mapping = _without_replaced(mapping, overrides)
     own = mapping
-    job = extended(own, file=path)
-    mapping = job.mapping
+    mapping, bases = extended(own, file=path)
     merged, touched = apply_overrides(mapping, overrides)
     merged = _typed_paths(merged) if runs_here else merged
     spec = decode(JobSpec, merged)
@@ -305,15 +277,14 @@ def load_spec(
     if origin != "python":
         check_objects(spec)
     merged_text = dump_yaml(_given(given, merged))
-    if job.bases:  # the record of a run must not depend on other files
-        text = f"# merged with what it extends: {', '.join(job.names)}\n{dump_yaml(_given(given, mapping))}"
+    if bases:  # the record of a run must not depend on other files
+        text = f"# merged with what it extends: {', '.join(bases)}\n{dump_yaml(_given(given, mapping))}"
     return LoadedSpec(
         spec=spec,
-        sources=_sources(spec, [(own, origin), *job.bases], touched) | dict.fromkeys(switched, "loop.reference"),
+        sources=_sources(spec, [(own, origin), *bases.values()], touched) | dict.fromkeys(switched, "loop.reference"),
         mapping=merged,
         text=merged_text if text is None else text,
         merged_text=merged_text,
-        path=path,
     )
 
 
@@ -365,8 +336,7 @@ def _sources(spec: JobSpec, jobs: Sequence[tuple[Mapping[str, Any], str]], touch
     for leaf in _leaves(encode(spec), ()):
         prefixes = {".".join(leaf[: depth + 1]) for depth in range(len(leaf))}
         held = next((origin for mapping, origin in jobs if _holds(mapping, leaf)), "default")
-        given = "command line" if prefixes & touched else held
-        sources[".".join(leaf)] = given
+        sources[".".join(leaf)] = "command line" if prefixes & touched else held
     return sources
 
 
@@ -388,11 +358,7 @@ def _given(spec: JobSpec, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_objects(spec: JobSpec) -> None:
-    """Refuse a file with the placeholder of an object: it is the record of a run that was started from Python.
-
-    Raises:
-        InputError: names the key of the object.
-    """
+    """Refuse a file with the placeholder of an object: it is the record of a run that was started from Python."""
     for key, value in (
         ("model.module", spec.model.module),
         ("data.train", spec.data.train),
@@ -400,12 +366,8 @@ def check_objects(spec: JobSpec) -> None:
         ("data.collate", spec.data.collate),
     ):
         if isinstance(value, str) and value.startswith(PLACEHOLDER):
-            raise InputError(
-                key,
-                got=value,
-                expected="a Python object",
-                remedy="this job was started from Python: call jobs.train.train with the same object",
-            )
+            remedy = "this job was started from Python: call jobs.train.train with the same object"
+            raise InputError(key, got=value, expected="a Python object", remedy=remedy)
 
 
 def _check_across(spec: JobSpec) -> None:
@@ -428,11 +390,8 @@ def _check_across(spec: JobSpec) -> None:
         expected = "null without an evaluation"
         raise InputError("loop.patience", got=describe(loop.patience), expected=expected, remedy=remedy)
     if data.tokens_per_batch is not None and spec.scale.shares == "auto":
-        raise InputError(
-            "data.tokens_per_batch",
-            got=f"{data.tokens_per_batch} with scale.shares auto",
-            expected="only one of them, since scale.shares counts rows",
-        )
+        got, expected = f"{data.tokens_per_batch} with scale.shares auto", "only one of them"
+        raise InputError("data.tokens_per_batch", got=got, expected=f"{expected}, since scale.shares counts rows")
     check_section(experts)
     check_used(experts, model.builder)
     if experts.lifecycle.enabled and spec.scale.strategy == "fsdp":
@@ -451,11 +410,7 @@ def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
 
 
 def refuse_later(spec: JobSpec, verb: str) -> None:
-    """Refuse a value that is valid but does not exist in this version yet.
-
-    Raises:
-        InputError: names the first such key and what to use instead.
-    """
+    """Refuse a value that is valid but does not exist in this version yet."""
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
         raise InputError(
             "scale.strategy",

@@ -20,8 +20,8 @@ from rich.table import Table
 from cluster.devices.inventory import Inventory, inventory_from_ray
 from cluster.environment import environment_record
 from cluster.preflight import run_preflight
-from jobs.driver.plan_table import print_command
 from jobs.driver.planning import show_only_picked
+from jobs.driver.printing import print_command
 from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, connected
 from jobs.driver.signals import StopSignals

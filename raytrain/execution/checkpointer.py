@@ -48,9 +48,6 @@ class CheckpointSaver:
         every: steps between checkpoints, or "auto" (from the measured stall).
         keep: how many checkpoints to keep in addition to the best one.
         reporter: rank 0's, for events and the fence against a newer attempt.
-
-    Attributes:
-        stop_s: seconds that a stop takes, a step and a complete save; None until both are measured, on rank 0.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class CheckpointSaver:
         self._every, self._keep = every, keep
         self._interval = every if isinstance(every, int) else None
         self._last_step = session.state.step
-        self.stop_s: float | None = None
         self._begin = time.perf_counter()
         self._begin_step = session.state.step
         self._steady = self._mark(session.state.step)
@@ -137,8 +133,6 @@ class CheckpointSaver:
             delay_s=delay_s,
             replaces=state.best_step == state.step,
         )
-        if self.stop_s is None and self.writer.last_write_s is not None:
-            self.stop_s = step_s + stall + self.writer.last_write_s
         if not delay_s:
             self._solve(stall, step_s, state.step)
         if final:

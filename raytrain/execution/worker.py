@@ -338,9 +338,7 @@ class Worker:
                 clock=clock,
                 fence=reporter.fence,
             )
-            self._now = lambda state=session.state, loop=loop, saver=saver: {
-                "step": state.step, "activity": loop.activity, "stop_s": saver.stop_s
-            }  # fmt: skip
+            self._now = lambda state=session.state, loop=loop: {"step": state.step, "activity": loop.activity}
             first = {"max_steps": loop.limits.max_steps, "step": session.state.step, "row": {}}  # none of later steps
             first["compiles"] = session.settings.compiled
             self._report_progress({"phase": "training", **first})

@@ -399,7 +399,7 @@ def _message(row: Row) -> tuple[str, str]:
 _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
     "driver_start": _driver_start, "driver_end": _driver_end, "attempt": _attempt, "attempt_end": _attempt_end,
     "checkpoint": _checkpoint, "exported": _exported, "decision": _decision, "fault": _fault,
-    "preparation": _message, "inference": _message,
+    "preparation": _message,
     "memory_remedies": _message, "dashboard": _message,
 }  # fmt: skip
 """Kind of event -> (a sentence, details); of others, the message and the plain fields are shown."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.preflight import JOB_ENVIRONMENT, STOP_WAIT, check_ray_job, measured_stop
+from cluster.preflight import JOB_ENVIRONMENT, SAVE_RATE, STOP_WAIT, check_ray_job
 
 SUBMITTED = {JOB_ENVIRONMENT: "{}"}
 
@@ -54,15 +54,7 @@ def test_a_stop_that_kills_before_a_save_is_a_warning(
         assert f"{STOP_WAIT}=30" in check.remedy and check.remedy in check.text
 
 
-def test_a_stop_is_judged_again_by_what_the_run_measures() -> None:
-    assert measured_stop(9.0, grace_s=30.0, environ={}) is None, "no submitted job"
-    slow, quick = (measured_stop(seconds, grace_s=30.0, environ=SUBMITTED) for seconds in (9.0, 2.0))
-    assert slow is not None and slow.status == "warn" and "about 9 s are measured" in slow.text
-    assert f"{STOP_WAIT}=30" in slow.remedy
-    assert quick is not None and quick.status == "ok"
-
-
 def test_a_short_grace_does_not_shorten_what_ray_leaves_and_a_long_one_adds_nothing() -> None:
     for grace_s, stop_s, status in ((0.0, 2.0, "ok"), (1.0, 2.9, "ok"), (60.0, 3.1, "warn")):
-        check = measured_stop(stop_s, grace_s=grace_s, environ=SUBMITTED)
-        assert check is not None and check.status == status and "after 3 s" in check.seen
+        check = checks(checkpoint_bytes=int(stop_s * SAVE_RATE), grace_s=grace_s)["job_stop"]
+        assert check.status == status and "after 3 s" in check.seen

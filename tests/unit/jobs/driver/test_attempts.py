@@ -124,18 +124,20 @@ def test_an_elastic_run_goes_on_with_the_number_of_the_change_and_keeps_it_when_
     def change_workers(opened: OpenRun, _inventory: Any, workers: Resolved) -> OpenRun:
         return replace(opened, plan=f"{workers.value} workers ({workers.reason})")  # type: ignore[arg-type]
 
-    planner: Any = SimpleNamespace(open=lambda *_, **__: command.opened, change_workers=change_workers, phases=None)
+    spec: Any = SimpleNamespace(
+        retry=RetryConfig(), precision=SimpleNamespace(fallback=True), cluster=SimpleNamespace(address="10.0.0.1:6379")
+    )
+    planner: Any = SimpleNamespace(
+        spec=spec, open=lambda *_, **__: command.opened, change_workers=change_workers, phases=None,
+        checked=SimpleNamespace(handed=None), console=Console(quiet=True), verbose=False,
+    )  # fmt: skip
     monkeypatch.setattr(module, "connected", lambda *_, **__: contextlib.nullcontext(SimpleNamespace(local=False)))
     monkeypatch.setattr(module, "cluster_size", lambda _: (1, 0, 1))
     for name in ("inventory_from_ray", "dashboard_url"):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     monkeypatch.setattr("jobs.driver.watch.fit_watched", fit_watched)
-    spec: Any = SimpleNamespace(retry=RetryConfig(), precision=SimpleNamespace(fallback=True))
     signals: Any = SimpleNamespace(install=lambda: None, training=True)
-    attempts = RunAttempts(
-        spec, address="10.0.0.1:6379", planner=planner, data=None, signals=signals, console=Console(quiet=True),
-        verbose=False,
-    )  # fmt: skip
+    attempts = RunAttempts(planner, signals)
     attempts.run()
     assert attempts.result.steps == 9 and not signals.training
     assert ran == [(1, None), (2, "5 workers (room)"), (3, "5 workers (room)"), (4, "3 workers (less)")]

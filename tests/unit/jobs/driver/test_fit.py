@@ -5,21 +5,18 @@ from __future__ import annotations
 import io
 import signal
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from cluster.preflight import JOB_ENVIRONMENT
 from jobs.driver import watch as module
 from jobs.driver.signals import Interrupted
-from jobs.driver.watch import renewed_stop_check, with_rank
+from jobs.driver.watch import with_rank
 from raytrain.config.sections import RetryConfig
 from raytrain.errors import ClusterLost, RunError, WorkersChange
 from raytrain.execution.driver_channel import AttemptResult
-from raytrain.runs.folder import RunFolder
 
 
 class Waiting:
@@ -158,7 +155,7 @@ class Played:
     def missing(self) -> str:
         return ""
 
-    measured_stop = new_warnings = staticmethod(lambda *_: [])
+    new_warnings = staticmethod(lambda *_: [])
 
     def watched(self, *, grace_s: float = 60.0) -> tuple[AttemptResult, str]:
         """How the driver ends, and what it prints."""
@@ -224,23 +221,6 @@ def test_a_cluster_that_ends_with_the_same_signal_is_not_waited_for_but_one_late
     assert busy.watched()[0].status == "done", "without a signal, `fit` says when it is over"
     twice = Played(monkeypatch, signals=(3, 5), saved_after=None)
     assert twice.watched()[0].workers_running and twice.looks == 5, "a second signal leaves at once"
-
-
-@pytest.mark.parametrize(
-    ("before", "stop_s", "says"),
-    [("ok", 2.0, None), ("ok", 9.0, "warning: "), ("warn", 2.0, "job_stop: "), ("na", 9.0, "warning: ")],
-)
-def test_the_warning_of_a_stop_is_renewed_by_what_the_run_measures(
-    before: str, stop_s: float, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunFolder.create(str(tmp_path), "a")
-    run.write_json(run.preflight, [{"name": "job_stop", "status": before}])
-    assert renewed_stop_check(run, stop_s, grace_s=30.0) == [], "no submitted job"
-    monkeypatch.setenv(JOB_ENVIRONMENT, "{}")
-    lines = renewed_stop_check(run, stop_s, grace_s=30.0)
-    assert len(lines) == (says is not None)
-    if says is not None:
-        assert lines[0].startswith(says) and f"about {stop_s:g} s are measured" in lines[0]
 
 
 def test_a_warning_about_a_workers_process_names_its_rank() -> None:

@@ -22,12 +22,10 @@ from jobs.driver.result import (
     close_run,
     command_start,
     last_sign_of_life,
-    next_commands,
     print_result,
     sample_lines,
     write_result,
 )
-from jobs.driver.run_folder import record_inference
 from raytrain.errors import RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.folder import RESERVE_BYTES, RunFolder, this_process
@@ -232,25 +230,6 @@ def test_an_interrupted_run_says_how_it_is_resumed_from_where_it_was_started(run
     assert last_line() == f"interrupted; resume with: raytrain train --resume {run.path}"
     run.write_text(run.job, "model: {module: <object Net>}\n")
     assert last_line() == f'interrupted; resume with: train(..., resume="{run.path}")'
-
-
-def test_inference_is_offered_unless_the_check_found_that_the_model_needs_labels(run: RunFolder) -> None:
-    record = {"status": "done", "steps": 2, "weights": "w"}
-
-    def offered() -> bool:
-        return any(command.startswith("raytrain infer") for command in next_commands(run, record))
-
-    record_inference(run, None)
-    record_inference(run, "")
-    assert offered() and not run.read_rows(run.events), "nothing to record"
-    record_inference(run, "TypeError: forward() missing labels")
-    assert not offered()
-    found = run.read_rows(run.events)[-1]
-    assert (found["kind"], found["value"]) == ("inference", False) and "missing labels" in found["reason"]
-    record_inference(run, None)
-    assert not offered(), "a resume that does not know changes nothing"
-    record_inference(run, "")
-    assert offered(), "the code was changed"
 
 
 def test_steps_are_those_of_the_newest_checkpoint_where_a_command_ended_before_its_first_step(run: RunFolder) -> None:

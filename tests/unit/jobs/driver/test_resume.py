@@ -244,9 +244,9 @@ def test_only_a_complete_checkpoint_replaces_the_initial_weights(tmp_path: Path)
     resumed = Resumed(run, load_spec(mapping=JOB), [])
     checkpoint = Path(run.checkpoint_dir(3))
     checkpoint.mkdir(parents=True)
-    assert not resumed.has_checkpoint()
+    assert not resumed.run.saved_steps()
     (checkpoint / "COMPLETE").write_text("")
-    assert resumed.has_checkpoint()
+    assert resumed.run.saved_steps()
 
 
 def test_what_a_resume_changed_holds_for_the_next_one(tmp_path: Path) -> None:
@@ -267,14 +267,12 @@ def test_what_a_resume_changed_holds_for_the_next_one(tmp_path: Path) -> None:
     assert last is not None and (last.loaded.spec.loop.max_steps, last.loaded.spec.save.keep) == (10, "all")
 
 
-def test_fewer_steps_than_the_run_has_reached_are_refused_and_its_own_number_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fewer_steps_than_the_run_has_reached_are_refused_and_its_own_number_is_not(tmp_path: Path) -> None:
     """A run that was killed between its last step and the export has to export."""
-    reached = [SimpleNamespace(step=4, complete=True), SimpleNamespace(step=10, complete=True),
-               SimpleNamespace(step=12, complete=False)]  # fmt: skip
-    monkeypatch.setattr("raytrain.checkpoint.reader.list_checkpoints", lambda run: reached)
     run = run_in(tmp_path)
+    for step in (4, 10):
+        run.write_text(f"checkpoints/step_{step:08d}/COMPLETE", "")
+    run.write_text("checkpoints/step_00000012/model.safetensors", "its write did not end")
     own = open_resumed(run.path, None, [])
     assert own is not None and own.loaded.spec.loop.max_steps == 10
     longer = open_resumed(run.path, None, ["loop.max_steps=11"])

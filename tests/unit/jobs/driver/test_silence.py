@@ -1,13 +1,12 @@
-"""How long a worker has not responded, in which phases that is too long, and the lines about it."""
+"""How long a worker has not responded, and in which phases that is too long."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
-from jobs.driver.hangs import SAY_SILENT_S, SETUP_TIMES, SilentRanks
+from jobs.driver.hangs import SETUP_TIMES, SilentRanks
 
 TRAINING = {"phase": "training", "step": 3}
 
@@ -51,21 +50,3 @@ def test_an_evaluation_or_a_save_allows_no_longer_silence_and_the_set_up_does(
     assert silence.overdue(signs, progress) == {}
     now[0] = limit
     assert silence.overdue(signs, progress) == {1: limit}
-
-
-def test_a_rank_that_does_not_respond_is_named_once_and_again_when_it_responds() -> None:
-    ranks, began = SilentRanks(limit_s=60.0), 1_000_000.0
-    signs = {0: (began, "on a (pid 1)"), 1: (began, "on b (pid 2)")}
-    assert ranks.lines(signs, now=began + SAY_SILENT_S - 1) == []
-    signs[0] = (began + SAY_SILENT_S, "on a (pid 1)")
-    (line,) = ranks.lines(signs, now=began + SAY_SILENT_S)
-    at = time.strftime("%H:%M:%S", time.localtime(began))
-    ended = "after 60 s it is ended, and all workers restart (retry.host_silence_s)"
-    assert line == f"rank 1 on b (pid 2) has not responded since {at}: {ended}"
-    assert ranks.lines(signs, now=began + SAY_SILENT_S + 1) == []
-    signs[1] = (began + 40, "on b (pid 2)")
-    (line,) = ranks.lines({1: signs[1]}, now=began + 41)
-    assert line == "rank 1 on b (pid 2) responds again, after 40 s"
-    assert "has not responded" in ranks.lines({1: signs[1]}, now=began + 60)[0]
-    assert ranks.lines({}, now=began + 61) == [], "it has died, which is said elsewhere"
-    assert ranks.lines({1: (began + 62, "on b (pid 3)")}, now=began + 62) == [], "another process"

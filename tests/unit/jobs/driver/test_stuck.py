@@ -35,6 +35,7 @@ def test_the_process_of_a_silent_worker_is_ended_once_with_its_stacks_in_the_run
     process.stdout.close()
     ended = [line for line in lines if "its process is ended" in line]
     assert len(ended) == 1 and ended[0].startswith("rank 1 has not responded for 0 s (the run: evaluating)")
+    assert ended[0].endswith("all restart (retry.host_silence_s)")
     rows = [json.loads(line) for line in (Path(run.path) / "events.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if row["kind"] == "hang_ended"]
     assert (row["kind"], row["rank"], row["pid"]) == ("hang_ended", 1, process.pid) and row["seconds"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from jobs.__main__ import main
 from jobs.driver import first_batch
+from jobs.driver.build import PassSizes
 from jobs.driver.check_job import check_on_driver
 from jobs.job.spec import load_spec
 from raytrain.data.rows.map_style import VARIATION_READINGS, VARIATION_SAMPLE
@@ -77,23 +79,6 @@ def build(fault=""):
 
 def frozen(fault=""):
     return Net().requires_grad_(False)
-
-class Answering(nn.Module):
-    def __init__(self, answer):
-        super().__init__()
-        self.layer, self.answer = nn.Linear(4, 3), answer
-
-    def forward(self, x, labels=None):
-        logits = self.layer(x)
-        if labels is not None:
-            return {"loss": F.cross_entropy(logits, labels)}
-        if self.answer == "leaves":
-            sys.exit(3)
-        if self.answer == "dies":
-            import os
-            os.abort()
-        return {"logits": {"logits": logits}, "value": {"y": logits[:, 0]}, "two": {"a": logits, "b": logits},
-                "few": logits[:1], "none": None}[self.answer]
 
 class Silent(nn.Module):
     def __init__(self):
@@ -293,29 +278,20 @@ def test_a_model_for_a_certain_number_of_rows_passes_and_a_large_one_is_left_out
     assert "the model and its gradients take 0 MiB" in run("train", file)[1]
 
 
-@pytest.mark.parametrize(
-    ("model", "found"),
-    [
-        ("builder: GUEST:Answering, answer: logits", ""),
-        ("builder: GUEST:Answering, answer: value", ""),
-        ("builder: GUEST:Answering, answer: two", "ModelOutputError: Answering returned a dict with a (32, 3), b"),
-        ("builder: GUEST:Answering, answer: few", "the model returned outputs of shape (1, 3) for 32 rows"),
-        ("builder: GUEST:Answering, answer: none", "ModelOutputError: Answering returned a NoneType"),
-        ("builder: GUEST:Answering, answer: leaves", "SystemExit"),
-        ("builder: GUEST:Answering, answer: dies", None),
-        ("builder: GUEST:build", "missing 1 required positional argument: 'labels'"),
-        ('builder: "raytrain.models.mlp:mlp", num_features: 4, num_classes: 3', None),
-    ],
-)
-def test_whether_the_model_answers_rows_without_labels_is_found_before_the_start(
-    model: str, found: str | None, guest: str
+@pytest.mark.parametrize("how", ["dies", "endless"])
+def test_code_that_ends_or_hangs_after_the_passes_leaves_what_they_have_shown(
+    how: str, guest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = check_on_driver(load_spec(Path(job(guest, model=model))).spec)
-    assert checked.skipped is None, "it has no effect on the check of the training"
-    if found:
-        assert checked.unanswered is not None and found in checked.unanswered
-    else:
-        assert checked.unanswered == found
+    def split(_: first_batch.FirstBatch) -> None:
+        if how == "dies":
+            os.abort()
+        threading.Event().wait()
+
+    monkeypatch.setattr(first_batch, "NOTE_LIMIT_S", 5.0)
+    monkeypatch.setattr(first_batch.FirstBatch, "sizes", lambda _: {"activation_bytes": 5, "flops": 7.0})
+    monkeypatch.setattr(first_batch.FirstBatch, "split_changes", split)
+    found = check_on_driver(load_spec(Path(job(guest))).spec).first
+    assert found == first_batch.FirstPass(sizes=PassSizes(5, 7.0))
 
 
 @pytest.mark.parametrize(
@@ -359,7 +335,7 @@ def test_nothing_of_this_process_changes(
     monkeypatch.setattr(os, "fork", counted_fork)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     checked = check_on_driver(load_spec(mapping={"model": {"module": net}, "data": {"train": dataset}}).spec)
-    assert checked.skipped is None
+    assert checked.first.skipped is None
     assert checked.model_facts.activation_bytes_per_sample and checked.model_facts.flops_per_sample
     assert len(forks) == 1, "one process runs the model and counts"
     assert net.training and all(torch.equal(before[name], value) for name, value in net.state_dict().items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from jobs.__main__ import main
-from jobs.driver.check_job import check_fits, check_on_driver
+from jobs.driver.check_job import check_on_driver
 from jobs.job.spec import load_spec
-from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import InputError
-from raytrain.runs.folder import RunFolder
 
 CODE = """
 import torch
@@ -112,52 +109,6 @@ def test_a_job_without_a_mistake_passes_both(folder: Path) -> None:
     shutil.rmtree("runs")
 
 
-class Tied(nn.Module):
-    """Two names of one weight."""
-
-    def __init__(self, width: int = 4, *, more: bool = False) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(8, width), nn.Linear(width, 8, bias=False)
-        self.head.weight = self.embed.weight
-        if more:
-            self.extra = nn.Linear(width, width)
-
-
-def test_a_checkpoint_of_another_model_is_refused_before_the_start_and_one_of_this_is_not(tmp_path: Path) -> None:
-    run = RunFolder.create(str(tmp_path), "a")
-    check_fits(Tied(), run)  # nothing is saved yet
-    with CheckpointWriter(run, keep=3, asynchronous=False) as writer:
-        writer.save({"model": dict(Tied(width=6).state_dict())}, {"step": 3}, step=3)
-        writer.save({"model": dict(Tied().state_dict())}, {"step": 5}, step=5)
-    check_fits(Tied(), run)
-    for other, words in ((Tied(more=True), "extra.weight is missing"), (Tied(width=6), r"has shape \(8, 4\)")):
-        with pytest.raises(InputError, match=rf"the checkpoint of step 5 of another model: .*{words}") as refused:
-            check_fits(other, run)
-        assert refused.value.remedy == "restore its code, or start a new run", "its weights fit no other model"
-    folder = Path(run.path, "checkpoints", "step_00000005")
-    (folder / "model.safetensors").write_bytes(b"damaged")
-    check_fits(Tied(more=True), run)  # that is for those who read it
-
-
-class Counted(Tied):
-    """With an extra state, in which there is a tensor whose size changes."""
-
-    def get_extra_state(self) -> dict[str, torch.Tensor]:
-        return {"seen": torch.ones(len(list(self.parameters())))}
-
-    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
-        del state
-
-
-def test_a_checkpoint_with_an_extra_state_fits_its_module_only(tmp_path: Path) -> None:
-    run = RunFolder.create(str(tmp_path), "a")
-    with CheckpointWriter(run, keep=3, asynchronous=False) as writer:
-        writer.save({"model": Counted().state_dict()}, {"step": 3}, step=3)
-    check_fits(Counted(), run)
-    with pytest.raises(InputError, match="_extra_state is not in the model"):
-        check_fits(Tied(), run)
-
-
 class Noisy:
     """A map-style dataset with a random transform."""
 
@@ -192,35 +143,6 @@ class Items:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.rows[index]
-
-
-def columns(rows: list[dict[str, torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
-    return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-@pytest.mark.parametrize(
-    ("kind", "shortest", "longest"), [(Items, r"shape \(6,\)", r"shape \(10,\)"), (columns, "6 tokens", "10 tokens")]
-)
-def test_rows_of_differing_length_are_refused_where_they_are_to_be_replayed(
-    kind: Callable[..., object], shortest: str, longest: str
-) -> None:
-    def checked(lengths: list[int], replay: dict[str, int]) -> None:
-        rows = [{"input_ids": torch.arange(n) % 9, "labels": torch.arange(n) % 9} for n in lengths]
-        mapping = {
-            "model": {"builder": "experts.models:moe_gpt", "layers": 1, "heads": 2, "width": 16, "context": 16,
-                      "vocab_size": 9},
-            "data": {"train": kind(rows)},
-            "experts": {"num_experts": 3, "hosts": 0, "lifecycle": {"max_experts": 6, "replay": replay}},
-        }  # fmt: skip
-        check_on_driver(load_spec(mapping=mapping).spec, run_batch=False)
-
-    varied = [6 + n % 5 for n in range(40)]
-    with pytest.raises(
-        InputError, match=rf"replay\.bytes: got rows of {shortest} and of {longest}, expected rows of one"
-    ):
-        checked(varied, {"bytes": 100_000})
-    checked(varied, {})
-    checked([8] * 40, {"bytes": 100_000})
 
 
 @pytest.mark.parametrize("length", [6, 8])

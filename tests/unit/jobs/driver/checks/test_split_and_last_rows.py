@@ -64,7 +64,7 @@ def checked(loaded: LoadedSpec) -> Checked:
 def warned(loaded: LoadedSpec) -> list[str]:
     found = checked(loaded)
     facts = {"model_facts": found.model_facts, "data_facts": found.data_facts}
-    plan = plan_job(loaded, inventory=BOX, split=found.split, **facts)
+    plan = plan_job(loaded, inventory=BOX, split=found.first.split, **facts)
     return [text for text in plan.warnings if "global batch" in text or "how often" in text]
 
 
@@ -87,13 +87,13 @@ def test_a_plan_that_splits_a_loss_of_the_whole_batch_warns(module: nn.Module, p
 def test_a_plan_that_does_not_split_says_nothing() -> None:
     for size in ("whole", 8):
         loaded = job(Ranking(), loop={"micro_batch_size": size})
-        assert checked(loaded).split is None and not warned(loaded)
+        assert checked(loaded).first.split is None and not warned(loaded)
     assert not warned(job(Regression(nn.Dropout(0.5)), loop={"micro_batch_size": 4}))
 
 
 def test_float64_columns_are_compared_and_tried_as_they_are_trained() -> None:
     found = checked(job(Ranking(), dtype=torch.float64))
-    assert found.skipped is None and found.split is not None
+    assert found.first.skipped is None and found.first.split is not None
     assert found.model_facts.flops_per_sample, "a pass is counted"
 
 
@@ -124,7 +124,7 @@ def test_last_rows_of_an_epoch_on_which_a_model_fails_are_found(
     with pytest.raises(InputError, match=r"data\.drop_last: got .*drop_last=true.*loop\.global_batch_size"):
         checked(job(module, rows, **sections))
     loop = sections.get("loop", {})
-    assert checked(job(module, rows, **{**sections, "data": {"drop_last": True}, "loop": loop})).skipped is None
+    assert checked(job(module, rows, **{**sections, "data": {"drop_last": True}, "loop": loop})).first.skipped is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_last_rows_of_an_epoch_on_which_a_model_fails_are_found(
     ],
 )
 def test_other_numbers_of_rows_pass(module: nn.Module, rows: int, sections: dict[str, Any]) -> None:
-    assert checked(job(module, rows, **sections)).skipped is None
+    assert checked(job(module, rows, **sections)).first.skipped is None
 
 
 def test_a_last_row_of_every_global_batch_is_found() -> None:

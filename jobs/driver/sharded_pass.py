@@ -19,11 +19,9 @@ from jobs.driver.first_batch import CPU, NO_ANSWER, FirstBatch, Skipped, check_f
 from raytrain.config.messages import abbreviated
 from raytrain.errors import InputError
 from raytrain.train.device import seed_everything
-from raytrain.train.loader import cast_floating
 from raytrain.train.module_checks import SHARDS
 from raytrain.train.parallel.buffers import ForwardChanges
 from raytrain.train.parallel.collectives import Workers
-from raytrain.trainable import labels_weight
 
 TOLERANCES = {"fp64": 1e-9, "bf16": 0.1}
 """Of a norm, relative to it; 1e-4 in other formats."""
@@ -49,10 +47,7 @@ class ShardedPass(FirstBatch):
         rows, _ = self.rows()
         batch = self._batch("train", self.source.train, rows)
         trainable, policy = self._built()
-        module, weigh = trainable.module, trainable.weight
-        batch = cast_floating(batch, torch.float64) if policy.master_dtype is torch.float64 else batch
-        weight = labels_weight(batch, rows) if weigh is None else int(weigh(batch))
-        counted = {"num_items_in_batch": weight} if trainable.takes_global_count else {}
+        module, counts = trainable.module, self._counts(batch, rows, trainable)
         passes = contextlib.nullcontext()
         if self.sharded:
             strategy = Sharded(trainable, workers=Workers(), device=CPU)
@@ -64,7 +59,7 @@ class ShardedPass(FirstBatch):
         seed_everything(self.spec.seed)
         with explained():
             with policy.autocast(CPU), passes:
-                output = trainable.loss(module, batch, **counted)
+                output = trainable.loss(module, batch, **counts)
             total = output.loss if output.aux is None else output.loss + output.aux
             self._backward(total)
         changes.after_passes()
@@ -77,11 +72,7 @@ class ShardedPass(FirstBatch):
 
 
 def check_sharded_pass(first: FirstBatch) -> None:
-    """Compare the passes.
-
-    Raises:
-        InputError: the model fails in shards, or computes something else.
-    """
+    """Compare the passes."""
     from raytrain.train.parallel.fsdp_passes import unfit
 
     plain = _tried(first, sharded=False)
