@@ -38,7 +38,7 @@ from jobs.checks.node import (
     examine,
     measure_node,
 )
-from jobs.driver.printing import print_line, print_row
+from jobs.driver.printing import print_line
 from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.job.facts import absolute_path, run_named
@@ -424,5 +424,5 @@ def run_check(
     else:
         memory = min((one.limits["memory_free_bytes"] or 0 for one in report.nodes.values()), default=0)
         took = f"{report.seconds['machines']:.1f} s for the machines, {report.seconds['all']:.1f} s in all"
-        print_row(console, "", f"{report.line()}; {size(memory)} free; {took}")
+        print_line(console, f"{report.line()}; {size(memory)} free; {took}")
     return 1 if report.failed else 0

@@ -26,8 +26,8 @@ from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
 from raytrain.data.rows.batches import check_budget
-from raytrain.data.rows.contract import Source
-from raytrain.data.rows.map_style import observed_facts
+from raytrain.data.rows.contract import Source, Split
+from raytrain.data.rows.map_style import DatasetSplit, generators_kept, observed_facts, spread_rows
 from raytrain.data.sources.in_memory import check_kind
 from raytrain.data.sources.open import check_label, read_on_driver, source_from_driver
 from raytrain.errors import InputError, first_line
@@ -243,6 +243,8 @@ def check_on_driver(
     with users_errors(partial(data_key, spec), "while the data was opened"):
         source = source_from_driver(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
         check_budget(source.train, source.eval, spec.data.tokens_per_batch)
+        if spec.experts.lifecycle.replay.bytes is not None:
+            check_one_length(source.train)
         shapes = source_facts(source)
     trainable, where = build(spec, shapes)
     check_module(trainable, key=spec.model.origin, strategy=spec.scale.strategy)
@@ -278,6 +280,26 @@ def check_on_driver(
     model_facts = model_facts or counted(trainable, where, found.sizes)
     data_facts = observed_facts(source.facts, source.train)
     return Checked(source, sent or source.worker_data, model_facts, data_facts, shapes, found)
+
+
+ITEMS_COMPARED = 16
+
+
+def check_one_length(train: Split) -> None:
+    """Check that rows can be kept for replay: that all have one shape. Of a dataset of items a sample is read."""
+    order = train.eval_order()
+    lengths = train.lengths(order)
+    seen = [] if lengths is None else [f"{tokens} tokens" for tokens in sorted({*lengths.tolist()})]
+    if lengths is None and isinstance(train, DatasetSplit) and len(train):
+        with generators_kept():
+            sample = [train.gather(order[[row]]) for row in spread_rows(len(train), ITEMS_COMPARED)]
+        shapes = [sorted({tuple(row[name].shape[1:]) for row in sample}) for name in sample[0]]
+        seen = [f"shape {shape}" for shape in max(shapes, key=len)]
+    if len(seen) > 1:
+        raise InputError(
+            "experts.lifecycle.replay.bytes", got=f"rows of {seen[0]} and of {seen[-1]}", expected="rows of one shape",
+            remedy="pad them to one length in data.source, or leave the key out: nothing is replayed then",
+        )  # fmt: skip
 
 
 def train_job(

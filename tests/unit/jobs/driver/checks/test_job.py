@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,35 @@ class Items:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.rows[index]
+
+
+def columns(rows: list[dict[str, torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shortest", "longest"), [(Items, r"shape \(6,\)", r"shape \(10,\)"), (columns, "6 tokens", "10 tokens")]
+)
+def test_rows_of_differing_length_are_refused_where_they_are_to_be_replayed(
+    kind: Callable[..., object], shortest: str, longest: str
+) -> None:
+    def checked(lengths: list[int], replay: dict[str, int]) -> None:
+        rows = [{"input_ids": torch.arange(n) % 9, "labels": torch.arange(n) % 9} for n in lengths]
+        mapping = {
+            "model": {"builder": "experts.models:moe_gpt", "layers": 1, "heads": 2, "width": 16, "context": 16,
+                      "vocab_size": 9},
+            "data": {"train": kind(rows)},
+            "experts": {"num_experts": 3, "hosts": 0, "lifecycle": {"max_experts": 6, "replay": replay}},
+        }  # fmt: skip
+        check_on_driver(load_spec(mapping=mapping).spec, run_batch=False)
+
+    varied = [6 + n % 5 for n in range(40)]
+    with pytest.raises(
+        InputError, match=rf"replay\.bytes: got rows of {shortest} and of {longest}, expected rows of one"
+    ):
+        checked(varied, {"bytes": 100_000})
+    checked(varied, {})
+    checked([8] * 40, {"bytes": 100_000})
 
 
 @pytest.mark.parametrize("length", [6, 8])
