@@ -24,22 +24,25 @@ from jobs.driver.first_batch import FirstBatch, FirstPass, certainly_on_cpu, che
 from jobs.driver.sharded_pass import check_sharded_pass
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
+from raytrain.checkpoint.reader import list_checkpoints, read_manifest
+from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
 from raytrain.data.rows.batches import check_budget
 from raytrain.data.rows.contract import Source, Split
 from raytrain.data.rows.map_style import DatasetSplit, generators_kept, observed_facts, spread_rows
 from raytrain.data.sources.in_memory import check_kind
 from raytrain.data.sources.open import check_label, read_on_driver, source_from_driver
-from raytrain.errors import InputError, first_line
+from raytrain.errors import CheckpointError, InputError, first_line
 from raytrain.execution.reporter import load_observers
 from raytrain.models.blocks import blocks_of
 from raytrain.models.huggingface import check_names, stored_names
+from raytrain.models.weights.headers import find_weights
 from raytrain.models.weights.stored import StartingWeights
 from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder, this_process
 from raytrain.train.compile import parts_to_compile
-from raytrain.train.job import TrainJob, source_facts
+from raytrain.train.job import TrainJob, differences, source_facts
 from raytrain.train.module_checks import check_module
 from raytrain.train.optim import hidden_matrices, muons_blocks
 from raytrain.train.placing import make_sendable
@@ -195,6 +198,9 @@ def _kind(value: Any) -> str:
 # Checks a job on the driver before Ray starts (`train`, `tune`, `plan --build`) and makes the workers' job.
 
 
+MODEL_FILE = "model.safetensors"
+
+
 @dataclass(frozen=True)
 class Checked:
     """The result of `check_on_driver`.
@@ -253,7 +259,9 @@ def check_on_driver(
         key = spec.model.origin
         seen = "a model whose parameters are all frozen" if parameters else "a model without parameters"
         raise InputError(key, got=seen, expected="at least one parameter that requires a gradient")
-    if resumed is None and initial and spec.model.init_from is not None:
+    if resumed is not None:
+        check_fits(trainable.module, resumed)
+    elif initial and spec.model.init_from is not None:
         StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
     start = resumed.path if resumed is not None else spec.model.init_from if initial else None
     if start is not None and spec.data.keys.get("class_names", "auto") == "auto":
@@ -300,6 +308,41 @@ def check_one_length(train: Split) -> None:
             "experts.lifecycle.replay.bytes", got=f"rows of {seen[0]} and of {seen[-1]}", expected="rows of one shape",
             remedy="pad them to one length in data.source, or leave the key out: nothing is replayed then",
         )  # fmt: skip
+
+
+def check_fits(module: nn.Module, run: RunFolder) -> None:
+    """Check that the newest checkpoint of a run has the tensors of this model, by its file's header. A checkpoint in
+    several files, on other storage or unreadable is left to the workers.
+
+    Raises:
+        InputError: names or shapes differ, as where the code of the model was changed since.
+    """
+    saved = [info for info in list_checkpoints(run) if info.complete]
+    if not saved or "://" in saved[-1].path:
+        return
+    try:
+        manifest = read_manifest(saved[-1].path)
+        if manifest["parts"].get("model") != [MODEL_FILE] or manifest.get("experts") is not None:
+            return
+        stored = find_weights(saved[-1].path, key="--resume")
+    except (CheckpointError, OSError, InputError):
+        return
+    held: dict[str, Any] = {name: Shaped(torch.Size(shape)) for name, shape in stored.shapes.items()}
+    held |= stored.extra
+    wrong = differences(module.state_dict(), held, shapes=lambda one: {one.shape})
+    if wrong:
+        raise InputError(
+            "--resume", got=f"the checkpoint of step {saved[-1].step} of another model: {abbreviated(wrong, 5)}",
+            expected="the model that the run has trained",
+            remedy="restore its code, or start a new run",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """What the header of a file says of a tensor."""
+
+    shape: torch.Size
 
 
 def train_job(

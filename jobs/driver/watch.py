@@ -151,6 +151,11 @@ def check_room(needs: Sequence[Need]) -> str:
     if autoscales():
         return f"waiting for nodes that the autoscaler may add: {text}"
     need, there = found
+    cpus, most = need.each.get("CPU", 1), max((node.get("CPU", 0) for node in nodes), default=0)
+    if "GPU" not in need.each and cpus > max(1, most):  # fewer workers would need them too
+        raise InputError(
+            "scale.threads", got=f"{cpus:g}", expected=f"at most {most:g} ({text})", remedy="lower it, or add nodes"
+        )
     raise InputError(
         need.key, got=need.many, expected=f"at most {there} ({text})",
         remedy=f"lower it{'' if 'GPU' in need.each else ' or scale.threads'}, or add nodes",

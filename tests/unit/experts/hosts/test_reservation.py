@@ -34,7 +34,7 @@ def test_what_fits_an_empty_cluster_is_not_refused() -> None:
     [
         pytest.param(request(6, 3), "experts.hosts", r"9 processes need 1 CPU each \(6 expert hosts and 3 workers\)",
                      id="more than the cluster has"),
-        pytest.param(request(2, 1, threads=5), "experts.hosts", "2 expert hosts need 5 CPU each; of 2 nodes, there are "
+        pytest.param(request(2, 1, threads=5), "scale.threads", "2 expert hosts need 5 CPU each; of 2 nodes, there are "
                      "4 CPU on 2 of them: room for 0", id="more than one node has"),
         pytest.param(request(2, 2, threads=3), "experts.hosts", "room for 2", id="as much as all have, but not of one"),
         pytest.param(request(1, 1, gpus=1, kind="H100"), "experts.hosts", "1 expert host needs 1 GPU of type H100",

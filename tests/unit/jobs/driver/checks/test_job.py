@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from jobs.__main__ import main
-from jobs.driver.check_job import check_on_driver
+from jobs.driver.check_job import check_fits, check_on_driver
 from jobs.job.spec import load_spec
+from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import InputError
+from raytrain.runs.folder import RunFolder
 
 CODE = """
 import torch
@@ -108,6 +110,52 @@ def test_a_job_without_a_mistake_passes_both(folder: Path) -> None:
     started = CliRunner().invoke(main, ["train", "job.yaml"])
     assert isinstance(started.exception, AssertionError), started.output
     shutil.rmtree("runs")
+
+
+class Tied(nn.Module):
+    """Two names of one weight."""
+
+    def __init__(self, width: int = 4, *, more: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, width), nn.Linear(width, 8, bias=False)
+        self.head.weight = self.embed.weight
+        if more:
+            self.extra = nn.Linear(width, width)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_the_start_and_one_of_this_is_not(tmp_path: Path) -> None:
+    run = RunFolder.create(str(tmp_path), "a")
+    check_fits(Tied(), run)  # nothing is saved yet
+    with CheckpointWriter(run, keep=3, asynchronous=False) as writer:
+        writer.save({"model": dict(Tied(width=6).state_dict())}, {"step": 3}, step=3)
+        writer.save({"model": dict(Tied().state_dict())}, {"step": 5}, step=5)
+    check_fits(Tied(), run)
+    for other, words in ((Tied(more=True), "extra.weight is missing"), (Tied(width=6), r"has shape \(8, 4\)")):
+        with pytest.raises(InputError, match=rf"the checkpoint of step 5 of another model: .*{words}") as refused:
+            check_fits(other, run)
+        assert refused.value.remedy == "restore its code, or start a new run", "its weights fit no other model"
+    folder = Path(run.path, "checkpoints", "step_00000005")
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    check_fits(Tied(more=True), run)  # that is for those who read it
+
+
+class Counted(Tied):
+    """With an extra state, in which there is a tensor whose size changes."""
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"seen": torch.ones(len(list(self.parameters())))}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        del state
+
+
+def test_a_checkpoint_with_an_extra_state_fits_its_module_only(tmp_path: Path) -> None:
+    run = RunFolder.create(str(tmp_path), "a")
+    with CheckpointWriter(run, keep=3, asynchronous=False) as writer:
+        writer.save({"model": Counted().state_dict()}, {"step": 3}, step=3)
+    check_fits(Counted(), run)
+    with pytest.raises(InputError, match="_extra_state is not in the model"):
+        check_fits(Tied(), run)
 
 
 class Noisy:
