@@ -33,8 +33,10 @@ from raytrain.infer.input import (
     units_of,
     usual_rows,
 )
+from raytrain.infer.model import template_columns
 from raytrain.infer.output import CONVERTED, RESULT_COLUMNS, TIMING_COLUMNS, OutputFolder, digest_of
 from raytrain.infer.stages.partition import KEY as STAGES
+from raytrain.infer.summary import check_labels
 from raytrain.infer.worker import Work, kept_columns
 from raytrain.plan.room import TYPE_SHARE, Need, room_for
 from raytrain.runs.storage import join, open_store, typed_path
@@ -158,20 +160,29 @@ def _input(target: Target, folder: str, data: Any) -> tuple[InputRows, tuple[str
     """The rows, the files that they come from, and the fingerprints of these."""
     infer = target.spec.infer
     if data is not None:
-        path = join(folder, DATASET)
-        write_joined(lambda: _tables_of(data), path, origin="the input")
+        path, used = join(folder, DATASET), _used(target, infer.keep)
+        write_joined(lambda: _tables_of(data), path, origin="the input", used=used)
         return InputRows.at([path], limit=infer.max_samples), (), [fingerprint(path)]
     if not infer.input:
         expected = "the files or folders of rows to answer"
         raise InputError("infer.input", got="no value", expected=expected, remedy="type infer.input=FILE")
     given = [infer.input] if isinstance(infer.input, str) else list(infer.input)
     files = input_files([absolute_path(one) for one in given])
-    carried, numbers = {*infer.keep, infer.id_column}, not _generates(target)
-    exact = infer.keep if infer.format == "jsonl" else ()
-    written = converted(files, folder, carried=carried, label=infer.label, numbers=numbers, exact=exact)
+    carried, numbers, known = {*infer.keep, infer.id_column}, not _generates(target), target.model.classes()
+    if known is not None and known.names is not None:
+        carried.add(infer.label)  # a name may look like a number
     join_columns = files.kind in NAMED_BY_ROW
-    rows = InputRows.at(written, origins=files.paths, limit=infer.max_samples, join=join_columns)
+    as_texts = infer.keep if infer.format == "jsonl" and join_columns else ()  # whatever the types of their values
+    exact, used = {*as_texts, *template_columns(infer)}, _used(target, () if as_texts else infer.keep)
+    written = converted(files, folder, carried=carried, label=infer.label, numbers=numbers, exact=exact, used=used)
+    rows = InputRows.at(written, origins=files.paths, limit=infer.max_samples, join=join_columns, used=used)
     return rows, files.paths, [fingerprint(path) for path in files.paths]
+
+
+def _used(target: Target, kept: Sequence[str]) -> set[str] | None:
+    """The columns whose types matter; None for all."""
+    reads, infer = target.model.used(target.spec.infer), target.spec.infer
+    return None if reads is None else reads | {name for name in (infer.id_column, infer.label, *kept) if name}
 
 
 def _tables_of(data: Any) -> Iterable[Any]:
@@ -194,9 +205,12 @@ def _planned(
         **{f"infer.keep[{number}]": name for number, name in enumerate(infer.keep)},
     })  # fmt: skip
     _check_names(kept_columns(infer))
-    if infer.format == "csv":
-        check_cells(rows.schema, {"infer.id_column": [infer.id_column], "infer.keep": infer.keep})
+    written = {"infer.id_column": [infer.id_column], "infer.keep": infer.keep, "infer.label": [infer.label]}
+    check_cells(rows.schema, written, infer.format)
     target.model.check_header(infer, rows.schema)
+    known = target.model.classes()
+    if infer.label is not None and known is not None:
+        check_labels(rows, infer.label, known)
     if infer.id_column is not None:
         _check_ids(rows, infer.id_column)
     wanted = infer.batch_size
