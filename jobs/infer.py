@@ -223,7 +223,8 @@ def _merged(
     output, infer = planned.output, planned.target.spec.infer
     planned.check_unchanged()
     carried = infer.label in {*infer.keep, infer.id_column} and bool(planned.paths)
-    figures = TableFigures(infer.label, as_csv=carried and input_files(planned.paths).kind == "csv")
+    as_csv = carried and input_files(planned.paths).kind == "csv"
+    figures = TableFigures(infer.label, as_csv=as_csv, known=planned.target.model.classes())
     about = merge(output, planned.units, kind=infer.format, job=planned.job, read=figures.add)
     wall = max((report.end for report in reports), default=0) - min((report.begin for report in reports), default=0)
     summary = summarise(figures.figures(), reports, wall_s=wall, split=split)

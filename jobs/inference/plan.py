@@ -33,8 +33,10 @@ from raytrain.infer.input import (
     units_of,
     usual_rows,
 )
+from raytrain.infer.model import template_columns
 from raytrain.infer.output import CONVERTED, RESULT_COLUMNS, TIMING_COLUMNS, OutputFolder, digest_of
 from raytrain.infer.stages.partition import KEY as STAGES
+from raytrain.infer.summary import check_labels
 from raytrain.infer.worker import Work, kept_columns
 from raytrain.plan.room import TYPE_SHARE, Need, room_for
 from raytrain.runs.storage import join, open_store, typed_path
@@ -158,20 +160,29 @@ def _input(target: Target, folder: str, data: Any) -> tuple[InputRows, tuple[str
     """The rows, the files that they come from, and the fingerprints of these."""
     infer = target.spec.infer
     if data is not None:
-        path = join(folder, DATASET)
-        write_joined(lambda: _tables_of(data), path, origin="the input")
+        path, used = join(folder, DATASET), _used(target, infer.keep)
+        write_joined(lambda: _tables_of(data), path, origin="the input", used=used)
         return InputRows.at([path], limit=infer.max_samples), (), [fingerprint(path)]
     if not infer.input:
         expected = "the files or folders of rows to answer"
         raise InputError("infer.input", got="no value", expected=expected, remedy="type infer.input=FILE")
     given = [infer.input] if isinstance(infer.input, str) else list(infer.input)
     files = input_files([absolute_path(one) for one in given])
-    carried, numbers = {*infer.keep, infer.id_column}, not _generates(target)
-    exact = infer.keep if infer.format == "jsonl" else ()
-    written = converted(files, folder, carried=carried, label=infer.label, numbers=numbers, exact=exact)
+    carried, numbers, known = {*infer.keep, infer.id_column}, not _generates(target), target.model.classes()
+    if known is not None and known.names is not None:
+        carried.add(infer.label)  # a name may look like a number
     join_columns = files.kind in NAMED_BY_ROW
-    rows = InputRows.at(written, origins=files.paths, limit=infer.max_samples, join=join_columns)
+    as_texts = infer.keep if infer.format == "jsonl" and join_columns else ()  # whatever the types of their values
+    exact, used = {*as_texts, *template_columns(infer)}, _used(target, () if as_texts else infer.keep)
+    written = converted(files, folder, carried=carried, label=infer.label, numbers=numbers, exact=exact, used=used)
+    rows = InputRows.at(written, origins=files.paths, limit=infer.max_samples, join=join_columns, used=used)
     return rows, files.paths, [fingerprint(path) for path in files.paths]
+
+
+def _used(target: Target, kept: Sequence[str]) -> set[str] | None:
+    """The columns whose types matter; None for all."""
+    reads, infer = target.model.used(target.spec.infer), target.spec.infer
+    return None if reads is None else reads | {name for name in (infer.id_column, infer.label, *kept) if name}
 
 
 def _tables_of(data: Any) -> Iterable[Any]:
@@ -193,13 +204,16 @@ def _planned(
         "infer.id_column": infer.id_column, "infer.label": infer.label,
         **{f"infer.keep[{number}]": name for number, name in enumerate(infer.keep)},
     })  # fmt: skip
-    written = {"id", *RESULT_COLUMNS, *TIMING_COLUMNS}
+    reserved = {"id", *RESULT_COLUMNS, *TIMING_COLUMNS}
     for name in kept_columns(infer):
-        if name in written:
+        if name in reserved:
             raise InputError("infer.keep", got=f"{name}, a column that raytrain writes", expected="another name")
-    if infer.format == "csv":
-        check_cells(rows.schema, {"infer.id_column": [infer.id_column], "infer.keep": infer.keep})
+    written = {"infer.id_column": [infer.id_column], "infer.keep": infer.keep, "infer.label": [infer.label]}
+    check_cells(rows.schema, written, infer.format)
     target.model.check_header(infer, rows.schema)
+    known = target.model.classes()
+    if infer.label is not None and known is not None:
+        check_labels(rows, infer.label, known)
     if infer.id_column is not None:
         _check_ids(rows, infer.id_column)
     wanted = infer.batch_size
@@ -221,8 +235,7 @@ def _planned(
     if room is not None:
         from jobs.driver.watch import check_room  # imports Ray
 
-        several = each == 1 and isinstance(asked, tuple)  # a range of replicas is lowered to those that have room
-        least = workers if isinstance(asked, int) else min(asked[0], workers) if several else 1
+        least = 1 if each > 1 or asked == "auto" else workers if isinstance(asked, int) else min(asked[0], workers)
         waits = check_room([replace(need, number=least * each)])
     settings = {key: value for key, value in encode(infer).items() if key not in UNIMPORTANT}
     identity = {
@@ -262,12 +275,11 @@ def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int 
         key: that sets their number.
     """
     wanted, gpus = target.spec.scale.workers, len(target.machines.gpus)
-    room, exact = room_of(target, inventory, stages=stages), isinstance(wanted, int)
+    room = room_of(target, inventory, stages=stages)
     local = room is None
     if isinstance(wanted, tuple):  # the pool of a cluster grows from one worker to all that it finds room for
         wanted = max(wanted[0], min(wanted[1], gpus // stages)) if local and gpus else wanted[1]
-    if room is not None and not exact and (stages > 1 or wanted == "auto"):
-        # a replica more would hold what another one waits for
+    if room is not None and (stages > 1 or wanted == "auto"):  # a replica more would hold what another one waits for
         units = min(units, max(room, 1))
     if local and 0 < gpus < stages:  # a process more would wait for a GPU without end
         but = " but the worker's" if key == HOSTS else ""

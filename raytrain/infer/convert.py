@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 
 from raytrain.data.sources.idx import IMAGES, read_idx
-from raytrain.data.sources.tables import CSV_KINDS, TEXT, check_distinct, csv_as_text, csv_kinds, is_text, typed
+from raytrain.data.sources.tables import CSV_KINDS, TEXT, check_distinct, csv_as_text, csv_kinds, typed
 from raytrain.errors import InputError, first_line
 from raytrain.infer.input import KEY, InputFiles, as_json, fingerprint, fitted, joined
-from raytrain.runs.storage import ANSWERS, join, locate, open_store, unreadable, whole_file
+from raytrain.runs.storage import ANSWERS, join, locate, open_store, opened_stream, unreadable, whole_file
 
 TEXT_COLUMN = "text"
 BLOCK_BYTES = 8 << 20
 LINES_AT_ONCE = 10_000
+NO_KEYS = "objects without any key"
 
 
 class _OtherColumnsError(Exception):
@@ -32,7 +33,8 @@ class _OtherColumnsError(Exception):
 
 def converted(
     files: InputFiles, folder: str, *, carried: Collection[str | None] = (), label: str | None = None,
-    numbers: bool = True, exact: Collection[str] = (), rows_at_once: int = LINES_AT_ONCE,
+    numbers: bool = True, exact: Collection[str] = (), used: Collection[str] | None = None,
+    rows_at_once: int = LINES_AT_ONCE,
 ) -> list[str]:  # fmt: skip
     """Write files of another format as Parquet in `folder`, one for each; returns the paths. Parquet is left alone.
 
@@ -42,6 +44,8 @@ def converted(
         carried, label, numbers: of CSV files, see `CsvTypes`.
         exact: columns of JSON files whose values are also kept as JSON texts, in columns named by `as_json`, unless
             they are texts: Arrow gives each object the keys of all, and makes whole numbers among fractions fractions.
+        used: columns of JSON files that must have one type, see `joined`; None: all but those that hold objects, of
+            which no number can be taken.
     Raises:
         InputError: a file that cannot be read, or has no rows.
         RunError: the folder cannot be written.
@@ -61,8 +65,8 @@ def converted(
                 elif files.kind == "idx":
                     write_tables(_idx_tables(path, rows_at_once), target, origin=path, rows_at_once=rows_at_once)
                 else:
-                    read = partial(_json_or_text, path, files.kind, exact, rows_at_once)
-                    write_joined(read, target, origin=path, rows_at_once=rows_at_once)
+                    read = partial(_json_or_text, path, files.kind, exact, used, rows_at_once)
+                    write_joined(read, target, origin=path, used=used, rows_at_once=rows_at_once)
             except pa.ArrowException as error:
                 raise InputError(KEY, got=f"{path}: {first_line(error)}", expected=f"a {files.kind} file") from error
         written.append(join(folder, name))
@@ -70,8 +74,9 @@ def converted(
 
 
 def write_tables(
-    tables: Iterable[Any], target: str, *, origin: str, schema: Any = None, rows_at_once: int = LINES_AT_ONCE
-) -> None:
+    tables: Iterable[Any], target: str, *, origin: str, schema: Any = None, used: Collection[str] | None = None,
+    rows_at_once: int = LINES_AT_ONCE,
+) -> None:  # fmt: skip
     """Write tables as one Parquet file, with the schema of the first one if none is given.
 
     Args:
@@ -88,7 +93,7 @@ def write_tables(
             if writer is None:
                 schema = schema or table.schema.remove_metadata()
                 writer = stack.enter_context(parquet.ParquetWriter(sink, schema))
-            if not joined([schema, table.schema.remove_metadata()], origin).equals(schema):
+            if not joined([schema, table.schema.remove_metadata()], origin, used).equals(schema):
                 raise _OtherColumnsError
             writer.write_table(fitted(table, schema), row_group_size=rows_at_once)
             rows += table.num_rows
@@ -97,31 +102,33 @@ def write_tables(
 
 
 def write_joined(
-    tables: Callable[[], Iterable[Any]], target: str, *, origin: str, rows_at_once: int = LINES_AT_ONCE
-) -> None:
+    tables: Callable[[], Iterable[Any]], target: str, *, origin: str, used: Collection[str] | None = None,
+    rows_at_once: int = LINES_AT_ONCE,
+) -> None:  # fmt: skip
     """Write tables as one Parquet file with the columns of all of them, nulls where one lacks a column.
 
     Args:
         tables: gives them, in order. It is called again, twice, where later ones have other columns than the first:
             once for all columns, once to write.
         origin: where the rows come from, for messages.
+        used: see `joined`.
     Raises:
         InputError: there are no rows, or the types of a column do not go together.
     """
     try:
-        write_tables(tables(), target, origin=origin, rows_at_once=rows_at_once)
+        write_tables(tables(), target, origin=origin, used=used, rows_at_once=rows_at_once)
     except _OtherColumnsError:
         schema = None
         for table in tables():
             own = table.schema.remove_metadata()
-            schema = own if schema is None else joined([schema, own], origin)
-        write_tables(tables(), target, origin=origin, schema=schema, rows_at_once=rows_at_once)
+            schema = own if schema is None else joined([schema, own], origin, used)
+        write_tables(tables(), target, origin=origin, schema=schema, used=used, rows_at_once=rows_at_once)
 
 
 def _stream(path: str) -> Any:
     filesystem, inner = locate(path, key=KEY)
     try:
-        return filesystem.open_input_stream(inner)
+        return opened_stream(filesystem, inner)
     except OSError as error:
         raise unreadable(path, error, key=KEY) from error
 
@@ -186,12 +193,14 @@ def _csv_tables(path: str) -> Iterator[Any]:
 # ---------------------------------------------------------------- JSON and text
 
 
-def _json_or_text(path: str, kind: str, exact: Collection[str], rows_at_once: int) -> Iterator[Any]:
+def _json_or_text(
+    path: str, kind: str, exact: Collection[str], used: Collection[str] | None, rows_at_once: int
+) -> Iterator[Any]:
     """Tables of the rows of one file, in order."""
     try:
         with _stream(path) as stream:
             if kind == "json":
-                yield _table(_json_rows(stream.read(), path), path, exact)
+                yield _table(_json_rows(stream.read(), path), path, exact, used)
                 return
             lines: list[dict[str, Any]] = []
             for number, raw in enumerate(io.BufferedReader(stream), start=1):
@@ -201,10 +210,10 @@ def _json_or_text(path: str, kind: str, exact: Collection[str], rows_at_once: in
                 elif kind == "text" and line.strip():
                     lines.append({TEXT_COLUMN: line})
                 if len(lines) == rows_at_once:
-                    yield _table(lines, path, exact)
+                    yield _table(lines, path, exact, used)
                     lines = []
             if lines:
-                yield _table(lines, path, exact)
+                yield _table(lines, path, exact, used)
     except OSError as error:
         raise unreadable(path, error, key=KEY) from error
 
@@ -220,37 +229,63 @@ def _idx_tables(path: str, rows_at_once: int) -> Iterator[Any]:
         yield pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), images.shape[1])})
 
 
-def _table(rows: list[dict[str, Any]], path: str, exact: Collection[str]) -> Any:
-    """The rows with the columns of all of them; a row that lacks one has null there."""
+def _table(rows: list[dict[str, Any]], path: str, exact: Collection[str], used: Collection[str] | None) -> Any:
+    """The rows with the columns of all of them; a row that lacks one has null there. A column that is not used holds
+    its JSON texts where Arrow has no type for it."""
     import pyarrow as pa
 
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
+        must = not any(isinstance(value, dict) for value in values) if used is None else name in used
         try:
+            if name in exact:
+                columns[as_json(name)] = _json_texts(values)
             columns[name] = _column(values)
-            if name in exact and not is_text(columns[name].type):
-                texts = [None if value is None else json.dumps(value) for value in values]
-                columns[as_json(name)] = pa.array(texts, pa.string())
-        except UnicodeEncodeError as error:
-            seen = f"{path}: the column {name} with half of a surrogate pair ({error.object[error.start]!r})"
-            raise InputError(KEY, got=seen, expected="Unicode text") from error
-        except (pa.ArrowException, OverflowError) as error:
-            raise InputError(
-                KEY, got=f"{path}: the column {name} with values of several types ({first_line(error)})",
-                expected="one type a column", remedy="write one type, or leave the column out",
-            ) from error  # fmt: skip
+        except (UnicodeEncodeError, pa.ArrowException, OverflowError) as error:
+            if must or (name in exact and isinstance(error, UnicodeEncodeError)):
+                raise _no_column(path, name, error) from error
+            columns[name] = _json_texts(values, ascii_only=True)
+        if name in exact and all(isinstance(value, str | None) for value in values):
+            del columns[as_json(name)]  # it is what the column itself holds
     return pa.table(columns)
 
 
+def _no_column(path: str, name: str, error: Exception) -> InputError:
+    if isinstance(error, UnicodeEncodeError):
+        seen = f"{path}: the column {name} with half of a surrogate pair ({error.object[error.start]!r})"
+        return InputError(KEY, got=seen, expected="Unicode text")
+    if str(error) == NO_KEYS:
+        seen = f"{path}: the column {name} with {NO_KEYS}"
+        return InputError(
+            KEY, got=seen, expected="objects with keys", remedy="infer.format: jsonl keeps them as they are"
+        )
+    return InputError(
+        KEY, got=f"{path}: the column {name} with values of several types ({first_line(error)})",
+        expected="one type a column", remedy="write one type, or leave the column out",
+    )  # fmt: skip
+
+
+def _json_texts(values: list[Any], *, ascii_only: bool = False) -> Any:
+    """Raises UnicodeEncodeError for half of a surrogate pair, unless it is written as ASCII."""
+    import pyarrow as pa
+
+    texts = [None if value is None else json.dumps(value, ensure_ascii=ascii_only) for value in values]
+    return pa.array(texts, pa.string())
+
+
 def _column(values: list[Any]) -> Any:
-    """Arrow holds whole numbers beyond 64 bits as decimals."""
+    """Arrow holds whole numbers beyond 64 bits as decimals. Raises ArrowInvalid for objects without any key, which
+    Parquet does not hold."""
     import pyarrow as pa
 
     try:
-        return pa.array(values)
+        found = pa.array(values)
     except OverflowError:
-        return pa.array(_decimals(values))
+        found = pa.array(_decimals(values))
+    if "struct<>" in str(found.type):
+        raise pa.ArrowInvalid(NO_KEYS)
+    return found
 
 
 def _decimals(value: Any) -> Any:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import accumulate
@@ -99,9 +99,17 @@ def fingerprint(path: str) -> str:
 # ---------------------------------------------------------------- rows
 
 
+AS_JSON = "raytrain:json:"
+
+
 def as_json(name: str) -> str:
     """The column that holds a column's values as JSON texts."""
-    return f"raytrain:json:{name}"
+    return f"{AS_JSON}{name}"
+
+
+def own_names(schema: Any) -> list[str]:
+    """The columns that the input itself has."""
+    return [name for name in schema.names if not name.startswith(AS_JSON)]
 
 
 def json_value(value: Any) -> Any:
@@ -128,24 +136,26 @@ class InputRows:
 
     @classmethod
     def at(
-        cls, paths: Sequence[str], *, origins: Sequence[str] = (), limit: int | None = None, join: bool = False
-    ) -> InputRows:
+        cls, paths: Sequence[str], *, origins: Sequence[str] = (), limit: int | None = None, join: bool = False,
+        used: Collection[str] | None = None,
+    ) -> InputRows:  # fmt: skip
         """Read the files' metadata.
 
         Args:
             origins: what they were converted from, for messages.
             join: whether a file may lack columns of another one.
+            used: see `joined`.
         Raises:
             InputError: a file that is no Parquet, columns that differ, or a column of types that do not go together.
         """
         groups, schema, origins = [], None, origins or paths
         for path, origin in zip(paths, origins, strict=True):
             file = _open_parquet(path)
-            meta, own = file.metadata, file.schema_arrow.remove_metadata()
+            meta, own = file.metadata, without_views(file.schema_arrow.remove_metadata())
             if schema is not None and own.names != schema.names and not join:
                 seen = f"the columns {', '.join(own.names)} in {origin}"
                 raise InputError(KEY, got=seen, expected=f"{', '.join(schema.names)}, as in {origins[0]}")
-            schema = own if schema is None else joined([schema, own], origin)
+            schema = own if schema is None else joined([schema, own], origin, used)
             groups.append(tuple(meta.row_group(number).num_rows for number in range(meta.num_row_groups)))
         return cls(tuple(paths), tuple(groups), schema, limit)
 
@@ -175,15 +185,23 @@ class InputRows:
         Raises:
             InputError: a file cannot be read.
         """
-        left = self.rows
+        import pyarrow as pa
+
+        left, kind = self.rows, self.schema.field(name).type
         for path in self.paths:
+            file = _open_parquet(path)
+            if name not in file.schema_arrow.names:
+                nulls = min(file.metadata.num_rows, left)
+                left -= nulls
+                yield pa.nulls(nulls, kind)
+                continue
             try:
-                for batch in _open_parquet(path).iter_batches(at_once, columns=[name]):
+                for batch in file.iter_batches(at_once, columns=[name]):
                     if not left:
                         return
                     part = batch.column(0)[:left]
                     left -= len(part)
-                    yield part
+                    yield part.cast(kind)
             except OSError as error:
                 raise unreadable(path, error, key=KEY) from error
 
@@ -201,27 +219,96 @@ class InputRows:
         return {**self.__dict__, "_held": None}
 
 
-def joined(schemas: Sequence[Any], path: str) -> Any:
-    """The schema with the columns of all of these. Raises InputError for a column of types that do not go together."""
+def joined(schemas: Sequence[Any], path: str, used: Collection[str] | None = None) -> Any:
+    """The schema with the columns of all of these.
+
+    Args:
+        used: the columns whose types matter; another one whose types do not go together holds texts. None: all.
+    Raises:
+        InputError: types of a used column that do not go together.
+    """
     import pyarrow as pa
 
-    remedy = "write one type, or leave the column out"
-    try:
-        found = pa.unify_schemas(list(schemas), promote_options="permissive")
-    except pa.ArrowException as error:
-        raise InputError(
-            KEY, got=f"{path}: {first_line(error)}", expected="one type a column", remedy=remedy
-        ) from error
-    for one in found:
-        kinds = [schema.field(one.name).type for schema in schemas if one.name in schema.names]
-        if pa.types.is_floating(one.type) and any(map(pa.types.is_decimal, kinds)):  # these would lose digits
-            seen = f"{path}: the column {one.name} with whole numbers beyond 64 bits and with fractions"
-            raise InputError(KEY, got=seen, expected="one type a column", remedy=remedy)
-    return found
+    if all(schema.equals(schemas[0]) for schema in schemas):
+        return schemas[0]
+    found = []
+    for name in dict.fromkeys(name for schema in schemas for name in schema.names):
+        own = [schema.field(name) for schema in schemas if name in schema.names]
+        try:
+            one = pa.unify_schemas([pa.schema([field]) for field in own], promote_options="permissive").field(0)
+            if pa.types.is_floating(one.type) and any(pa.types.is_decimal(field.type) for field in own):
+                raise pa.ArrowInvalid(f"the column {name} with whole numbers beyond 64 bits and with fractions")
+        except pa.ArrowException as error:  # what is raised here would lose digits
+            if used is None or name in used:
+                raise InputError(
+                    KEY, got=f"{path}: {first_line(error)}", expected="one type a column",
+                    remedy="write one type, or leave the column out",
+                ) from error  # fmt: skip
+            one = pa.field(name, pa.string())
+        found.append(one)
+    return pa.schema(found)
+
+
+def _mapped(kind: Any, change: Callable[[Any], Any]) -> Any:
+    """A type in which `change` was applied to each type that holds no others."""
+    import pyarrow as pa
+    from pyarrow import types
+
+    if types.is_list(kind):
+        return pa.list_(_mapped(kind.value_type, change))
+    if types.is_large_list(kind):
+        return pa.large_list(_mapped(kind.value_type, change))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_mapped(kind.value_type, change), kind.list_size)
+    if types.is_struct(kind):
+        return pa.struct([one.with_type(_mapped(one.type, change)) for one in kind])
+    if types.is_map(kind):
+        return pa.map_(_mapped(kind.key_type, change), _mapped(kind.item_type, change))
+    return change(kind)
+
+
+def without_views(schema: Any) -> Any:
+    """The schema with plain texts and bytes instead of views of them, of which Arrow takes no rows."""
+    import pyarrow as pa
+
+    plain = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+    return pa.schema([one.with_type(_mapped(one.type, lambda kind: plain.get(kind, kind))) for one in schema])
+
+
+def shortest(table: Any) -> Any:
+    """The table with float32 as the float64 of the shortest text that gives the float32 back: 0.1 and not
+    0.10000000149011612."""
+    import pyarrow as pa
+
+    columns = []
+    for column in table.columns:
+        texts, numbers = (
+            _mapped(column.type, lambda kind, to=to: to if kind == pa.float32() else kind)
+            for to in (pa.string(), pa.float64())
+        )
+        columns.append(column if texts == column.type else column.cast(texts).cast(numbers))
+    return pa.table(columns, names=table.column_names)
+
+
+def holds_bytes(kind: Any) -> bool:
+    """Whether values of an Arrow type are bytes, or hold some."""
+    from pyarrow import types
+
+    found = list[bool]()
+
+    def look(one: Any) -> Any:
+        one = one.value_type if types.is_dictionary(one) else one
+        plain = types.is_binary(one) or types.is_large_binary(one)
+        found.append(plain or types.is_fixed_size_binary(one) or types.is_binary_view(one))
+        return one
+
+    _mapped(kind, look)
+    return any(found)
 
 
 def fitted(table: Any, schema: Any) -> Any:
-    """A table with the columns and types of a schema, nulls where it lacks a column.
+    """A table with the columns and types of a schema, nulls where it lacks a column, or has values that are no texts in
+    a column of texts (see `joined`).
 
     Raises:
         InputError: a value that the type of its column does not hold.
@@ -234,7 +321,10 @@ def fitted(table: Any, schema: Any) -> Any:
     for one in schema:
         try:
             own = table[one.name].cast(one.type) if one.name in table.column_names else None
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
+            if pa.types.is_string(one.type):
+                columns.append(pa.nulls(table.num_rows, one.type))
+                continue
             seen = f"the column {one.name} as {one.type} in all files together: {first_line(error)}"
             raise InputError(
                 KEY, got=seen, expected="one type a column", remedy="write one type, or leave the column out"
@@ -256,14 +346,17 @@ def _open_parquet(path: str) -> Any:
         raise unreadable(path, error, key=KEY) from error
 
 
-def check_cells(schema: Any, carried: Mapping[str, Sequence[str | None]]) -> None:
-    """Raise InputError for the first carried column whose values are no single cells of a CSV file; `carried` maps a
-    key to the columns it names."""
+def check_cells(schema: Any, carried: Mapping[str, Sequence[str | None]], form: str) -> None:
+    """Raise InputError for the first carried column whose values a file of the format `form` does not hold: CSV single
+    values, and JSON lines anything but bytes; `carried` maps a key to the columns it names."""
     from pyarrow import types
 
     for key, name in ((key, name) for key, names in carried.items() for name in names if name is not None):
-        if types.is_nested(schema.field(name).type):
-            seen = f"{name}, whose values are of type {schema.field(name).type}, with infer.format csv"
+        kind = schema.field(name).type
+        seen = f"{name}, whose values are of type {kind}, with infer.format {form}"
+        if form != "parquet" and holds_bytes(kind):
+            raise InputError(key, got=seen, expected="numbers or texts", remedy="infer.format: parquet holds bytes")
+        if form == "csv" and types.is_nested(kind):
             raise InputError(
                 key, got=seen, expected="columns of single values", remedy="infer.format: jsonl or parquet"
             )
@@ -271,7 +364,7 @@ def check_cells(schema: Any, carried: Mapping[str, Sequence[str | None]]) -> Non
 
 def check_columns(schema: Any, wanted: dict[str, str | None]) -> None:
     """Raise InputError for the first column that the input lacks; `wanted` maps a key to the column it names."""
-    names = list(schema.names)
+    names = own_names(schema)
     for key, name in wanted.items():
         if name is not None and name not in names:
             raise InputError(

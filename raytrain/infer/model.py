@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from raytrain.data.sources.tables import ColumnChoice, column_kind, is_text
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
 from raytrain.infer.generate import Sampling
-from raytrain.infer.input import KEY
+from raytrain.infer.input import KEY, as_json, own_names, shortest
 from raytrain.infer.predictor import (
     MODEL_KEY,
     Codec,
@@ -37,6 +37,7 @@ from raytrain.infer.predictor import (
     takes_mask,
 )
 from raytrain.infer.quantize import halve, quantize
+from raytrain.infer.summary import KnownClasses
 from raytrain.models.huggingface import (
     CAUSAL_LM,
     CLASSIFIER,
@@ -46,6 +47,7 @@ from raytrain.models.huggingface import (
     longest_input,
     open_tokenizer,
     pad_id,
+    read_config,
 )
 from raytrain.models.sizes import ROW_BUILDERS
 from raytrain.train.job import build_trainable
@@ -71,26 +73,34 @@ class Prompt:
         parts: texts, each with the column whose value follows it, or None.
         key: the key that errors name.
         chat: puts the text into the tokenizer's chat template; None for the text alone.
+        exact: columns that the input also has as JSON texts (`as_json`).
     """
 
     parts: tuple[tuple[str, str | None], ...]
     key: str
     chat: Chat | None = None
+    exact: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that it names."""
+        return tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
+        """Those that it reads."""
+        return (*self.names, *(as_json(name) for name in self.names if name in self.exact))
 
     def texts(self, table: Any) -> list[str]:
         """The prompt of each row. Raises InputError for a row without a value, and as `check`."""
         self.check(table.schema)
-        return [self._text(row) for row in table.select(list(self.columns)).to_pylist()]
+        return [self._text(row) for row in self._rows(table)]
 
     def check(self, schema: Any) -> None:
         """Raise InputError for a column of lists, mappings or bytes; a template may also name columns of numbers."""
         from pyarrow import types
 
-        for name in self.columns:
+        for name in self.names:
             kind = schema.field(name).type
             number = column_kind(kind) == "number" or types.is_temporal(kind)
             if is_text(kind) or types.is_null(kind) or (number and self.key == TEMPLATE):
@@ -101,23 +111,36 @@ class Prompt:
 
     def lenient(self, table: Any) -> list[str | None]:
         """As `texts`, with None for a row without a value."""
-        found = table.select(list(self.columns)).to_pylist()
-        return [None if None in row.values() else self._joined(row) for row in found]
+        return [
+            None if any(row[name] is None for name in self.names) else self._joined(row) for row in self._rows(table)
+        ]
+
+    def _rows(self, table: Any) -> list[dict[str, Any]]:
+        return shortest(table.select(list(self.columns))).to_pylist()
 
     def _text(self, row: dict[str, Any]) -> str:
-        for name, value in row.items():
-            if value is None:
+        for name in self.names:
+            if row[name] is None:
                 raise InputError(self.key, got=f"no value in the column {name}", expected="a value in every row")
         text = self._joined(row)
         return text if self.chat is None else self.chat(text)
 
     def _joined(self, row: dict[str, Any]) -> str:
-        return "".join(text + ("" if name is None else str(row[name])) for text, name in self.parts)
+        return "".join(text + ("" if name is None else _written(row, name)) for text, name in self.parts)
+
+
+def _written(row: Mapping[str, Any], name: str) -> str:
+    """A value as the file has it, as far as that is known, and true and false as in JSON and CSV."""
+    value, exact = row[name], row.get(as_json(name))
+    if isinstance(value, str):
+        return value
+    return exact if exact is not None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def prompt_of(
-    names: list[str], *, field: str | None, template: str | None, templates: dict[str, str], chat: Chat | None
-) -> Prompt:
+    names: list[str], *, field: str | None, template: str | None, templates: dict[str, str], chat: Chat | None,
+    exact: Collection[str] = (),
+) -> Prompt:  # fmt: skip
     """The prompt that the keys describe.
 
     Args:
@@ -125,6 +148,7 @@ def prompt_of(
         field: `infer.prompt_field`, a column.
         template: `infer.template`: the name of one of `templates`, or a template itself if it has braces.
         templates: `infer.templates`, name -> template.
+        exact: see `Prompt`.
 
     Raises:
         InputError: an unknown name, a column that the input lacks, or no column to take.
@@ -139,7 +163,7 @@ def prompt_of(
                 expected=f"one of infer.templates ({known}), or a text with {{column}}",
                 remedy=suggestion(template, templates),
             )  # fmt: skip
-        return Prompt(_parts(text, names), TEMPLATE, chat)
+        return Prompt(_parts(text, names), TEMPLATE, chat, frozenset(exact))
     column = field or next((name for name in USUAL if name in names), None)
     if column is None or column not in names:
         seen = "no value" if field is None else f"'{field}', which is not in infer.input"
@@ -165,6 +189,14 @@ def _parts(template: str, names: list[str]) -> tuple[tuple[str, str | None], ...
     if all(column is None for _, column in parts):
         raise InputError("infer.template", got=f"{template!r} without a column", expected="a text with {column}")
     return tuple(parts)
+
+
+def template_columns(infer: InferConfig) -> set[str]:
+    """The columns that `infer.template` names; `prompt_of` finds what is wrong with it."""
+    text = dict(infer.templates).get(infer.template or "", infer.template or "")
+    with contextlib.suppress(ValueError):
+        return {column for _, column, _, _ in string.Formatter().parse(text) if column is not None}
+    return set()
 
 
 # ---------------------------------------------------------------- model
@@ -218,6 +250,28 @@ class InferenceModel:
             check_numbers(schema, ColumnChoice(stacked, named, None))
             if builder in ROW_BUILDERS:
                 check_list_sizes(schema, self._takes(named))
+
+    def classes(self) -> KnownClasses | None:
+        """The classes that it answers with, as far as that is known before it is loaded; None for another model."""
+        names, count = self.facts.get("class_names"), self.facts.get("num_classes")
+        texts = self.model.builder == CLASSIFIER
+        if names is None and texts:
+            named = read_config(str(self.model.keys.get("path"))).get("id2label") or {}
+            count = self.model.keys.get("num_labels") or count or len(named)
+            known = [str(named[number]) for number in sorted(named, key=int)]
+            names = known if len(known) == count else [f"LABEL_{number}" for number in range(count)]
+        if names is not None:
+            return KnownClasses(len(names), tuple(names), numbered=texts)
+        return None if count is None else KnownClasses(max(count, self.model.keys.get("num_classes") or 0))
+
+    def used(self, infer: InferConfig) -> set[str] | None:
+        """The columns that it may read, as far as that is known before it is loaded; None if only its forward tells."""
+        texts = self.model.builder == CLASSIFIER or self.tokenizer is not None or "vocab_size" in self.facts
+        named = {*self.reads.get("stacked", ()), *self.reads.get("named", ())}
+        if texts:
+            field = [] if infer.prompt_field is None else [infer.prompt_field]
+            return {*USUAL, *template_columns(infer), *field, *named}
+        return named or ({"x"} if self.model.builder in ROW_BUILDERS else None)
 
     def load(self, infer: InferConfig, schema: Any, module: nn.Module | None = None) -> Predictor:
         """Build the model, load its weights, and check it against the input.
@@ -432,9 +486,13 @@ def _context(module: nn.Module) -> int | None:
 
 def _prompt(infer: InferConfig, schema: Any, chat: Callable[[str], str] | None = None) -> Prompt:
     templates = dict(infer.templates)
-    made = prompt_of(schema.names, field=infer.prompt_field, template=infer.template, templates=templates, chat=chat)
+    names = own_names(schema)
+    exact = [name for name in names if as_json(name) in schema.names]
+    made = prompt_of(
+        names, field=infer.prompt_field, template=infer.template, templates=templates, chat=chat, exact=exact
+    )
     made.check(schema)
-    for name in made.columns:
+    for name in made.names:
         if str(schema.field(name).type) == "null":  # Arrow's type of a column without any value
             got = f"no value in the column {name} in any row of infer.input"
             raise InputError(made.key, got=got, expected="a text in every row")

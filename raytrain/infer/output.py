@@ -18,7 +18,7 @@ from typing import Any
 
 from raytrain.data.sources.tables import is_text
 from raytrain.errors import InputError, RunError
-from raytrain.infer.input import Unit, UnitReport, as_json, fitted, json_value
+from raytrain.infer.input import Unit, UnitReport, as_json, fitted, json_value, shortest
 from raytrain.infer.runner import RowResult
 from raytrain.runs.folder import Attempts, this_process
 from raytrain.runs.storage import ANSWERS, LocalStore, ObjectStore, join, locate, open_store, unreadable, whole_file
@@ -349,6 +349,7 @@ def merge(
     name = f"predictions.{kind}"
     kept = [field for field in schema if field.name not in TIMING_COLUMNS]
     exact = {as_json(name) for name in schema.names}
+    mixed = {name for name in schema.names if as_json(name) in schema.names}
     timed = [schema.field("id"), *(schema.field(column) for column in TIMING_COLUMNS)]
     with (
         _writing(join(output.path, name), kind, kept) as answers,
@@ -362,7 +363,7 @@ def merge(
     return {
         "rows": sum(unit.rows for unit in units), "failed": sum(one.report.failed for one in facts),
         "units": len(units), "unit_rows": [unit.rows for unit in units],
-        "text_columns": [one.name for one in kept if is_text(one.type) and one.name not in exact],
+        "text_columns": [one.name for one in kept if is_text(one.type) and one.name not in exact | mixed],
         "files": {name: answers.facts, TIMING: timing.facts},
     }  # fmt: skip
 
@@ -411,7 +412,7 @@ class _MergedFile:
         if self._writer is not None:
             self._writer.write_table(own)
             return
-        for row in own.to_pylist():
+        for row in shortest(own).to_pylist():
             for name in self._exact:
                 text = row.pop(as_json(name))
                 row[name] = row[name] if text is None else json.loads(text)

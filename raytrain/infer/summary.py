@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from raytrain.data.sources.tables import csv_kinds, typed
-from raytrain.infer.input import UnitReport, json_value
+from raytrain.config.messages import abbreviated
+from raytrain.data.rows.contract import IGNORED_LABEL
+from raytrain.data.sources.tables import MISSING, csv_kinds, number_in, typed
+from raytrain.errors import InputError
+from raytrain.infer.input import InputRows, UnitReport, json_value
 from raytrain.infer.stages.split import StageSplit, StageTimes
 
 SLOWEST = 10
@@ -36,10 +39,12 @@ class TableFigures:
     Attributes:
         label: the column with right answers, None if there is none.
         as_csv: whether its values are the texts of cells of CSV files.
+        known: the classes of the model.
     """
 
     label: str | None
     as_csv: bool = False
+    known: KnownClasses | None = None
     rows: int = field(default=0, init=False)
     tokens: int = field(default=0, init=False)
     again: int = field(default=0, init=False)
@@ -78,8 +83,9 @@ class TableFigures:
         from pyarrow import types
 
         if self._quality is None:
-            of_values = types.is_floating(labels.type) or types.is_floating(predictions.type)
-            self._quality = ValueQuality() if of_values else ClassQuality()
+            of_values = self.known is None and types.is_floating(labels.type)
+            of_values = of_values or types.is_floating(predictions.type)
+            self._quality = ValueQuality() if of_values else ClassQuality(known=self.known)
         if self.as_csv and isinstance(self._quality, ValueQuality):
             with suppress(pa.ArrowInvalid):  # a text among them is one row that cannot be judged
                 labels = typed(labels, "double")
@@ -98,14 +104,14 @@ class TableFigures:
 
     def _read(self) -> ClassQuality | ValueQuality:
         assert self._quality is not None
-        if self.as_csv and isinstance(self._quality, ClassQuality):
+        if self.as_csv and isinstance(self._quality, ClassQuality) and self.known is None:
             return self._quality.as_csv()
         return self._quality
 
 
 def _id(value: Any) -> Any:
     found = value.as_py()
-    return json_value(found) if isinstance(found, Decimal) else found
+    return found if isinstance(found, str | int | float | None) else json_value(found)
 
 
 def quantile(values: Any, counts: Any, share: float) -> float:
@@ -176,6 +182,79 @@ def _workers(reports: Sequence[UnitReport]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+# ---------------------------------------------------------------- classes
+
+
+@dataclass(frozen=True)
+class KnownClasses:
+    """The classes that a model answers with, and which of them a label of the input is, as in training.
+
+    Attributes:
+        count: how many.
+        names: in the order of their numbers; None where the labels in training were whole numbers, true or false.
+        numbered: whether labels may be the numbers of the names.
+    """
+
+    count: int
+    names: tuple[str, ...] | None = None
+    numbered: bool = False
+
+    def read(self, label: Any) -> str | None:
+        """The class of a label, as a prediction of it is as text; None if it is none."""
+        ways = [self._by_name, self._by_number]
+        ways = ways if isinstance(label, str) else ways[::-1]
+        return next((found for way in ways if (found := way(label)) is not None), None)
+
+    def missing(self, label: Any) -> bool:
+        """Whether a label says that there is none, as in training."""
+        if isinstance(label, str):
+            return label.strip() in (MISSING if self.names is None else [""]) and self._by_name(label) is None
+        return label is None or (self._has_numbers and _whole(label) == IGNORED_LABEL)
+
+    @property
+    def _has_numbers(self) -> bool:
+        return self.names is None or self.numbered
+
+    def _by_name(self, label: Any) -> str | None:
+        if isinstance(label, bool):
+            return next((name for name in self.names or () if name.lower() == str(label).lower()), None)
+        text = str(json_value(label)) if isinstance(label, Decimal) else str(label)
+        return text if self.names is not None and text in self.names else None
+
+    def _by_number(self, label: Any) -> str | None:
+        number = _whole(label) if self._has_numbers else None
+        if number is None or not 0 <= number < self.count:
+            return None
+        return str(number) if self.names is None else self.names[number]
+
+
+def _whole(label: Any) -> int | None:
+    """The whole number that a label is, 0 and 1 for false and true; None if it is none."""
+    number = {"false": 0, "true": 1}.get(label.strip().lower()) if isinstance(label, str) else None
+    found = number_in(label) if number is None else number
+    return int(found) if found is not None and found % 1 == 0 else None
+
+
+def check_labels(rows: InputRows, column: str, known: KnownClasses) -> None:
+    """Raise InputError if there are labels, and none of them is a class of the model."""
+    seen = dict[str, None]()
+    for values in rows.column(column):
+        for label in values.to_pylist():
+            if not known.missing(label):
+                if known.read(label) is not None:
+                    return
+                seen.setdefault(str(label)) if len(seen) <= MOST_OTHER else None
+    if seen:
+        names = [str(number) for number in range(min(known.count, MOST_OTHER + 1))]
+        names = names if known.names is None else list(known.names)
+        raise InputError(
+            "infer.label", got=f"the column {column} with {abbreviated(list(seen), MOST_OTHER)}",
+            expected=f"classes of the model: {abbreviated(names, MOST_OTHER)}"
+            + (f" (numbers below {known.count})" if known.names is None and known.count > MOST_OTHER else ""),
+            remedy="without infer.label, rows are answered and not judged",
+        )  # fmt: skip
+
+
 # ---------------------------------------------------------------- quality
 
 
@@ -185,18 +264,28 @@ class ClassQuality:
 
     Attributes:
         counts: (label, prediction) -> rows; a failed row, or a prediction that is no label, counts as `unknown`.
+        known: the classes of the model: labels are read as these.
     """
 
     labels: set[str] = field(default_factory=set)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    known: KnownClasses | None = None
+    _read: dict[Any, str | None] = field(default_factory=dict, init=False, repr=False)
 
     def add(self, label: Any, prediction: Any) -> None:
         """One row; a row without a label is left out."""
-        if label is None:
-            return
-        name = str(label).strip()  # as training reads it
-        self.labels.add(name)
-        self.counts[name, UNKNOWN if prediction is None else str(prediction).strip()] += 1
+        name = self._name(label)
+        if name is not None:
+            answer = UNKNOWN if prediction is None else str(prediction)
+            self.labels.add(name)
+            self.counts[name, answer if self.known is not None else answer.strip()] += 1
+
+    def _name(self, label: Any) -> str | None:
+        if self.known is None:
+            return None if label is None else str(label).strip()  # as training reads it
+        if label not in self._read:
+            self._read[label] = None if self.known.missing(label) else self.known.read(label) or str(label)
+        return self._read[label]
 
     def as_csv(self) -> ClassQuality:
         """With labels that are cells of CSV files read as training reads them: where they are numbers, `NA` is none."""

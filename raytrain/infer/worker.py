@@ -158,7 +158,8 @@ class InferenceWorker:
 def kept_columns(infer: InferConfig, among: Sequence[str] = ()) -> list[str]:
     """The columns to write beside the predictions, with those `among` the input's that hold their values as JSON."""
     names: list[str] = list(dict.fromkeys([*infer.keep, *([infer.label] if infer.label else [])]))
-    return names + [as_json(name) for name in names if as_json(name) in among]
+    exact = names if infer.format == "jsonl" else []
+    return names + [as_json(name) for name in exact if as_json(name) in among]
 
 
 def ids_of(table: Any, unit: Unit, column: str | None) -> Any:

@@ -430,10 +430,19 @@ def read_bytes(path: str, *, key: str, limit: int | None = None, unpack: bool = 
             with open(os.path.expanduser(path), "rb") as file:
                 return file.read(limit)
         filesystem, inner = locate(path, key=key)
-        with filesystem.open_input_stream(inner, compression="detect" if unpack else None) as stream:
+        with (
+            opened_stream(filesystem, inner)
+            if unpack
+            else filesystem.open_input_stream(inner, compression=None) as stream
+        ):
             return stream.read(limit)
     except OSError as error:
         raise unreadable(path, error, key=key) from error
+
+
+def opened_stream(filesystem: Any, path: str) -> Any:
+    """What is inside a packed file, or the file itself. Arrow knows suffixes in small letters only."""
+    return filesystem.open_input_stream(path, compression="gzip" if path.lower().endswith(".gz") else "detect")
 
 
 def unreadable(path: str, error: BaseException, *, key: str) -> InputError:

@@ -17,7 +17,7 @@ from raytrain.config.messages import abbreviated, suggestion
 from raytrain.data.rows.contract import IGNORED_LABEL, nonfinite
 from raytrain.data.sources.sections import as_paths
 from raytrain.errors import InputError
-from raytrain.runs.storage import file_size, locate, read_bytes, unreadable
+from raytrain.runs.storage import file_size, locate, opened_stream, read_bytes, unreadable
 
 TEXT = "string"
 CSV_KINDS = ("int64", "bool", "double", TEXT)
@@ -138,7 +138,7 @@ def _read_table(path: str, *, kind: str, key: str) -> Any:
 
             return parquet.read_table(inner, filesystem=filesystem)
         options = csv_as_text(filesystem, inner) if kind == "csv" else {}
-        with filesystem.open_input_stream(inner) as stream:
+        with opened_stream(filesystem, inner) as stream:
             if kind == "csv":
                 from pyarrow import csv
 
@@ -151,7 +151,7 @@ def _read_table(path: str, *, kind: str, key: str) -> Any:
             return found
         # what looks like a time is a text, also where the other files have texts that do not
         texts = json.ParseOptions(explicit_schema=pa.schema([(name, pa.string()) for name in times]))
-        with filesystem.open_input_stream(inner) as stream:
+        with opened_stream(filesystem, inner) as stream:
             return json.read_json(stream, parse_options=texts)
     except pa.ArrowException as error:
         message = str(error).splitlines()[0]
@@ -167,7 +167,7 @@ def csv_as_text(filesystem: Any, path: str) -> dict[str, Any]:
     from pyarrow import csv
 
     parse = csv.ParseOptions(newlines_in_values=True)
-    with filesystem.open_input_stream(path) as stream:
+    with opened_stream(filesystem, path) as stream:
         names = csv.open_csv(stream, parse_options=parse).schema.names
     convert = csv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True,

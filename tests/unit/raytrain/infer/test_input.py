@@ -270,6 +270,6 @@ def test_oddities_of_a_file_are_one_line(name: str, text: str, message: str, tmp
 
 def test_a_column_of_lists_is_no_cell_of_a_csv_file() -> None:
     schema = pa.schema([("a", pa.int64()), ("tags", pa.list_(pa.string()))])
-    check_cells(schema, {"infer.keep": ["a"], "infer.id_column": [None]})
+    check_cells(schema, {"infer.keep": ["a"], "infer.id_column": [None]}, "csv")
     with pytest.raises(InputError, match=r"infer\.keep: got tags.*infer\.format csv.*jsonl or parquet"):
-        check_cells(schema, {"infer.keep": ["a", "tags"]})
+        check_cells(schema, {"infer.keep": ["a", "tags"]}, "csv")

@@ -15,13 +15,16 @@ from jobs.job.spec import load_spec
 from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
+from raytrain.infer.convert import converted
 from raytrain.infer.generate import language_sample
-from raytrain.infer.model import InferenceModel, prompt_of
+from raytrain.infer.input import InputRows, input_files
+from raytrain.infer.model import InferenceModel, _prompt, prompt_of, template_columns
 from raytrain.models import huggingface as hf
 from raytrain.models.huggingface import encode_prompts, ended
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")
 pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 LM = "raytrain.models.transformers:causal_lm"
 TEXTS = ("the rain", "<s>the mill", "the wheel</s>", "<s>a</s>", "", "</s>")
@@ -175,6 +178,29 @@ def test_a_column_that_holds_no_texts_is_refused_by_name(kind: Any, template: bo
 def test_a_template_writes_numbers_and_texts() -> None:
     prompt = prompt_of(["a", "b"], field=None, template="{a} of {b}", templates={}, chat=None)
     assert prompt.texts(pa.table({"a": [1, 2], "b": ["x", "y"]})) == ["1 of x", "2 of y"]
+
+
+def test_values_stand_in_prompts_as_the_file_has_them(tmp_path: Path) -> None:
+    lines = '{"n": 1, "b": true, "t": "\\"x"}\n{"n": 2.5, "b": false, "t": "2"}\n{"n": null, "b": true, "t": ""}\n'
+    (tmp_path / "in.jsonl").write_text(lines)
+    flags = {"b": [True, False, True], "n": pa.array([0.1, 1e10, None], pa.float32()), "t": ["", "", ""]}
+    parquet.write_table(pa.table(flags), tmp_path / "in.parquet")
+    template = "{n}|{b}|{t}"
+    found = {}
+    for name in ("in.jsonl", "in.parquet"):
+        files = input_files(str(tmp_path / name))
+        written = converted(files, str(tmp_path / "out"), exact=template_columns(InferConfig(template=template)))
+        rows = InputRows.at(written)
+        prompt = _prompt(InferConfig(template=template), rows.schema)
+        table = rows.read(0, 3, prompt.columns)
+        found[name] = prompt.texts(table.slice(0, 2))
+        assert prompt.lenient(table) == [*found[name], None]
+        with pytest.raises(InputError, match="no value in the column n"):
+            prompt.texts(table)
+        with pytest.raises(InputError, match=r"\{m\}, expected columns of infer.input: [nbt], [nbt], [nbt];"):
+            _prompt(InferConfig(template="{m}"), rows.schema)
+    assert found["in.jsonl"] == ['1|true|"x', "2.5|false|2"]
+    assert found["in.parquet"] == ["0.1|true|", "10000000000.0|false|"]
 
 
 def test_a_folder_of_a_tokenizer_without_a_vocabulary_is_one(tmp_path: Path) -> None:
