@@ -112,15 +112,21 @@ def test_a_cluster_without_gpus_computes_on_its_cpus(cluster: Callable[..., dict
 @pytest.mark.parametrize(
     ("asked", "got"),
     [
-        ([], "1 worker, expected at most 0 (1 worker needs 9 CPU"),
-        (["scale.workers=5", "scale.threads=3"], "5 workers, expected at most 4 (5 workers need 3 CPU each"),
-        (["scale.workers=[5,9]", "scale.threads=3"], "5 workers, expected at most 4 (5 workers need 3 CPU each"),
+        ([], "scale.threads: got 9, expected at most 8 (1 worker needs 9 CPU"),
+        (
+            ["scale.workers=5", "scale.threads=3"],
+            "scale.workers: got 5 workers, expected at most 4 (5 workers need 3 CPU each",
+        ),
+        (
+            ["scale.workers=[5,9]", "scale.threads=3"],
+            "scale.workers: got 5 workers, expected at most 4 (5 workers need 3 CPU each",
+        ),
     ],
 )
 def test_workers_that_the_nodes_never_have_room_for_are_refused_before_the_start(
     cluster: Callable[..., dict[str, Any]], tmp_path: Path, asked: list[str], got: str
 ) -> None:
-    with pytest.raises(InputError, match=re.escape(f"scale.workers: got {got}; of 2 nodes, there are")):
+    with pytest.raises(InputError, match=re.escape(f"{got}; of 2 nodes, there are")):
         cluster([node("head"), node("a", cpus=6)], "scale.threads=9", *asked)
     assert not (tmp_path / "out").exists()
 

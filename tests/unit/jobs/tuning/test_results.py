@@ -94,9 +94,10 @@ def test_an_impossible_sweep_is_refused_and_writes_nothing(
 @pytest.mark.parametrize(
     ("overrides", "got"),
     [
-        (["scale.workers=1"], "1 worker, expected at most 0 (1 worker needs 3 CPU"),
-        (["scale.workers=[2,4]"], "2 workers, expected at most 0 (2 workers need 3 CPU each"),
-        (["tune.space={optim.lr: [0.1, 0.2]}", "scale.workers=1"], "1 process of a trial, expected at most 0 (1"),
+        (["scale.workers=1"], "scale.threads: got 3, expected at most 2 (1 worker needs 3 CPU"),
+        (["scale.workers=[2,4]"], "scale.threads: got 3, expected at most 2 (2 workers need 3 CPU each"),
+        (["scale.workers=3", "scale.threads=2"], "scale.workers: got 3 workers, expected at most 2 (3 workers need 2"),
+        (["tune.space={optim.lr: [0.1, 0.2]}", "scale.workers=1"], "scale.threads: got 3, expected at most 2 (1 proc"),
     ],
 )
 def test_a_search_for_a_run_that_no_node_can_hold_is_refused_before_the_first_trial(
@@ -110,7 +111,7 @@ def test_a_search_for_a_run_that_no_node_can_hold_is_refused_before_the_first_tr
     monkeypatch.setattr("jobs.tuning.driver.inventory_from_ray", lambda: two)
     there = contextlib.nullcontext(Cluster(False, "head:6379", str(tmp_path)))
     monkeypatch.setattr("jobs.tuning.driver.connected", lambda *_, **__: there)
-    with pytest.raises(InputError, match=re.escape(f"scale.workers: got {got}")):
+    with pytest.raises(InputError, match=re.escape(got)):
         run_tune(None, ["scale.threads=3", "cluster.address=head:6379", *overrides], console=Console(quiet=True))
     assert not list(tmp_path.iterdir())
 
