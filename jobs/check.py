@@ -42,7 +42,7 @@ from jobs.driver.printing import print_line
 from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.job.facts import absolute_path, run_named
-from jobs.job.spec import JobSpec, load_spec
+from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from raytrain.errors import InputError, RaytrainError, RunError, first_line
 from raytrain.runs.storage import join, open_store
 
@@ -146,8 +146,8 @@ def check(
         []
     """
     path = None if job is None else Path(job)
-    spec = load_spec(path, list(overrides)).spec
-    own = None
+    loaded, own = load_spec(path, list(overrides)), None
+    spec = loaded.spec
     if path is not None and not quick:
         from jobs.checks.training import NamedJob  # imports torch
 
@@ -161,6 +161,8 @@ def check(
         with _timed(report, "with Ray"), connected(address, **started) as cluster:
             checking = _Checking(report, spec, cluster, activity, console)
             checking.check_machines()
+            if path is not None and not cluster.local:
+                checking.check_room(loaded)
             if quick:
                 seen, expected = "left out (--quick)", "two steps in each supported precision"
                 checking.add(CheckResult("training", "na", seen, expected))
@@ -251,6 +253,16 @@ class _Checking:
             for node, one in self.report.nodes.items() for row in one.devices
         ))  # fmt: skip
         return [] if result.status == "na" else [result]
+
+    def check_room(self, loaded: LoadedSpec) -> None:
+        """Whether the nodes can ever hold the processes of the job, as `train` asks before it starts."""
+        from jobs.driver.planning import plan_job
+        from jobs.driver.watch import check_room, run_needs
+
+        expected = "room for the processes of the job"
+        with self._failing("room", expected):
+            waits = check_room(run_needs(loaded.spec, plan_job(loaded, inventory=self._inventory)))
+            self.add(CheckResult("room", "ok", waits or "the nodes can hold the processes of the job", expected))
 
     def check_training(self) -> None:
         """One fit on every GPU, or on two workers of a machine's CPU, or one worker on each CPU node."""

@@ -196,6 +196,10 @@ def test_every_node_of_a_cluster_is_checked_and_trains(answer_of: Callable[..., 
     (moved,) = [check for check in report["checks"] if check["name"] == "collectives"]
     assert moved["status"] == "ok" and moved["seen"].startswith("2 workers over gloo")
     assert answer["left"] == [], "nothing is left where the nodes wrote"
+    rooms = [[one for one in told["checks"] if one["name"] == "room"] for _, told in answer["rooms"]]
+    assert [[one["status"] for one in found] for found in rooms] == [["ok"], ["fail"]], answer["rooms"]
+    assert [code for code, _ in answer["rooms"]] == [0, 1]
+    assert "scale.threads: got 3, expected at most 1" in rooms[1][0]["seen"]
     assert answer["lost"]["code"] == 1 and "did not answer" in answer["lost"]["err"], answer["lost"]
 
 

@@ -30,10 +30,10 @@ main()
 """
 
 
-def check(address: str, folder: Path, *, limit: float) -> Any:
+def check(address: str, folder: Path, *arguments: str, limit: float) -> Any:
     """The command, with this time limit of a node."""
     command = [sys.executable, "-c", COMMAND, str(limit), "check", "--json", f"cluster.address={address}",
-               f"save.dir={folder}"]  # fmt: skip
+               f"save.dir={folder}", *arguments]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
 
 
@@ -43,6 +43,7 @@ def main(folder: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     second = cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
     done = check(cluster.address, folder, limit=60)
+    rooms = [check(cluster.address, folder, "default", "--quick", f"scale.threads={n}", limit=60) for n in (1, 3)]
     left = [path.name for path in folder.iterdir()]
     raylet = second.all_processes["raylet"][0].process.pid
     os.kill(raylet, signal.SIGSTOP)
@@ -53,6 +54,7 @@ def main(folder: Path) -> None:
         "code": done.returncode,
         "report": report,
         "left": left,
+        "rooms": [[one.returncode, json.loads(one.stdout) if one.stdout else one.stderr] for one in rooms],
         "lost": {"code": lost.returncode, "err": lost.stderr},
     }
     print("ANSWER", json.dumps(answer), flush=True)
