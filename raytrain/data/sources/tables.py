@@ -457,7 +457,7 @@ def check_present(column: Any, name: str, *, key: str, offsets: np.ndarray | Non
         raise InputError(
             key,
             got=f"a missing value in column '{name}' row {row}",
-            expected="finite numbers",
+            expected="a value in every row",
             remedy="rows are numbered from 0; fill in these values or remove the rows",
         )
 

@@ -236,7 +236,8 @@ def test_an_invalid_number_is_reported_with_column_and_row(tmp_path: Path, kind:
     with pytest.raises(InputError) as caught:
         opened(source=kind, path=path, label="y")
     assert caught.value.key == "data.path"
-    assert str(caught.value).startswith(f"data.path: got {seen}, expected finite numbers")
+    expected = "a value in every row" if value is None else "finite numbers"
+    assert str(caught.value).startswith(f"data.path: got {seen}, expected {expected}")
 
 
 def test_nan_inside_lists_and_labels_is_named(tmp_path: Path) -> None:
