@@ -177,18 +177,24 @@ def prompt_of(
 def _parts(template: str, names: list[str]) -> tuple[tuple[str, str | None], ...]:
     """The parts of a template such as `"Question: {question}"`."""
     try:
-        parts = [(text, column) for text, column, _, _ in string.Formatter().parse(template)]
+        found = list(string.Formatter().parse(template))
     except ValueError as error:
         raise InputError("infer.template", got=f"{template!r}: {error}", expected="a text with {column}") from error
-    for _, column in parts:
+    for _, column, spec, conversion in found:
+        if column is not None and (spec or conversion):
+            seen = column + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+            raise InputError(
+                "infer.template", got=f"{{{seen}}}", expected=f"{{{column}}}: a value is written as the file has it",
+                remedy="write another form into a column of its own",
+            )  # fmt: skip
         if column is not None and column not in names:
             raise InputError(
                 "infer.template", got=f"the field {{{column}}}", expected=f"columns of infer.input: {', '.join(names)}",
                 remedy=suggestion(column, names) or "write {{ and }} for braces in the text",
             )  # fmt: skip
-    if all(column is None for _, column in parts):
+    if all(column is None for _, column, *_ in found):
         raise InputError("infer.template", got=f"{template!r} without a column", expected="a text with {column}")
-    return tuple(parts)
+    return tuple((text, column) for text, column, *_ in found)
 
 
 def template_columns(infer: InferConfig) -> set[str]:

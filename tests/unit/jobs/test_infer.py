@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -395,6 +396,11 @@ def test_prompts_are_answered_by_a_language_model(tmp_path: Path) -> None:
     assert timing["tokens"].to_pylist() == [8] * 20
     with pytest.raises(InputError, match=r"infer.template: got the field \{question\}"):
         answers("e", "infer.template=A {question}")
+    for form in ("{n:03d}", "{n!r}"):
+        with pytest.raises(
+            InputError, match=re.escape(f"infer.template: got {form}, expected {{n}}: a value is written")
+        ):
+            answers("e", f"infer.template=Q {form}: {{q}}")
 
 
 def test_the_newest_run_that_has_no_weights_is_said_to_be_the_one_that_was_taken(
