@@ -139,6 +139,18 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_start_and_one_of_th
     check_fits(Tied(more=True), run)  # that is for those who read it
 
 
+def test_the_check_of_a_resumed_run_looks_at_its_checkpoint(folder: Path) -> None:
+    run = RunFolder.create(str(folder), "a")
+    with CheckpointWriter(run, keep=3, asynchronous=False) as writer:
+        writer.save({"model": dict(Tied().state_dict())}, {"step": 3}, step=3)
+    data = {"train": {"x": torch.zeros(8, 4), "labels": torch.zeros(8, dtype=torch.int64)}, "eval_fraction": 0.0}
+    model = {"builder": "raytrain.models.mlp:mlp", "num_features": 4, "num_classes": 2}
+    spec = load_spec(mapping={"model": model, "data": data}).spec
+    check_on_driver(spec, run_batch=False)
+    with pytest.raises(InputError, match="the checkpoint of step 3 of another model"):
+        check_on_driver(spec, resumed=run, run_batch=False)
+
+
 class Counted(Tied):
     """With an extra state, in which there is a tensor whose size changes."""
 
