@@ -7,7 +7,7 @@ here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from raytrain.train.activation_checkpointing import as_with_rows
 from raytrain.train.memory.device import Shortage, room_on
 from raytrain.train.optim import build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Interleaver
-from raytrain.trainable import IntervalRow, Notice, Trainable
+from raytrain.trainable import IntervalRow, Notice, RemoteState, Trainable
 
 __all__ = ["distribute"]
 
@@ -292,7 +292,7 @@ def _rebalancer(membership: Membership, shapes: list[LayerShape], rules: Placeme
     return LoadRebalancer(rules, costs_of(shapes), hosts)
 
 
-def death_notices(deaths: list[Death], note: str, *, step: int, now: float) -> list[Notice]:
+def death_notices(deaths: Sequence[Death], note: str, *, step: int, now: float) -> list[Notice]:
     """An event for each death; `step` is the first one committed after it."""
     found: list[Notice] = []
     for death in deaths:
@@ -306,8 +306,8 @@ def death_notices(deaths: list[Death], note: str, *, step: int, now: float) -> l
     return found
 
 
-class RemoteExpertState:
-    """The experts of a model as state in other processes; implements `RemoteState`.
+class RemoteExpertState(RemoteState):
+    """The experts of a model as state in other processes.
 
     Args:
         stacked: `stacked_names` of each layer.
@@ -351,7 +351,6 @@ class RemoteExpertState:
         return self.client.group.seconds
 
     def notices(self) -> list[Notice]:
-        """See `RemoteState`."""
         found = self.client.notices()
         if not self._deaths_reported and self.client.member.rank == 0:
             self._deaths_reported = True
@@ -360,19 +359,15 @@ class RemoteExpertState:
         return found
 
     def discard(self) -> None:
-        """See `RemoteState`."""
         self.client.discard()
 
     def end_passes(self, *, short: bool) -> None:
-        """See `RemoteState`."""
         self.client.end_passes(short=short)
 
     def shortages(self) -> list[Shortage]:
-        """See `RemoteState`."""
         return self.client.shortages()
 
     def begin_save(self, step: int) -> None:
-        """See `RemoteState`."""
         self.client.begin_save(step)
 
     def finish_save(self, folder: str) -> dict[str, Any]:
@@ -380,7 +375,6 @@ class RemoteExpertState:
         return {**self.client.finish_save(folder), STACKED: self._stacked}
 
     def restore(self, folder: str, *, step: int, files: list[str]) -> None:
-        """See `RemoteState`."""
         locate(read_manifest(folder), [shape.num_experts for shape in self.client.shapes])
         self.client.restore(folder, step=step)
 

@@ -115,14 +115,14 @@ class RemoteCheckpoint(Protocol):
         ...
 
 
-class RemoteState(RemoteCheckpoint, Protocol):
-    """Parts of a model that other processes hold.
+class RemoteState:
+    """Parts of a model that other processes hold; here, of a model that the workers hold completely: nothing.
 
     All workers make every call together, except `finish_save`, which rank 0's writer makes, and those marked as no
     collective.
 
     Attributes:
-        distributed: whether there is any: passes then exchange messages with other processes. False in `LocalState`.
+        distributed: whether there is any: passes then exchange messages with other processes.
         note: what has changed about where the state is held since the last time, for the record; usually empty.
         deaths: processes that died after the last committed step and before this object was made, in order.
         workers_group: the workers' process groups, where they must end together with those of the other processes;
@@ -130,87 +130,48 @@ class RemoteState(RemoteCheckpoint, Protocol):
         interleaver: runs another pass while one waits for other processes; None where no pass waits.
     """
 
-    distributed: bool
-    note: str
-    deaths: list[Death]
-    workers_group: WorkersGroup | None
-    interleaver: Interleaver | None
+    distributed = False
+    note = ""
+    deaths: Sequence[Death] = ()
+    workers_group: WorkersGroup | None = None
+    interleaver: Interleaver | None = None
+
+    def begin_save(self, step: int) -> None:
+        """See `RemoteCheckpoint`."""
+
+    def finish_save(self, folder: str) -> dict[str, Any]:
+        """See `RemoteCheckpoint`."""
+        return {}
 
     def waited_s(self) -> float:
         """Seconds that this worker has spent waiting for other processes so far; no collective."""
-        ...
+        return 0.0
 
     def notices(self) -> list[Notice]:
         """Events since the last call, for `events.jsonl`; called after each step, no collective. After the first step
         they include a "death" for each of `deaths`, with the seconds that the recovery took."""
-        ...
+        return []
 
     def idle(self) -> Tensor:
         """Take part in a micro-batch of other workers, without rows; returns a scalar zero to call backward on."""
-        ...
+        return torch.zeros((), requires_grad=True)
 
     def end_passes(self, *, short: bool) -> None:
         """End this worker's passes of a step or evaluation; with `short` early, for lack of memory, until `discard`."""
 
     def shortages(self) -> list[Shortage]:
         """Out-of-memory errors of the other processes in an evaluation; those in a step are reported by `agree`."""
-        ...
+        return []
 
     def discard(self) -> None:
         """Drop the gradients and counts of passes that no step follows."""
 
     def gather_module(self, module: nn.Module) -> nn.Module | None:
         """`module` with all remote parts in it, on rank 0 (None on the others where there are any); ends training."""
-        ...
-
-    def restore(self, folder: str, *, step: int, files: list[str]) -> None:
-        """Load the state from a checkpoint, whose `files` hold it. Raises CheckpointError, perhaps in the next step."""
-
-
-class LocalState:
-    """The `RemoteState` of a model that the workers hold completely: every call is a no-op."""
-
-    def __init__(self) -> None:
-        self.distributed, self.note = False, ""
-        self.deaths: list[Death] = []
-        self.workers_group: WorkersGroup | None = None
-        self.interleaver: Interleaver | None = None
-
-    def begin_save(self, step: int) -> None:
-        """Nothing: rank 0 writes everything."""
-
-    def finish_save(self, folder: str) -> dict[str, Any]:
-        """No files."""
-        return {}
-
-    def waited_s(self) -> float:
-        """Zero."""
-        return 0.0
-
-    def notices(self) -> list[Notice]:
-        """None."""
-        return []
-
-    def idle(self) -> Tensor:
-        """Zero; no gradients come from it."""
-        return torch.zeros((), requires_grad=True)
-
-    def end_passes(self, *, short: bool) -> None:
-        """Nothing."""
-
-    def shortages(self) -> list[Shortage]:
-        """None."""
-        return []
-
-    def discard(self) -> None:
-        """Nothing."""
-
-    def gather_module(self, module: nn.Module) -> nn.Module | None:
-        """The module itself, on every worker."""
         return module
 
     def restore(self, folder: str, *, step: int, files: list[str]) -> None:
-        """Raises CheckpointError where the checkpoint has state that only other processes can hold."""
+        """Load the state from a checkpoint, whose `files` hold it. Raises CheckpointError, perhaps in the next step."""
         if files:
             raise CheckpointError(
                 f"{folder} holds {', '.join(files)}, state of processes other than the workers: resume it with such "
@@ -319,7 +280,7 @@ class Trainable:
     notices: Callable[[], list[Notice]] | None = None
     interval_log: IntervalLog | None = None
     sleep: Callable[[int, Any], list[Notice]] | None = None
-    remote: RemoteState = field(default_factory=LocalState)
+    remote: RemoteState = field(default_factory=RemoteState)
     hand_over: Callable[[Trainable], None] | None = None
     communicates: bool = False
     worst_case: Callable[[], contextlib.AbstractContextManager[None]] | None = None

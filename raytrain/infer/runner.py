@@ -19,7 +19,7 @@ from raytrain.errors import InputError, OutOfMemory, RaytrainError, RunError, St
 from raytrain.infer.input import InputRows, Unit, batches_of
 from raytrain.infer.predictor import ANSWERS, MODEL_KEY, Answers, ModelOutputError, Predictor
 from raytrain.train.memory.device import is_out_of_memory, let_go
-from raytrain.trainable import LocalState, RemoteState
+from raytrain.trainable import RemoteState
 
 OK, FAILED = "ok", "failed"
 #: Rows that tell an error of the model's code from one of a row.
@@ -77,7 +77,7 @@ class UnitRunner:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     on_rows: Callable[[Unit, int], None] = field(default=lambda unit, rows: None)
     batches_at_once: int = 1
-    remote: RemoteState = field(default_factory=LocalState)
+    remote: RemoteState = field(default_factory=RemoteState)
     out_of_memory: int = field(default=0, init=False)
     _tried: bool = field(default=False, init=False, repr=False)
 

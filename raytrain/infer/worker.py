@@ -21,7 +21,7 @@ from raytrain.infer.quantize import COMPARED_ROWS, quantization_of, quantize_com
 from raytrain.infer.runner import TooManyFailures, UnitRunner
 from raytrain.infer.stages.split import SplitModule, StagePipeline, StageSplit, local_pipeline, skeleton_of
 from raytrain.train.memory.device import limit_device_memory
-from raytrain.trainable import LocalState, RemoteState
+from raytrain.trainable import RemoteState
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class InferenceWorker:
             make_current(device)
             limit_device_memory(device, fraction=work.memory_fraction, limit=work.memory_limit)
             module: nn.Module | None = None
-            remote: RemoteState = LocalState()
+            remote = RemoteState()
             if work.split is not None:
                 module = self._split_module(work.split)
             elif work.hosts:

@@ -28,7 +28,7 @@ from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.module_checks import check_module
 from raytrain.train.optim import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.strategy import Filler, ForStep, ParallelStrategy, Replicated
+from raytrain.train.parallel.strategy import Filler, ForStep, Replicated
 from raytrain.train.parallel.sync_batchnorm import CollectiveReduction, Members, refuse_torchs_own, synchronize
 from raytrain.train.placing import kept_in_eval
 from raytrain.train.precision import LayerPrecision, LossScale, apply_matmul, policy_for
@@ -133,7 +133,7 @@ class Session:
         if self.workers.rank:  # rank 0 keeps the job's seed, so a single worker draws what a plain loop would
             seed_everything(job.seed + self.workers.rank)
 
-    def _open_strategy(self) -> ParallelStrategy:
+    def _open_strategy(self) -> Replicated:
         if self.job.planned("strategy") != "fsdp":
             return Replicated(self.trainable, workers=self.workers, device=self.device)
         from raytrain.train.parallel.fsdp import Sharded  # takes a second to import

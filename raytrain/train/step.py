@@ -27,7 +27,7 @@ from raytrain.train.memory.device import Shortage, StepDropped, release_cached
 from raytrain.train.optim import Schedule, takes_skip_on_device
 from raytrain.train.parallel.buffers import ForwardChanges
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.reduction import FlatReduction, Passed, Reduction
+from raytrain.train.parallel.reduction import Passed, Reduction
 from raytrain.train.precision import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable, in_eval
 
@@ -134,7 +134,7 @@ class TrainingStep:
         self.max_grad_norm = max_grad_norm or None
         self.device = device
         self.inflight = inflight
-        self.reduction = reduction or FlatReduction(trainable, workers=workers, device=device)
+        self.reduction = reduction or Reduction(trainable, workers=workers, device=device)
         self.gradients = self.reduction.gradients
         self.remote_nonfinite: tuple[str, ...] = ()
         self.filler, self._without_rows = filler, without_rows

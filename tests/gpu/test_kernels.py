@@ -178,9 +178,10 @@ def gathered(rank: int, port: int, answers: Any) -> None:
     dist.init_process_group("nccl", init_method=address, rank=rank, world_size=2, device_id=device)
     workers, inner, seconds = Workers(), wrap.configure, {}
     for overlap in (False, True):
-        wrap.configure = lambda part, own, overlap=overlap, **_: inner(part, own, overlap=overlap)
+        wrap.configure = lambda part, own, at=overlap, **rest: inner(part, own, **{**rest, "overlap": at})
         trainable = gpt(layers=12, heads=8, width=1024, context=256, vocab_size=1000)
-        wrap.shard(trainable, device=device, policy=policy_for("bf16"), workers=workers)
+        order = wrap.BlockOrder(workers, device=device)
+        wrap.shard(trainable, device=device, policy=policy_for("bf16"), workers=workers, order=order)
         batch = {name: torch.randint(0, 1000, (8, 256), device=device) for name in ("x", "y")}
         for step in range(12):
             if step == 4:

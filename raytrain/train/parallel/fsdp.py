@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from raytrain.models.blocks import blocks_of, outside
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import open_store
 from raytrain.train.job import differences, load_module, of_this_version, refuse_other_model
-from raytrain.train.memory.device import Shortage, StepDropped, run_or_shortage, step_dropped
+from raytrain.train.memory.device import Shortage, run_or_shortage
 from raytrain.train.module_checks import SHARDS
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
 from raytrain.train.parallel.flat_gradients import GradientBuffers
@@ -45,8 +45,8 @@ from raytrain.train.parallel.fsdp_passes import (
     watch_first_step,
 )
 from raytrain.train.parallel.order import GATHER, SUM, BlockOrder
-from raytrain.train.parallel.reduction import Passed, Summed, agreed_weight
-from raytrain.train.parallel.strategy import Filler, ForStep
+from raytrain.train.parallel.reduction import Passed, Reduction, Result, Summed, agreed_weight
+from raytrain.train.parallel.strategy import Filler, ForStep, Replicated
 from raytrain.train.placing import place
 from raytrain.train.precision import PrecisionPolicy, parts_named
 from raytrain.trainable import RemoteCheckpoint, Trainable
@@ -65,58 +65,35 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 class TimedCollective:
-    """Interface of a custom FSDP2 collective (`torch.distributed.fsdp`, `set_custom_all_gather`).
+    """A custom FSDP2 collective (`torch.distributed.fsdp`, `set_custom_all_gather`).
 
     Adds the seconds of each call to `Workers.wait_s`. On a CPU the collective has finished when the call returns; FSDP2
     would wait for it immediately anyway, since nothing is prefetched. On a GPU the stream of the collective waits, and
     neither the host nor the stream of the computation.
 
     Args:
-        meet: called before each collective (`raytrain.train.parallel.order`).
+        collective: torch's.
+        meet: called before each (`raytrain.train.parallel.order`).
     """
 
-    def __init__(self, workers: Workers, meet: Callable[[], None]) -> None:
-        self._workers, self._meet = workers, meet
+    def __init__(self, workers: Workers, collective: Callable[..., Any], meet: Callable[[], None]) -> None:
+        self._workers, self.collective, self._meet = workers, collective, meet
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _timed(self, start: float, work: Any, tensor: Tensor) -> Any:
-        if work is not None and tensor.device.type == "cpu":
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        start = time.perf_counter()
+        self._meet()
+        work = self.collective(output_tensor, input_tensor, **options)
+        if work is not None and output_tensor.device.type == "cpu":
             work.wait()
         self._workers.wait_s += time.perf_counter() - start
         return work
 
 
-class TimedAllGather(TimedCollective):
-    """Gathers the parameters of a block."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        start = time.perf_counter()
-        self._meet()
-        work = _gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        return self._timed(start, work, output_tensor)
-
-
-class TimedReduceScatter(TimedCollective):
-    """Sums the gradients of a block and leaves each worker its own rows."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> Any:
-        start = time.perf_counter()
-        self._meet()
-        work = _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return self._timed(start, work, output_tensor)
-
-
 # ---------------------------------------------------------------- reduction
 # The reduction of `fsdp`: gradients are summed into shards inside each backward.
-
-
-Result = TypeVar("Result")
 
 
 class ShardGradients(GradientBuffers):
@@ -161,7 +138,7 @@ def like(whole: Tensor, own: Tensor) -> Tensor:
     )
 
 
-class ShardedReduction:
+class ShardedReduction(Reduction):
     """Each backward reduce-scatters block by block, so that no worker ever holds the gradients of the whole model: kept
     unreduced until the last micro-batch of a step, they would take as much memory as sharding saved on the weights.
 
@@ -173,7 +150,7 @@ class ShardedReduction:
         named = [(name, one) for name, one in trainable.module.named_parameters() if one.requires_grad]
         self.gradients: GradientBuffers = ShardGradients([parameter for _, parameter in named], used=passes.used)
         self._names = [name for name, _ in named]
-        self._workers, self._device, self._passes = workers, device, passes
+        self.workers, self._trainable, self._device, self._passes = workers, trainable, device, passes
         self.order = passes.order
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -183,8 +160,8 @@ class ShardedReduction:
         self._passes.end()
         self._bad = ~torch.isfinite(result.loss + result.aux)
         unused = self.gradients.unused()
-        *summed, absent, told = self._workers.all_reduce_ints([*flags(), int(any(unused)), int(result.told)])
-        weight = agreed_weight(self._workers, self.gradients, result, unused, [absent > 0, told > 0])
+        *summed, absent, told = self.workers.all_reduce_ints([*flags(), int(any(unused)), int(result.told)])
+        weight = agreed_weight(self.workers, self.gradients, result, unused, [absent > 0, told > 0])
         return Summed(result, summed, weight)
 
     def forward_pass(self, *, idle: bool = False) -> AbstractContextManager[None]:
@@ -201,17 +178,14 @@ class ShardedReduction:
         """
         try:
             with explained():
-                result = run_or_shortage(passes, device=self._device, who=f"rank {self._workers.rank}")
+                result = run_or_shortage(passes, device=self._device, who=f"rank {self.workers.rank}")
         except RuntimeError as error:
             if not is_of_a_collective(error):
                 raise
-            raise lost_in(f"a collective of {self._workers.world_size} workers inside a pass", error) from error
+            raise lost_in(f"a collective of {self.workers.world_size} workers inside a pass", error) from error
         if isinstance(result, Shortage):
             raise OutOfMemory(str(result))
         return result
-
-    def dropped(self, result: object) -> StepDropped:
-        return step_dropped(self._workers, result)
 
     def overlap(self, wanted: bool) -> None:
         """As in `Reduction`: each block is summed inside each backward."""
@@ -220,16 +194,15 @@ class ShardedReduction:
         """As in `Reduction`: all passes are alike."""
 
     def sum_of_squares(self) -> Tensor:
-        """As in `Reduction`: over all shards; NaN where the loss of a worker
-        was not finite."""
+        """As in `Reduction`: over all shards; NaN where the loss of a worker was not finite."""
         squares = self.gradients.sum_of_squares()
         squares = torch.where(self._bad, torch.full_like(squares, torch.nan), squares)
-        self._workers.all_reduce([squares])
+        self.workers.all_reduce([squares])
         return squares
 
     def nonfinite(self) -> list[str]:
         """As in `Reduction`: in the shards of all workers. Collective."""
-        bad = self._workers.all_reduce_ints([int(not good) for good in self.gradients.finite()])
+        bad = self.workers.all_reduce_ints([int(not good) for good in self.gradients.finite()])
         return [name for name, count in zip(self._names, bad, strict=True) if count]
 
 
@@ -237,30 +210,10 @@ class ShardedReduction:
 # Shards a module over the workers, block by block, with torch's FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
 
-@dataclass(frozen=True)
-class ShardingSizes:
-    """Sizes of a sharded module, in bytes of weights in their master format.
-
-    Attributes:
-        blocks: number of blocks.
-        whole, own: the full module, and this worker's shards.
-        largest_block: the largest block when gathered.
-        outside: parameters outside all blocks, gathered while the module runs.
-        outside_names: their names.
-    """
-
-    blocks: int
-    whole: int
-    own: int
-    largest_block: int
-    outside: int
-    outside_names: tuple[str, ...]
-
-
 def shard(
-    trainable: Trainable, *, device: torch.device, policy: PrecisionPolicy, workers: Workers,
-    fp32_layers: Sequence[str] = (), order: BlockOrder | None = None,
-) -> ShardingSizes:  # fmt: skip
+    trainable: Trainable, *, device: torch.device, policy: PrecisionPolicy, workers: Workers, order: BlockOrder,
+    fp32_layers: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Shard the trainable's module in place over torch's default process group. Collective.
 
     Args:
@@ -268,8 +221,12 @@ def shard(
         policy: blocks are gathered in its autocast format, and their gradients are summed in its master format.
             Parameters outside the blocks, norms and `fp32_layers` stay in the master format.
         workers: the seconds spent in collectives inside the passes are added to its `wait_s`.
-        fp32_layers: names of layers that compute in the master format.
         order: compares the collectives of the workers.
+
+    Returns:
+        for the record: the number of blocks; in bytes of weights in their master format the whole module, this worker's
+        own shards, the largest block when gathered, and the parameters outside all blocks, gathered while the module
+        runs; the names of the latter.
 
     Raises:
         InputError: the model has no blocks.
@@ -277,8 +234,13 @@ def shard(
     module = trainable.module
     blocks = blocks_of(trainable, key=SHARDS)
     rest = outside(module, blocks)
-    whole = sum(parameter.nbytes for parameter in module.parameters())
-    largest = max(sum(parameter.nbytes for parameter in block.parameters()) for _, block in blocks)
+    sizes = {
+        "blocks": len(blocks),
+        "whole": sum(parameter.nbytes for parameter in module.parameters()),
+        "largest_block": max(sum(parameter.nbytes for parameter in block.parameters()) for _, block in blocks),
+        "outside": sum(parameter.nbytes for _, parameter in rest),
+        "outside_names": tuple(name for name, _ in rest),
+    }
     if not dist.is_initialized():  # a single worker gets its own group, without a socket
         backend = dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -294,9 +256,7 @@ def shard(
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=master)
     keep_parameters(module, originals)
     configure(cast(FSDPModule, module), workers, overlap=on_gpu(device), order=order)
-    own = sum(local(parameter).nbytes for parameter in module.parameters())
-    size = sum(parameter.nbytes for _, parameter in rest)
-    return ShardingSizes(len(blocks), whole, own, largest, size, tuple(name for name, _ in rest))
+    return {**sizes, "own": sum(local(parameter).nbytes for parameter in module.parameters())}
 
 
 def _in_master(part: nn.Module, kept: set[int]) -> Iterator[nn.Module]:
@@ -311,7 +271,7 @@ def _in_master(part: nn.Module, kept: set[int]) -> Iterator[nn.Module]:
             yield from _in_master(child, kept)
 
 
-def configure(module: FSDPModule, workers: Workers, *, overlap: bool, order: BlockOrder | None = None) -> None:
+def configure(module: FSDPModule, workers: Workers, *, overlap: bool, order: BlockOrder) -> None:
     """Configure plain sums (the loss is normalised by the step's total weight), and when blocks are gathered.
 
     Args:
@@ -322,13 +282,12 @@ def configure(module: FSDPModule, workers: Workers, *, overlap: bool, order: Blo
     if not overlap:
         # a separate stream would keep the gathered copy of a block until the next block is gathered
         module._set_unshard_async_op(True)
-    order = order or BlockOrder(workers, device=torch.device("cpu"))
     for name, part in cast(nn.Module, module).named_modules():
         if isinstance(part, FSDPModule):
             gathers, sums = (partial(order.meet, order.call_of(name, verb)) for verb in (GATHER, SUM))
             # torch's annotations name private base classes, but any object with their methods works
-            part.set_custom_all_gather(TimedAllGather(workers, gathers))  # pyright: ignore[reportArgumentType]
-            part.set_custom_reduce_scatter(TimedReduceScatter(workers, sums))  # pyright: ignore[reportArgumentType]
+            part.set_custom_all_gather(TimedCollective(workers, _gather, gathers))  # pyright: ignore[reportArgumentType]
+            part.set_custom_reduce_scatter(TimedCollective(workers, _scatter, sums))  # pyright: ignore[reportArgumentType]
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             # a parameter may receive a gradient on some workers only
@@ -401,7 +360,7 @@ class ShardSaver:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the write and stop the thread."""
+        """Wait for the write, raise its exception, and stop the thread."""
         if not self._first:
             try:
                 self.wait()
@@ -428,7 +387,7 @@ class ShardSaver:
 
 
 # ---------------------------------------------------------------- state
-# Loads state saved by any number of workers into shards, and gathers sharded weights for an export.
+# State saved by any number of workers, as shards.
 
 
 def cut(whole: Tensor, value: Tensor) -> Tensor:
@@ -450,79 +409,27 @@ def own_rows(whole: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return own, values[:, start:end]
 
 
-def load_sharded(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load weights, complete or this worker's rows, without communication.
-
-    Raises:
-        CheckpointError: they belong to another model.
-    """
-    own = module.state_dict()
-    refuse_other_model(differences(own, state, shapes=lambda one: {one.shape, local(one).shape}))
-    module.load_state_dict(of_this_version(own, {name: cut(own[name], value) for name, value in state.items()}))
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer's state; tensors of the shape of their parameter are sharded like it."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    known = state["state"]
-    unknown = [index for index in known if not 0 <= int(index) < len(parameters)]
-    if unknown:
-        raise CheckpointError(f"the checkpoint's optimizer has {len(known)} parameters, this run's {len(parameters)}")
-    held = {index: _as(parameters[int(index)], values) for index, values in known.items()}
-    optimizer.load_state_dict({**state, "state": held})
-
-
-def _as(parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-    shapes = {parameter.shape, local(parameter).shape}
-    return {
-        name: cut(parameter, value) if isinstance(value, Tensor) and value.ndim and value.shape in shapes else value
-        for name, value in values.items()
-    }
-
-
-def full_state(module: nn.Module, *, keep: bool) -> dict[str, Any]:
-    """Complete values by name, on the CPU, tied ones the same tensor; {} on workers without `keep`. Collective."""
-    found: dict[str, Any] = {}
-    gathered: dict[int, Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):  # of `get_extra_state`
-            found[name] = value
-            continue
-        if id(value) not in gathered:
-            full = _whole(value)
-            WORK.add()
-            gathered[id(value)] = full.cpu() if keep else full.new_empty(0)
-        found[name] = gathered[id(value)]
-    return found if keep else {}
-
-
-@torch.no_grad()
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
-
-
 # ---------------------------------------------------------------- strategy
 
 
-class Sharded:
-    """`raytrain.train.parallel.strategy.ParallelStrategy` by torch's FSDP2."""
+class Sharded(Replicated):
+    """Each worker has shards of the module, by torch's FSDP2."""
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
-        self._trainable, self._workers, self._device = trainable, workers, device
-        self._sharded: ShardingSizes | None = None
+        super().__init__(trainable, workers=workers, device=device)
+        self._sizes: dict[str, Any] = {}
         self._master = torch.float32
         self._saver: ShardSaver | None = None
 
     def place(self, policy: PrecisionPolicy, *, fp32_layers: Sequence[str]) -> None:
-        """As in `ParallelStrategy`; the device holds shards and one gathered block at a time, never the whole
-        module."""
+        """The device holds shards and one gathered block at a time, never the whole module."""
         module = self._trainable.module
         place(module, device=None, master=policy.master_dtype)
         self._workers.broadcast([*module.parameters(), *module.buffers()])
         order = BlockOrder(self._workers, device=self._device)
-        self._sharded = shard(
-            self._trainable, device=self._device, policy=policy, workers=self._workers, fp32_layers=fp32_layers,
-            order=order,
+        self._sizes = shard(
+            self._trainable, device=self._device, policy=policy, workers=self._workers, order=order,
+            fp32_layers=fp32_layers,
         )  # fmt: skip
         self.passes = ShardedPasses(module, order)
         self._master = policy.master_dtype
@@ -536,16 +443,45 @@ class Sharded:
             watch_first_step(optimizer)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """As in `ParallelStrategy`: complete weights, or this worker's rows of them."""
-        load_sharded(self._trainable.module, state)
+        """Load complete weights, or this worker's rows of them, without communication."""
+        module = self._trainable.module
+        own = module.state_dict()
+        refuse_other_model(differences(own, state, shapes=lambda one: {one.shape, local(one).shape}))
+        module.load_state_dict(of_this_version(own, {name: cut(own[name], value) for name, value in state.items()}))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        load_optimizer(optimizer, state)
+        """Tensors of the shape of their parameter are sharded like it."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known, held = state["state"], {}
+        if any(not 0 <= int(index) < len(parameters) for index in known):
+            counts = f"the checkpoint's optimizer has {len(known)} parameters, this run's {len(parameters)}"
+            raise CheckpointError(counts)
+        for index, values in known.items():
+            parameter = parameters[int(index)]
+            shapes = {parameter.shape, local(parameter).shape}
+            held[index] = {
+                name: cut(parameter, value)
+                if isinstance(value, Tensor) and value.ndim and value.shape in shapes
+                else value
+                for name, value in values.items()
+            }
+        optimizer.load_state_dict({**state, "state": held})
 
     def full_module(self, build: Callable[[], Trainable]) -> nn.Module | None:
-        """As in `ParallelStrategy`: another module of the model on rank 0's CPU, with the weights of all shards."""
+        """Another module of the model on rank 0's CPU, with the weights of all shards."""
         first = self._workers.rank == 0
-        state = full_state(self._trainable.module, keep=first)
+        state: dict[str, Any] = {}
+        gathered: dict[int, Tensor] = {}  # tied weights stay the same tensor
+        for name, value in self._trainable.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):  # of `get_extra_state`
+                state[name] = value
+                continue
+            if id(value) not in gathered:
+                with torch.no_grad():
+                    full = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+                WORK.add()
+                gathered[id(value)] = full.cpu() if first else full.new_empty(0)
+            state[name] = gathered[id(value)]
         if not first:
             return None
         module = build().module
@@ -554,7 +490,7 @@ class Sharded:
         return module
 
     def remote_checkpoint(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> RemoteCheckpoint | None:
-        """As in `ParallelStrategy`: every worker writes its own rows."""
+        """Every worker writes its own rows."""
         self._saver = ShardSaver(parts, run) if self._workers.world_size > 1 else None
         return self._saver
 
@@ -563,13 +499,13 @@ class Sharded:
             self._saver.close()
 
     def release(self) -> None:
-        """As in `ParallelStrategy`: sharding has copied every parameter, so nothing else uses the storage. (FSDP2 keeps
-        further references to it. Host memory that numpy has seen cannot be resized, and goes with the session.)"""
+        """Sharding has copied every parameter, so nothing else uses the storage. (FSDP2 keeps further references to it.
+        Host memory that numpy has seen cannot be resized, and goes with the session.)"""
         for parameter in self._trainable.module.parameters():
             storage = local(parameter).untyped_storage()
             if storage.resizable():
                 storage.resize_(0)
 
     def facts(self) -> dict[str, Any]:
-        """As in `ParallelStrategy`: what sharding made of the module, in bytes."""
-        return {} if self._sharded is None else {"sharded": asdict(self._sharded)}
+        """What sharding made of the module."""
+        return {"sharded": self._sizes}

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,6 @@ from raytrain.trainable import Trainable
 #: Size at which a bucket is closed, in bytes. On a CPU (gloo, loopback), buckets of 1 MiB took up to
 #: three times as long as a single all-reduce, buckets of 4 MiB no longer; the GPU size is that of torch's DDP.
 CPU_BUCKET_BYTES, GPU_BUCKET_BYTES = 4 * 2**20, 25 * 2**20
-
-
-def could_overlap(gradients: GradientBuffers, workers: Workers) -> bool:
-    """Whether there are other workers, and a bucket that can be complete before the passes end."""
-    return workers.world_size > 1 and len(gradients.payloads) > 1
 
 
 class BucketSums:
@@ -70,10 +65,10 @@ class BucketSums:
     def overlaps(self, wanted: bool) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        if wanted and could_overlap(self._gradients, self._workers):
-            own: weakref.ref[BucketSums] = weakref.ref(
-                self
-            )  # a strong reference in the parameters' hooks would keep them alive
+        # a bucket must be complete before the passes end, and the first one never starts early
+        if wanted and self._workers.world_size > 1 and len(self._gradients.payloads) > 1:
+            # a strong reference in the parameters' hooks would keep them alive
+            own: weakref.ref[BucketSums] = weakref.ref(self)
             for bucket, parameters in enumerate(self._gradients.members):
                 self._hooks += [
                     parameter.register_post_accumulate_grad_hook(partial(_on_gradient, own, bucket, place))
@@ -162,7 +157,7 @@ def _on_gradient(sums: weakref.ref[BucketSums], bucket: int, place: int, paramet
 
 
 # ---------------------------------------------------------------- reduction
-# Sums a step's gradients over the workers: the `Reduction` protocol, and `FlatReduction` for replicated models.
+# Sums a step's gradients over the workers.
 
 
 Result = TypeVar("Result")
@@ -197,62 +192,6 @@ class Summed(NamedTuple):
     weight: float | None = None
 
 
-class Reduction(Protocol):
-    """How gradients are summed. Every method but `run_or_shortage`, `last_pass` and, without
-    collectives in the passes, `forward_pass` is a collective.
-
-    Attributes:
-        gradients: where backward accumulates, and what norm, clip and optimizer use after `passed`.
-    """
-
-    gradients: GradientBuffers
-
-    def passed(self, passes: Callable[[], Passed], *, flags: Callable[[], list[int]]) -> Summed:
-        """Run this worker's passes and sum the gradients over the workers.
-
-        Afterwards `gradients` hold the sum, with a NaN where the loss of a worker was not finite, and without those
-        that no worker has computed (`GradientBuffers.leave_out`).
-
-        Raises:
-            StepDropped: a worker ran out of memory, and all can retry the step.
-            OutOfMemory: this worker ran out of memory, and the others cannot continue without it.
-        """
-        ...
-
-    def forward_pass(self, *, idle: bool = False) -> AbstractContextManager[None]:
-        """A context around the forward of each pass; where gradients are off, the pass ends with it.
-
-        Args:
-            idle: the pass has no rows of this worker.
-        """
-        ...
-
-    def run_or_shortage(self, passes: Callable[[], Result]) -> Result | Shortage:
-        """Run passes of this worker; a `Shortage` where memory ran out and the other workers continue without it."""
-        ...
-
-    def dropped(self, result: object) -> StepDropped:
-        """The error that all workers raise together where the `result` of one is a `Shortage`; gradients of the others
-        are dropped."""
-        ...
-
-    def overlap(self, wanted: bool) -> None:
-        """Whether, from the next step on, sums begin inside the last backward of a step where possible."""
-        ...
-
-    def last_pass(self) -> None:
-        """Announce that the next backward is the last of this worker's passes; no collective."""
-        ...
-
-    def sum_of_squares(self) -> Tensor:
-        """Of all gradients after `passed`: a float64 scalar on the device, the same on every worker."""
-        ...
-
-    def nonfinite(self) -> list[str]:
-        """Names of the parameters whose gradients are not finite. Reads the device."""
-        ...
-
-
 def agreed_weight(
     workers: Workers, gradients: GradientBuffers, own: Passed, unused: Sequence[bool], raised: Sequence[bool]
 ) -> float | None:
@@ -269,11 +208,13 @@ def agreed_weight(
     return sum(weights) if raised[1] else None
 
 
-class FlatReduction:
-    """A `Reduction` by one all-reduce for each flat buffer, after the passes or as soon as a buffer is complete in the
-    last one (`raytrain.train.parallel.reduction`).
+class Reduction:
+    """How gradients are summed: by one all-reduce for each flat buffer, after the passes or as soon as a buffer is
+    complete in the last one. Every method but `run_or_shortage`, `last_pass` and, without collectives in the passes,
+    `forward_pass` is a collective.
 
     Attributes:
+        gradients: where backward accumulates, and what norm, clip and optimizer use after `passed`.
         sums: runs the all-reduces.
     """
 
@@ -287,12 +228,18 @@ class FlatReduction:
         self._trainable, self._device = trainable, device
 
     def passed(self, passes: Callable[[], Passed], *, flags: Callable[[], list[int]]) -> Summed:
-        """As in `Reduction`.
+        """Run this worker's passes and sum the gradients over the workers.
 
-        What a worker finds in its passes (a shortage of memory, ...) travels with the gradients, as a collective of its
-        own would cost some percent of a step: on a CPU inside the first buffer; on a GPU, whose memory the host does
-        not read, among the flags.
+        Afterwards `gradients` hold the sum, with a NaN where the loss of a worker was not finite, and without those
+        that no worker has computed (`GradientBuffers.leave_out`).
+
+        Raises:
+            StepDropped: a worker ran out of memory, and all can retry the step.
+            OutOfMemory: this worker ran out of memory, and the others cannot continue without it.
         """
+        # What a worker finds in its passes (no memory, ...) travels with the gradients, as a collective of its own
+        # would cost some percent of a step: on a CPU inside the first buffer; on a GPU, whose memory the host does not
+        # read, among the flags.
         workers, inside = self.workers, self._device.type == "cpu"
         pending = workers.start_all_reduce_ints(flags()) if inside else None  # runs while the passes compute
         with self.sums.inside():
@@ -315,29 +262,39 @@ class FlatReduction:
         return Summed(result, summed, agreed_weight(workers, self.gradients, result, unused, raised[1:]))
 
     def forward_pass(self, *, idle: bool = False) -> AbstractContextManager[None]:
-        """As in `Reduction`: nothing is collective in it."""
+        """A context around the forward of each pass; where gradients are off, the pass ends with it.
+
+        Args:
+            idle: the pass has no rows of this worker.
+        """
         return contextlib.nullcontext()
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result | Shortage:
+        """Run passes of this worker; a `Shortage` where memory ran out and the other workers continue without it."""
         result = run_or_shortage(passes, device=self._device, who=f"rank {self.workers.rank}")
         self._trainable.remote.end_passes(short=isinstance(result, Shortage))
         return result
 
     def dropped(self, result: object) -> StepDropped:
+        """The error that all workers raise together where the `result` of one is a `Shortage`; gradients of the others
+        are dropped."""
         error = step_dropped(self.workers, result)
         self.gradients.zero_()
         self._trainable.remote.discard()
         return error
 
     def overlap(self, wanted: bool) -> None:
+        """Whether, from the next step on, sums begin inside the last backward of a step where possible."""
         self.sums.overlaps = wanted
 
     def last_pass(self) -> None:
+        """Announce that the next backward is the last of this worker's passes."""
         self.sums.last_pass()
 
     def sum_of_squares(self) -> Tensor:
-        """As in `Reduction`: each worker has all gradients."""
+        """Of all gradients after `passed`: a float64 scalar on the device, the same on every worker."""
         return self.gradients.sum_of_squares()
 
     def nonfinite(self) -> list[str]:
+        """Names of the parameters whose gradients are not finite. Reads the device."""
         return self.gradients.nonfinite(self._trainable.module)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +45,13 @@ class Filler:
 
     def __call__(self) -> Batch:
         """The batch, found in the first call. Raises RunError where the first rows all have no weight."""
-        if self._batch is None:
-            self._batch = self._found()
-        return self._batch
-
-    def _found(self) -> Batch:
+        if self._batch is not None:
+            return self._batch
         order = self._loader.batches.split.eval_order()[:FILLER_ROWS]
         for at in range(len(order)):
             micro = self._loader.one(order[at : at + 1])
             if micro.weight > 0:
+                self._batch = micro.batch
                 return micro.batch
         raise RunError(
             f"the first {len(order)} rows hold nothing to average over (every label is -100), and a worker"
@@ -73,77 +71,29 @@ class ForStep(TypedDict, total=False):
     without_rows: Callable[[], AbstractContextManager[None]]
 
 
-class ParallelStrategy(Protocol):
-    """How the workers hold a model. All workers make every call together, except `release` and `facts`."""
-
-    def place(self, policy: PrecisionPolicy, *, fp32_layers: Sequence[str]) -> None:
-        """Put the module on the device in the master dtype, with rank 0's weights on every worker.
-
-        Args:
-            fp32_layers: names of layers that compute in the master dtype.
-        """
-        ...
-
-    def for_step(self, loader: BatchLoader) -> ForStep:
-        """Arguments for `TrainingStep`."""
-        ...
-
-    def watch(self, optimizers: Sequence[Any]) -> None:
-        """Explain what fails in the first step of a user's own optimizers because of how the model is held."""
-        ...
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Load weights. Raises CheckpointError naming what does not fit."""
-        ...
-
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load an optimizer's state."""
-        ...
-
-    def full_module(self, build: Callable[[], Trainable]) -> nn.Module | None:
-        """On rank 0 the module with all its weights; `build` makes another instance of the model."""
-        ...
-
-    def remote_checkpoint(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> RemoteCheckpoint | None:
-        """What processes other than rank 0 write into each checkpoint of `run`; None where they write nothing.
-
-        Args:
-            parts: returns the state to save.
-        """
-        ...
-
-    def close_saves(self) -> None:
-        """Wait for this worker's writes. Raises RunError where one failed."""
-        ...
-
-    def release(self) -> None:
-        """Free the memory of the weights for good; may be called twice."""
-        ...
-
-    def facts(self) -> dict[str, Any]:
-        """For the record; usually empty."""
-        ...
-
-
 class Replicated:
-    """Each worker has the whole module, except for its remote parts."""
+    """Each worker has the whole module, except for its remote parts; `raytrain.train.parallel.fsdp.Sharded` overrides
+    how. All workers make every call together, except `release` and `facts`."""
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         self._trainable, self._workers, self._device = trainable, workers, device
 
     def place(self, policy: PrecisionPolicy, *, fp32_layers: Sequence[str]) -> None:
+        """Put the module on the device in the master dtype, with rank 0's weights on every worker; layers of the names
+        `fp32_layers` compute in the master dtype."""
         module = self._trainable.module
         place(module, device=self._device, master=policy.master_dtype)
         self._workers.broadcast([*module.parameters(), *module.buffers()])
 
     def for_step(self, loader: BatchLoader) -> ForStep:
-        """As in `ParallelStrategy`: the step's defaults."""
+        """Arguments for `TrainingStep`."""
         return {}
 
     def watch(self, optimizers: Sequence[Any]) -> None:
-        """As in `ParallelStrategy`: nothing."""
+        """Explain what fails in the first step of a user's own optimizers because of how the model is held."""
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Load weights. Raises CheckpointError naming what does not fit."""
         load_module(self._trainable.module, dict(state))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -158,20 +108,23 @@ class Replicated:
                     held[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # fused kernels walk both
 
     def full_module(self, build: Callable[[], Trainable]) -> nn.Module | None:
-        """As in `ParallelStrategy`: the module itself, with its remote parts."""
+        """On rank 0 the module with all its weights; `build` makes another instance of the model."""
         return self._trainable.remote.gather_module(self._trainable.module)
 
     def remote_checkpoint(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> RemoteCheckpoint | None:
-        """As in `ParallelStrategy`: rank 0 has everything but the remote parts."""
+        """What processes other than rank 0 write into each checkpoint of `run`, of the state that `parts` returns; None
+        where they write nothing."""
         return self._trainable.remote if self._trainable.remote.distributed else None
 
     def close_saves(self) -> None:
-        """As in `ParallelStrategy`: this worker writes nothing."""
+        """Wait for this worker's writes. Raises RunError where one failed."""
 
     def release(self) -> None:
-        """As in `ParallelStrategy`; tensors that the user's code holds too stay in memory."""
+        """Free the memory of the weights for good; may be called twice. Tensors that the user's code holds too stay in
+        memory."""
         for parameter in self._trainable.module.parameters():
             parameter.data = parameter.data.new_empty(0)
 
     def facts(self) -> dict[str, Any]:
+        """For the record."""
         return {}

@@ -22,7 +22,7 @@ from raytrain.errors import InputError, OutOfMemory
 from raytrain.train.memory.device import Shortage
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.order import NORMS_RULE, BlockOrder
-from raytrain.train.parallel.reduction import FlatReduction, Result
+from raytrain.train.parallel.reduction import Reduction, Result
 from raytrain.trainable import Trainable
 
 KEY = "scale.sync_batchnorm"
@@ -234,8 +234,8 @@ def refuse_torchs_own(module: nn.Module, workers: Workers) -> None:
         )  # fmt: skip
 
 
-class CollectiveReduction(FlatReduction):
-    """A `FlatReduction` whose passes contain collectives, which a worker without memory cannot leave: the attempt ends,
+class CollectiveReduction(Reduction):
+    """A `Reduction` whose passes contain collectives, which a worker without memory cannot leave: the attempt ends,
     and the next one has half the micro-batch size.
 
     Attributes:

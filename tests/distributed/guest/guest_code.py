@@ -184,9 +184,9 @@ def short_once(mark: Path) -> None:
 
 def gathered_short(width: int = 16) -> Any:
     """Rank 0 runs out of memory when the complete module is gathered."""
-    from raytrain.trainable import LocalState, Trainable
+    from raytrain.trainable import RemoteState, Trainable
 
-    class Short(LocalState):
+    class Short(RemoteState):
         def gather_module(self, module: Any) -> Any:
             if dist.get_rank() == 0:
                 raise torch.OutOfMemoryError("planted: tried to allocate 2.00 GiB")

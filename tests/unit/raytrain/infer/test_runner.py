@@ -16,7 +16,7 @@ from raytrain.infer.input import InputRows, Unit, usual_rows
 from raytrain.infer.predictor import Answers
 from raytrain.infer.runner import TooManyFailures, UnitRunner
 from raytrain.train.memory.device import Shortage
-from raytrain.trainable import LocalState
+from raytrain.trainable import RemoteState
 
 
 class Doubler:
@@ -87,7 +87,7 @@ def test_memory_shortages_split_a_batch_and_are_counted(rows: InputRows) -> None
     assert runner.out_of_memory == 3
 
 
-class Hosts(LocalState):
+class Hosts(RemoteState):
     """Processes with a part of the model, which run out of memory above a number of rows; remembers the calls."""
 
     def __init__(self, model: Doubler, most: int) -> None:

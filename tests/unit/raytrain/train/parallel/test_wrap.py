@@ -69,19 +69,21 @@ def collectives_of(monkeypatch: pytest.MonkeyPatch, *, overlap: bool) -> tuple[l
     module = nn.Sequential(nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3)))
     module.forward = lambda x: module[0][2](module[0][1](module[0][0](x)))  # pyright: ignore
     order: list[str] = []
-    for kind in (wrap.TimedAllGather, wrap.TimedReduceScatter):
-        real = kind.__call__
+    real = wrap.TimedCollective.__call__
 
-        def called(self: Any, *given: Any, real: Any = real, name: str = kind.__name__[5:], **named: Any) -> Any:
-            order.append(name)
-            return real(self, *given, **named)
+    def called(self: Any, *given: Any, **named: Any) -> Any:
+        order.append("AllGather" if self.collective is wrap._gather else "ReduceScatter")
+        return real(self, *given, **named)
 
-        monkeypatch.setattr(kind, "__call__", called)
+    monkeypatch.setattr(wrap.TimedCollective, "__call__", called)
     inner = wrap.configure
-    monkeypatch.setattr(wrap, "configure", lambda part, workers, **_device: inner(part, workers, overlap=overlap))
+    monkeypatch.setattr(
+        wrap, "configure", lambda part, workers, **rest: inner(part, workers, **{**rest, "overlap": overlap})
+    )
     trainable = Trainable(module, lambda *_: LossOutput(torch.zeros(())), blocks="0")
     policy = policy_for("fp32")
-    wrap.shard(trainable, device=torch.device("cpu"), policy=policy, workers=workers)
+    cpu = torch.device("cpu")
+    wrap.shard(trainable, device=cpu, policy=policy, workers=workers, order=wrap.BlockOrder(workers, device=cpu))
     for _ in range(2):
         order.clear()
         module(torch.ones(2, 4, requires_grad=True)).sum().backward()
