@@ -296,7 +296,7 @@ def decision_table(decision: BatchDecision) -> Table:
 
 def peak_advice(known: SearchResults, chosen: Candidate, limit: int | None) -> str:
     """The peak memory at half, the same and twice the chosen size; "" where memory was not read."""
-    measured = [*known.measurements, *(one for contest in known.contests for one in contest)]
+    measured = [*known.measurements, *(one for several in known.comparisons for one in several)]
     own = [one for one in measured if one.candidate.precision == chosen.precision and one.peak_bytes]
     if not own:
         return ""

@@ -1,11 +1,8 @@
 """The search over batch size and precision. Pure: measurements in, the next proposals or the answer with its reasons
 out.
 
-Its goals, measured by `raytrain bench tune`: at most 0.3 of the time of an exhaustive grid, 0.4 of that of doubling
-the size until it fails; at least 0.95 of the throughput of the grid's best point; never above the memory budget; and
-the run afterwards is the same to the bit as without a search.
-
-How it gets there:
+Its goals, measured by `raytrain bench tune`: at most a quarter of the time of an exhaustive grid, and at least 0.95 of
+the throughput of its best point. How it gets there:
 
 1. Two small sizes of each precision give a line of time and one of memory. Passes get longer with each further row,
    nearly a line that bends upwards where caches end, so that lines through measured sizes bound the others.
@@ -14,7 +11,7 @@ How it gets there:
 3. A lower precision must beat the reference by `WORTHWHILE_GAIN`, each at its own best size, and its loss and gradient
    norm must be in the reference's band on the same rows.
 4. Each size is timed at one moment, at which the machine may have been slow: at the end the winner and its rivals take
-   turns in one process (a contest), whose times decide.
+   turns in one process (a comparison), whose times decide.
 
 A caller measures what `next_proposals` returns until it returns nothing; `decide` gives the answer.
 """
@@ -27,21 +24,28 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean, median
 from typing import Any
 
-from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, Measurement, from_json, outside_band, told_apart
+from raytrain.autotune.measurement import (
+    WORTHWHILE_GAIN,
+    Candidate,
+    Measurement,
+    beyond_noise,
+    from_json,
+    outside_band,
+)
 from raytrain.autotune.size_curve import NEAR, BatchSpace, SizeCurve
 from raytrain.errors import RunError
 from raytrain.plan.choice import Resolved, figure_text, size_text
 
 #: Passes of one timed measurement after the dropped warm-up: two, and a third if those differ.
 LEAST_PASSES, PASSES = 2, 3
-#: Timed rounds of a contest, after one round that is dropped; and contests of a search at most.
-ROUNDS, MOST_CONTESTS = 3, 2
+#: Timed rounds of a comparison, after one round that is dropped; and comparisons of a search at most.
+ROUNDS, MOST_COMPARISONS = 3, 2
 #: A precision whose upper bound is below this fraction of what it has to reach is dropped.
 HOPELESS = 0.95
 
 Measured = tuple[Measurement, ...]
-"""What came of a proposal: one measurement, or those of a contest, the leader's first; pass i of all of them is from
-round i. If the leader does not fit or fails, there is only its own."""
+"""What came of a proposal: one measurement, or those of a comparison, the winner's so far first; pass i of all is from
+round i. If the first does not fit or fails, there is only its own."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class Proposal:
     @property
     def what(self) -> str:
         """What it measures, as lines and trials.jsonl say it."""
-        main = "in turn" if self.against else "time" if self.passes else ""
-        return " + ".join(filter(None, [main, "memory" if self.with_memory else ""]))
+        main = ["in turn"] if self.against else ["time"] if self.passes else []
+        return " + ".join([*main, "memory"] if self.with_memory else main)
 
     @property
     def aim(self) -> tuple[str, Candidate]:
@@ -79,14 +83,14 @@ class SearchResults:
     "error"."""
 
     measurements: list[Measurement] = field(default_factory=list)
-    contests: list[Measured] = field(default_factory=list)
+    comparisons: list[Measured] = field(default_factory=list)
 
     def add(self, measured: Measured) -> None:
         """Add what came of a proposal."""
         if len(measured) == 1:
             self.measurements += measured
         else:
-            self.contests.append(measured)
+            self.comparisons.append(measured)
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> SearchResults:
@@ -109,84 +113,72 @@ def next_proposals(space: BatchSpace, results: SearchResults, running: Sequence[
 
 
 class CandidateSearch:
-    """All that was measured, compared.
-
-    Attributes:
-        curves: precision -> its measurements by size, those before the last contest corrected by it.
-        lead: that of the reference.
-        contest: the last contest's measurements; empty without one.
-        chosen: the best candidate; None if nothing runs.
-    """
+    """All that was measured, compared: the `curves` of the precisions, those before the last `comparison` corrected by
+    it, and the `chosen` candidate, None if nothing runs."""
 
     def __init__(self, space: BatchSpace, results: SearchResults) -> None:
         self.space, self.results, known = space, results, list(results.measurements)
-        self.contest: dict[Candidate, Measurement] = {}
-        for contest in results.contests:
-            if all(one.outcome == "ok" and one.pass_s for one in contest):
-                self.contest = {one.candidate: one for one in contest}
-            else:  # a contender that failed is out
-                known += [one for one in contest if one.outcome != "ok"]
-        if self.contest:
-            known = _corrected(known, self.contest)
+        self.comparison: dict[Candidate, Measurement] = {}
+        for measured in results.comparisons:
+            if all(one.outcome == "ok" and one.pass_s for one in measured):
+                self.comparison = {one.candidate: one for one in measured}
+            else:  # a rival that failed is out
+                known += [one for one in measured if one.outcome != "ok"]
+        if self.comparison:
+            known = _corrected(known, self.comparison)
         self.curves = {name: SizeCurve(space, name, known) for name in space.precisions}
-        self.lead = self.curves[space.reference]
-        self.chosen = self._chosen()
+        self.reference = self.curves[space.reference]
+        # the best size of the fastest precision that computes what the reference does
+        faster = (one.chosen for one in self.faster() if not self.refusal(one))
+        self.chosen: Candidate | None = next(faster, self.reference.chosen)
 
     # -- what is best -----------------------------------------------------------------------------
-
-    def _chosen(self) -> Candidate | None:
-        """The best size of the fastest precision that computes what the reference does, else of the reference."""
-        return next((one.chosen for one in self.faster() if not self.refusal(one)), self.lead.chosen)
 
     def refusal(self, curve: SizeCurve) -> str:
         """Why a precision is outside the reference's band, "" where it is inside, by the first pass over the same rows:
         those of the largest size that both have measured."""
-        if self.lead.chosen is None:
+        if self.reference.chosen is None:
             return ""
-        size = max(set(curve.first_pass) & set(self.lead.first_pass), default=None)
+        size = max(set(curve.first_pass) & set(self.reference.first_pass), default=None)
         if size is None:
-            return f"no size was measured in {self.lead.precision} too"
-        (loss, norm), (reference_loss, reference_norm) = curve.first_pass[size], self.lead.first_pass[size]
-        reference = {"reference": self.lead.precision, "reference_loss": reference_loss}
-        return outside_band(loss, norm, **reference, reference_norm=reference_norm)
+            return f"no size was measured in {self.reference.precision} too"
+        (loss, norm), (reference_loss, reference_norm) = curve.first_pass[size], self.reference.first_pass[size]
+        return outside_band(
+            loss, norm, reference=self.reference.precision, reference_loss=reference_loss, reference_norm=reference_norm
+        )
 
     def faster(self) -> list[SizeCurve]:
         """Precisions that beat the reference on time, or all if it does not run, the fastest first."""
-        others = [one for one in self.curves.values() if one is not self.lead and one.chosen is not None]
-        if self.lead.chosen is not None:
-            others = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.is_untold(one)]
-        return sorted(others, key=self.rate, reverse=True)
-
-    def rate(self, curve: SizeCurve) -> float:
-        """Rows per second at a precision's best size."""
-        assert curve.chosen is not None, "it was measured"
-        return curve.bound(curve.chosen.micro_batch_size)
+        others = [one for one in self.curves.values() if one is not self.reference and one.chosen is not None]
+        if self.reference.chosen is not None:
+            others = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.is_noise(one)]
+        return sorted(others, key=lambda one: one.rate, reverse=True)
 
     def gain(self, curve: SizeCurve) -> float:
         """Rows per second at a precision's best size over those of the reference at its own."""
-        return self.rate(curve) / self.rate(self.lead)
+        return curve.rate / self.reference.rate
 
-    def is_untold(self, curve: SizeCurve) -> bool:
+    def is_noise(self, curve: SizeCurve) -> bool:
         """Whether rounds in turn did not show that a precision with the better median is faster than the reference."""
-        own, lead = curve.chosen, self.lead.chosen
-        if curve is self.lead or own is None or own not in self.contest:
+        own, reference = curve.chosen, self.reference.chosen
+        if curve is self.reference or own is None or own not in self.comparison:
             return False
-        if lead not in self.contest:  # another size of it
-            lead = next((one for one in self.contest if one.precision == self.lead.precision), None)
-        return lead is not None and not told_apart(self.row_s(own), self.row_s(lead))
+        if reference not in self.comparison:  # another size of it
+            reference = next((one for one in self.comparison if one.precision == self.reference.precision), None)
+        return reference is not None and not beyond_noise(self.row_s(own), self.row_s(reference))
 
     def row_s(self, candidate: Candidate) -> list[float]:
-        """A contender's seconds for a row, in each round."""
-        one, size = self.contest[candidate], candidate.micro_batch_size
+        """The seconds of a compared candidate for a row, in each round."""
+        one, size = self.comparison[candidate], candidate.micro_batch_size
         return [1 / self.space.score(size, seconds, one.update_s) for seconds in one.pass_s]
 
     def cannot_win(self, curve: SizeCurve) -> bool:
         """Whether even the upper bounds of a precision are below what another one has shown that is not refused."""
         for rival in self.curves.values():
-            if rival is curve or rival.nonfinite or self.refusal(rival) or self.is_untold(rival):
+            if rival is curve or rival.nonfinite or self.refusal(rival) or self.is_noise(rival):
                 continue
             gain = 1 + WORTHWHILE_GAIN
-            needed = rival.best * (gain if rival is self.lead else 1 / gain if curve is self.lead else 1.0)
+            needed = rival.best * (gain if rival is self.reference else 1 / gain if curve is self.reference else 1.0)
             if curve.reach < HOPELESS * needed:
                 return True
         return False
@@ -195,27 +187,31 @@ class CandidateSearch:
 
     def wanted(self) -> list[Proposal]:
         """Everything that could be measured at the same time, the most urgent first: two sizes of every precision, the
-        reference's first, then the sizes with the highest upper bounds. Last, the contest."""
+        reference's first, then the sizes with the highest upper bounds. Last, the comparison."""
         first, later = [], []
-        for curve in sorted(self.curves.values(), key=lambda one: (one is not self.lead, -one.reach)):
+        for curve in sorted(self.curves.values(), key=lambda one: (one is not self.reference, -one.reach)):
             broken = sum(size < curve.too_large for size in curve.failed)  # not by memory
             if curve.nonfinite or (broken > 1 and not curve.seconds):
                 continue
             begin = [size for size in self._first_sizes(curve) if size not in curve.seconds]
             again = [
                 size for size in curve.unsteady
-                if size in curve.measured and Candidate(curve.precision, size) not in self.contest
+                if size in curve.measured and Candidate(curve.precision, size) not in self.comparison
             ]  # fmt: skip
             if begin or again:
-                first += [self._timed(curve, size) for size in (*begin, *again)]
+                first += [(curve, size) for size in (*begin, *again)]
             elif not self.cannot_win(curve) and (size := curve.next_size()) is not None:
-                later.append(self._timed(curve, size))
-        return first + later or self._contest()
+                later.append((curve, size))
+        found: list[Proposal] = []
+        for curve, size in first + later:  # memory is read as well, unless there is room for far more
+            read = size not in curve.peaks and not curve.roomy and not self.reference.roomy
+            found.append(Proposal(Candidate(curve.precision, size), with_memory=read))
+        return found or self._comparison()
 
     def _first_sizes(self, curve: SizeCurve) -> list[int]:
         """The two sizes to begin with; others near them if those fail or do not fit. Until the memory of a precision is
         read, the reference's is used: weights and optimizer are the same."""
-        guess = self.lead.fitting if curve.line_without() is None and self.lead.fitting else self.space.sizes
+        guess = self.reference.fitting if curve.line_without() is None and self.reference.fitting else self.space.sizes
         fitting = [size for size in curve.fitting if size in guess]
         begin = self.space.first_sizes()[0]
         start = [size for size in self.space.first_sizes() if size in fitting]
@@ -224,19 +220,14 @@ class CandidateSearch:
         spare += [size for size in reversed(fitting) if size < begin]
         return sorted((start + spare)[: min(2, len(fitting))])
 
-    def _timed(self, curve: SizeCurve, size: int) -> Proposal:
-        """Memory is read as well, unless there is room for far more."""
-        read = size not in curve.peaks and not curve.roomy and not self.lead.roomy
-        return Proposal(Candidate(curve.precision, size), with_memory=read)
-
-    def _contest(self) -> list[Proposal]:
-        """The contest of the candidate about to be chosen with the runner-up of its precision, if it is small enough to
+    def _comparison(self) -> list[Proposal]:
+        """The comparison of the candidate about to be chosen with the runner-up of its precision, if it is small enough to
         be measured again, and the best of each other precision that could be chosen; and the reading of its peak."""
         if (chosen := self.chosen) is None:
             return []
         curve, size = self.curves[chosen.precision], chosen.micro_batch_size
         unread = self.space.budget_bytes is not None and size not in curve.peaks
-        if chosen not in self.contest and len(self.results.contests) < MOST_CONTESTS:
+        if chosen not in self.comparison and len(self.results.comparisons) < MOST_COMPARISONS:
             others = [other for other in curve.measured if other != size and other <= 2 * size]
             rivals = [Candidate(curve.precision, max(others, key=curve.bound))] if others else []
             for one in self.curves.values():
@@ -247,20 +238,20 @@ class CandidateSearch:
         return [Proposal(chosen, passes=0, with_memory=True)] if unread else []
 
 
-def _corrected(measurements: Sequence[Measurement], contest: Mapping[Candidate, Measurement]) -> list[Measurement]:
-    """The measurements with those of a contest in place of the contenders' own times from before it; other sizes that
-    were timed earlier are scaled by what has changed for the contenders of their precision since."""
-    ended = next(iter(contest.values())).taken_at
+def _corrected(measurements: Sequence[Measurement], comparison: Mapping[Candidate, Measurement]) -> list[Measurement]:
+    """The measurements with those of a comparison in place of its candidates' own times from before it; other sizes
+    that were timed earlier are scaled by what has changed for the candidates of their precision since."""
+    ended = next(iter(comparison.values())).taken_at
     drift: dict[str, list[float]] = {}
     for one in measurements:
-        if one.pass_s and one.candidate in contest:
-            ratio = median(contest[one.candidate].pass_s) / median(one.pass_s)
+        if one.pass_s and one.candidate in comparison:
+            ratio = median(comparison[one.candidate].pass_s) / median(one.pass_s)
             drift.setdefault(one.candidate.precision, []).append(ratio)
-    found = list(contest.values())
+    found = list(comparison.values())
     for one in measurements:
         earlier = one.taken_at <= ended and one.candidate.precision in drift
         factor = geometric_mean(drift[one.candidate.precision]) if earlier else 1.0
-        passes = () if one.candidate in contest else tuple(factor * seconds for seconds in one.pass_s)
+        passes = () if one.candidate in comparison else tuple(factor * seconds for seconds in one.pass_s)
         found.append(replace(one, pass_s=passes))  # without passes its memory still counts
     return found
 
@@ -270,43 +261,29 @@ def _corrected(measurements: Sequence[Measurement], contest: Mapping[Candidate, 
 
 @dataclass(frozen=True)
 class TableRow:
-    """One candidate, for the table that a user reads.
-
-    Attributes:
-        rows_per_s: of one worker, from the median; None where it was not timed.
-        low, high: by the slowest and the fastest pass.
-        predicted_peak: bytes by the line through the other sizes; None if unknown.
-        measured_peak: bytes; None if unknown.
-        note: why it was ruled out, or "".
-    """
+    """One candidate, for the table that a user reads; None where it was not timed, or its memory is unknown."""
 
     precision: str
     micro_batch_size: int
     passes: int
-    rows_per_s: float | None
-    low: float | None
+    rows_per_s: float | None  # of one worker, from the median
+    low: float | None  # by the slowest pass
     high: float | None
-    predicted_peak: int | None
+    predicted_peak: int | None  # bytes by the line through the other sizes
     measured_peak: int | None
-    note: str = ""
+    note: str = ""  # why it was ruled out
 
 
 @dataclass(frozen=True)
 class BatchDecision:
-    """The chosen point with its reasons.
-
-    Attributes:
-        table: every candidate on which anything was spent.
-        refusals: precision -> why it was not chosen.
-        complete: the search had nothing left to measure.
-    """
+    """The chosen point with its reasons."""
 
     candidate: Candidate
     precision: Resolved
     micro_batch_size: Resolved
-    table: tuple[TableRow, ...]
-    refusals: dict[str, str]
-    complete: bool
+    table: tuple[TableRow, ...]  # every candidate on which anything was spent
+    refusals: dict[str, str]  # precision -> why it was not chosen
+    complete: bool  # the search had nothing left to measure
 
     @property
     def chosen(self) -> TableRow:
@@ -347,7 +324,9 @@ def choose_precision(measured: Sequence[Measurement]) -> Resolved:
 
 def _table(search: CandidateSearch) -> tuple[TableRow, ...]:
     space, timed = search.space, list(search.results.measurements)
-    timed += [one for contest in search.results.contests if all(one.pass_s for one in contest) for one in contest]
+    timed += [
+        one for comparison in search.results.comparisons if all(one.pass_s for one in comparison) for one in comparison
+    ]
     passes = Counter(one.candidate for one in timed for _ in one.pass_s)
     rows = []
     for curve in search.curves.values():
@@ -370,7 +349,7 @@ def _table(search: CandidateSearch) -> tuple[TableRow, ...]:
 
 def _compared(search: CandidateSearch, own: Candidate, other: Candidate) -> str:
     """The speed of one candidate against another, from rounds in turn if both took part."""
-    if own in search.contest and other in search.contest:
+    if own in search.comparison and other in search.comparison:
         gains = [b / a for a, b in zip(search.row_s(own), search.row_s(other), strict=True)]
         at = f"{median(gains):.2f} [{min(gains):.2f}, {max(gains):.2f}] times as fast as"
         return f"measured in turn {at} {other.precision} x {other.micro_batch_size}"
@@ -387,8 +366,8 @@ def _size_reason(search: CandidateSearch, chosen: Candidate) -> str:
         reason += f", within {NEAR:.0%} of the best, {figure_text(curve.bound(best))} at {best}"
     if max(curve.fitting) < search.space.sizes[-1] and budget is not None:
         reason += f"; memory allows up to {max(curve.fitting)}"
-    if chosen in search.contest:
-        others = [one for one in search.contest if one.precision == chosen.precision and one != chosen]
+    if chosen in search.comparison:
+        others = [one for one in search.comparison if one.precision == chosen.precision and one != chosen]
         reason = "; ".join([reason, *(_compared(search, chosen, one) for one in others)])
     if budget is not None and size in curve.peaks:
         reason += f"; its peak is {curve.peaks[size] / budget:.1%} of what a process may take"
@@ -397,31 +376,31 @@ def _size_reason(search: CandidateSearch, chosen: Candidate) -> str:
 
 def _why_not(search: CandidateSearch, curve: SizeCurve) -> str:
     """Why a precision other than the chosen one was not chosen."""
-    own, lead = curve.chosen, search.lead.chosen
+    own, reference = curve.chosen, search.reference.chosen
     if own is None:
         failed = curve.nonfinite or next((why for size, why in curve.failed.items() if size < curve.too_large), "")
         return f"refused: {failed}" if failed else "no size of it was measured, or none fits"
-    if curve is search.lead or lead is None:
+    if curve is search.reference or reference is None:
         return ""
-    text = _compared(search, own, lead)
-    if search.gain(curve) > 1 + WORTHWHILE_GAIN and search.is_untold(curve):
-        text += f"; too noisy to tell them apart, so that {lead.precision} stays: search again on an idle machine"
+    text = _compared(search, own, reference)
+    if search.gain(curve) > 1 + WORTHWHILE_GAIN and search.is_noise(curve):
+        text += f"; too noisy to tell them apart, so that {reference.precision} stays: search again on an idle machine"
     refusal = search.refusal(curve)
     return f"{text}, but refused: {refusal}" if refusal else text
 
 
 def _precision_reason(search: CandidateSearch, chosen: Candidate, refusals: Mapping[str, str]) -> str:
     """What the chosen precision gains over the reference, and why others were not chosen."""
-    reasons, lead = [f"{name} {why}" for name, why in refusals.items()], search.lead.chosen
-    if chosen == lead:
+    reasons, reference = [f"{name} {why}" for name, why in refusals.items()], search.reference.chosen
+    if chosen == reference:
         return "; ".join(reasons) or f"nothing but {chosen.precision} to compare"
-    if lead is None:
+    if reference is None:
         return "; ".join([*reasons, f"so that {chosen.precision} could not be compared with it: watch its loss"])
     whose = "each at its own best size"
-    if search.cannot_win(search.lead) and {*search.lead.fitting} - {*search.lead.measured}:
-        bound = search.curves[chosen.precision].best / search.lead.reach
-        whose = f"at least {bound:.2f} times as fast as {lead.precision} can be at any size"
-    return "; ".join([f"{_compared(search, chosen, lead)}, {whose}, loss and gradient norm agree", *reasons])
+    if search.cannot_win(search.reference) and {*search.reference.fitting} - {*search.reference.measured}:
+        bound = search.curves[chosen.precision].best / search.reference.reach
+        whose = f"at least {bound:.2f} times as fast as {reference.precision} can be at any size"
+    return "; ".join([f"{_compared(search, chosen, reference)}, {whose}, loss and gradient norm agree", *reasons])
 
 
 def _nothing_runs(search: CandidateSearch) -> RunError:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain.autotune.measurement import LOSS_TOLERANCE, NORM_BAND, outside_band
-from raytrain.autotune.rounds import preserve_model
+from raytrain.autotune.preserve import preserve_model
 from raytrain.autotune.step_probe import run_agreed
 from raytrain.config.messages import abbreviated
 from raytrain.errors import OutOfMemory, RunError

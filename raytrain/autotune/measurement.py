@@ -148,7 +148,7 @@ def from_json(kind: type[T], row: Mapping[str, Any]) -> T:
 # -- one way to compute against another ---------------------------------------------------------
 
 
-def told_apart(seconds: Sequence[float], reference: Sequence[float]) -> bool:
+def beyond_noise(seconds: Sequence[float], reference: Sequence[float]) -> bool:
     """Whether the times of two ways to compute are enough to say that the first is faster; the one rule of `train` and
     `tune` for precisions, compiled passes and overlapped all-reduces.
 
@@ -171,12 +171,12 @@ def told_apart(seconds: Sequence[float], reference: Sequence[float]) -> bool:
 
 
 def faster_beyond_noise(seconds: Sequence[float], others: Sequence[float], *, than: str) -> tuple[bool, str]:
-    """Whether the first of two ways is faster at the median of the rounds by what is worth while, and told apart; and
+    """Whether the first of two ways is faster at the median of the rounds by what is worth while, and clearly; and
     how much, in words."""
     ratios = [b / a for a, b in zip(seconds, others, strict=True)]
     rounds, won, middle = len(ratios), sum(ratio > 1 for ratio in ratios), median(ratios)
     text = f"{middle:.2f} times as fast as {than}, faster in {won} of {rounds} rounds"
-    return middle >= 1 + WORTHWHILE_GAIN and told_apart(seconds, others), text
+    return middle >= 1 + WORTHWHILE_GAIN and beyond_noise(seconds, others), text
 
 
 def has_winner(seconds: list[list[float]]) -> bool:

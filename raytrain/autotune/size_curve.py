@@ -232,6 +232,11 @@ class SizeCurve:
         near = [size for size in self.measured if self.bound(size) >= self.enough * (1 + self._doubt(size, top))]
         return Candidate(self.precision, min(near, default=top))
 
+    @property
+    def rate(self) -> float:
+        """Rows per second at the best size; 0 without one."""
+        return 0.0 if self.chosen is None else self.bound(self.chosen.micro_batch_size)
+
     def next_size(self) -> int | None:
         """The unmeasured size that could change the choice; None if none could."""
         known, chosen = list(self.measured), self.chosen
@@ -243,10 +248,10 @@ class SizeCurve:
         larger = [size for size in faster if size > known[-1]]
         if larger:
             enough = (1 - NEAR) * max(bounds[size] for size in larger)
-            knee = min(size for size in bounds if size > known[-1] and bounds[size] >= enough)
+            saturated = min(size for size in bounds if size > known[-1] and bounds[size] >= enough)
             flat = len(known) > 1 and self.pass_s(known[-1]) < FLAT * self.pass_s(known[0])
             limit = max(larger[0], known[-1] * (GROWTH_WHERE_FLAT if flat else GROWTH))
-            return max(size for size in bounds if known[-1] < size <= min(knee, limit))
+            return max(size for size in bounds if known[-1] < size <= min(saturated, limit))
         if faster:
             return max(faster, key=lambda size: bounds[size])
         smaller = [size for size, bound in bounds.items() if size < chosen.micro_batch_size and bound >= self.enough]

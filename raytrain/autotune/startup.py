@@ -19,7 +19,7 @@ from raytrain.autotune.batch_search import choose_precision
 from raytrain.autotune.fp32_layers import measure_layers
 from raytrain.autotune.measurement import Candidate, faster_beyond_noise, has_winner
 from raytrain.autotune.micro_batch import measure_micro_batch, possible_sizes, spare_memory
-from raytrain.autotune.rounds import preserve_model
+from raytrain.autotune.preserve import preserve_model
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import LoadedCheckpoint
 from raytrain.errors import InputError
@@ -326,7 +326,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     trials = {"eager": [*eager.round_s], "compiled": [*compiled.round_s], "compilation": status}
     text = "; ".join([f"{status['achieved']} compiled", *status["reasons"][:1]])
     failed = eager.error or compiled.error
-    if not failed and compiled.values > eager.values:
+    if not failed and compiled.weight_unknown > eager.weight_unknown:
         failed = "they hide what the loss is a mean over"
     if failed:
         return _record("off", f"compiled passes cannot be used: {failed} ({text})", trials)

@@ -24,15 +24,7 @@ import torch
 from raytrain.accelerator import seconds_of
 from raytrain.autotune.batch_search import LEAST_PASSES, Measured, Proposal
 from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
-from raytrain.autotune.rounds import (
-    BUDGET_S,
-    ArmTimes,
-    TimedArm,
-    preserve_model,
-    preserve_optimizers,
-    preserve_skipped,
-    timed_arms,
-)
+from raytrain.autotune.preserve import preserve_model, preserve_optimizers, preserve_skipped
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.rows.contract import Split
 from raytrain.data.rows.map_style import longest_row
@@ -40,6 +32,7 @@ from raytrain.errors import OutOfMemory, first_line
 from raytrain.plan.batch import EVAL_MICRO_BATCHES
 from raytrain.plan.choice import size_text
 from raytrain.train.compile import forget_graphs
+from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memory, let_go
 from raytrain.train.parallel.collectives import Workers
@@ -54,6 +47,13 @@ ACCUMULATED = FEW_ROWS = 2
 OPTIMIZER_STEPS = 3
 #: How often a new loss scale of fp16 is halved before a gradient counts as not finite.
 HALVINGS = 24
+#: Rounds continue until this much time has passed, within the bounds that a caller gives.
+BUDGET_S = 2.0
+#: Until the rounds have taken so long, a clear result is no reason to stop: a few of milliseconds may all fall into one
+#: burst of other work, and every look at the times is one more chance to be misled.
+CHEAP_S = 0.25
+
+Clear = Callable[[list[list[float]]], bool]
 
 
 def run_agreed(
@@ -109,6 +109,20 @@ class _Reading:
     norm: float = math.nan
     outcome: Outcome = "ok"
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """What one way to compute showed, the same on every worker: the slowest worker's seconds of each timed round, why
+    it failed (or ""), and whether nothing told rank 0 what a loss is a mean over."""
+
+    round_s: tuple[float, ...]
+    error: str = ""
+    weight_unknown: bool = False
+
+    @property
+    def median_s(self) -> float:
+        return median(self.round_s)
 
 
 class RowChoice:
@@ -237,20 +251,19 @@ class StepProbe:
         if not passes or memory.outcome != "ok":
             return memory
         rounds = (passes if least is None else least, passes)
-        alike = (lambda _seconds: False) if least is None else (lambda seconds: nearly_equal(seconds[0]))
+        alike: Clear = (lambda _seconds: False) if least is None else (lambda seconds: nearly_equal(seconds[0]))
         (timed,) = self.measure_in_turn([candidate], budget=budget, rounds=rounds, budget_s=math.inf, clear=alike)
         return replace(timed, peak_bytes=memory.peak_bytes, floor_bytes=memory.floor_bytes)
 
     def measure_in_turn(
         self, candidates: Sequence[Candidate], *, budget: int | None, rounds: tuple[int, int], updates: bool = True,
-        budget_s: float = BUDGET_S, stop_on_failure: bool = False,
-        clear: Callable[[list[list[float]]], bool] = lambda _seconds: False,
+        budget_s: float = BUDGET_S, stop_on_failure: bool = False, clear: Clear = lambda _seconds: False,
     ) -> tuple[Measurement, ...]:  # fmt: skip
         """Measure several candidates in alternating rounds of one pass and one update each, all with the same random
         numbers; the first round is dropped. Pass i of all measurements is from round i. Collective; changes nothing.
 
         Args:
-            rounds, budget_s, clear: see `timed_arms`.
+            rounds, budget_s, clear: see `_in_turn`.
             updates: passes alone are enough if False; the norm is then that of this worker's gradient.
             stop_on_failure: if one fails the comparison ends, and candidates that had not started are missing from the
                 result; else the others go on without it.
@@ -259,9 +272,17 @@ class StepProbe:
         rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
         readings: dict[int, _Reading] = {}
 
-        def attempt(index: int, timed: Callable[[], object]) -> str:
+        def run(index: int) -> tuple[float, str]:
             warm_up = index not in readings
-            one = readings.setdefault(index, _Reading(candidates[index], budget))
+            one, seconds = readings.setdefault(index, _Reading(candidates[index], budget)), math.nan
+
+            def timed() -> None:
+                nonlocal seconds  # rows that processes read are read before the clock starts
+                read = [self.loader.one(part) for part in rows[index]] if self.loader.pool else None
+                began = seconds_of(self.device)
+                self._backward(rows[index], read)
+                seconds = seconds_of(self.device) - began
+
             with computing_as(self.session, one.candidate, scales[index]):
                 fine = self._first(rows[index], one) if warm_up else self._try(timed, one)
                 if fine and updates:
@@ -269,45 +290,89 @@ class StepProbe:
                 elif fine:
                     one.norm = float(self.step.gradients.sum_of_squares().sqrt() * scales[index].inverse)
                     self.step.gradients.zero_()
-            return "" if fine else one.reason or one.outcome
+            return seconds, "" if fine else one.reason or one.outcome
 
         own = self._optimizer_seconds() if updates else 0.0
         with preserve_skipped(self.step.optimizers) if updates else contextlib.nullcontext():
-            times = timed_arms(
-                [self._arm(part) for part in rows], self.session, rounds=rounds, budget_s=budget_s, attempt=attempt,
-                stop_on_failure=stop_on_failure, clear=clear,
-            )  # fmt: skip
+            times, _ = self._in_turn(len(candidates), run, rounds, budget_s, stop_on_failure, clear)
         for index, one in readings.items():
-            one.pass_s = [*times[index].round_s] if one.outcome == "ok" else []
+            one.pass_s = times[index] if one.outcome == "ok" else []
             one.update_s = [seconds + own for seconds in one.update_s]
         return tuple(map(self._agreed, readings.values()))
 
     def passes_in_turn(
         self, befores: Sequence[Callable[[], object]], *, rounds: tuple[int, int]
-    ) -> tuple[list[ArmTimes], float]:
+    ) -> tuple[list[PassTimes], float]:
         """Time the first micro-batch of each worker after each of `befores` in turn, until one fails. Changes nothing
         that it measures. Collective.
 
         Returns:
-            The times, with the value 1 where nothing told what a loss is a mean over; how many times as much a step
-            does.
+            The times; how many times as much a step does.
         """
         loader, step = self.loader, self.step
-        indices, untold = loader.global_batch(self.session.state.cursor).indices, step.untold
+        indices, before = loader.global_batch(self.session.state.cursor).indices, step.weight_unknown
         rows = indices[: loader.batches.micro_batch * self.workers.world_size]
-        passes = loader.passes(rows)
+        passes, unknown = loader.passes(rows), [False] * len(befores)
 
-        def work() -> None:
-            step.untold = False
-            step.backward(loader.micro_batches(rows), global_weight=1, passes=passes)
+        def run(index: int) -> tuple[float, str]:
+            seconds = math.nan
 
-        times = timed_arms(
-            [TimedArm(work, before=before, values=lambda: [float(step.untold)]) for before in befores],
-            self.session, rounds=rounds,
-            attempt=lambda _index, timed: self._run(timed, None)[1], stop_on_failure=True,
-        )  # fmt: skip
-        step.untold = untold
-        return times, loader.passes(indices) / passes
+            def timed() -> None:
+                nonlocal seconds
+                befores[index]()
+                began, step.weight_unknown = seconds_of(self.device), False
+                step.backward(loader.micro_batches(rows), global_weight=1, passes=passes)
+                seconds, unknown[index] = seconds_of(self.device) - began, step.weight_unknown
+
+            _, reason = self._run(timed, None)
+            return seconds, reason
+
+        seconds, errors = self._in_turn(len(befores), run, rounds, BUDGET_S, True, lambda _seconds: False)
+        step.weight_unknown = before
+        everybody = self.workers.all_gather_object([seconds, unknown])
+        slowest = [tuple(map(max, zip(*own, strict=True))) for own in zip(*(row[0] for row in everybody), strict=True)]
+        first = everybody[0][1]
+        found = [PassTimes(one, errors.get(at, ""), first[at]) for at, one in enumerate(slowest)]
+        return found, loader.passes(indices) / passes
+
+    def _in_turn(
+        self, ways: int, run: Callable[[int], tuple[float, str]], rounds: tuple[int, int], budget_s: float,
+        stop_on_failure: bool, clear: Clear,
+    ) -> tuple[list[list[float]], dict[int, str]]:  # fmt: skip
+        """Run several ways to compute in alternating rounds after one warm-up round, all with the same random numbers,
+        so that other work on the machine affects all alike. Changes nothing that it measures. Collective.
+
+        Args:
+            run: is given the index of a way; its seconds, and why it failed on any worker, or "". One that failed is
+                not run again.
+            rounds: at least, and at most if those take less than `budget_s` seconds.
+            clear: whether, after the least rounds and `CHEAP_S`, this worker's seconds of each way need no more of
+                them. The rounds end once they need none on any worker.
+
+        Returns:
+            This worker's seconds of the timed rounds of each way; why ways failed, by index.
+        """
+        seconds: list[list[float]] = [[] for _ in range(ways)]
+        errors: dict[int, str] = {}
+        with preserve_model(self.session.trainable, self.device):
+            generators, begin = rng_state(self.device), time.perf_counter()
+            for number in range(rounds[1] + 1):
+                for index in (one for one in range(ways) if one not in errors):
+                    set_rng_state(generators, self.device)
+                    spent, reason = run(index)
+                    if reason:
+                        errors[index] = reason
+                        if stop_on_failure:
+                            break
+                    elif number > 0:
+                        seconds[index].append(spent)
+                least = number >= rounds[0]
+                late = least and time.perf_counter() - begin > budget_s
+                settled = least and sum(map(sum, seconds)) >= CHEAP_S and clear(seconds)
+                some_late, all_settled = self.workers.all_reduce_ints([int(late), int(settled)])
+                if (stop_on_failure and errors) or some_late or all_settled == self.workers.world_size:
+                    break
+        return seconds, errors
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -347,15 +412,6 @@ class StepProbe:
             part.training = training
 
     # -- the parts of a step ----------------------------------------------------------------------
-
-    def _arm(self, rows: list[np.ndarray]) -> TimedArm:
-        """Passes over these micro-batches. Rows that processes read are read before the clock starts."""
-        read: list[MicroBatch] = []
-
-        def before() -> None:
-            read[:] = [self.loader.one(part) for part in rows] if self.loader.pool else []
-
-        return TimedArm(lambda: self._backward(rows, read or None), before=before)
 
     def _first(self, rows: list[np.ndarray], one: _Reading) -> bool:
         """The first passes, which also give the loss; under fp16 all workers repeat them with a lower loss scale until

@@ -176,7 +176,7 @@ def _means(step: TrainingStep, own: dict[str, tuple[float, float]], workers: lis
 
 #: Parameters that a message about nonfinite gradients names.
 NAMED_AT_MOST = 5
-UNTOLD = (
+WEIGHT_UNKNOWN = (
     "the loss adds means over different counts, or is compiled as a whole: its micro-batches count by their rows or "
     'labels, which may differ from one mean over the global batch; return what it is a mean over as "weight" beside it'
 )
@@ -223,7 +223,7 @@ class TrainingLoop:
         self._nonfinite = NonFinite(self.step.device)
         self._culprit = ""
         self._clears = 0
-        self._said_untold = False
+        self._said_unknown = False
         self._skipped_before = 0
         self._interval = LogInterval()
         self.activity = ""
@@ -278,9 +278,11 @@ class TrainingLoop:
             raise RunError(f"step {number}: {why}") from error
         self._retry.after_step(number)
         split = self.step.workers.world_size > 1 or self.loader.passes(indices) > 1
-        if self.step.untold and split and not self._said_untold:
-            self._said_untold = True
-            self.reporter.event("decision", what="loss_weight", value="rows or labels", step=number, reason=UNTOLD)
+        if self.step.weight_unknown and split and not self._said_unknown:
+            self._said_unknown = True
+            self.reporter.event(
+                "decision", what="loss_weight", value="rows or labels", step=number, reason=WEIGHT_UNKNOWN
+            )
         self._report_sent(self._buffers.after_step(), step=number)
         state.step, state.weight_unit = number, self.step.weight_unit
         self._epoch, state.cursor = state.cursor.epoch, following

@@ -148,7 +148,7 @@ class TrainingStep:
         the first worker that has one. Kept in checkpoints, as its rounding must be the same after a resume."""
         self.tells_weight = False
         """Whether a loss has told what it is a mean over, so that evaluations ask it too."""
-        self.untold = False
+        self.weight_unknown = False
         """Whether a loss was a mean over something that could not be told, so that it counts by rows or labels."""
         self.metric_names: tuple[str, ...] = ()
         """The metrics of losses that every worker knows of (`raytrain.train.loop`)."""
@@ -233,7 +233,7 @@ class TrainingStep:
             return counted
         told = told_weight(output, labels, read=self._reads_weight)
         if told is not None and math.isnan(told):
-            self.untold, told = True, None
+            self.weight_unknown, told = True, None
         self.tells_weight |= told is not None
         self._agree_unit(1.0 if told is None else told / counted)
         if told == 0.0:

@@ -16,9 +16,8 @@ import raytrain.autotune.startup as startup_compile
 import raytrain.autotune.step_probe
 import raytrain.train.loop
 from raytrain.autotune.measurement import Candidate
-from raytrain.autotune.rounds import ArmTimes
 from raytrain.autotune.startup import Calibration, read_measured, settle_compile
-from raytrain.autotune.step_probe import StepProbe
+from raytrain.autotune.step_probe import PassTimes, StepProbe
 from raytrain.checkpoint.reader import load
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.plan.choice import Deferred, Resolved
@@ -60,11 +59,11 @@ def planted(monkeypatch: pytest.MonkeyPatch, eager: float, compiled: float, **mo
 
     def times(probe: StepProbe, befores: list[Any], **named: Any) -> Any:
         _, share = real(probe, befores, **named)
-        arms = [ArmTimes((seconds,) * 5, (0.0,), "") for seconds in (eager, compiled)[: len(befores)]]
+        ways = [PassTimes((seconds,) * 5) for seconds in (eager, compiled)[: len(befores)]]
         if len(befores) == 1 and "disturbed" in more:
-            arms = [ArmTimes(more["disturbed"], (0.0,), "")]
-        arms[1:] = [ArmTimes(arm.round_s, more.get("values", (0.0,)), more.get("error", "")) for arm in arms[1:]]
-        return arms, share
+            ways = [PassTimes(more["disturbed"])]
+        ways[1:] = [PassTimes(way.round_s, more.get("error", ""), more.get("unknown", False)) for way in ways[1:]]
+        return ways, share
 
     monkeypatch.setattr(StepProbe, "passes_in_turn", times)
 

@@ -39,8 +39,8 @@ def test_a_search_changes_nothing(build: Any) -> None:
     assert state_of(session) == before
     assert decision.complete and decision.candidate.micro_batch_size in space.sizes
     assert decision.chosen.measured_peak is not None and all(one.outcome == "ok" for one in results.measurements)
-    assert results.contests, "the winner was measured in turn with others"
-    assert results.contests[-1][0].peak_bytes == decision.chosen.measured_peak, "it was read before"
+    assert results.comparisons, "the winner was measured in turn with others"
+    assert results.comparisons[-1][0].peak_bytes == decision.chosen.measured_peak, "it was read before"
     # and the run that follows is the run without a search
     assert train(session)[0].losses == train(plain := build())[0].losses
     assert digest(session.trainable.module.state_dict()) == digest(plain.trainable.module.state_dict())
@@ -102,9 +102,9 @@ def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times
     assert decision.candidate == Candidate(taken, 64) and decision.complete
     points = [one.candidate for one in results.measurements]
     sizes = [{one for one in points if one.precision == name} for name in space.precisions]
-    assert results.contests and max(map(len, sizes)) <= MOST_SIZES
+    assert results.comparisons and max(map(len, sizes)) <= MOST_SIZES
     rows = {Candidate(row.precision, row.micro_batch_size): row for row in decision.table}
-    for one in results.contests[-1]:
+    for one in results.comparisons[-1]:
         row = rows[one.candidate]
         most = 500 if row.precision == "bf16" else 250
         assert row.passes >= 5 and row.rows_per_s is not None and 0.5 * most < row.rows_per_s < most

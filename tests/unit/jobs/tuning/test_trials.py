@@ -127,7 +127,7 @@ def test_trials_have_one_series_of_numbers_and_what_was_measured_is_not_measured
     assert made == list(range(1, len(made) + 1))
     again, known = batch_trials(sweep)
     assert {one.candidate.micro_batch_size for one in known.measurements} == {1, 4}
-    assert len(known.measurements) == 2 and len(known.contests) == 1
+    assert len(known.measurements) == 2 and len(known.comparisons) == 1
     assert run((again, known)) == []
 
 

@@ -102,8 +102,8 @@ class Searched:
         return self.results.measurements
 
     @property
-    def contests(self) -> list[Measured]:
-        return self.results.contests
+    def comparisons(self) -> list[Measured]:
+        return self.results.comparisons
 
 
 def searched(space: BatchSpace, machine: Machine) -> Searched:
@@ -432,7 +432,7 @@ def test_one_precision_has_no_rival() -> None:
 def test_results_survive_json() -> None:
     found = searched(*two(2.0)).results
     rows = [{"measured": [asdict(one)]} for one in found.measurements]
-    rows += [{"measured": [asdict(one) for one in contest]} for contest in found.contests]
+    rows += [{"measured": [asdict(one) for one in contest]} for contest in found.comparisons]
     rows.append({"trial": 9, "measurement": rows[0]["measured"][0]})  # as earlier versions wrote it
     assert SearchResults.of_rows(json.loads(json.dumps(rows))) == found
 
@@ -459,7 +459,7 @@ def test_in_any_order_of_results_the_decision_is_the_same() -> None:
     space, machine = two(2.0)
     found = searched(space, machine)
     shuffled = random.Random(1).sample(found.measurements, len(found.measurements))
-    assert decide(space, SearchResults(shuffled, found.contests)) == found.decision
+    assert decide(space, SearchResults(shuffled, found.comparisons)) == found.decision
 
 
 def test_a_search_that_was_broken_off_still_answers() -> None:
@@ -520,7 +520,7 @@ def test_a_slow_stretch_during_one_precision_does_not_decide(speed: float, slowe
     found = searched(space, machine)
     decision = found.decision
     assert decision.candidate.precision == taken, "as on a quiet machine"
-    assert found.contests and f"{speed:.2f} " in decision.precision.reason
+    assert found.comparisons and f"{speed:.2f} " in decision.precision.reason
     truth = scores(space, quiet, taken)
     assert truth[decision.candidate.micro_batch_size] >= 0.95 * max(truth.values())
     assert decision.complete
@@ -534,7 +534,7 @@ def test_a_slow_stretch_of_the_whole_contest_changes_nothing() -> None:
 
     space, quiet = two(1.6)
     found = searched(space, Late(quiet.seconds, update_s=0.0))
-    assert found.decision.candidate == searched(space, quiet).decision.candidate and len(found.contests) == 1
+    assert found.decision.candidate == searched(space, quiet).decision.candidate and len(found.comparisons) == 1
 
 
 def test_the_contenders_are_the_winner_its_runner_up_and_the_other_precision_and_each_is_timed_five_times() -> None:
@@ -542,7 +542,7 @@ def test_the_contenders_are_the_winner_its_runner_up_and_the_other_precision_and
     (asked,) = [one for one in found.asked if one.against]
     assert asked.candidate == found.decision.candidate
     assert sorted(one.precision for one in asked.against) == ["bf16", "fp32"]
-    ((*contest,),) = found.contests
+    ((*contest,),) = found.comparisons
     rows = {Candidate(row.precision, row.micro_batch_size): row for row in found.decision.table}
     assert len(contest) == 3 and all(rows[one.candidate].passes >= 5 for one in contest)
     assert found.decision.candidate.micro_batch_size < POWERS[-1], "the knee, and not the largest"
@@ -552,7 +552,7 @@ def test_the_contenders_are_the_winner_its_runner_up_and_the_other_precision_and
 def test_a_contender_that_fails_ends_the_contest_and_is_out() -> None:
     space, machine = two(2.0)
     found = searched(space, machine)
-    first, *others = found.contests[0]
+    first, *others = found.comparisons[0]
     failed = (replace(first, outcome="out_of_memory", pass_s=()), *others)
     failing = SearchResults(found.measurements, [failed])
     decision = decide(space, failing)

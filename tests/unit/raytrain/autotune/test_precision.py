@@ -10,9 +10,9 @@ from raytrain.autotune.batch_search import choose_precision
 from raytrain.autotune.measurement import (
     Candidate,
     Measurement,
+    beyond_noise,
     faster_beyond_noise,
     has_winner,
-    told_apart,
 )
 from raytrain.errors import RunError
 
@@ -111,7 +111,7 @@ STEADY_ROUNDS = ((1.0, 1.01, 1.02), (1.10, 1.11, 1.12))
 def test_where_times_vary_a_better_median_alone_does_not_tell(
     own: tuple[float, ...], reference: tuple[float, ...], told: bool
 ) -> None:
-    assert told_apart(own, reference) is told
+    assert beyond_noise(own, reference) is told
     trials = [
         trial("fp32", *reference),
         trial("bf16", *own),

@@ -11,7 +11,7 @@ from lab import MLP, class_rows, make_session
 from torch import Tensor, nn
 
 from raytrain.autotune.measurement import Candidate, has_winner
-from raytrain.autotune.rounds import preserve_model
+from raytrain.autotune.preserve import preserve_model
 from raytrain.autotune.startup import PRECISION_ROUNDS
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.train.session import Session
@@ -84,7 +84,7 @@ def test_rounds_alternate_until_the_time_is_up_or_one_has_won(
         now[0] += bf16_s[order.count("bf16") % 2] if order[-1] == "bf16" else fp32_s
         return inner(module, batch)
 
-    monkeypatch.setattr("raytrain.autotune.rounds.seconds_of", lambda _device: now[0])
+    monkeypatch.setattr("raytrain.autotune.step_probe.seconds_of", lambda _device: now[0])
     session.trainable.loss = loss
     compared(session, ["fp32", "bf16"], budget_s=budget)
     assert order == ["fp32", "bf16"] * rounds
