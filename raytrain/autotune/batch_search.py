@@ -221,8 +221,8 @@ class CandidateSearch:
         return sorted((start + spare)[: min(2, len(fitting))])
 
     def _comparison(self) -> list[Proposal]:
-        """The comparison of the candidate about to be chosen with the runner-up of its precision, if it is small enough to
-        be measured again, and the best of each other precision that could be chosen; and the reading of its peak."""
+        """The candidate about to be chosen against the runner-up of its precision, if it is small enough to be measured
+        again, and the best of each other precision that could be chosen; and the reading of its peak."""
         if (chosen := self.chosen) is None:
             return []
         curve, size = self.curves[chosen.precision], chosen.micro_batch_size

@@ -176,7 +176,7 @@ def _means(step: TrainingStep, own: dict[str, tuple[float, float]], workers: lis
 
 #: Parameters that a message about nonfinite gradients names.
 NAMED_AT_MOST = 5
-WEIGHT_UNKNOWN = (
+UNWEIGHED = (
     "the loss adds means over different counts, or is compiled as a whole: its micro-batches count by their rows or "
     'labels, which may differ from one mean over the global batch; return what it is a mean over as "weight" beside it'
 )
@@ -280,9 +280,7 @@ class TrainingLoop:
         split = self.step.workers.world_size > 1 or self.loader.passes(indices) > 1
         if self.step.weight_unknown and split and not self._said_unknown:
             self._said_unknown = True
-            self.reporter.event(
-                "decision", what="loss_weight", value="rows or labels", step=number, reason=WEIGHT_UNKNOWN
-            )
+            self.reporter.event("decision", what="loss_weight", value="rows or labels", step=number, reason=UNWEIGHED)
         self._report_sent(self._buffers.after_step(), step=number)
         state.step, state.weight_unit = number, self.step.weight_unit
         self._epoch, state.cursor = state.cursor.epoch, following
