@@ -26,9 +26,6 @@ from raytrain.runs.storage import Store, join, open_store
 __all__ = ["best_checkpoint", "list_checkpoints", "load", "newest_valid", "read_weights"]
 
 
-# ---------------------------------------------------------------- reader
-
-
 FORMAT = 1
 COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
@@ -87,10 +84,14 @@ def list_checkpoints(run: RunFolder) -> list[CheckpointInfo]:
     return sorted(found, key=lambda info: info.step)
 
 
+def read_manifest(path: str) -> dict[str, Any]:
+    return json.loads(open_store(path).read_bytes(MANIFEST))
+
+
 def eval_loss_of(info: CheckpointInfo) -> float | None:
     """The eval loss in the manifest of a checkpoint; None if it has none or cannot be read."""
     try:
-        value = json.loads(open_store(info.path).read_bytes(MANIFEST)).get("eval_loss")
+        value = read_manifest(info.path).get("eval_loss")
     except (OSError, ValueError, AttributeError):
         return None
     return float(value) if isinstance(value, (int, float)) else None
@@ -131,10 +132,6 @@ def newest_valid(run: RunFolder, *, place: ShardPosition | None = None) -> Newes
     return NewestValid(None, refused)
 
 
-def read_manifest(path: str) -> dict[str, Any]:
-    return json.loads(open_store(path).read_bytes(MANIFEST))
-
-
 def load(path: str, *, check_hashes: bool = True, place: ShardPosition | None = None) -> LoadedCheckpoint:
     """Verifies and loads a checkpoint (a local path or a URI).
 
@@ -150,26 +147,36 @@ def load(path: str, *, check_hashes: bool = True, place: ShardPosition | None = 
         >>> checkpoint.step, checkpoint.parts["model"]["layers.0.weight"].shape
         (2, torch.Size([8, 3]))
     """
-    store = open_store(path)
+    with _opened(path, hashes=check_hashes) as (manifest, files, stored):
+        parts = {part: _part(part, manifest, files, stored, place) for part in stored["parts"]}
+        return LoadedCheckpoint(manifest["step"], parts, unflatten({}, stored["state"]), manifest, open_store(path).uri)
+
+
+@contextlib.contextmanager
+def _opened(path: str, *, hashes: bool) -> Iterator[tuple[dict[str, Any], dict[str, str], dict[str, Any]]]:
+    """The manifest, the local path of every file, and what state.json holds. Raises CheckpointError for what is wrong
+    with them, also inside."""
     with named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
-        manifest, files = checked_files(store, scratch, hashes=check_hashes)
+        manifest, files = checked_files(open_store(path), scratch, hashes=hashes)
         try:
-            tensors = {
-                part: part_tensors(
-                    [files[name] for name in names],
-                    tied=manifest["tied"].get(part, {}),
-                    split=manifest.get("split", {}).get(part, []),
-                    place=place,
-                )
-                for part, names in manifest["parts"].items()
-            }
             with open(files[STATE], "rb") as file:
                 stored = json.load(file)
-            parts = {part: unflatten(tensors[part], tree) for part, tree in stored["parts"].items()}
-            state = unflatten({}, stored["state"])
-            return LoadedCheckpoint(manifest["step"], parts, state, manifest, store.uri)
+            yield manifest, files, stored
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{path}: not understood ({type(error).__name__}: {error})") from error
+
+
+def _part(
+    part: str, manifest: dict[str, Any], files: dict[str, str], stored: dict[str, Any], place: ShardPosition | None
+) -> Any:
+    """The nested state of one part."""
+    tensors = part_tensors(
+        [files[name] for name in manifest["parts"][part]],
+        tied=manifest["tied"].get(part, {}),
+        split=manifest.get("split", {}).get(part, []),
+        place=place,
+    )
+    return unflatten(tensors, stored["parts"][part])
 
 
 @contextlib.contextmanager
@@ -294,13 +301,8 @@ STACKED = "stacked"
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """The model's complete state_dict in a verified checkpoint, on the CPU.
-
-    Attributes:
-        tensors: by their names in the module; tied ones are the same tensor. What `get_extra_state` returned is in it
-            too, whatever it is.
-        state: the JSON state of the training, as saved.
-    """
+    """A model's complete state_dict in a verified checkpoint, on the CPU: `tensors` by their names in the module, tied
+    ones the same tensor, with what `get_extra_state` returned; and the JSON `state` of the training."""
 
     tensors: dict[str, Any]
     state: dict[str, Any]
@@ -320,20 +322,11 @@ def read_weights(path: str) -> CheckpointWeights:
         >>> found.tensors["layers.0.weight"].shape, found.manifest["step"]
         (torch.Size([8, 3]), 2)
     """
-    with named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
-        manifest, files = checked_files(open_store(path), scratch, hashes=True)
-        try:
-            own = manifest["parts"][MODEL]
-            tied, split = manifest["tied"].get(MODEL, {}), manifest.get("split", {}).get(MODEL, [])
-            tensors = part_tensors([files[name] for name in own], tied=tied, split=split, place=None)
-            others = set(files).difference({STATE}, *manifest["parts"].values())
-            with open(files[STATE], "rb") as file:
-                stored = json.load(file)
-            whole, state = unflatten(tensors, stored["parts"][MODEL]), unflatten({}, stored["state"])
-            whole |= _read_stacked([files[name] for name in sorted(others)], manifest.get(STACKED, {}))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{path}: not understood ({type(error).__name__}: {error})") from error
-    return CheckpointWeights(whole, state, manifest)
+    with _opened(path, hashes=True) as (manifest, files, stored):
+        whole = _part(MODEL, manifest, files, stored, None)
+        others = set(files).difference({STATE}, *manifest["parts"].values())
+        whole |= _read_stacked([files[name] for name in sorted(others)], manifest.get(STACKED, {}))
+        return CheckpointWeights(whole, unflatten({}, stored["state"]), manifest)
 
 
 def _read_stacked(files: Iterable[str], stacked: Mapping[str, list[str]]) -> dict[str, Tensor]:

@@ -140,24 +140,15 @@ def discard_after(run: RunFolder, step: int) -> list[int]:
 
 
 class _Delay:
-    """Postpones a write: until its time, `write_now` or `cancel`, whichever comes first."""
+    """Postpones a write until its time, until it is `over` or until `cancel`, whichever comes first."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._over = seconds, threading.Event()
-        self._cancelled = False
-
-    def wait(self) -> bool:
-        """Whether to write."""
-        self._over.wait(self._seconds)
-        return not self._cancelled
-
-    def write_now(self) -> None:
-        self._over.set()
+        self.seconds, self.over, self.cancelled = seconds, threading.Event(), False
 
     def cancel(self) -> None:
         """Does nothing if the write has begun, or if nothing postpones it: its thread may not have come to it yet."""
-        self._cancelled = self._seconds > 0
-        self._over.set()
+        self.cancelled = self.seconds > 0
+        self.over.set()
 
 
 class CheckpointWriter:
@@ -179,9 +170,7 @@ class CheckpointWriter:
         shard_bytes: a part larger than this is split into several files.
 
     Attributes:
-        stalls: seconds that each `save` blocked the caller.
-        last_write_s, last_bytes, last_step: of the newest completed checkpoint.
-        written_at: when it was completed (`time.monotonic`); None before the first.
+        last_write_s, last_bytes, written_at: of the newest completed checkpoint, with `time.monotonic`; None before.
     """
 
     def __init__(
@@ -190,21 +179,19 @@ class CheckpointWriter:
         *,
         keep: int | Literal["all"],
         asynchronous: bool,
-        fence: Callable[[], None] | None = None,
+        fence: Callable[[], None] = lambda: None,
         world_size: int = 1,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self._run, self._world_size, self._shard_bytes = run_folder, world_size, shard_bytes
         self._keep: int | Literal["all"] = keep
-        self._fence = fence or (lambda: None)
+        self._fence = fence
         self._staging = Staging() if asynchronous else None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
         self._delay = _Delay(0.0)
-        self.stalls: list[float] = []
         self.last_write_s: float | None = None
         self.last_bytes: int | None = None
-        self.last_step: int | None = None
         self.written_at: float | None = None
 
     def __enter__(self) -> CheckpointWriter:
@@ -217,19 +204,12 @@ class CheckpointWriter:
     def staged_bytes(self) -> int:
         return self._staging.nbytes if self._staging else 0
 
-    def rehearse(self, parts: Mapping[str, Any]) -> float | None:
-        """Allocates the buffers and times a copy into them, without writing; None after a save and without a thread.
-
-        The first copy into new memory takes far longer than later ones, so it is made as soon as optimizers have state.
-        The returned time (seconds) is the stall that `solve_interval` needs.
-        """
-        if self._staging is None or self.stalls:
-            return None
-        take_snapshot(parts, {}, step=0, staging=self._staging)
-        self._staging.wait()
-        began = time.perf_counter()
-        take_snapshot(parts, {}, step=0, staging=self._staging)
-        return time.perf_counter() - began
+    def rehearse(self, parts: Mapping[str, Any]) -> None:
+        """Before the first save, allocates the buffers and copies into them, without writing: the first copy into new
+        memory takes far longer than later ones, so it is made as soon as optimizers have state."""
+        if self._staging is not None and not self._staging.nbytes:
+            take_snapshot(parts, {}, step=0, staging=self._staging)
+            self._staging.wait()
 
     def save(
         self,
@@ -262,13 +242,12 @@ class CheckpointWriter:
             self._delay.cancel()
         self.wait()
         snapshot = take_snapshot(parts, state, step=step, staging=self._staging)
-        finite = eval_loss is not None and math.isfinite(eval_loss)
         about = {
             "format": FORMAT,
             "step": step,
             "created": datetime.now(UTC).isoformat(),
             "world_size": self._world_size,
-            "eval_loss": eval_loss if finite else None,
+            "eval_loss": eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
             "extra": plain(dict(extra or {})),
         }
         if self._executor is None:
@@ -276,8 +255,7 @@ class CheckpointWriter:
         else:
             self._delay = delay = _Delay(0.0 if remote is not None else delay_s)
             self._pending = self._executor.submit(self._write_later, delay, snapshot, about, remote)
-        self.stalls.append(time.perf_counter() - began)
-        return self.stalls[-1]
+        return time.perf_counter() - began
 
     def prepare(self, step: int) -> None:
         """Creates an empty directory for a checkpoint that other processes write into as well."""
@@ -289,12 +267,11 @@ class CheckpointWriter:
     def abandon(self) -> None:
         """Closes without completing a checkpoint whose remote state is lost; leaves no partial checkpoint."""
         with contextlib.suppress(RunError):
-            self.wait()
-        self.close()
+            self.close()
 
     def wait(self) -> None:
         """Returns when nothing is being written or delayed; raises an error of the background thread once."""
-        self._delay.write_now()
+        self._delay.over.set()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -312,7 +289,8 @@ class CheckpointWriter:
     ) -> None:
         if self._staging is not None:
             self._staging.wait()
-        if delay.wait():
+        delay.over.wait(delay.seconds)
+        if not delay.cancelled:
             self._write(snapshot, about, remote)
 
     def _write(self, snapshot: Snapshot, about: dict[str, Any], remote: RemoteCheckpoint | None) -> None:
@@ -336,7 +314,6 @@ class CheckpointWriter:
                 self._fence()
                 discard(path)
             raise
-        self.last_write_s, self.last_step = time.perf_counter() - began, snapshot.step
-        self.written_at = time.monotonic()
+        self.last_write_s, self.written_at = time.perf_counter() - began, time.monotonic()
         self._fence()
         retain(self._run, keep=self._keep, newest=snapshot.step)

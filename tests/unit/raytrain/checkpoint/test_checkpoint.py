@@ -521,8 +521,8 @@ def test_an_asynchronous_write_does_not_see_later_changes(run):
     weights, moments, numbers = torch.ones(1000), torch.zeros(3, 3), {"position": [1]}
     with writer_of(run, asynchronous=True, fence=gate) as writer:
         parts = {"model": {"w": weights}, "optimizer": {0: {"m": moments, "lr": 0.5}}}
-        stall = writer.save(parts, numbers, step=1)
-        assert gate.reached.wait(30) and writer.stalls == [stall]
+        writer.save(parts, numbers, step=1)
+        assert gate.reached.wait(30)
         weights.fill_(2)
         moments.add_(1)
         parts["optimizer"][0]["lr"] = 9.0
@@ -532,7 +532,7 @@ def test_an_asynchronous_write_does_not_see_later_changes(run):
     loaded = load(run.checkpoint_dir(1))
     assert loaded.parts["model"]["w"].eq(1).all() and loaded.parts["optimizer"][0]["m"].eq(0).all()
     assert loaded.parts["optimizer"][0]["lr"] == 0.5 and loaded.state == {"position": [1]}
-    assert writer.last_step == 1 and writer.last_bytes > 4000 and writer.last_write_s > 0
+    assert writer.last_bytes > 4000 and writer.last_write_s > 0
 
 
 def test_staging_buffers_are_reused_and_bounded():
@@ -552,10 +552,11 @@ def test_staging_buffers_are_reused_and_bounded():
 def test_a_rehearsal_makes_the_buffers_and_writes_nothing(run):
     parts = {"model": {"w": torch.ones(1000)}}
     with writer_of(run, asynchronous=True) as writer:
-        assert writer.rehearse(parts) > 0 and writer.staged_bytes == 4000
-        assert not writer.stalls and list_checkpoints(run) == []
+        writer.rehearse(parts)
+        assert writer.staged_bytes == 4000 and list_checkpoints(run) == []
     with writer_of(run) as writer:
-        assert writer.rehearse(parts) is None and writer.staged_bytes == 0
+        writer.rehearse(parts)
+        assert writer.staged_bytes == 0
 
 
 def test_a_second_save_touches_the_buffers_only_after_the_first_is_complete(run, monkeypatch):
