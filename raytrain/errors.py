@@ -69,12 +69,8 @@ class CollectiveFailed(RunError):
 
 
 def lost_in(what: str, error: BaseException) -> CollectiveFailed:
-    """The failure of a collective, from the error that torch raised: without the place in the C++ code that begins the
-    message of gloo and NCCL, and without the advice that follows it.
-
-    Args:
-        what: the collective, such as "a collective of 2 workers".
-    """
+    """The failure of `what` ("a collective of 2 workers"), from the error that torch raised: without the place in the
+    C++ code that begins the message of gloo and NCCL, and without the advice that follows it."""
     why = re.sub(r"^(\[[^\]]*\.(cc|cpp|h|hpp):\d+\]\s*)+", "", first_line(error))
     return CollectiveFailed(f"{what} failed: {why.partition('. This may indicate')[0]}")
 
@@ -95,12 +91,7 @@ class ResourcesTaken(RunError):
 
 
 class WorkersChange(ResourcesTaken):
-    """The cluster has room for another number of workers than an elastic run has: it continues with that number.
-
-    Args:
-        workers: the number to continue with.
-        reason: why, as a sentence.
-    """
+    """The cluster has room for another number of workers than an elastic run has: it continues with that number."""
 
     def __init__(self, workers: int, reason: str) -> None:
         super().__init__(reason)

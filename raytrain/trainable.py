@@ -181,19 +181,12 @@ class RemoteState:
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """What a model reports for a log interval.
+    """What a model reports for a log interval."""
 
-    Attributes:
-        metrics: scalars for the row of metrics.jsonl.
-        row: of experts.jsonl in the run folder.
-        traces: step -> content of its routing trace, on rank 0.
-        events: (kind, fields) for events.jsonl.
-    """
-
-    metrics: dict[str, float]
-    row: dict[str, Any]
-    traces: dict[int, bytes] = field(default_factory=dict)
-    events: list[Notice] = field(default_factory=list)
+    metrics: dict[str, float]  # for the row of metrics.jsonl
+    row: dict[str, Any]  # of experts.jsonl in the run folder
+    traces: dict[int, bytes] = field(default_factory=dict)  # step -> content of its routing trace, on rank 0
+    events: list[Notice] = field(default_factory=list)  # for events.jsonl
 
 
 class IntervalLog(Protocol):
@@ -304,7 +297,11 @@ class Trainable:
         if not isinstance(module, nn.Module):
             raise InputError("model.builder", got=f"a {type(module).__name__}", expected="a torch.nn.Module")
         if loss is not None:
-            return cls(module, _own_loss(loss), takes_global_count=_names_global_count(loss), reads_weight=True)
+
+            def own(module: nn.Module, batch: Batch, **count: Any) -> LossOutput:
+                return loss_output(loss(module, batch, **count), labels=batch.get("labels"), training=module.training)
+
+            return cls(module, own, takes_global_count=_names_global_count(loss), reads_weight=True)
         counted = _names_global_count(module.forward)
         return cls(module, _convention_loss(module), takes_global_count=counted, reads_weight=True)
 
@@ -397,26 +394,22 @@ def loss_output(value: Any, *, labels: Any = None, training: bool = True) -> Los
         return LossOutput(_scalar(value))
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         return LossOutput(_scalar(value[0]), metrics=_metrics(value[1]))
-    loss, logits, named, weight = (_field(value, name) for name in ("loss", "logits", "accuracy", "weight"))
-    metrics = _metrics({"accuracy": named}) if isinstance(named, Tensor) else {}
-    one_per_row = isinstance(logits, Tensor) and isinstance(labels, Tensor) and is_integer(labels)
-    if not training and not metrics and one_per_row and logits.ndim == 2 and labels.shape == logits.shape[:1]:
-        metrics = {"accuracy": accuracy(logits.detach(), labels)}
-    return LossOutput(_scalar(loss, value), metrics=metrics, weight=_checked_weight(weight))
-
-
-def _checked_weight(weight: Any) -> Tensor | float | None:
-    """A returned "weight", if it is one. Raises InputError for a tensor of several elements."""
+    told: list[Any] = [
+        value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        for name in ("loss", "logits", "accuracy", "weight")
+    ]
+    loss, logits, named, weight = told
     if isinstance(weight, Tensor) and weight.numel() != 1:
         raise InputError(
             "model.builder", got=f"a weight of shape {tuple(weight.shape)} beside the loss",
             expected="one number: how many rows, tokens or pixels the loss is a mean over",
         )  # fmt: skip
-    return weight if isinstance(weight, Tensor | float | int) else None
-
-
-def _field(value: Any, name: str) -> Any:
-    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    metrics = _metrics({"accuracy": named}) if isinstance(named, Tensor) else {}
+    one_per_row = isinstance(logits, Tensor) and isinstance(labels, Tensor) and is_integer(labels)
+    if not training and not metrics and one_per_row and logits.ndim == 2 and labels.shape == logits.shape[:1]:
+        metrics = {"accuracy": accuracy(logits.detach(), labels)}
+    own = weight if isinstance(weight, Tensor | float | int) else None
+    return LossOutput(_scalar(loss, value), metrics=metrics, weight=own)
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -464,13 +457,6 @@ def _mentions(constants: tuple[Any, ...], name: str) -> bool:
         for one in constants
         if isinstance(one, str | tuple | CodeType)
     )
-
-
-def _own_loss(function: Callable[..., Any]) -> Callable[..., LossOutput]:
-    def loss(module: nn.Module, batch: Batch, **count: Any) -> LossOutput:
-        return loss_output(function(module, batch, **count), labels=batch.get("labels"), training=module.training)
-
-    return loss
 
 
 def _convention_loss(module: nn.Module) -> Callable[..., LossOutput]:

@@ -18,7 +18,7 @@ from raytrain.plan.choice import Resolved, seconds_text
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.state import Clock, LoopState, Reporter
+from raytrain.train.state import Clock, LoopState, Reporter, Saver
 
 #: `save.every: auto`: checkpoint stalls may take this share of the run time ...
 STALL_BUDGET = 0.03
@@ -39,8 +39,8 @@ BETWEEN_STEPS = ("compile", "eval", "save", "sleep", "restart", "lost")
 BEST_BUDGET = 0.1
 
 
-class CheckpointSaver:
-    """The loop's `Saver`: rank 0 snapshots and writes; the other ranks send the states of their random generators.
+class CheckpointSaver(Saver):
+    """Rank 0 snapshots and writes; the other ranks send the states of their random generators.
 
     Args:
         session: whose state is saved.

@@ -18,7 +18,8 @@ from raytrain.accelerator import gpu_module, on_gpu
 from raytrain.config.messages import abbreviated
 from raytrain.errors import DevicePlacementError
 
-# ---------------------------------------------------------------- device
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""cuBLAS reads it when it is first used; deterministic products need it."""
 
 
 def need_data(module: nn.Module) -> None:
@@ -42,7 +43,7 @@ def set_determinism(*, deterministic: bool) -> None:
     torch.backends.cudnn.deterministic = deterministic
     if deterministic:
         torch.backends.cudnn.benchmark = False
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
         # torch excludes NVLink SHARP where it constructs a group, which Ray does earlier; NCCL reads it later
         os.environ.setdefault("NCCL_ALGO", "^NVLS")
 
@@ -95,21 +96,10 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 # The settings of torch that a worker applies to its process, for processes that compute a part of its passes.
 
 
-CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""cuBLAS reads it when it is first used; deterministic products need it."""
-
-
 @dataclass(frozen=True)
 class ProcessSettings:
     """What changes the results or the speed of a process and is global to it; threads and memory limits are not here,
-    since each process has its own.
-
-    Attributes:
-        deterministic, cublas_workspace: of `loop.deterministic`.
-        matmul: "highest", "high" or "medium"; with cudnn_tf32 of `precision.dtype`.
-        cudnn_deterministic, cudnn_benchmark: of `loop.deterministic` and `loop.cudnn_benchmark`.
-        seed: the one that this process was seeded with last.
-    """
+    since each process has its own."""
 
     deterministic: bool
     cublas_workspace: str | None
@@ -158,9 +148,8 @@ class CudnnBenchmark:
     """Controls `torch.backends.cudnn.benchmark` and counts the shapes of the batches.
 
     Args:
-        asked: `loop.cudnn_benchmark`: true, false, or auto (on for a GPU, until there are too many shapes).
-        device: device of this worker.
-        deterministic: `loop.deterministic`, which requires the same kernels every time.
+        asked: `loop.cudnn_benchmark`: true, false, or auto (on for a GPU, until there are too many shapes; not with
+            `loop.deterministic`, which requires the same kernels every time).
     """
 
     def __init__(self, asked: bool | str, *, device: torch.device, deterministic: bool) -> None:
@@ -168,10 +157,6 @@ class CudnnBenchmark:
         torch.backends.cudnn.benchmark = on
         self._counting = on and asked == "auto"
         self._shapes: set[tuple[Any, ...]] = set()
-
-    @property
-    def on(self) -> bool:
-        return bool(torch.backends.cudnn.benchmark)
 
     def observe(self, batch: dict[str, Any]) -> dict[str, Any] | None:
         """Count the shapes of a batch; return the fields of an event if this batch turns the search off."""

@@ -46,19 +46,7 @@ from raytrain.trainable import Trainable
 
 @dataclass(frozen=True)
 class TrainJob:
-    """The configuration sections, the plan and the run folder of a run, pickled to the workers.
-
-    Attributes:
-        telemetry_every: seconds between two samples of a node; 0: none.
-        log_memory: print the memory in use with each train row.
-        builder_sections: sections that a builder may take by parameter name, such as {"experts": ...}.
-        run_path: path of the run folder.
-        import_path: working directory of the command, appended to the workers' `sys.path`.
-        owner: the driver process, {host, pid, start}.
-        first_attempt: number of this command's first attempt; faults of earlier attempts do not count.
-        claimed_attempt: the number that the driver took for these workers' first attempt. It is larger than
-            `first_attempt` if the driver lost Ray and connected again.
-    """
+    """The configuration sections, the plan and the run folder of a run, pickled to the workers."""
 
     seed: int
     model: ModelConfig
@@ -71,15 +59,15 @@ class TrainJob:
     observers: list[str]
     tensorboard: bool
     plan: Plan
-    run_path: str
-    import_path: str
-    owner: dict[str, Any] = field(default_factory=dict)
-    first_attempt: int = 1
-    claimed_attempt: int = 1
-    builder_sections: dict[str, Any] = field(default_factory=dict)
+    run_path: str  # of the run folder
+    import_path: str  # working directory of the command, appended to the workers' `sys.path`
+    owner: dict[str, Any] = field(default_factory=dict)  # the driver process, {host, pid, start}
+    first_attempt: int = 1  # of this command; faults of earlier attempts do not count
+    claimed_attempt: int = 1  # by the driver for these workers: a later one if it lost Ray and connected again
+    builder_sections: dict[str, Any] = field(default_factory=dict)  # that a builder may take by parameter name
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    telemetry_every: float = 0.0
-    log_memory: bool = False
+    telemetry_every: float = 0.0  # seconds between two samples of a node; 0: none
+    log_memory: bool = False  # print the memory in use with each train row
 
     def planned(self, name: str) -> Any:
         """The value of a resolved choice.
@@ -101,25 +89,15 @@ def place_of(job: TrainJob, *, rank: int, world_size: int) -> ShardPosition | No
 @dataclass(frozen=True)
 class StepSettings:
     """What the steps use now: the planned values, replaced by what is measured at the start of an attempt and by what
-    the failure rules decide. The plan itself stays as it was decided.
+    the failure rules decide. The plan itself stays as it was decided."""
 
-    Attributes:
-        micro_batch: most rows of a forward pass; None until it is measured.
-        tokens_per_batch: most tokens of a forward pass; None without a token budget.
-        fp32_layers: names of the layers that compute in fp32 under autocast.
-        shares: of a global batch, by measured speed; None if they are equal or not measured yet.
-        inflight: micro-batches in flight between workers and expert hosts.
-        overlap: whether all-reduces overlap with the last backward pass.
-        compiled: whether the model is compiled; False until `loop.compile: auto` is measured.
-    """
-
-    micro_batch: int | None
-    tokens_per_batch: int | None = None
-    fp32_layers: tuple[str, ...] = ()
-    shares: Shares | None = None
-    inflight: int = 1
-    overlap: bool = False
-    compiled: bool = False
+    micro_batch: int | None  # most rows of a forward pass; None until it is measured
+    tokens_per_batch: int | None = None  # most tokens of a forward pass; None without a token budget
+    fp32_layers: tuple[str, ...] = ()  # names of the layers that compute in fp32 under autocast
+    shares: Shares | None = None  # of a global batch, by measured speed; None if they are equal or not measured yet
+    inflight: int = 1  # micro-batches between workers and expert hosts
+    overlap: bool = False  # all-reduces, with the last backward pass
+    compiled: bool = False  # also until `loop.compile: auto` is measured
 
     @classmethod
     def planned(cls, job: TrainJob) -> StepSettings:
@@ -288,7 +266,7 @@ def load_module(module: nn.Module, state: dict[str, Any]) -> None:
         CheckpointError: names or shapes differ; the message lists the first five.
     """
     own = module.state_dict()
-    refuse_other_model(differences(own, state, shapes=lambda one: {one.shape}))
+    refuse_other_model(own, state, shapes=lambda one: {one.shape})
     module.load_state_dict(of_this_version(own, state))
 
 
@@ -299,24 +277,20 @@ def of_this_version(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[st
     return found
 
 
-def differences(
+def refuse_other_model(
     own: Mapping[str, Any], state: Mapping[str, Any], *, shapes: Callable[[torch.Tensor], set[torch.Size]]
-) -> list[str]:
-    """Differences between a saved `state` and a module's `own` state, one line each.
+) -> None:
+    """Raise CheckpointError with the first five differences between a saved `state` and a module's `own`, if any.
 
     Args:
         shapes: returns the allowed shapes of the saved tensor for a tensor of `own`.
     """
     wrong = [f"{name} is missing" for name in own if name not in state]
     wrong += [f"{name} is not in the model" for name in state if name not in own]
-    return wrong + [
+    wrong += [
         f"{name} has shape {tuple(state[name].shape)}, the model {tuple(own[name].shape)}"
         for name in own
         if name in state and not is_extra(name, own[name]) and state[name].shape not in shapes(own[name])
     ]
-
-
-def refuse_other_model(wrong: list[str]) -> None:
-    """Raise CheckpointError with the first five differences, if there are any."""
     if wrong:
         raise CheckpointError(f"the checkpoint belongs to another model: {abbreviated(wrong, 5, separator='; ')}")

@@ -27,19 +27,12 @@ HIGHER_PRECISION = {"fp16": "bf16", "bf16": "fp32", "tf32": "fp32"}
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The dtypes of a run's computation.
+    """The dtypes of a run's computation."""
 
-    Attributes:
-        name: value of `precision.dtype`.
-        master_dtype: dtype of weights, gradients and optimizer state.
-        autocast_dtype: dtype of autocast's matrix products; None if autocast is off.
-        matmul: torch's float32 matrix product setting, "highest" (exact float32) or "high" (TF32).
-    """
-
-    name: str
-    master_dtype: torch.dtype
-    autocast_dtype: torch.dtype | None
-    matmul: str
+    name: str  # value of `precision.dtype`
+    master_dtype: torch.dtype  # of weights, gradients and optimizer state
+    autocast_dtype: torch.dtype | None  # of autocast's matrix products; None if autocast is off
+    matmul: str  # torch's float32 matrix products: "highest" (exact float32) or "high" (TF32)
 
     @property
     def scales_loss(self) -> bool:
@@ -116,7 +109,7 @@ class LossScale:
         self._good_steps = torch.where(grow, torch.zeros_like(good), good)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the scale; empty unless enabled, since checkpoints of other precisions contain no scaler."""
+        """Empty unless enabled: checkpoints of other precisions contain no scaler."""
         return {"scale": self.value, "good_steps": self._good_steps} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,12 +128,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class LayerPrecision:
-    """Sets the format in which individual layers of a module compute.
-
-    Args:
-        module: layers are named as in its `named_modules`.
-        device: its type selects the autocast context.
-    """
+    """Sets the format in which individual layers of a module, named as in `named_modules`, compute."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._kind = module, device.type
@@ -152,23 +140,22 @@ class LayerPrecision:
         Raises:
             InputError: the model has no layer of that name.
         """
-        for part, before in self._kept.items():
-            _put_back(part, before)
+        _put_back(self._kept)
         self._kept = {}
         for part in parts_named(self._module, names):
-            self._kept[part] = _swap(part, _InFp32(part.forward, self._kind))
+            self._kept[part] = part.__dict__.get("forward")
+            part.forward = _InFp32(part.forward, self._kind)
 
     @contextlib.contextmanager
     def alone_in(self, name: str, dtype: torch.dtype) -> Iterator[None]:
         """Context in which only this layer computes under autocast in `dtype`; autocast must otherwise be off."""
-        before = {
-            part: _swap(part, _InHalf(part.forward, self._kind, dtype)) for part in parts_named(self._module, [name])
-        }
+        before = {part: part.__dict__.get("forward") for part in parts_named(self._module, [name])}
+        for part in before:
+            part.forward = _InHalf(part.forward, self._kind, dtype)
         try:
             yield
         finally:
-            for part, forward in before.items():
-                _put_back(part, forward)
+            _put_back(before)
 
 
 def parts_named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -202,18 +189,13 @@ def layers_of(module: nn.Module, *, blocks: str | None, most: int) -> list[str]:
     return [name for name in own if not any(name.startswith(f"{other}.") for other in own)]
 
 
-def _swap(part: nn.Module, forward: Any) -> Any:
-    """Replace `forward` and return the previous instance attribute (None: the class's own method)."""
-    before = part.__dict__.get("forward")
-    part.forward = forward
-    return before
-
-
-def _put_back(part: nn.Module, before: Any) -> None:
-    if before is None:
-        del part.forward
-    else:
-        part.forward = before
+def _put_back(before: dict[nn.Module, Any]) -> None:
+    """Put back the attribute `forward` that each part had; None: it had the method of its class."""
+    for part, forward in before.items():
+        if forward is None:
+            del part.forward
+        else:
+            part.forward = forward
 
 
 class _InFp32:

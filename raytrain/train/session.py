@@ -32,7 +32,7 @@ from raytrain.train.parallel.strategy import Filler, ForStep, Replicated
 from raytrain.train.parallel.sync_batchnorm import CollectiveReduction, Members, refuse_torchs_own, synchronize
 from raytrain.train.placing import kept_in_eval
 from raytrain.train.precision import LayerPrecision, LossScale, apply_matmul, policy_for
-from raytrain.train.state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
+from raytrain.train.state import Clock, LoopLimits, LoopState, Reporter, Saver
 from raytrain.train.step import TrainingStep, evaluate
 
 
@@ -249,7 +249,7 @@ class Session:
             self.sizing = MicroBatchSize(self.loader.micro_batch, grow_after=loop.grow_after, whole=whole)
         return TrainingLoop(
             step=self.step, loader=self.loader, evaluate=self.evaluate if self.source.eval is not None else None,
-            limits=self.limits(), reporter=reporter, saver=saver or NeverSaves(), should_stop=should_stop,
+            limits=self.limits(), reporter=reporter, saver=saver or Saver(), should_stop=should_stop,
             peak_memory=self.peak_memory, memory=partial(memory_in_use, self.device), clock=clock or Clock(),
             sizing=self.sizing, switches=self.switches, full_rate=self.full_rate,
         )  # fmt: skip

@@ -135,23 +135,20 @@ class Reporter(Protocol):
 
     def metrics(self, row: dict[str, Any]) -> None:
         """One row of metrics.jsonl."""
-        ...
 
     def event(self, kind: str, **fields: Any) -> None:
         """One row of events.jsonl."""
-        ...
 
     def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
         """One row of experts.jsonl, and routing traces by step."""
-        ...
 
 
-class Saver(Protocol):
-    """Writes checkpoints; every worker calls `save` at the same step."""
+class Saver:
+    """Writes checkpoints; every worker calls `save` at the same step. This one writes none, as in measurements."""
 
     def due(self, step: int) -> bool:
         """Whether rank 0 wants a checkpoint after `step`."""
-        ...
+        return False
 
     def save(self, state: LoopState, *, final: bool, only_best: bool = False) -> None:
         """Take a snapshot of the state after `state.step` and write it.
@@ -161,17 +158,6 @@ class Saver(Protocol):
             only_best: saved only because its evaluation is the best so far; the next best one may replace it before it
                 is written.
         """
-        ...
-
-
-class NeverSaves:
-    """The saver of a loop whose state is not kept (measurements)."""
-
-    def due(self, step: int) -> bool:
-        return False
-
-    def save(self, state: LoopState, *, final: bool, only_best: bool = False) -> None:
-        """Nothing."""
 
 
 class NonFinite:

@@ -265,7 +265,7 @@ def losses_of(loop: dict[str, Any], optim: dict[str, Any], data: dict[str, Any])
 @pytest.mark.covers("BP-22", "BP-23")
 def test_each_switch_off_and_all_of_them_give_the_reference_losses() -> None:
     reference, plain = losses_of({**FAST["loop"], "reference": True}, FAST["optim"], FAST["data"])
-    assert plain.switches.compiled is None and not plain.step.skips_on_device and not plain.switches.cudnn.on
+    assert plain.switches.compiled is None and not plain.step.skips_on_device and not torch.backends.cudnn.benchmark
     assert plain.switches.masks[0].budget == 0 and plain.job.planned("storage") == "stream"
     assert not any("forward" in vars(part) for part in plain.trainable.module.modules())
     assert len(OFF) == 6
