@@ -74,8 +74,7 @@ def prefetch(
     """Start work for each item ahead of its use; yield each item with its pending result.
 
     At most `depth` results are pending at a time, the yielded one included: a consumer that asks for the next item as
-    soon as it has a result keeps `depth` of them in the making (`prefetched_results`). Closing the generator cancels
-    what is left.
+    soon as it has a result keeps `depth` of them in the making. Closing the generator cancels what is left.
     """
     waiting: deque[tuple[Item, PendingBatch[Result]]] = deque()
     try:
@@ -90,22 +89,8 @@ def prefetch(
             pending.cancel()
 
 
-def prefetched_results(running: Generator[tuple[Item, PendingBatch[Result]]]) -> Generator[Result]:
-    """The results one by one; the following ones are started before a result is yielded."""
-    current = next(running, None)
-    try:
-        while current is not None:
-            result, current = current[1].result(), None
-            current = next(running, None)
-            yield result
-    finally:
-        if current is not None:
-            current[1].cancel()
-        running.close()
-
-
 class Prefetcher(Generic[Result]):
-    """Training batches that are made while earlier ones are used.
+    """Batches that are made while earlier ones are used.
 
     Args:
         start: from an iterator of requests to a generator of (request, pending batch), as `prefetch` returns.
@@ -149,31 +134,24 @@ class Prefetcher(Generic[Result]):
 # Copy batches to a GPU while it computes: a thread gathers and pins them, and a separate CUDA stream copies.
 
 
-Made = TypeVar("Made")
-
 #: Batches on the device in addition to the one in use.
 UPLOAD_DEPTH = 2
 
 
-class BatchUploader(Generic[Made]):
-    """One thread and one CUDA stream; the host never waits for a copy. On a CPU there is only the thread.
+class BatchUploader(Generic[Result]):
+    """One thread and one CUDA stream; the host never waits for a copy. On a CPU there is only the thread."""
 
-    Args:
-        device: where batches go.
-        parts: from what is made to its tensors, as a nested value.
-    """
-
-    def __init__(self, device: torch.device, *, parts: Callable[[Made], Any]) -> None:
-        self._device, self._parts = device, parts
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = gpu_module(device).Stream(device) if on_gpu(device) else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
 
-    def begin(self, make: Callable[[], Made], unwanted: Callable[[], object] = lambda: None) -> PendingUpload[Made]:
+    def begin(self, make: Callable[[], Result], unwanted: Callable[[], object] = lambda: None) -> PendingUpload[Result]:
         """Make a batch in the thread; its copies and kernels go to the stream. `unwanted` is called if the batch is
         cancelled before the thread starts on it."""
-        return PendingUpload(self._thread.submit(self._made, make), self._stream, parts=self._parts, unwanted=unwanted)
+        return PendingUpload(self._thread.submit(self._made, make), self._stream, unwanted=unwanted)
 
-    def _made(self, make: Callable[[], Made]) -> tuple[Made, torch.Event | None]:
+    def _made(self, make: Callable[[], Result]) -> tuple[Result, torch.Event | None]:
         if self._stream is None:
             return make(), None
         gpu = gpu_module(self._device)
@@ -186,26 +164,22 @@ class BatchUploader(Generic[Made]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-class PendingUpload(Generic[Made]):
+class PendingUpload(Generic[Result]):
     """A batch that is being copied."""
 
     def __init__(
-        self,
-        future: Future[tuple[Made, torch.Event | None]],
-        stream: torch.Stream | None,
-        *,
-        parts: Callable[[Made], Any],
+        self, future: Future[tuple[Result, torch.Event | None]], stream: torch.Stream | None, *,
         unwanted: Callable[[], object],
-    ) -> None:
-        self._future, self._stream, self._parts, self._unwanted = future, stream, parts, unwanted
+    ) -> None:  # fmt: skip
+        self._future, self._stream, self._unwanted = future, stream, unwanted
 
-    def result(self) -> Made:
+    def result(self) -> Result:
         """The batch. Kernels that are queued from now on wait for its copies; the host does not."""
         made, copied = self._future.result()
         if self._stream is not None and copied is not None:
             current = gpu_module(self._stream.device).current_stream(self._stream.device)
             current.wait_event(copied)
-            for _, tensor in tensors_of(self._parts(made), ""):
+            for _, tensor in tensors_of(made, ""):
                 tensor.record_stream(current)  # its memory belongs to the other stream
         return made
 
@@ -280,7 +254,9 @@ def receive(line: Connection) -> tuple[Any, Any]:
 
 def _apart(value: Any, parts: list[tuple[int, np.ndarray]]) -> Any:
     """`value` with a `_Part` in place of each plain tensor; (begin, bytes) of each go to the end of `parts`."""
-    if type(value) is not Tensor or not _is_plain(value):
+    plain = type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu"
+    # others are sent as torch does: bytes, type and shape are not all there is to them
+    if not plain or value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
         return value if isinstance(value, PackedSequence) else rebuild(value, partial(_apart, parts=parts))
     tensor = dense(value)
     last = not tensor.is_contiguous()  # then it is in an order of channels that `dense` leaves alone
@@ -302,12 +278,6 @@ def _end_of(parts: list[tuple[int, np.ndarray]]) -> int:
         return 0
     begin, part = parts[-1]
     return begin + part.nbytes + -part.nbytes % ALIGNED
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes, type and shape are all there is to it; others (sparse, quantized) are sent as torch does."""
-    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.requires_grad
-    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 # ---------------------------------------------------------------- processes
@@ -468,7 +438,7 @@ def _serve(pipe: Connection, splits: Mapping[str, DatasetSplit], seed: int, held
             os.close(descriptor)
     torch.set_num_threads(1)
     requests: queue.SimpleQueue[tuple[int, BatchRequest]] = queue.SimpleQueue()
-    threading.Thread(target=_take, args=(pipe, requests), daemon=True).start()
+    threading.Thread(target=_receive_requests, args=(pipe, requests), daemon=True).start()
     while True:
         number, request = requests.get()
         split = splits[request.split]
@@ -484,7 +454,7 @@ def _serve(pipe: Connection, splits: Mapping[str, DatasetSplit], seed: int, held
             os._exit(0)
 
 
-def _take(pipe: Connection, requests: queue.SimpleQueue[tuple[int, BatchRequest]]) -> None:
+def _receive_requests(pipe: Connection, requests: queue.SimpleQueue[tuple[int, BatchRequest]]) -> None:
     while True:
         try:
             requests.put(pipe.recv())

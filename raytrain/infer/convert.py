@@ -200,13 +200,29 @@ def _json_or_text(
     try:
         with _stream(path) as stream:
             if kind == "json":
-                yield _table(_json_rows(stream.read(), path), path, exact, used)
+                try:
+                    rows = json.loads(stream.read())
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    raise InputError(KEY, got=f"{path}: {error}", expected="a JSON array of objects") from error
+                if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                    seen = f"{path}, which is no array of objects"
+                    raise InputError(KEY, got=seen, expected="a JSON array of objects")
+                yield _table(rows, path, exact, used)
                 return
             lines: list[dict[str, Any]] = []
             for number, raw in enumerate(io.BufferedReader(stream), start=1):
-                line = _decoded(raw.rstrip(b"\r\n"), path, number)
+                where = f"{path} line {number}"
+                try:
+                    line = raw.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
+                    row = json.loads(line) if kind == "jsonl" and line.strip() else None
+                except UnicodeDecodeError as error:
+                    raise InputError(KEY, got=f"{where}, which is not UTF-8", expected="UTF-8 text") from error
+                except json.JSONDecodeError as error:
+                    raise InputError(KEY, got=f"{where}: {error}", expected="a JSON object on each line") from error
                 if kind == "jsonl" and line.strip():
-                    lines.append(_json_object(line, path, number))
+                    if not isinstance(row, dict):
+                        raise InputError(KEY, got=f"{where}: a {type(row).__name__}", expected="a JSON object")
+                    lines.append(row)
                 elif kind == "text" and line.strip():
                     lines.append({TEXT_COLUMN: line})
                 if len(lines) == rows_at_once:
@@ -295,30 +311,3 @@ def _decimals(value: Any) -> Any:
     if isinstance(value, list):
         return [_decimals(one) for one in value]
     return Decimal(value) if type(value) is int else value
-
-
-def _decoded(line: bytes, path: str, number: int) -> str:
-    try:
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(KEY, got=f"{path} line {number}, which is not UTF-8", expected="UTF-8 text") from error
-
-
-def _json_object(line: str, path: str, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(KEY, got=f"{path} line {number}: {error}", expected="a JSON object on each line") from error
-    if not isinstance(row, dict):
-        raise InputError(KEY, got=f"{path} line {number}: a {type(row).__name__}", expected="a JSON object")
-    return row
-
-
-def _json_rows(text: bytes, path: str) -> list[dict[str, Any]]:
-    try:
-        rows = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(KEY, got=f"{path}: {error}", expected="a JSON array of objects") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(KEY, got=f"{path}, which is no array of objects", expected="a JSON array of objects")
-    return rows

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from raytrain.config.messages import suggestion
+from raytrain.data.sources.tables import open_parquet
 from raytrain.errors import InputError, first_line
 from raytrain.runs.storage import file_size, join, locate, matching, open_store, read_bytes, split, unreadable
 
@@ -150,7 +151,7 @@ class InputRows:
         """
         groups, schema, origins = [], None, origins or paths
         for path, origin in zip(paths, origins, strict=True):
-            file = _open_parquet(path)
+            file = open_parquet(path, key=KEY)
             meta, own = file.metadata, without_views(file.schema_arrow.remove_metadata())
             if schema is not None and own.names != schema.names and not join:
                 seen = f"the columns {', '.join(own.names)} in {origin}"
@@ -189,7 +190,7 @@ class InputRows:
 
         left, kind = self.rows, self.schema.field(name).type
         for path in self.paths:
-            file = _open_parquet(path)
+            file = open_parquet(path, key=KEY)
             if name not in file.schema_arrow.names:
                 nulls = min(file.metadata.num_rows, left)
                 left -= nulls
@@ -209,7 +210,7 @@ class InputRows:
         if self._held is None or self._held[0] != (file, group):
             path = self.paths[file]
             try:
-                table = _open_parquet(path).read_row_group(group)
+                table = open_parquet(path, key=KEY).read_row_group(group)
             except OSError as error:
                 raise unreadable(path, error, key=KEY) from error
             self._held = ((file, group), fitted(table, self.schema))
@@ -331,19 +332,6 @@ def fitted(table: Any, schema: Any) -> Any:
             ) from error
         columns.append(pa.nulls(table.num_rows, one.type) if own is None else own)
     return pa.table(columns, schema=schema)
-
-
-def _open_parquet(path: str) -> Any:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    filesystem, inner = locate(path, key=KEY)
-    try:
-        return parquet.ParquetFile(filesystem.open_input_file(inner))
-    except pa.ArrowException as error:
-        raise InputError(KEY, got=f"{path}: {str(error).splitlines()[0]}", expected="a Parquet file") from error
-    except OSError as error:
-        raise unreadable(path, error, key=KEY) from error
 
 
 def check_cells(schema: Any, carried: Mapping[str, Sequence[str | None]], form: str) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.tables import ColumnChoice, column_kind, is_text
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
-from raytrain.infer.generate import Sampling
+from raytrain.infer.generate import Sampling, greedy_answers
 from raytrain.infer.input import KEY, as_json, own_names, shortest
 from raytrain.infer.predictor import (
     MODEL_KEY,
@@ -293,8 +294,10 @@ class InferenceModel:
             module = self._built().module
             if infer.quantize is None:
                 self.halve(module)
-            elif not _fits(module, torch.device(self.device)):
-                quantize(module)
+            else:
+                room = room_on(torch.device(self.device))
+                if room is not None and sum(parameter.nbytes for parameter in module.parameters()) > room:
+                    quantize(module)
             module = self._ready(module)
         autocast = self.autocast()
         if self.model.builder == CLASSIFIER or (hasattr(module, "num_labels") and hasattr(module, "score")):
@@ -348,8 +351,6 @@ class InferenceModel:
 
     def is_language_model(self, module: nn.Module) -> bool:
         """Whether it continues texts: it has a vocabulary, and its forward takes `input_ids`."""
-        import inspect
-
         parameters = inspect.signature(module.forward).parameters
         kinds = getattr(getattr(module, "config", None), "architectures", None) or ()
         wraps = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and "CausalLM" in str(kinds)
@@ -391,7 +392,10 @@ class InferenceModel:
         Raises:
             InputError: the input has no such column.
         """
-        missing = [name for name in required_parameters(module) if name not in given]
+        plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = inspect.signature(module.forward).parameters.values()
+        required = [one.name for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
+        missing = [name for name in required if name not in given]
         if given and not takes_any(module, given):
             missing = missing[1:]  # its first parameter gets the first column, whatever its name
         wanting = [name for name in missing if name not in schema.names]
@@ -414,14 +418,18 @@ class InferenceModel:
 
     def _generator(self, module: nn.Module, infer: InferConfig, schema: Any, autocast: Any) -> TextPredictor:
         codec = self._codec(chat=infer.chat)
-        chat, end = None, frozenset[int]()
+        chat: Chat | None = None
+        end = frozenset[int]()
         if self.tokenizer is not None:
             tokenizer = open_tokenizer(self.tokenizer)
             # The tokenizer's end token, and those with which the model's own `generate` ends, such as that of a turn.
             more = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
             given = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
             end = frozenset(int(one) for one in given if one is not None)
-            chat = _chat(tokenizer) if infer.chat else None
+            if infer.chat and not getattr(tokenizer, "chat_template", None):
+                raise InputError("infer.chat", got="true with a tokenizer without a chat template", expected="false")
+            if infer.chat:
+                chat = partial(_in_chat, tokenizer)
         elif infer.chat:
             raise InputError("infer.chat", got="true with a model without a tokenizer", expected="false")
         prompt = _prompt(infer, schema, chat)
@@ -430,7 +438,13 @@ class InferenceModel:
             stop=tuple(infer.stop), seed=self.seed,
         )  # fmt: skip
         context = self.model.keys.get("context") or _context(module)
-        own = _own_generate(module, codec, sampling)
+        made: Any = module
+        own: Generate | None = None
+        if hasattr(module, "own_generate"):  # of a model over stages
+            own = made.own_generate(codec, sampling)
+        elif hasattr(module, "generate") and hasattr(module, "generation_config") and not sampling.temperature:
+            # transformers' own, which has its models' caches; its draws depend on the batch, so only without any
+            own = partial(greedy_answers, module, codec)
         if own is not None and context is not None and infer.max_new_tokens >= context:
             expected = f"less than the {context} tokens that the model sees"
             raise InputError("infer.max_new_tokens", got=str(infer.max_new_tokens), expected=expected)
@@ -459,24 +473,15 @@ def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
         )  # fmt: skip
 
 
-def _fits(module: nn.Module, device: torch.device) -> bool:
-    room = room_on(device)
-    return room is None or sum(parameter.nbytes for parameter in module.parameters()) <= room
+def _in_chat(tokenizer: Any, text: str) -> str:
+    """The text in the tokenizer's chat template."""
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def _named_parameters(module: nn.Module) -> list[str]:
-    import inspect
-
     skipped = ("labels", "num_items_in_batch")
     return [name for name in inspect.signature(module.forward).parameters if name not in skipped]
-
-
-def required_parameters(module: nn.Module) -> list[str]:
-    import inspect
-
-    parameters = inspect.signature(module.forward).parameters.values()
-    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
 
 
 def _class_names(config: Any) -> Sequence[str] | None:
@@ -503,27 +508,3 @@ def _prompt(infer: InferConfig, schema: Any, chat: Callable[[str], str] | None =
             got = f"no value in the column {name} in any row of infer.input"
             raise InputError(made.key, got=got, expected="a text in every row")
     return made
-
-
-def _chat(tokenizer: Any) -> Callable[[str], str]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError("infer.chat", got="true with a tokenizer without a chat template", expected="false")
-
-    def chat(text: str) -> str:
-        messages = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-    return chat
-
-
-def _own_generate(module: nn.Module, codec: Codec, sampling: Sampling) -> Generate | None:
-    """transformers' own generation, which has its models' caches; for greedy answers only, since its draws depend on
-    the batch."""
-    if hasattr(module, "own_generate"):  # of a model over stages
-        made: Any = module
-        return made.own_generate(codec, sampling)
-    if not hasattr(module, "generate") or not hasattr(module, "generation_config") or sampling.temperature:
-        return None
-    from raytrain.infer.generate import greedy_answers
-
-    return partial(greedy_answers, module, codec)

@@ -217,10 +217,14 @@ class PartFacts:
 def part_facts(parts: str, unit: Unit, job: str) -> PartFacts:
     """Read the footer of a unit's file. Raises InputError if it is no file of this unit and job."""
     import pyarrow as pa
+    from pyarrow import parquet
 
     path = join(parts, part_name(unit.number))
     try:
-        schema, rows = _schema_of(path)
+        filesystem, inner = locate(path, key=KEY)
+        with filesystem.open_input_file(inner) as file:
+            opened = parquet.ParquetFile(file)
+            schema, rows = opened.schema_arrow, opened.metadata.num_rows
         about = json.loads((schema.metadata or {}).get(ABOUT, b"{}"))
     except (pa.ArrowException, ValueError) as error:
         raise InputError(KEY, got=f"{path}, which cannot be read ({error})", expected="the file of a unit",
@@ -246,15 +250,6 @@ def written_report(parts: str, unit: Unit, job: str) -> UnitReport | None:
         return part_facts(parts, unit, job).report if store.exists(part_name(unit.number)) else None
     except InputError:
         return None
-
-
-def _schema_of(path: str) -> tuple[Any, int]:
-    from pyarrow import parquet
-
-    filesystem, inner = locate(path, key=KEY)
-    with filesystem.open_input_file(inner) as file:
-        opened = parquet.ParquetFile(file)
-        return opened.schema_arrow, opened.metadata.num_rows
 
 
 # ---------------------------------------------------------------- progress
@@ -329,6 +324,7 @@ def merge(
             written then.
     """
     import pyarrow as pa
+    from pyarrow import parquet
 
     names = {entry.name for entry in output.store.entries(PARTS) if entry.name.endswith(".parquet")}
     names = {name for name in names if not name.startswith(".")}
@@ -356,7 +352,13 @@ def merge(
         _writing(join(output.path, TIMING), "parquet", timed) as timing,
     ):
         for unit in units:
-            table = fitted(read_part(output, unit), schema)
+            path = join(output.parts, part_name(unit.number))
+            filesystem, inner = locate(path, key=KEY)
+            try:
+                found = parquet.read_table(inner, filesystem=filesystem)
+            except OSError as error:
+                raise unreadable(path, error, key=KEY) from error
+            table = fitted(found, schema)
             answers.write(table)
             timing.write(table)
             read(table)
@@ -366,18 +368,6 @@ def merge(
         "text_columns": [one.name for one in kept if is_text(one.type) and one.name not in exact | mixed],
         "files": {name: answers.facts, TIMING: timing.facts},
     }  # fmt: skip
-
-
-def read_part(output: OutputFolder, unit: Unit) -> Any:
-    """The table of a unit's file. Raises InputError: it cannot be read."""
-    from pyarrow import parquet
-
-    path = join(output.parts, part_name(unit.number))
-    filesystem, inner = locate(path, key=KEY)
-    try:
-        return parquet.read_table(inner, filesystem=filesystem)
-    except OSError as error:
-        raise unreadable(path, error, key=KEY) from error
 
 
 def remove_work(output: OutputFolder) -> None:

@@ -92,7 +92,10 @@ class InferenceWorker:
             module: nn.Module | None = None
             remote: RemoteState = LocalState()
             if work.split is not None:
-                module = self._split_module(work.split)
+                connect = self.connect or partial(local_pipeline, work.model, work.split, threads=work.threads)
+                self._pipeline = connect()
+                skeleton = skeleton_of(work.model).module
+                module = SplitModule(skeleton, self._pipeline, inflight=work.split.inflight)
             elif work.hosts:
                 module, remote = work.model.beside_others()
             predictor = work.model.load(work.infer, work.rows.schema, module)
@@ -114,18 +117,9 @@ class InferenceWorker:
             self.load_s = time.perf_counter() - began
         return self._runner
 
-    def _split_module(self, split: StageSplit) -> SplitModule:
-        work = self.work
-        connect = self.connect or partial(local_pipeline, work.model, split, threads=work.threads)
-        self._pipeline = connect()
-        return SplitModule(skeleton_of(work.model).module, self._pipeline, inflight=split.inflight)
-
     def close(self) -> None:
         if self._pipeline is not None:
             self._pipeline.close()
-
-    def _stage_times(self) -> str:
-        return "" if self._pipeline is None else json.dumps(asdict(self._pipeline.take_times()))
 
     def run(self, unit: Unit) -> UnitReport:
         """Compute a unit and write its file, unless more rows of it fail than the job allows."""
@@ -145,7 +139,8 @@ class InferenceWorker:
         report = UnitReport(
             unit.number, unit.rows, sum(result.error is not None for result in results),
             sum(result.tokens for result in results), time.perf_counter() - began, self.name, self.load_s,
-            runner.out_of_memory - shortages, begin, time.time(), self._stage_times(), self._quantized,
+            runner.out_of_memory - shortages, begin, time.time(),
+            "" if self._pipeline is None else json.dumps(asdict(self._pipeline.take_times())), self._quantized,
         )  # fmt: skip
         write_part(self.work.parts, unit, table.select(kept), results, ids=ids, report=report, job=self.work.job)
         return replace(report, seconds=time.perf_counter() - began, end=time.time())

@@ -74,16 +74,15 @@ class TransferCounts:
         blocked = [f"{number:,} {why}" for why, number in waited.items() if number]
         return text + (f"; the host waited for {' and '.join(blocked)}" if blocked else "")
 
-    def add(self, nbytes: int, *, source: torch.device, pinned: bool, non_blocking: bool) -> None:
-        """Count one copy of a tensor on `source`."""
+    def add(self, nbytes: int, *, source: torch.device, pinned: bool) -> None:
+        """Count one copy of a tensor on `source`; from pinned memory it is queued."""
         self.tensors += 1
         self.bytes += nbytes
         self.pinned += pinned
-        if non_blocking:
-            self.non_blocking += 1
-        elif source.type == "cpu":
+        self.non_blocking += pinned
+        if not pinned and source.type == "cpu":
             self.pageable += 1
-        else:
+        elif not pinned:
             self.other_device += 1
 
 
@@ -143,32 +142,18 @@ def to_device(value: Any, device: torch.device | str) -> Any:
     """`value` with every tensor in it on `device`, dense in memory, whatever the nesting; the rest is untouched.
 
     A tensor that is on the device already is returned as the same object. A copy from pinned memory does not block.
-    Objects with a `to` of their own (a packed sequence) are moved by it.
+    Packed sequences are moved by a `to` of their own.
     """
-    if isinstance(value, Tensor):
-        return _moved(value, torch.device(device))
-    if isinstance(value, PackedSequence):
-        if is_on(value.data, torch.device(device)):
-            TRANSFERS.in_place += 1
-            return value
-        pinned = _from_pinned(value.data, torch.device(device))
-        TRANSFERS.add(value.data.nbytes, source=value.data.device, pinned=pinned, non_blocking=pinned)
-        return value.to(device, non_blocking=pinned)  # pyright: ignore[reportCallIssue, reportArgumentType]  (torch's stub)
-    return rebuild(value, lambda part: to_device(part, device))
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    tensor = dense(tensor)
+    if not isinstance(value, (Tensor, PackedSequence)):
+        return rebuild(value, lambda part: to_device(part, device))
+    value, device = dense(value) if isinstance(value, Tensor) else value, torch.device(device)
+    tensor = value if isinstance(value, Tensor) else value.data
     if is_on(tensor, device):
         TRANSFERS.in_place += 1
-        return tensor
-    pinned = _from_pinned(tensor, device)
-    TRANSFERS.add(tensor.nbytes, source=tensor.device, pinned=pinned, non_blocking=pinned)
-    return tensor.to(device, non_blocking=pinned)
-
-
-def _from_pinned(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == "cpu" and device.type != "cpu" and tensor.is_pinned()
+        return value
+    pinned = tensor.device.type == "cpu" and device.type != "cpu" and tensor.is_pinned()
+    TRANSFERS.add(tensor.nbytes, source=tensor.device, pinned=pinned)
+    return value.to(device, non_blocking=pinned)  # pyright: ignore[reportCallIssue, reportArgumentType]  (torch's stub)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -310,20 +295,18 @@ class PartialTensor:
     def take(self, index: np.ndarray) -> Tensor:
         """Rows by index (an array of any shape), on the device."""
         flat = index.reshape(-1)
-        rows = self._take_flat(flat, flat < self.head.shape[0])
-        return rows if index.ndim == 1 else rows.reshape(*index.shape, *rows.shape[1:])
-
-    def _take_flat(self, flat: np.ndarray, in_head: np.ndarray) -> Tensor:
+        in_head = flat < self.head.shape[0]
         if in_head.all():
-            return self.head.index_select(0, _index_tensor(flat, self.device))
-        streamed = _select(self.tail, flat[~in_head] - self.head.shape[0], pinned=on_gpu(self.device))
-        streamed = to_device(streamed, self.device)
-        if not in_head.any():
-            return streamed
-        rows = torch.empty((len(flat), *self.head.shape[1:]), dtype=self.dtype, device=self.device)
-        kept = self.head.index_select(0, _index_tensor(flat[in_head], self.device))
-        rows.index_copy_(0, _index_tensor(np.flatnonzero(in_head), self.device), kept)
-        return rows.index_copy_(0, _index_tensor(np.flatnonzero(~in_head), self.device), streamed)
+            rows = self.head.index_select(0, _index_tensor(flat, self.device))
+        else:
+            streamed = _select(self.tail, flat[~in_head] - self.head.shape[0], pinned=on_gpu(self.device))
+            rows = streamed = to_device(streamed, self.device)
+            if in_head.any():
+                rows = torch.empty((len(flat), *self.head.shape[1:]), dtype=self.dtype, device=self.device)
+                kept = self.head.index_select(0, _index_tensor(flat[in_head], self.device))
+                rows.index_copy_(0, _index_tensor(np.flatnonzero(in_head), self.device), kept)
+                rows.index_copy_(0, _index_tensor(np.flatnonzero(~in_head), self.device), streamed)
+        return rows if index.ndim == 1 else rows.reshape(*index.shape, *rows.shape[1:])
 
 
 Column = Tensor | PartialTensor

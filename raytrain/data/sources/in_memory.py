@@ -22,6 +22,7 @@ from raytrain.data.rows.splits import (
     host_tensor,
     is_integer,
 )
+from raytrain.data.sources.ray_dataset import is_ray_dataset
 from raytrain.data.sources.sections import is_table, refuse_class
 from raytrain.data.sources.tables import (
     TableColumns,
@@ -68,19 +69,15 @@ def table_pair(
         if missing:
             raise InputError(keys[1], got=f"no column '{missing[0]}'", expected=f"the columns of {keys[0]}")
         converted.append(convert(evaluation, choice, classes=names, key=keys[1]))
-        _check_same_types(*converted, key=keys[1])
+        for name in [*converted[0].dense, *converted[0].ragged]:
+            expected, seen = (_column_type(columns, name) for columns in converted)
+            if seen != expected:
+                raise InputError(keys[1], got=f"'{name}' as {seen}", expected=f"{expected} as in the training data")
     splits = [table_split(columns) for columns in converted]
     train_split, eval_split = splits if len(splits) == 2 else split_off(splits[0], fraction)
     classes = len(names) if names else class_count(splits)
     made = _source(train_split, eval_split, origin=origin, classes=classes, class_names=names)
     return replace(made, reads=choice.reads())
-
-
-def _check_same_types(train: TableColumns, evaluation: TableColumns, *, key: str) -> None:
-    for name in [*train.dense, *train.ragged]:
-        seen, expected = _column_type(evaluation, name), _column_type(train, name)
-        if seen != expected:
-            raise InputError(key, got=f"'{name}' as {seen}", expected=f"{expected} as in the training data")
 
 
 def _column_type(columns: TableColumns, name: str) -> str:
@@ -148,8 +145,7 @@ def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) ->
         choice = choose_columns(table.schema, features=None, label=None, key=key)
         return table_split(convert(table, choice, classes=None, key=key))
     refuse_class(data, key=key)
-    kind = type(data).__module__.split(".")[0]
-    if kind == "ray":
+    if is_ray_dataset(data):
         raise InputError(key, got="a Ray Dataset", expected=KINDS, remedy="pass its rows as a pyarrow Table")
     check_kind(data, key=key)
     if not len(data):
@@ -160,20 +156,19 @@ def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) ->
 
 
 def check_kind(data: Any, *, key: str) -> None:
-    """Check that an object, which is no table and no dict of columns, has rows by number.
-
-    Raises:
-        InputError: it has not; the message says what to pass instead, where that is known.
-    """
-    seen = f"a {type(data).__name__}"
+    """Raise InputError for an object, no table and no dict of columns, that has no rows by number; it says what to pass
+    instead, where that is known."""
     if isinstance(data, torch.utils.data.DataLoader):
-        raise InputError(key, got=seen, expected=KINDS, remedy="pass loader.dataset; batches are made here")
-    if isinstance(data, (torch.utils.data.IterableDataset, Iterator)):
-        raise InputError(key, got=seen, expected=KINDS, remedy="pass a list of what it yields: list(...)")
-    if isinstance(data, (torch.Tensor, np.ndarray, str, tuple)):
-        raise InputError(key, got=seen, expected=KINDS)
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise InputError(key, got=seen, expected=KINDS)
+        remedy = "pass loader.dataset; batches are made here"
+    elif isinstance(data, (torch.utils.data.IterableDataset, Iterator)):
+        remedy = "pass a list of what it yields: list(...)"
+    elif isinstance(data, (torch.Tensor, np.ndarray, str, tuple)) or not (
+        hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    ):
+        remedy = ""
+    else:
+        return
+    raise InputError(key, got=f"a {type(data).__name__}", expected=KINDS, remedy=remedy)
 
 
 def as_table(data: Any, *, key: str) -> Any:
@@ -238,12 +233,19 @@ def _numbered(given: Sequence[Any], keys: Sequence[str]) -> tuple[list[Any], tup
     given = [as_table(one, key=key) if is_table(one) else one for one, key in zip(given, keys, strict=False)]
     columns = [(key, _label_column(one, key)) for one, key in zip(given, keys, strict=False)]
     if not _hold_names([(key, column) for key, column in columns if column is not None]):
-        return list(given), None
+        return given, None
+    import pyarrow as pa
+
     names = sorted({str(name) for _, column in columns if column is not None for name in column})
-    pairs = [(one, column) for one, (_, column) in zip(given, columns, strict=True)]
-    return [one if found is None else _relabelled(one, np.searchsorted(names, found)) for one, found in pairs], tuple(
-        names
-    )
+    for place, (_, column) in enumerate(columns):
+        if column is None:
+            continue
+        one, numbers = given[place], np.searchsorted(names, column)
+        if isinstance(one, Mapping):
+            given[place] = {**one, "labels": numbers}
+        else:
+            given[place] = one.set_column(one.column_names.index("labels"), "labels", pa.array(numbers))
+    return given, tuple(names)
 
 
 def _label_column(one: Any, key: str) -> Any | None:
@@ -256,14 +258,6 @@ def _label_column(one: Any, key: str) -> Any | None:
         return one["labels"]
     check_present(one["labels"], "labels", key=key)
     return one["labels"].to_pylist()
-
-
-def _relabelled(one: Any, numbers: np.ndarray) -> Any:
-    if isinstance(one, Mapping):
-        return {**one, "labels": numbers}
-    import pyarrow as pa
-
-    return one.set_column(one.column_names.index("labels"), "labels", pa.array(numbers))
 
 
 def _hold_names(columns: Sequence[tuple[str, Any]]) -> bool:

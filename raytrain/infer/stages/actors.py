@@ -72,7 +72,7 @@ def remote_pipeline(work: Work, *, cpus: float, gpus: float, accelerator: str | 
     assert work.split is not None
     stages = _FurtherStages(work, cpus=cpus, gpus=gpus, accelerator=accelerator)
     try:
-        loaded = stages.begin_to_load()
+        loaded = stages.load()
         first = load_stage(work.model, work.split, 0, torch.device(work.model.device))
         stages.get(loaded)
     except BaseException:
@@ -102,7 +102,7 @@ class _FurtherStages:
             place = {} if group is None else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, stage)}
             self._actors.append(kind.options(**place).remote(work, stage))
 
-    def begin_to_load(self) -> list[Any]:
+    def load(self) -> list[Any]:
         """Wait for the places of all stages; returns what `get` waits for until they have read their tensors."""
         from ray.exceptions import GetTimeoutError
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.accelerator import empty_cache, seconds_of
+from raytrain.errors import RunError
 from raytrain.infer.input import Unit, batches_of
 from raytrain.infer.predictor import Predictor, TextPredictor
 from raytrain.infer.stages.split import SplitModule, load_stage, skeleton_of
@@ -66,13 +67,14 @@ def measure_parts(work: Work, unit: Unit) -> PartTimes:
         batches = [_recorded(recorder, predictor, work, unit, batch) for batch in _chosen(predictor, work, unit)]
     except Exception as error:  # of a row
         return PartTimes(reason=f"a row failed: {type(error).__name__}")
-    sums = _Sums(len(batches) - 1, predictor.answer_tokens)
     assert work.split is not None
+    seconds = list[float]()
     for stage in range(work.split.plan.stages):
-        failed = _time_stage(work, stage, batches, sums)
-        if failed is not None:
-            return PartTimes(reason=f"a batch failed: {failed}")
-    return PartTimes(tuple(sums.seconds), took_s=time.perf_counter() - began)
+        try:
+            seconds += _time_stage(work, stage, batches, tokens=predictor.answer_tokens)
+        except RunError as error:
+            return PartTimes(reason=f"a batch failed: {error}")
+    return PartTimes(tuple(seconds), took_s=time.perf_counter() - began)
 
 
 def _chosen(predictor: Predictor, work: Work, unit: Unit) -> list[list[int]]:
@@ -125,34 +127,9 @@ class PassRecorder:
         """Caches end with their stage."""
 
 
-@dataclass
-class _Sums:
-    """Seconds of the parts for one batch.
-
-    Attributes:
-        batches: that were timed.
-        tokens: of a whole answer.
-    """
-
-    batches: int
-    tokens: int
-    seconds: list[float] = field(default_factory=list)
-
-    def add(self, first: Sequence[Sequence[float]], later: Sequence[Sequence[float]]) -> None:
-        """The next stage's parts, by pass.
-
-        Args:
-            first: of the first pass of each batch, which reads the prompts. later: of those of one token each.
-        """
-        means = [sum(each) / self.batches for each in zip(*first, strict=True)]
-        if later:
-            each_token = [sum(each) / len(later) for each in zip(*later, strict=True)]
-            means = [mean + (self.tokens - 1) * token for mean, token in zip(means, each_token, strict=True)]
-        self.seconds += means
-
-
-def _time_stage(work: Work, number: int, batches: list[list[StagePass]], sums: _Sums) -> str | None:
-    """Load a stage, run all passes through it in place, and let go of it; returns the error of one that failed."""
+def _time_stage(work: Work, number: int, batches: list[list[StagePass]], *, tokens: int) -> list[float]:
+    """Load a stage, run all passes through it in place, and let go of it; returns the seconds of its parts for one
+    batch with answers of so many `tokens`. Raises RunError: a pass failed."""
     split = work.split
     assert split is not None
     device = torch.device(split.devices[number] if split.devices else work.model.device)
@@ -166,14 +143,17 @@ def _time_stage(work: Work, number: int, batches: list[list[StagePass]], sums: _
             passes[place] = made = stage.run(one)
             seconds = clock.take()
             if made.error is not None:
-                return made.error[1]
-            if at:  # the first batch warms up
+                raise RunError(made.error[1])
+            if at:  # the first batch warms up; a batch's first pass reads the prompts, later ones a token each
                 (later if place else first).append(seconds)
-    sums.add(first, later)
     del stage, clock
     gc.collect()  # hooks and modules refer to each other
     empty_cache(device)
-    return None
+    means = [sum(each) / len(first) for each in zip(*first, strict=True)]
+    if later:
+        each_token = [sum(each) / len(later) for each in zip(*later, strict=True)]
+        means = [mean + (tokens - 1) * token for mean, token in zip(means, each_token, strict=True)]
+    return means
 
 
 class PartClock:
