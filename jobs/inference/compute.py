@@ -86,11 +86,7 @@ class InferResult:
 
     @property
     def predictions(self) -> str:
-        """Path or URI of the file with the predictions.
-
-        Raises:
-            RunError: there is none, because the job failed.
-        """
+        """Path or URI of the file with the predictions. Raises RunError: there is none, because the job failed."""
         store = open_store(self.output)
         for kind in FORMATS:
             if store.exists(f"predictions.{kind}"):
@@ -148,17 +144,12 @@ class InferResult:
 class UnitComputation:
     """Computes units and writes their files: one worker in this process, more on a Ray cluster.
 
-    A model that runs in this process is loaded at once, so that one that does not load leaves nothing behind.
-
-    Args:
-        say: prints a line.
+    A model that runs in this process is loaded at once, so that one that does not load leaves nothing behind. `say`:
+    prints a line. Raises InputError: the model does not fit the input or its weights.
 
     Attributes:
         split: how the model is divided, once it was measured.
         missing: what the first worker still needs of a shared cluster.
-
-    Raises:
-        InputError: the model does not fit the input or its weights.
     """
 
     def __init__(self, planned: InferencePlan, *, verbose: bool, say: Callable[[str], None]) -> None:

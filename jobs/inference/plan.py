@@ -54,38 +54,23 @@ PROCESS = "process of a worker"
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """An inference job that is ready to run.
-
-    Attributes:
-        rows: the input as Parquet.
-        units: all of them, also those that an earlier command has computed.
-        batch_size: rows of a batch.
-        threads: CPU threads of a worker, or of each of its stages.
-        stages: whether and how the model is divided.
-        identity: what the answers depend on.
-        paths: of the input as it was given; empty if it was no files.
-        batch_reason: why a batch has its rows.
-        hosts: where the experts are.
-        need: what one worker reserves in Ray.
-        room: workers that the nodes of a cluster have room for; None for our own Ray.
-        waits: a line where an autoscaler must add nodes first.
-    """
+    """An inference job that is ready to run."""
 
     target: Target
-    rows: InputRows
-    units: list[Unit]
+    rows: InputRows  # the input as Parquet
+    units: list[Unit]  # all of them, also those that an earlier command has computed
     output: OutputFolder
-    batch_size: int
+    batch_size: int  # rows of a batch
     workers: int
-    threads: int
-    stages: StageChoice
-    identity: dict[str, Any]
-    paths: tuple[str, ...]
-    batch_reason: str
-    hosts: HostChoice
-    need: Need
-    room: int | None = None
-    waits: str = ""
+    threads: int  # CPU threads of a worker, or of each of its stages
+    stages: StageChoice  # whether and how the model is divided
+    identity: dict[str, Any]  # what the answers depend on
+    paths: tuple[str, ...]  # of the input as it was given; empty if it was no files
+    batch_reason: str  # why a batch has its rows
+    hosts: HostChoice  # where the experts are
+    need: Need  # what one worker reserves in Ray
+    room: int | None = None  # workers that the nodes of a cluster have room for; None for our own Ray
+    waits: str = ""  # a line where an autoscaler must add nodes first
 
     @property
     def at_once(self) -> int:
@@ -134,15 +119,13 @@ class InferencePlan:
 def plan_inference(
     target: Target, inventory: Inventory, *, resume: str | None, data: Any = None, scratch: str | None = None
 ) -> InferencePlan:
-    """Open the input, divide it into units, and choose batches and workers.
+    """Open the input, divide it into units, and choose batches and workers. Raises InputError: the input cannot be
+    read, or does not fit the keys of the `infer` section. Nothing is left of what was written.
 
     Args:
         resume: the output folder of an interrupted command, None to begin.
         data: a Ray Dataset or an Arrow table, instead of `infer.input`.
         scratch: where input of other formats is converted, None for the output folder.
-    Raises:
-        InputError: the input cannot be read, or does not fit the keys of the `infer` section. Nothing is left of what
-            was written.
     """
     resume = resume and typed_path(resume, key="--resume")
     output = OutputFolder(absolute_path(resume or target.spec.infer.output or _new_folder(target)))
@@ -269,11 +252,7 @@ def _new_folder(target: Target) -> str:
 
 def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int = 1, key: str = STAGES) -> int:
     """Workers of the job, at most one for each unit; each of them has as many devices as the model has stages.
-
-    Args:
-        stages: processes of a replica, which may also be a worker and its expert hosts.
-        key: that sets their number.
-    """
+    `stages`: processes of a replica, which may also be a worker and its expert hosts. `key`: that sets their number."""
     wanted, gpus = target.spec.scale.workers, len(target.machines.gpus)
     room = room_of(target, inventory, stages=stages)
     local = room is None
@@ -305,13 +284,9 @@ def _number(processes: int, key: str) -> str:
 
 
 def need_of(target: Target, processes: int, *, key: str, threads: int | None = None) -> Need:
-    """What a worker of so many processes reserves in Ray: as in training, a process on the CPUs of a cluster the cores
-    that it computes on, and one in our own Ray a single one, so that they may be more than the cores.
-
-    Args:
-        key: that sets the number of its processes.
-        threads: of each; None where that is chosen from the number of workers.
-    """
+    """What a worker of so many processes reserves in Ray: as in training, a process on the CPUs of a cluster the
+    cores that it computes on, and one in our own Ray a single one, so that they may be more than the cores. `key`:
+    that sets the number of its processes. `threads`: of each; None where that is chosen from the number of workers."""
     machines, private = target.machines, target.address == "local"
     each: dict[str, float] = {"CPU": 1}
     if machines.on_gpu:

@@ -33,27 +33,16 @@ _BUILDER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Target:
-    """What `infer` was asked to run.
+    """What `infer` was asked to run."""
 
-    Attributes:
-        model: to load on each worker.
-        spec: the job with the overrides.
-        name: for messages and the output folder.
-        identity: what the model's answers depend on, for `OutputFolder.begin`.
-        machines: the devices that may be used.
-        warnings: about devices that cannot be used although `scale` allows or names them.
-        run: the trained run, None for another kind of target.
-        hosts_given: whether the command names `experts.hosts`; a job names it for its training.
-    """
-
-    model: InferenceModel
-    spec: JobSpec
-    name: str
-    identity: dict[str, Any]
-    machines: DevicePool
-    warnings: tuple[str, ...] = ()
-    run: RunFolder | None = None
-    hosts_given: bool = False
+    model: InferenceModel  # to load on each worker
+    spec: JobSpec  # the job with the overrides
+    name: str  # for messages and the output folder
+    identity: dict[str, Any]  # what the model's answers depend on, for `OutputFolder.begin`
+    machines: DevicePool  # the devices that may be used
+    warnings: tuple[str, ...] = ()  # about devices that cannot be used although `scale` allows or names them
+    run: RunFolder | None = None  # the trained run, None for another kind of target
+    hosts_given: bool = False  # whether the command names `experts.hosts`; a job names it for its training
 
     @property
     def address(self) -> str:
@@ -69,15 +58,9 @@ class Target:
 
 
 def open_target(given: str | None, overrides: Sequence[str], inventory: Inventory) -> Target:
-    """Find the model that `infer` is to run.
-
-    Args:
-        given: a run folder (`latest` or None: the newest run), a JOB.yaml, a folder that transformers wrote, or a
-            builder as module:function.
-
-    Raises:
-        InputError: it is none of these, or it has no weights.
-    """
+    """Find the model that `infer` is to run. `given`: a run folder (`latest` or None: the newest run), a JOB.yaml, a
+    folder that transformers wrote, or a builder as module:function. Raises InputError: it is none of these, or it
+    has no weights."""
     make_importable(os.getcwd())
     given = given and typed_path(given, key="infer")
     if given is not None and _BUILDER.fullmatch(given) and not os.path.exists(given):
@@ -227,12 +210,9 @@ def _edges(store: Store, name: str) -> bytes:
 
 
 def machines_of(spec: JobSpec, inventory: Inventory) -> tuple[DevicePool, list[str]]:
-    """The devices that `scale` allows, and warnings about those that it names and that cannot be used.
-
-    Args:
-        inventory: of the machines that compute. That of this machine says nothing about a cluster: no GPU then, until
-            `Target.on` gets the cluster's.
-    """
+    """The devices that `scale` allows, and warnings about those that it names and that cannot be used. `inventory`:
+    of the machines that compute. That of this machine says nothing about a cluster: no GPU then, until `Target.on`
+    gets the cluster's."""
     warnings: list[str] = []
     if cluster_address(spec.cluster.address) != "local" and not of_ray(inventory):
         return choose_devices(ScaleConfig(mode="cpu"), inventory, warnings), warnings

@@ -90,11 +90,8 @@ def prefetch(
 
 
 class Prefetcher(Generic[Result]):
-    """Batches that are made while earlier ones are used.
-
-    Args:
-        start: from an iterator of requests to a generator of (request, pending batch), as `prefetch` returns.
-    """
+    """Batches that are made while earlier ones are used. `start`: from an iterator of requests to a generator of
+    (request, pending batch), as `prefetch` returns."""
 
     def __init__(
         self, start: Callable[[Iterator[BatchRequest]], Generator[tuple[BatchRequest, PendingBatch[Result]]]]
@@ -208,13 +205,9 @@ class _Part:
 
 
 def send(line: Connection, head: Any, value: Any) -> None:
-    """Send `head` and a value of any nesting.
-
-    Raises:
-        BrokenPipeError, ConnectionResetError: the other end has closed the pipe.
-        OSError: no memory is left.
-        Exception: what Python raises of an object that cannot be sent; nothing was.
-    """
+    """Send `head` and a value of any nesting. Raises BrokenPipeError, ConnectionResetError: the other end has closed
+    the pipe. OSError: no memory is left. Exception: what Python raises of an object that cannot be sent; nothing
+    was."""
     parts: list[tuple[int, np.ndarray]] = []
     rest = _apart(value, parts)
     end = _end_of(parts)
@@ -231,11 +224,8 @@ def send(line: Connection, head: Any, value: Any) -> None:
 
 
 def receive(line: Connection) -> tuple[Any, Any]:
-    """The next (head, value) of a line; tensors lie in the memory that came with it, which goes with the last of them.
-
-    Raises:
-        EOFError, OSError: the other end is gone.
-    """
+    """The next (head, value) of a line; tensors lie in the memory that came with it, which goes with the last of
+    them. Raises EOFError, OSError: the other end is gone."""
     head, rest, size = line.recv()
     memory: Any = torch.UntypedStorage(0)
     if size:
@@ -341,12 +331,8 @@ class LoaderPool:
         return PendingRead(self, number, request)
 
     def result(self, number: int) -> Batch:
-        """The batch of a request, on the host.
-
-        Raises:
-            InputError: an item of the dataset is not a row.
-            RunError: reading failed (with the dataset's traceback), or a process died.
-        """
+        """The batch of a request, on the host. Raises InputError: an item of the dataset is not a row. RunError:
+        reading failed (with the dataset's traceback), or a process died."""
         with self._lock:
             while number not in self._arrived:
                 self._receive()

@@ -93,11 +93,8 @@ class InputWriteGuard:
             self._first = [(path, tensor, tensor._version) for path, tensor in tensors_of(batch, "batch")]
 
     def look(self) -> list[str]:
-        """Between two passes over the batches: the tensors of the first batch that the model wrote to, reported once.
-
-        Raises:
-            RunError: the model has overwritten kept rows, after it had not written to its first batch.
-        """
+        """Between two passes over the batches: the tensors of the first batch that the model wrote to, reported
+        once. Raises RunError: the model has overwritten kept rows, after it had not written to its first batch."""
         split = self.split
         if not isinstance(split, TensorSplit):
             return []
@@ -175,30 +172,23 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The plan's decisions about how rows reach the device.
+    """The plan's decisions about how rows reach the device."""
 
-    Attributes:
-        storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place_split`).
-        loader_workers, prefetch: processes that read a dataset, and batches that each reads ahead.
-        seed: for the random draws of a dataset.
-    """
-
+    # storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place_split`)
     storage: Storage
     resident_rows: int = 0
+    # loader_workers, prefetch: processes that read a dataset, and batches that each reads ahead
     loader_workers: int = 0
     prefetch: int = 2
-    seed: int = 0
+    seed: int = 0  # for the random draws of a dataset
 
 
 def prepare_source(
     source: Source, plan: DataPlan, *, device: torch.device, device_name: str = "", report: ReportEvent
 ) -> Source:
     """Place both splits of a source where training reads them. A prepared source is returned unchanged.
-
-    Args:
-        device_name: for the events; the type of the device if empty.
-        report: receives `preparation` events (start, progress, finished); the last one has seconds and bytes.
-    """
+    `device_name`: for the events; the type of the device if empty. `report`: receives `preparation` events (start,
+    progress, finished); the last one has seconds and bytes."""
     if source.placed:
         return source
     splits = {"train": source.train, **({} if source.eval is None else {"eval": source.eval})}

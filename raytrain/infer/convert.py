@@ -38,7 +38,8 @@ def converted(
 ) -> list[str]:  # fmt: skip
     """Write files of another format as Parquet in `folder`, one for each; returns the paths. Parquet is left alone.
 
-    A file that was converted before is not converted again: its name holds the fingerprint of the original.
+    A file that was converted before is not converted again: its name holds the fingerprint of the original. Raises
+    InputError: a file that cannot be read, or has no rows. RunError: the folder cannot be written.
 
     Args:
         carried, label, numbers: of CSV files, see `CsvTypes`.
@@ -46,9 +47,6 @@ def converted(
             they are texts: Arrow gives each object the keys of all, and makes whole numbers among fractions fractions.
         used: columns of JSON files that must have one type, see `joined`; None: all but those that hold objects, of
             which no number can be taken.
-    Raises:
-        InputError: a file that cannot be read, or has no rows.
-        RunError: the folder cannot be written.
     """
     if files.kind == "parquet":
         return list(files.paths)
@@ -77,14 +75,9 @@ def write_tables(
     tables: Iterable[Any], target: str, *, origin: str, schema: Any = None, used: Collection[str] | None = None,
     rows_at_once: int = LINES_AT_ONCE,
 ) -> None:  # fmt: skip
-    """Write tables as one Parquet file, with the schema of the first one if none is given.
-
-    Args:
-        origin: where the rows come from, for messages.
-    Raises:
-        InputError: there are no rows.
-        _OtherColumnsError: a table does not fit the schema.
-    """
+    """Write tables as one Parquet file, with the schema of the first one if none is given. `origin`: where the rows
+    come from, for messages. Raises InputError: there are no rows. _OtherColumnsError: a table does not fit the
+    schema."""
     from pyarrow import parquet
 
     writer, rows = None, 0
@@ -105,15 +98,14 @@ def write_joined(
     tables: Callable[[], Iterable[Any]], target: str, *, origin: str, used: Collection[str] | None = None,
     rows_at_once: int = LINES_AT_ONCE,
 ) -> None:  # fmt: skip
-    """Write tables as one Parquet file with the columns of all of them, nulls where one lacks a column.
+    """Write tables as one Parquet file with the columns of all of them, nulls where one lacks a column. Raises
+    InputError: there are no rows, or the types of a column do not go together.
 
     Args:
         tables: gives them, in order. It is called again, twice, where later ones have other columns than the first:
             once for all columns, once to write.
         origin: where the rows come from, for messages.
         used: see `joined`.
-    Raises:
-        InputError: there are no rows, or the types of a column do not go together.
     """
     try:
         write_tables(tables(), target, origin=origin, used=used, rows_at_once=rows_at_once)

@@ -48,11 +48,8 @@ class InputFiles:
 
 
 def input_files(given: str | Sequence[str]) -> InputFiles:
-    """The files that `infer.input` names: files, folders and patterns (sorted by name), local paths or URIs.
-
-    Raises:
-        InputError: nothing is there, or files of no known kind or of several kinds.
-    """
+    """The files that `infer.input` names: files, folders and patterns (sorted by name), local paths or URIs. Raises
+    InputError: nothing is there, or files of no known kind or of several kinds."""
     named = [given] if isinstance(given, str) else list(given)
     paths = [file for one in named for path in matching(one, key=KEY) for file in _files_at(path)]
     kinds = {path: _kind(path) for path in paths}
@@ -120,19 +117,12 @@ def json_value(value: Any) -> Any:
 
 @dataclass
 class InputRows:
-    """Rows of Parquet files, read by range.
+    """Rows of Parquet files, read by range."""
 
-    Attributes:
-        paths: the files, in order.
-        groups: rows of each row group of each file.
-        schema: Arrow schema of the rows; a file that lacks a column of it has nulls there.
-        limit: rows after this one are left out; None for all.
-    """
-
-    paths: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]
-    schema: Any
-    limit: int | None = None
+    paths: tuple[str, ...]  # the files, in order
+    groups: tuple[tuple[int, ...], ...]  # rows of each row group of each file
+    schema: Any  # Arrow schema of the rows; a file that lacks a column of it has nulls there
+    limit: int | None = None  # rows after this one are left out; None for all
     _held: tuple[tuple[int, int], Any] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -140,14 +130,13 @@ class InputRows:
         cls, paths: Sequence[str], *, origins: Sequence[str] = (), limit: int | None = None, join: bool = False,
         used: Collection[str] | None = None,
     ) -> InputRows:  # fmt: skip
-        """Read the files' metadata.
+        """Read the files' metadata. Raises InputError: a file that is no Parquet, columns that differ, or a column of
+        types that do not go together.
 
         Args:
             origins: what they were converted from, for messages.
             join: whether a file may lack columns of another one.
             used: see `joined`.
-        Raises:
-            InputError: a file that is no Parquet, columns that differ, or a column of types that do not go together.
         """
         groups, schema, origins = [], None, origins or paths
         for path, origin in zip(paths, origins, strict=True):
@@ -181,11 +170,8 @@ class InputRows:
         return pa.concat_tables(parts).combine_chunks()
 
     def column(self, name: str, *, at_once: int = 1 << 16) -> Iterator[Any]:
-        """The values of one column as Arrow arrays of at most `at_once` rows, in input order; no other column is read.
-
-        Raises:
-            InputError: a file cannot be read.
-        """
+        """The values of one column as Arrow arrays of at most `at_once` rows, in input order; no other column is
+        read. Raises InputError: a file cannot be read."""
         import pyarrow as pa
 
         left, kind = self.rows, self.schema.field(name).type
@@ -221,13 +207,8 @@ class InputRows:
 
 
 def joined(schemas: Sequence[Any], path: str, used: Collection[str] | None = None) -> Any:
-    """The schema with the columns of all of these.
-
-    Args:
-        used: the columns whose types matter; another one whose types do not go together holds texts. None: all.
-    Raises:
-        InputError: types of a used column that do not go together.
-    """
+    """The schema with the columns of all of these. `used`: the columns whose types matter; another one whose types
+    do not go together holds texts. None: all. Raises InputError: types of a used column that do not go together."""
     import pyarrow as pa
 
     if all(schema.equals(schemas[0]) for schema in schemas):
@@ -308,12 +289,8 @@ def holds_bytes(kind: Any) -> bool:
 
 
 def fitted(table: Any, schema: Any) -> Any:
-    """A table with the columns and types of a schema, nulls where it lacks a column, or has values that are no texts in
-    a column of texts (see `joined`).
-
-    Raises:
-        InputError: a value that the type of its column does not hold.
-    """
+    """A table with the columns and types of a schema, nulls where it lacks a column, or has values that are no texts
+    in a column of texts (see `joined`). Raises InputError: a value that the type of its column does not hold."""
     import pyarrow as pa
 
     if table.schema.equals(schema):
@@ -367,11 +344,8 @@ def check_columns(schema: Any, wanted: dict[str, str | None]) -> None:
 def duplicate_id(rows: InputRows, column: str) -> tuple[Any, Sequence[int]] | None:
     """A value of a column that occurs twice or is missing, and the rows where; None if all values are unique.
 
-    Only hashes of the values are kept, 8 bytes a row; the column is read again where two of them are equal.
-
-    Raises:
-        InputError: its values cannot be ids, such as lists.
-    """
+    Only hashes of the values are kept, 8 bytes a row; the column is read again where two of them are equal. Raises
+    InputError: its values cannot be ids, such as lists."""
     hashes = list[Any]()
     for values in rows.column(column):
         if values.null_count:
@@ -421,29 +395,22 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitReport:
-    """What a worker says about a unit that it has written.
-
-    Attributes:
-        seconds: to read, compute and write it; in the unit's file without the time to write that.
-        load_s: seconds that the worker took to load the model.
-        begin, end: unix seconds.
-        stages: `StageTimes` of the unit as JSON; "" for a model that is not divided.
-        quantized: `Quantization` of the worker's model as JSON; "" without int8 weights.
-        error: why the unit was given up and no file written: more rows failed than the job allows. None otherwise.
-    """
+    """What a worker says about a unit that it has written."""
 
     number: int
     rows: int
     failed: int
     tokens: int
-    seconds: float
+    seconds: float  # to read, compute and write it; in the unit's file without the time to write that
     worker: str
-    load_s: float
+    load_s: float  # seconds that the worker took to load the model
     out_of_memory: int
+    # begin, end: unix seconds
     begin: float
     end: float
-    stages: str = ""
-    quantized: str = ""
+    stages: str = ""  # `StageTimes` of the unit as JSON; "" for a model that is not divided
+    quantized: str = ""  # `Quantization` of the worker's model as JSON; "" without int8 weights
+    # why the unit was given up and no file written: more rows failed than the job allows. None otherwise.
     error: str | None = None
 
 
@@ -467,12 +434,9 @@ def units_of(rows: int, size: int) -> list[Unit]:
 def batches_of(lengths: Sequence[int], size: int) -> list[list[int]]:
     """The rows of a unit in batches of about equal lengths, at most `size` rows each.
 
-    A product with one row may use another kernel than one with several. A row that would remain alone therefore takes
-    the last row of the batch before it along; only a unit of one row is a batch of one.
-
-    Args:
-        lengths: of each row; longer rows come first, so that a batch that is too large fails early.
-    """
+    A product with one row may use another kernel than one with several. A row that would remain alone therefore
+    takes the last row of the batch before it along; only a unit of one row is a batch of one. `lengths`: of each
+    row; longer rows come first, so that a batch that is too large fails early."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     if size > 2 and len(batches) > 1 and len(batches[-1]) == 1:

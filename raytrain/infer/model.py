@@ -68,19 +68,12 @@ Chat = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """How a row becomes the text of a prompt.
+    """How a row becomes the text of a prompt."""
 
-    Attributes:
-        parts: texts, each with the column whose value follows it, or None.
-        key: the key that errors name.
-        chat: puts the text into the tokenizer's chat template; None for the text alone.
-        exact: columns that the input also has as JSON texts (`as_json`).
-    """
-
-    parts: tuple[tuple[str, str | None], ...]
-    key: str
-    chat: Chat | None = None
-    exact: frozenset[str] = frozenset()
+    parts: tuple[tuple[str, str | None], ...]  # texts, each with the column whose value follows it, or None
+    key: str  # the key that errors name
+    chat: Chat | None = None  # puts the text into the tokenizer's chat template; None for the text alone
+    exact: frozenset[str] = frozenset()  # columns that the input also has as JSON texts (`as_json`)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,7 +135,8 @@ def prompt_of(
     names: list[str], *, field: str | None, template: str | None, templates: dict[str, str], chat: Chat | None,
     exact: Collection[str] = (),
 ) -> Prompt:  # fmt: skip
-    """The prompt that the keys describe.
+    """The prompt that the keys describe. Raises InputError: an unknown name, a column that the input lacks, or no
+    column to take.
 
     Args:
         names: columns of the input.
@@ -150,9 +144,6 @@ def prompt_of(
         template: `infer.template`: the name of one of `templates`, or a template itself if it has braces.
         templates: `infer.templates`, name -> template.
         exact: see `Prompt`.
-
-    Raises:
-        InputError: an unknown name, a column that the input lacks, or no column to take.
     """
     if template is not None:
         text = templates.get(template, template)
@@ -216,36 +207,23 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """What a worker needs to load a model; can be pickled.
+    """What a worker needs to load a model; can be pickled."""
 
-    Attributes:
-        model: the `model` section with absolute paths; its `init_from` is the trained weights.
-        sections: other sections that a builder takes, by name.
-        facts: facts of the training data for the builder (`source_facts`).
-        reads: how the training data was read: {"characters"} or {"stacked", "named"}; empty if unknown.
-        tokenizer: folder of the tokenizer, None if the model has none.
-        dtype: format of the forward passes: fp32, bf16 or fp16.
-        device: e.g. "cpu" or "cuda:0".
-        seed: of the draws.
-        longest: tokens that texts of one class each were cut to in training; None: the model's limit.
-    """
-
-    model: ModelConfig
-    sections: Mapping[str, Any] = field(default_factory=dict)
+    model: ModelConfig  # the `model` section with absolute paths; its `init_from` is the trained weights
+    sections: Mapping[str, Any] = field(default_factory=dict)  # other sections that a builder takes, by name
+    # facts of the training data for the builder (`source_facts`)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    # how the training data was read: {"characters"} or {"stacked", "named"}; empty if unknown
     reads: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: str | None = None
-    dtype: str = "fp32"
-    device: str = "cpu"
-    seed: int = 0
-    longest: int | None = None
+    tokenizer: str | None = None  # folder of the tokenizer, None if the model has none
+    dtype: str = "fp32"  # format of the forward passes: fp32, bf16 or fp16
+    device: str = "cpu"  # e.g. "cpu" or "cuda:0".
+    seed: int = 0  # of the draws
+    longest: int | None = None  # tokens that texts of one class each were cut to in training; None: the model's limit
 
     def check_header(self, infer: InferConfig, schema: Any) -> None:
-        """Check the columns of the input as far as that does not need the model.
-
-        Raises:
-            InputError: a column is missing, or its rows have another number of values than the model takes.
-        """
+        """Check the columns of the input as far as that does not need the model. Raises InputError: a column is
+        missing, or its rows have another number of values than the model takes."""
         builder = str(self.model.builder)
         continues = builder in TEXT_BUILDERS and ("vocab_size" in self.facts or self.tokenizer is not None)
         if continues or builder == CLASSIFIER:
@@ -281,15 +259,10 @@ class InferenceModel:
         return named or ({"x"} if self.model.builder in ROW_BUILDERS else None)
 
     def load(self, infer: InferConfig, schema: Any, module: nn.Module | None = None) -> Predictor:
-        """Build the model, load its weights, and check it against the input.
-
-        Args:
-            schema: Arrow schema of the input.
-            module: already loaded, such as a `raytrain.infer.stages.split.SplitModule` or that of `beside_others`;
-                used as it is.
-        Raises:
-            InputError: the weights do not fit the model, or the input has not the columns that it reads.
-        """
+        """Build the model, load its weights, and check it against the input. `schema`: Arrow schema of the input.
+        `module`: already loaded, such as a `raytrain.infer.stages.split.SplitModule` or that of `beside_others`;
+        used as it is. Raises InputError: the weights do not fit the model, or the input has not the columns that it
+        reads."""
         if module is None:
             module = self._built().module
             if infer.quantize is None:
@@ -333,10 +306,7 @@ class InferenceModel:
 
     def beside_others(self) -> tuple[nn.Module, RemoteState]:
         """This process's part of a model whose builder hands others to processes of their own, with their weights.
-
-        Raises:
-            InputError: the weights do not fit the model. StateLost: one of the other processes has died.
-        """
+        Raises InputError: the weights do not fit the model. StateLost: one of the other processes has died."""
         trainable = self._built()
         trainable.remote.end_passes(short=False)  # they get their weights now, not with the first batch
         self.halve(trainable.module)
@@ -386,12 +356,8 @@ class InferenceModel:
         )  # fmt: skip
 
     def _demanded(self, module: nn.Module, schema: Any, given: Sequence[str]) -> tuple[str, ...]:
-        """Columns of the input for the parameters of forward that have no default, beside those `given`: a forward that
-        also trains may demand the labels.
-
-        Raises:
-            InputError: the input has no such column.
-        """
+        """Columns of the input for the parameters of forward that have no default, beside those `given`: a forward
+        that also trains may demand the labels. Raises InputError: the input has no such column."""
         plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = inspect.signature(module.forward).parameters.values()
         required = [one.name for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]

@@ -67,11 +67,8 @@ class OutputFolder:
         return json.loads(store.read_bytes(JOB)) if store.exists(JOB) else None
 
     def check_free(self, *, resume: bool) -> None:
-        """Check that a command may write here, before anything is written.
-
-        Raises:
-            InputError: the folder holds something else, or another command writes to it.
-        """
+        """Check that a command may write here, before anything is written. Raises InputError: the folder holds
+        something else, or another command writes to it."""
         user = self._user()
         if user is not None:
             seen = f"{self.path}, to which process {user['pid']} on {user['host']} writes"
@@ -105,11 +102,8 @@ class OutputFolder:
 
     @contextlib.contextmanager
     def claimed(self, identity: Mapping[str, Any], command: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Write here as the only command, given `command`; `beat` is to be called every few seconds.
-
-        Raises:
-            InputError: another command has begun to write here.
-        """
+        """Write here as the only command, given `command`; `beat` is to be called every few seconds. Raises
+        InputError: another command has begun to write here."""
         attempts = Attempts(self.store)
         number = attempts.take_next(this_process())
         try:
@@ -152,11 +146,8 @@ class OutputFolder:
                 os.rmdir(self.path)
 
     def finished(self, units: Sequence[Unit], job: str) -> dict[int, int]:
-        """The units that are complete -> their failed rows.
-
-        Raises:
-            InputError: a file of another unit than its name says, or of another job.
-        """
+        """The units that are complete -> their failed rows. Raises InputError: a file of another unit than its name
+        says, or of another job."""
         names = {entry.name for entry in self.store.entries(PARTS)}
         present = [unit for unit in units if part_name(unit.number) in names]
         return {unit.number: part_facts(self.parts, unit, job).report.failed for unit in present}
@@ -262,15 +253,10 @@ PREFIX = "progress-"
 
 @dataclass
 class WorkerProgress:
-    """Writes the progress of one worker.
+    """Writes the progress of one worker."""
 
-    Attributes:
-        parts: the folder of the units' files.
-        name: of the worker.
-    """
-
-    parts: str
-    name: str
+    parts: str  # the folder of the units' files
+    name: str  # of the worker
     every_s: float = EVERY_S
     _written: float = field(default_factory=time.monotonic, init=False)
 
@@ -314,15 +300,9 @@ def merge(
 ) -> dict[str, Any]:
     """Write `predictions.KIND` and `timing.parquet`; returns what the manifest says about them.
 
-    Each file is read once, after all of their footers; no more than one is in memory.
-
-    Args:
-        job: `digest_of` the job.
-        read: gets the table of each unit, in input order.
-    Raises:
-        RunError: units are missing, or files belong to none or to another job; the message names them. Nothing is
-            written then.
-    """
+    Each file is read once, after all of their footers; no more than one is in memory. `job`: `digest_of` the job.
+    `read`: gets the table of each unit, in input order. Raises RunError: units are missing, or files belong to none
+    or to another job; the message names them. Nothing is written then."""
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -145,26 +145,17 @@ class ModelOutputError(RunError):
 
 @dataclass(frozen=True)
 class Answers:
-    """The predictions of a batch, in its order.
+    """The predictions of a batch, in its order."""
 
-    Attributes:
-        values: one for each row.
-        tokens: generated tokens of each row; None where nothing is generated.
-    """
-
-    values: list[Any]
-    tokens: list[int] | None = None
+    values: list[Any]  # one for each row
+    tokens: list[int] | None = None  # generated tokens of each row; None where nothing is generated
 
 
 class Predictor(ABC):
-    """A loaded model that answers rows of a table, a batch at a time: all or none of them, in order.
+    """A loaded model that answers rows of a table, a batch at a time: all or none of them, in order."""
 
-    Attributes:
-        module: the model.
-        generates: whether the predictions are texts of many tokens, so that nobody knows how long an answer will be.
-    """
-
-    module: nn.Module
+    module: nn.Module  # the model
+    # whether the predictions are texts of many tokens, so that nobody knows how long an answer will be
     generates: ClassVar[bool] = False
 
     @property
@@ -193,38 +184,25 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
-        """Answer the rows of an Arrow table, all or none.
-
-        Args:
-            numbers: each row's place in the input.
-        Raises:
-            Exception: any, of the model or about a row.
-        """
+        """Answer the rows of an Arrow table, all or none. `numbers`: each row's place in the input. Raises
+        Exception: any, of the model or about a row."""
 
 
 @dataclass
 class RowPredictor(Predictor):
-    """Rows of numbers -> classes or values, with any module that gives one output for each row.
+    """Rows of numbers -> classes or values, with any module that gives one output for each row."""
 
-    Attributes:
-        module: called with those batch keys that its forward names, or with the first one.
-        choice: the columns, as in training.
-        classes: names of the classes, None where they are numbers.
-        regression: whether outputs are values instead of classes.
-        num_classes: of the training data; None if it has none, or that is unknown.
-        image_shape: of `x`, where the training data were images: a row of a file holds their values in one list.
-        takes: column of lists -> its values in a row, as far as that is known.
-        dtypes: input -> the format of its numbers in training: a column of a file may hold whole numbers by chance.
-    """
-
-    module: nn.Module
-    choice: ColumnChoice
-    classes: tuple[str, ...] | None = None
-    regression: bool = False
-    num_classes: int | None = None
+    module: nn.Module  # called with those batch keys that its forward names, or with the first one
+    choice: ColumnChoice  # the columns, as in training
+    classes: tuple[str, ...] | None = None  # names of the classes, None where they are numbers
+    regression: bool = False  # whether outputs are values instead of classes
+    num_classes: int | None = None  # of the training data; None if it has none, or that is unknown
+    # of `x`, where the training data were images: a row of a file holds their values in one list
     image_shape: tuple[int, ...] | None = None
     autocast: Autocast = nullcontext
+    # column of lists -> its values in a row, as far as that is known
     takes: Mapping[str, int] = field(default_factory=dict)
+    # input -> the format of its numbers in training: a column of a file may hold whole numbers by chance
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -297,12 +275,8 @@ class RowPredictor(Predictor):
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
     def _values(self, outputs: Tensor, count: int, *, scores: bool) -> list[Any]:
-        """One number in a row is a value, or a class if it is a whole number; several are the scores of classes, or the
-        values of a vector.
-
-        Args:
-            scores: they are logits, or what a module returned alone.
-        """
+        """One number in a row is a value, or a class if it is a whole number; several are the scores of classes, or
+        the values of a vector. `scores`: they are logits, or what a module returned alone."""
         if outputs.shape[:1] != (count,):
             raise ModelOutputError(
                 f"the model returned outputs of shape {tuple(outputs.shape)} for {counted(count, 'row')}"
@@ -341,10 +315,7 @@ def _as_trained(values: Any, dtype: torch.dtype) -> Any:
 def named_outputs(module: nn.Module, batch: Mapping[str, Any]) -> tuple[str, Tensor]:
     """What a module returns for a batch without labels, and its name: a tensor, the first of a tuple, the logits, or
     the only tensor of a dict that has a row for each row of the batch. A tensor without a name counts as logits.
-
-    Raises:
-        ModelOutputError: it returns none of these.
-    """
+    Raises ModelOutputError: it returns none of these."""
     named = _forward_names(module)
     given = {name: value for name, value in batch.items() if named is None or name in named}
     result = module(**given) if given else module(next(iter(batch.values())))
@@ -400,22 +371,14 @@ class Generate(Protocol):
 
 @dataclass
 class TextPredictor(Predictor):
-    """Prompts -> generated texts.
+    """Prompts -> generated texts."""
 
-    Attributes:
-        module: a causal language model.
-        codec: of its tokens.
-        prompt: column -> the text of a prompt (`raytrain.infer.model`).
-        context: most tokens that the model sees.
-        own_generate: continues prompts instead of `generate`.
-    """
-
-    module: nn.Module
-    codec: Codec
-    prompt: Any
+    module: nn.Module  # a causal language model
+    codec: Codec  # of its tokens
+    prompt: Any  # column -> the text of a prompt (`raytrain.infer.model`)
     sampling: Sampling
-    context: int | None = None
-    own_generate: Generate | None = None
+    context: int | None = None  # most tokens that the model sees
+    own_generate: Generate | None = None  # continues prompts instead of `generate`
     autocast: Autocast = nullcontext
     generates: ClassVar[bool] = True
 

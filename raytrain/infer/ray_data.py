@@ -58,12 +58,8 @@ class UnitActor:
     """An actor of the pool: a worker, or the first stage of a divided model with actors for the others.
 
     It returns errors instead of raising them: Ray passes on what its code raised as a text only, and of what kept it
-    from starting nothing.
-
-    Args:
-        starts: the `UnitStarts` actor.
-        cpus, gpus, accelerator: what each further stage needs, as for `run_units`.
-    """
+    from starting nothing. `starts`: the `UnitStarts` actor. `cpus`, `gpus`, `accelerator`: what each further stage
+    needs, as for `run_units`."""
 
     def __init__(self, work: Work, starts: Any, cpus: float, gpus: float, accelerator: str | None) -> None:
         import ray
@@ -189,7 +185,9 @@ def run_units(
 ) -> Iterator[UnitReport]:  # fmt: skip
     """Compute units on a Ray cluster that this process is connected to; yields what is finished, in any order.
 
-    A unit whose actor dies is computed again, up to `LOST_STARTS` times.
+    A unit whose actor dies is computed again, up to `LOST_STARTS` times. Raises RaytrainError: the model does not load
+    in an actor, a unit cannot be computed or ends its actor each time, or the cluster has no room for the stages of a
+    divided model, or the hosts of its experts.
 
     Args:
         workers: actors of the pool at most.
@@ -197,10 +195,6 @@ def run_units(
         cpus, gpus: Ray resources of each actor, stage of a divided model and expert host.
         accelerator: Ray's type of the GPU that each actor needs; None for any.
         told: is given a function that returns how many actors have started.
-
-    Raises:
-        RaytrainError: the model does not load in an actor, a unit cannot be computed or ends its actor each time, or
-            the cluster has no room for the stages of a divided model, or the hosts of its experts.
     """
     import ray
     from ray.data import ActorPoolStrategy

@@ -34,17 +34,11 @@ MOST_OTHER = 10
 
 @dataclass
 class TableFigures:
-    """Figures of all rows, from one table after another; memory grows with the number of batches, not of rows.
+    """Figures of all rows, from one table after another; memory grows with the number of batches, not of rows."""
 
-    Attributes:
-        label: the column with right answers, None if there is none.
-        as_csv: whether its values are the texts of cells of CSV files.
-        known: the classes of the model.
-    """
-
-    label: str | None
-    as_csv: bool = False
-    known: KnownClasses | None = None
+    label: str | None  # the column with right answers, None if there is none
+    as_csv: bool = False  # whether its values are the texts of cells of CSV files
+    known: KnownClasses | None = None  # the classes of the model
     rows: int = field(default=0, init=False)
     tokens: int = field(default=0, init=False)
     again: int = field(default=0, init=False)
@@ -187,17 +181,12 @@ def _workers(reports: Sequence[UnitReport]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class KnownClasses:
-    """The classes that a model answers with, and which of them a label of the input is, as in training.
+    """The classes that a model answers with, and which of them a label of the input is, as in training."""
 
-    Attributes:
-        count: how many.
-        names: in the order of their numbers; None where the labels in training were whole numbers, true or false.
-        numbered: whether labels may be the numbers of the names.
-    """
-
-    count: int
+    count: int  # how many
+    # in the order of their numbers; None where the labels in training were whole numbers, true or false
     names: tuple[str, ...] | None = None
-    numbered: bool = False
+    numbered: bool = False  # whether labels may be the numbers of the names
 
     def read(self, label: Any) -> str | None:
         """The class of a label, as a prediction of it is as text; None if it is none."""
@@ -260,16 +249,12 @@ def check_labels(rows: InputRows, column: str, known: KnownClasses) -> None:
 
 @dataclass
 class ClassQuality:
-    """Counts of (right class, predicted class), from which all figures follow. Classes are compared as texts.
-
-    Attributes:
-        counts: (label, prediction) -> rows; a failed row, or a prediction that is no label, counts as `unknown`.
-        known: the classes of the model: labels are read as these.
-    """
+    """Counts of (right class, predicted class), from which all figures follow. Classes are compared as texts."""
 
     labels: set[str] = field(default_factory=set)
+    # (label, prediction) -> rows; a failed row, or a prediction that is no label, counts as `unknown`
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    known: KnownClasses | None = None
+    known: KnownClasses | None = None  # the classes of the model: labels are read as these
     _read: dict[Any, str | None] = field(default_factory=dict, init=False, repr=False)
 
     def add(self, label: Any, prediction: Any) -> None:

@@ -26,35 +26,24 @@ from raytrain.trainable import LocalState, RemoteState
 
 @dataclass(frozen=True)
 class Work:
-    """What every worker of a job gets; can be pickled.
-
-    Attributes:
-        parts: the folder of the units' files.
-        batch_size: rows of a batch.
-        most_failed: failed rows that end the job.
-        threads: CPU threads of a worker, or of each of its stages; None leaves torch's.
-        job: `digest_of` the job.
-        import_path: folder of the user's code.
-        memory_fraction, memory_limit: of the `cluster` section, for a worker's GPU.
-        processes: workers that share the memory of a machine.
-        split: how a model that does not fit one device is divided; None for a whole copy in each worker.
-        hosts: processes beside each worker that hold its experts, which the model's builder starts; 0 for none.
-    """
+    """What every worker of a job gets; can be pickled."""
 
     model: InferenceModel
     infer: InferConfig
     rows: InputRows
-    parts: str
-    batch_size: int
-    most_failed: int
-    threads: int | None = None
-    job: str = ""
+    parts: str  # the folder of the units' files
+    batch_size: int  # rows of a batch
+    most_failed: int  # failed rows that end the job
+    threads: int | None = None  # CPU threads of a worker, or of each of its stages; None leaves torch's
+    job: str = ""  # `digest_of` the job
+    # memory_fraction, memory_limit: of the `cluster` section, for a worker's GPU
     memory_fraction: float = 1.0
     memory_limit: int | None = None
-    processes: int = 1
+    processes: int = 1  # workers that share the memory of a machine
+    # how a model that does not fit one device is divided; None for a whole copy in each worker
     split: StageSplit | None = None
-    hosts: int = 0
-    import_path: str = "."
+    hosts: int = 0  # processes beside each worker that hold its experts, which the model's builder starts; 0 for none
+    import_path: str = "."  # folder of the user's code
 
     @property
     def processes_of_worker(self) -> int:
@@ -64,16 +53,13 @@ class Work:
 
 @dataclass
 class InferenceWorker:
-    """Computes units; the first call loads the model.
-
-    Attributes:
-        on_rows: called after each batch with the unit and how many of its rows are done.
-        connect: returns the pipeline of a divided model's stages; by default all are in this process.
-    """
+    """Computes units; the first call loads the model."""
 
     work: Work
     name: str
+    # called after each batch with the unit and how many of its rows are done
     on_rows: Callable[[Unit, int], None] = field(default=lambda unit, rows: None)
+    # returns the pipeline of a divided model's stages; by default all are in this process
     connect: Callable[[], StagePipeline] | None = None
     load_s: float = field(default=0.0, init=False)
     _runner: UnitRunner | None = field(default=None, init=False, repr=False)

@@ -30,13 +30,8 @@ def check_keys(
     ours: Iterable[str] = (),
 ) -> None:
     """Check that a function accepts the keys of its section, without calling it; arguments as for `call_builder`.
-
-    Args:
-        ours: raytrain's own keys that the section sets (`OpenSection.given`), which are not passed on.
-
-    Raises:
-        InputError: the first key that it does not accept, or a key of raytrain that is also a parameter of it.
-    """
+    `ours`: raytrain's own keys that the section sets (`OpenSection.given`), which are not passed on. Raises
+    InputError: the first key that it does not accept, or a key of raytrain that is also a parameter of it."""
     parameters, filled = _parameters(function), set(sections)
     accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for taken in sorted(set(ours) & set(accepted)):
@@ -63,18 +58,17 @@ def call_builder(
 ) -> Any:
     """Call a builder or dataset function with the keys of its section.
 
-    Nothing else of the job is passed: a parameter named `seed` or `name` is the function's own.
+    Nothing else of the job is passed: a parameter named `seed` or `name` is the function's own. Raises InputError: an
+    unknown key, a missing one, or a ValueError or TypeError raised by the function.
 
     Args:
         function: the result of `resolve`.
         keys: the section's keys other than those of the framework; each is passed as a keyword argument.
         sections: other sections by name (`experts`), passed to parameters of these names that are not given as keys.
         vocab_size: shorthand for source_facts["vocab_size"].
-        source_facts: facts of the source (vocab_size, num_features, num_classes, image_shape), passed to
-            parameters of these names that are not given.
+        source_facts: facts of the source (vocab_size, num_features, num_classes, image_shape), passed to parameters of
+            these names that are not given.
         key: name of the section in messages.
-    Raises:
-        InputError: an unknown key, a missing one, or a ValueError or TypeError raised by the function.
     """
     known = dict(source_facts or {})
     if vocab_size is not None:
@@ -97,14 +91,9 @@ def call_builder(
 
 
 def to_trainable(result: Any, *, key: str = "model.builder") -> Trainable:
-    """Return a builder's result as a Trainable; an `nn.Module` is wrapped by the convention of transformers.
-
-    Args:
-        key: where it comes from, "model.builder" or "model.module".
-
-    Raises:
-        InputError: it is anything else; the error names `key`.
-    """
+    """Return a builder's result as a Trainable; an `nn.Module` is wrapped by the convention of transformers. `key`:
+    where it comes from, "model.builder" or "model.module". Raises InputError: it is anything else; the error names
+    `key`."""
     from torch import nn
 
     from raytrain.trainable import Trainable

@@ -93,12 +93,9 @@ def open_config(path: str) -> Any:
 
 
 def load_module(auto: Any, config: Any, path: str, *, init: str, head: bool) -> PreTrainedModel:
-    """Load a module in float32 without a key-value cache; on the meta device, from config and headers alone.
-
-    Args:
-        auto: the transformers class for the task.
-        head: tensors outside the model's trunk may be missing or of another size; they are initialised randomly.
-    """
+    """Load a module in float32 without a key-value cache; on the meta device, from config and headers alone. `auto`:
+    the transformers class for the task. `head`: tensors outside the model's trunk may be missing or of another size;
+    they are initialised randomly."""
     if init not in ("weights", "random"):
         raise SizeError("init", got=repr(init), expected="weights or random")
     on_meta = torch.get_default_device().type == "meta"
@@ -141,10 +138,7 @@ def exporter(module: PreTrainedModel, path: str | None = None) -> Callable[[dict
     """Return `Trainable.export` for a module: it writes the config, and the weights under transformers' names.
 
     The state may be that of a module that wraps this one. `export.misfit(names)` says why a state is neither.
-
-    Args:
-        path: the folder that the weights come from: its half-precision tensors are written in its format.
-    """
+    `path`: the folder that the weights come from: its half-precision tensors are written in its format."""
     stored = {} if path is None else find_weights(path, key="model.path").dtypes
     usual = next((dtype for dtype, _ in Counter(stored.values()).most_common(1)), "")
     own = list(module.state_dict())

@@ -23,12 +23,8 @@ def cut_by_tokens(lengths: np.ndarray, *, budget: int, most_rows: int) -> list[n
     """Return the positions of the rows of each micro-batch, shortest rows first.
 
     The number of rows times the longest row is at most `budget`; a row longer than that is a micro-batch by itself.
-    A pure function with the same result on every worker.
-
-    Args:
-        lengths: tokens of each row.
-        most_rows: maximum rows of one micro-batch.
-    """
+    A pure function with the same result on every worker. `lengths`: tokens of each row. `most_rows`: maximum rows of
+    one micro-batch."""
     order = np.argsort(lengths, kind="stable")
     parts, first = [], 0
     for index, length in enumerate(lengths[order].tolist()):
@@ -69,11 +65,8 @@ def known_lengths(split: Split, indices: np.ndarray) -> np.ndarray:
 
 
 def check_budget(train: Split, evaluation: Split | None, budget: int | None) -> None:
-    """Check that rows of these splits can be grouped by tokens.
-
-    Raises:
-        InputError: row lengths are not known in advance, or a training row is longer than the budget.
-    """
+    """Check that rows of these splits can be grouped by tokens. Raises InputError: row lengths are not known in
+    advance, or a training row is longer than the budget."""
     if budget is None:
         return
     for name, split in (("train", train), ("eval", evaluation)):

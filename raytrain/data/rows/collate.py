@@ -195,22 +195,13 @@ def tensor_bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class UsersCollate:
-    """The function of `data.collate`.
+    """The function of `data.collate`."""
 
-    Attributes:
-        function: from a list of rows to a batch.
-        name: for messages.
-    """
-
-    function: Callable[[list[Any]], Any]
-    name: str
+    function: Callable[[list[Any]], Any]  # from a list of rows to a batch
+    name: str  # for messages
 
     def __call__(self, rows: list[Any]) -> Batch:
-        """Collate rows.
-
-        Raises:
-            InputError: the function returned something other than a dict of tensors on the CPU.
-        """
+        """Collate rows. Raises InputError: the function returned something other than a dict of tensors on the CPU."""
         batch = self.function(rows)
         if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
             names = f" with the keys {list(batch)}" if isinstance(batch, Mapping) else ""
@@ -232,12 +223,7 @@ class UsersCollate:
 
 
 class CollatedSplit(SplitView):
-    """Rows in memory that the user's function collates.
-
-    Args:
-        split: the rows, on the host.
-        key: what an error names.
-    """
+    """Rows in memory that the user's function collates. `split`: the rows, on the host. `key`: what an error names."""
 
     def __init__(self, split: Split, collate: UsersCollate, *, key: str) -> None:
         super().__init__(split)

@@ -29,11 +29,8 @@ size: there rounding may take no more than what it takes from numbers that begin
 
 
 class Float64Columns:
-    """Which float64 columns of a source become float32; decided when the first one is seen.
-
-    Args:
-        split: the training rows.
-        seed: the job's, for what a dataset draws.
+    """Which float64 columns of a source become float32; decided when the first one is seen. `split`: the training rows.
+    `seed`: the job's, for what a dataset draws.
 
     Attributes:
         kept: column that stays float64 -> why; empty until it is decided.

@@ -175,10 +175,7 @@ def mixed_labels(key: str, value: Any, *, row: int, names: bool) -> InputError:
 
 class PartialDataset(SplitView):
     """A dataset whose first items are converted once and kept on a device; the others are read in every epoch.
-
-    Args:
-        before: see `DatasetSplit.read`; for the items that are kept.
-    """
+    `before`: see `DatasetSplit.read`; for the items that are kept."""
 
     def __init__(
         self, split: DatasetSplit, *, device: torch.device, rows: int, before: Callable[[int], None] | None = None
@@ -228,13 +225,9 @@ class ItemSplit(DatasetSplit):
 class MaskedColumns:
     """The columns of a dataset whose rows differ in length, so that every batch has `attention_mask`, or none has.
 
-    Decided when first asked: from all rows where they were read (`observe`), else from at most `SAMPLED_ROWS` items of
-    each split, spread evenly; the random generators are restored. In a dataset whose sampled rows have equal lengths,
-    only a batch with padding has a mask.
-
-    Args:
-        splits: of one source.
-    """
+    Decided when first asked: from all rows where they were read (`observe`), else from at most `SAMPLED_ROWS` items
+    of each split, spread evenly; the random generators are restored. In a dataset whose sampled rows have equal
+    lengths, only a batch with padding has a mask. `splits`: of one source."""
 
     def __init__(self, *splits: DatasetSplit) -> None:
         self._splits = splits

@@ -26,22 +26,15 @@ from raytrain.data.rows.contract import Batch, Order, Split, SplitView
 
 @dataclass
 class TransferCounts:
-    """Copies that `to_device` has made in this process.
+    """Copies that `to_device` has made in this process."""
 
-    Attributes:
-        tensors: that were really copied, `bytes` of them together.
-        in_place: tensors that were on the device already and were returned as the same object.
-        pinned: copies whose source was pinned host memory.
-        non_blocking: copies that were queued, so that the host did not wait for them.
-        pageable, other_device: copies that the host waited for, as their source was ordinary host memory, or as it was
-            on another device.
-    """
-
-    tensors: int = 0
+    tensors: int = 0  # that were really copied, `bytes` of them together
     bytes: int = 0
-    in_place: int = 0
-    pinned: int = 0
-    non_blocking: int = 0
+    in_place: int = 0  # tensors that were on the device already and were returned as the same object
+    pinned: int = 0  # copies whose source was pinned host memory
+    non_blocking: int = 0  # copies that were queued, so that the host did not wait for them
+    # pageable, other_device: copies that the host waited for, as their source was ordinary host memory, or as it was on
+    # another device
     pageable: int = 0
     other_device: int = 0
 
@@ -195,11 +188,8 @@ Storage = Literal["resident", "partial", "pinned", "stream"]
 
 
 class StreamSplit(SplitView):
-    """A split gathered on the CPU; each batch is then moved to the device.
-
-    Args:
-        pinned: move batches through pinned memory, so that the host does not wait for the copy.
-    """
+    """A split gathered on the CPU; each batch is then moved to the device. `pinned`: move batches through pinned
+    memory, so that the host does not wait for the copy."""
 
     def __init__(self, split: Split, *, device: torch.device | str, pinned: bool = False) -> None:
         super().__init__(split)
@@ -237,16 +227,14 @@ class ReorderedSplit(SplitView):
 
 
 def place_split(split: Split, storage: Storage, device: torch.device | str, *, resident_rows: int = 0) -> Split:
-    """The split with its rows where training reads them. Order and batches are the same for every storage.
+    """The split with its rows where training reads them. Order and batches are the same for every storage. Raises
+    ValueError: another storage, such as an `auto` that the plan has not resolved.
 
     Args:
         split: as the source opened it, on the host.
         storage: "resident" keeps all rows on the device, "partial" the first `resident_rows`; "stream" moves each
             batch, "pinned" moves it through pinned memory.
         device: where batches must be.
-
-    Raises:
-        ValueError: another storage, such as an `auto` that the plan has not resolved.
     """
     if storage in ("resident", "partial"):
         return split.to(device, rows=resident_rows if storage == "partial" else None)
@@ -263,12 +251,8 @@ def place_split(split: Split, storage: Storage, device: torch.device | str, *, r
 class PartialTensor:
     """A column (N, ...) whose first rows are on the device and the others on the host.
 
-    Rows that are taken from it are always on the device.
-
-    Args:
-        head: rows 0 to K - 1, on the device.
-        tail: the others, on the host.
-    """
+    Rows that are taken from it are always on the device. `head`: rows 0 to K - 1, on the device. `tail`: the others,
+    on the host."""
 
     def __init__(self, head: Tensor, tail: Tensor) -> None:
         self.head, self.tail = head, tail

@@ -26,11 +26,8 @@ def is_integer(tensor: Column) -> bool:
 
 
 def host_tensor(values: ArrayLike | Tensor) -> Tensor:
-    """Return an array, tensor or list of numbers as a CPU tensor, sharing memory if possible.
-
-    Raises:
-        TypeError, ValueError: not numbers, or ragged.
-    """
+    """Return an array, tensor or list of numbers as a CPU tensor, sharing memory if possible. Raises TypeError,
+    ValueError: not numbers, or ragged."""
     if isinstance(values, Tensor):
         return values.detach().cpu()
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
@@ -156,17 +153,15 @@ class TextSplit(Split):
     Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the next tokens. Tokens are
     stored in a compact dtype and widened in the batch.
 
-    Training windows of one epoch do not overlap: an offset below `context` and an order are drawn from
-    (seed, epoch); every epoch has the same number of windows. Evaluation covers the text from its first token;
-    less than one window remains at the end.
+    Training windows of one epoch do not overlap: an offset below `context` and an order are drawn from (seed, epoch);
+    every epoch has the same number of windows. Evaluation covers the text from its first token; less than one window
+    remains at the end. Raises InputError: the text is shorter than one window plus one token.
 
     Args:
         tokens: (N,) uint8, uint16 or int32 array, or a tensor.
         context: T, tokens per window.
         key: the config key that the error for a too short text names.
         same_labels: labels equal the input_ids, with the first of each row -100, for a model that shifts them.
-    Raises:
-        InputError: the text is shorter than one window plus one token.
     """
 
     def __init__(

@@ -63,11 +63,8 @@ def read_shape(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> tup
 
 
 def read_idx(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> np.ndarray:
-    """Read one file as a writable uint8 array.
-
-    Raises:
-        InputError: not such a file, a size that differs from its header, or an empty file.
-    """
+    """Read one file as a writable uint8 array. Raises InputError: not such a file, a size that differs from its
+    header, or an empty file."""
     data = read_bytes(path, key=key)
     if data[:2] == GZIP_MAGIC:
         try:

@@ -48,7 +48,8 @@ def table_pair(
     keys: tuple[str, str] = ("data.path", "data.eval_path"),
     origin: str,
 ) -> Source:
-    """Return a source of one or two pyarrow Tables; without the second, part of the first is held out.
+    """Return a source of one or two pyarrow Tables; without the second, part of the first is held out. Raises
+    InputError: columns that are missing, not numeric, have missing values, or differ between the tables.
 
     Args:
         train, evaluation: the tables.
@@ -56,8 +57,6 @@ def table_pair(
         fraction: the part held out if there is no second table.
         keys: the config keys that errors name, one per table.
         origin: a short description of the tables for messages.
-    Raises:
-        InputError: columns that are missing, not numeric, have missing values, or differ between the tables.
     """
     choice = choose_columns(train.schema, features=features, label=label, key=keys[0], table=train)
     tables = [train] if evaluation is None else [train, evaluation]
@@ -109,15 +108,14 @@ def class_count(splits: Sequence[Any]) -> int | None:
 
 
 def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) -> RowSplit:
-    """Return one object as a split.
+    """Return one object as a split. Raises InputError: an unsupported object, no rows, different row counts, NaN or
+    infinity in a float column.
 
     Args:
-        data: a dict of tensors, arrays or lists; a map-style dataset of dicts or (x, y) pairs; a pyarrow
-            Table or pandas DataFrame, whose columns keep their names.
+        data: a dict of tensors, arrays or lists; a map-style dataset of dicts or (x, y) pairs; a pyarrow Table or
+            pandas DataFrame, whose columns keep their names.
         key: the config key that errors name.
         collate: `data.collate`, for a map-style dataset, whose items may then be of any kind.
-    Raises:
-        InputError: an unsupported object, no rows, different row counts, NaN or infinity in a float column.
     """
     if isinstance(data, Mapping):
         dense, ragged, rows = {}, {}, {}

@@ -56,16 +56,9 @@ FLOAT_BYTES = 4
 
 
 def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | None:
-    """Return the sizes of the data from file sizes, headers and metadata; torch is not imported.
-
-    Args:
-        data: the `data` section.
-        context: `model.context`, for text.
-    Returns:
-        None for the user's own source and for text that is tokenized: their sizes are known only in a run.
-    Raises:
-        InputError: the section or its files are invalid.
-    """
+    """Return the sizes of the data from file sizes, headers and metadata; torch is not imported. `data`: the `data`
+    section. `context`: `model.context`, for text. Returns None for the user's own source and for text that is
+    tokenized: their sizes are known only in a run. Raises InputError: the section or its files are invalid."""
     keys = source_keys(data)
     fraction = data.eval_fraction
     if data.train is not None:
@@ -116,12 +109,9 @@ def _table_sizes(kind: str, keys: Mapping[str, Any]) -> list[tuple[int, int, boo
 
 
 def describe_shapes(data: DataConfig) -> dict[str, Any]:
-    """Return the facts that a model builder can take from the source without opening it and without torch.
-
-    Returns:
-        Those of vocab_size, image_shape (C, H, W), num_features and num_classes that are known; `CLASSES_UNREAD`
-        where counting the classes would take reading much of the data.
-    """
+    """Return the facts that a model builder can take from the source without opening it and without torch. Returns
+    those of vocab_size, image_shape (C, H, W), num_features and num_classes that are known; `CLASSES_UNREAD` where
+    counting the classes would take reading much of the data."""
     keys = source_keys(data)
     if data.train is not None or is_own(data.source or "") or is_tokenised(data):
         return {}
@@ -156,11 +146,7 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
 
 def check_label(data: DataConfig, *, builder: str | None) -> None:
     """Raise InputError (data.label) where a table without a label is given to a built-in model of rows: without
-    data.features its columns keep their names, and none of them becomes x.
-
-    Args:
-        builder: `model.builder`.
-    """
+    data.features its columns keep their names, and none of them becomes x. `builder`: `model.builder`."""
     if builder not in ROW_BUILDERS or not (is_table(data.train) if data.train is not None else data.source in TABLES):
         return
     keys = source_keys(data)
@@ -401,11 +387,8 @@ def _open_written(written: Any, fraction: float) -> Source:
 
 def read_on_driver(data: DataConfig) -> bytes | Tokenised | None:
     """Read the data that the driver must read for all workers, otherwise return None: the standard library's text,
-    which may differ between machines, and tokenized text, so that it is tokenized once.
-
-    Raises:
-        InputError: as for `open_source`.
-    """
+    which may differ between machines, and tokenized text, so that it is tokenized once. Raises InputError: as for
+    `open_source`."""
     if data.train is None and data.source == "stdlib":
         return read_stdlib(source_keys(data)["max_bytes"])
     return tokenise(data) if is_tokenised(data) else None

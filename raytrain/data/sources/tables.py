@@ -71,13 +71,9 @@ def read_pair(keys: Mapping[str, Any], *, kind: str) -> list[Any]:
 
 
 def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str | None] = ()) -> Any:
-    """Read all files as one pyarrow Table, in the order given.
-
-    Args:
-        text: columns of CSV files that stay as they are written; the types of the others follow from all files.
-    Raises:
-        InputError: a file that is missing, unreadable or of another format, no rows, or columns that differ.
-    """
+    """Read all files as one pyarrow Table, in the order given. `text`: columns of CSV files that stay as they are
+    written; the types of the others follow from all files. Raises InputError: a file that is missing, unreadable or
+    of another format, no rows, or columns that differ."""
     import pyarrow as pa
 
     tables = [_read_table(path, kind=kind, key=key) for path in paths]
@@ -267,13 +263,9 @@ def choose_columns(
     """Choose the columns of `schema` to use.
 
     List columns keep their names. Numeric columns are stacked into x, unless neither features nor a label is given:
-    then all keep their names, and a column `labels` of strings is the label.
-
-    Args:
-        table: the rows, if they were read: a message names the value that makes a column text.
-    Raises:
-        InputError: a column that does not exist, or one that is not numeric.
-    """
+    then all keep their names, and a column `labels` of strings is the label. `table`: the rows, if they were read: a
+    message names the value that makes a column text. Raises InputError: a column that does not exist, or one that is
+    not numeric."""
     names = list(schema.names)
     check_distinct(names, key=key)
     for wanted, origin in [*((name, "data.features") for name in features or ()), (label, "data.label")]:
@@ -403,11 +395,8 @@ class TableColumns:
 
 
 def convert(table: Any, choice: ColumnChoice, *, classes: tuple[str, ...] | None, key: str) -> TableColumns:
-    """Convert the chosen columns to arrays: x float32, labels int64 (classes) or float32, lists unchanged.
-
-    Raises:
-        InputError: a missing value, NaN or infinity; the message names column and row.
-    """
+    """Convert the chosen columns to arrays: x float32, labels int64 (classes) or float32, lists unchanged. Raises
+    InputError: a missing value, NaN or infinity; the message names column and row."""
     columns = TableColumns()
     for name in (*choice.stacked, *choice.named):
         if column_kind(table.schema.field(name).type) == "other":

@@ -92,12 +92,9 @@ def text_facts(
     reason: str,
     key: str,
 ) -> DataFacts:
-    """Return the sizes of a text of `train` and `evaluation` tokens (0 = no evaluation).
-
-    Raises:
-        InputError: fewer than two windows of training tokens (the offset of an epoch may skip up to one), or fewer
-            than one window plus one token of evaluation tokens.
-    """
+    """Return the sizes of a text of `train` and `evaluation` tokens (0 = no evaluation). Raises InputError: fewer
+    than two windows of training tokens (the offset of an epoch may skip up to one), or fewer than one window plus
+    one token of evaluation tokens."""
     needs = {"training": (train, 2 * context)}
     if evaluation:
         needs["evaluation"] = (evaluation, context + 1)
@@ -286,11 +283,8 @@ STDLIB = "the source text of Python's standard library"
 
 
 def stdlib_files(max_bytes: int = STDLIB_MAX_BYTES) -> tuple[list[Path], int]:
-    """Return the standard library's source files, sorted, up to `max_bytes`, and their total bytes.
-
-    Raises:
-        InputError: this Python has no source files (for example an embedded build).
-    """
+    """Return the standard library's source files, sorted, up to `max_bytes`, and their total bytes. Raises
+    InputError: this Python has no source files (for example an embedded build)."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, names, files in os.walk(root):

@@ -37,14 +37,9 @@ from raytrain.runs.storage import read_bytes
 
 
 def read_fields(paths: Sequence[str], *, fields: Mapping[str, str], key: str) -> dict[str, list[Any]]:
-    """Return the columns of the files, by key of the `data` section.
-
-    Args:
-        fields: key of the section ("text_field", ...) -> the field name in each line.
-        key: the config key that errors about files name.
-    Raises:
-        InputError: no lines, or a line that is not a JSON object, lacks a field, or has a value of the wrong type.
-    """
+    """Return the columns of the files, by key of the `data` section. `fields`: key of the section ("text_field",
+    ...) -> the field name in each line. `key`: the config key that errors about files name. Raises InputError: no
+    lines, or a line that is not a JSON object, lacks a field, or has a value of the wrong type."""
     columns: dict[str, list[Any]] = {name: [] for name in fields}
     for path in paths:
         for number, line in enumerate(read_bytes(path, key=key, unpack=True).split(b"\n"), start=1):
@@ -134,12 +129,9 @@ class Row:
 
 
 def to_row(document: Document, *, max_length: int, same_labels: bool) -> Row | None:
-    """Truncate a document to a row of at most `max_length` tokens; None if no label is left to learn.
-
-    Args:
-        same_labels: labels equal the tokens, with the first set to -100, for a model that shifts them itself;
-            otherwise each label is the next token.
-    """
+    """Truncate a document to a row of at most `max_length` tokens; None if no label is left to learn. `same_labels`:
+    labels equal the tokens, with the first set to -100, for a model that shifts them itself; otherwise each label is
+    the next token."""
     ids = document.ids[: max_length + (not same_labels)]
     labels = ids.copy()
     labels[: document.given] = IGNORED_LABEL
@@ -184,10 +176,7 @@ def packed(rows: Sequence[Row], *, length: int, pad: int) -> TableColumns:
 
 def share_rows(lengths: np.ndarray, *, room: int) -> list[list[int]]:
     """Assign documents to rows: longest first, each into the fullest row that still has room (best-fit decreasing).
-
-    Args:
-        lengths: none longer than `room`.
-    """
+    `lengths`: none longer than `room`."""
     held: list[list[int]] = []
     rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # indexed by the room left
     left = 0  # bit s is set if some row has room s left, so the smallest sufficient room is found in one step
@@ -217,27 +206,18 @@ FIELDS = ("text_field", "prompt_field", "completion_field", "label_field")
 
 @dataclass(frozen=True)
 class Tokenised:
-    """The tokens of a source, in host memory.
+    """The tokens of a source, in host memory."""
 
-    Attributes:
-        tokenizer: folder of the tokenizer.
-        vocab_size: number of tokens in its vocabulary.
-        pad: the token that rows are padded with.
-        train, eval: one long text as (N,) tokens, or columns of rows; `eval` is None if nothing is held out.
-        describe: a one-line description for messages.
-        same_labels: labels are the input_ids (`TextSplit`).
-        row_length: tokens per row, None if rows have different lengths.
-        classes, class_names: as in `Source`.
-    """
-
-    tokenizer: str
-    vocab_size: int
-    pad: int
+    tokenizer: str  # folder of the tokenizer
+    vocab_size: int  # number of tokens in its vocabulary
+    pad: int  # the token that rows are padded with
+    # train, eval: one long text as (N,) tokens, or columns of rows; `eval` is None if nothing is held out
     train: np.ndarray | TableColumns
     eval: np.ndarray | TableColumns | None
-    describe: str
-    same_labels: bool = False
-    row_length: int | None = None
+    describe: str  # a one-line description for messages
+    same_labels: bool = False  # labels are the input_ids (`TextSplit`)
+    row_length: int | None = None  # tokens per row, None if rows have different lengths
+    # classes, class_names: as in `Source`
     classes: int | None = None
     class_names: tuple[str, ...] | None = None
 
@@ -248,11 +228,8 @@ def is_tokenised(data: DataConfig) -> bool:
 
 
 def tokenise(data: DataConfig) -> Tokenised:
-    """Read and tokenize all files; a pure function of the files and the section.
-
-    Raises:
-        InputError: there is no tokenizer, or the files are invalid.
-    """
+    """Read and tokenize all files; a pure function of the files and the section. Raises InputError: there is no
+    tokenizer, or the files are invalid."""
     keys = source_keys(data)
     tokenizer = hf.open_tokenizer(keys["tokenizer"])
     read = _text if data.source == "text" else _classes if keys["label_field"] is not None else _documents
@@ -406,13 +383,8 @@ ROW_KEYS = ("class_names", "tokenizer", "max_length", "packing", "labels")
 
 
 def resolve_text_keys(data: DataConfig, model: ModelConfig) -> DataConfig:
-    """Return the section with every `auto` value for text resolved; other sections are unchanged.
-
-    Args:
-        model: the `model` section, with absolute paths.
-    Raises:
-        InputError: conflicting keys, or rows longer than the model accepts.
-    """
+    """Return the section with every `auto` value for text resolved; other sections are unchanged. `model`: the
+    `model` section, with absolute paths. Raises InputError: conflicting keys, or rows longer than the model accepts."""
     if data.train is not None or data.source not in ("text", "jsonl"):
         return data
     keys = source_keys(data)

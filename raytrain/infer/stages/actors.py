@@ -62,13 +62,9 @@ class StageActor:
 def remote_pipeline(work: Work, *, cpus: float, gpus: float, accelerator: str | None = None) -> StagePipeline:
     """Start the stages of one replica; they end with this process, and it notices if one of them ends.
 
-    In an actor of a placement group each stage has the bundle of its number.
-
-    Args:
-        cpus, gpus, accelerator: Ray resources of each further stage, and the type of its GPU.
-    Raises:
-        StateLost: a stage ended before all were ready. RunError: there is no room for them in the cluster.
-    """
+    In an actor of a placement group each stage has the bundle of its number. `cpus`, `gpus`, `accelerator`: Ray
+    resources of each further stage, and the type of its GPU. Raises StateLost: a stage ended before all were ready.
+    RunError: there is no room for them in the cluster."""
     assert work.split is not None
     stages = _FurtherStages(work, cpus=cpus, gpus=gpus, accelerator=accelerator)
     try:
@@ -164,15 +160,14 @@ class ReplicaPlaces:
     """One placement group for each replica, with a bundle for each of its processes.
 
     Stages that Ray places one by one could leave two replicas with half of their stages each, which wait for each
-    other. Replicas beyond the first that find no room are placed as soon as there is some.
+    other. Replicas beyond the first that find no room are placed as soon as there is some. Raises RunError: the cluster
+    has no room for them within `ROOM_S`.
 
     Args:
         stages: of a replica, or other processes.
         cpus, gpus, accelerator: Ray resources of each, and the type of its GPU.
         at_once: replicas that must have room before the job begins.
         hosts: of experts, which all processes of a replica but the first are; 0 where they are stages.
-    Raises:
-        RunError: the cluster has no room for them within `ROOM_S`.
     """
 
     def __init__(
@@ -222,12 +217,8 @@ def _is_placed(group: Any) -> bool:
 
 
 def no_room(stages: int, bundle: dict[str, float], *, replicas: int = 1, hosts: int = 0) -> RunError:
-    """The error of stages that were not placed in time: what they need, and what the cluster has.
-
-    Args:
-        bundle: the resources of a stage.
-        hosts: see `ReplicaPlaces`.
-    """
+    """The error of stages that were not placed in time: what they need, and what the cluster has. `bundle`: the
+    resources of a stage. `hosts`: see `ReplicaPlaces`."""
     import ray
 
     free, have = ray.available_resources(), ray.cluster_resources()

@@ -35,26 +35,17 @@ LEAST_BATCHES = 64
 
 @dataclass(frozen=True)
 class PartTimes:
-    """What was measured; can be pickled.
+    """What was measured; can be pickled."""
 
-    Attributes:
-        seconds: of each part of the plan, for a batch with its whole answers; () if nothing was measured.
-        reason: why nothing was measured; "" otherwise.
-        took_s: seconds of the measurement.
-    """
-
+    # of each part of the plan, for a batch with its whole answers; () if nothing was measured
     seconds: tuple[float, ...] = ()
-    reason: str = ""
-    took_s: float = 0.0
+    reason: str = ""  # why nothing was measured; "" otherwise
+    took_s: float = 0.0  # seconds of the measurement
 
 
 def measure_parts(work: Work, unit: Unit) -> PartTimes:
-    """Time every part on some batches of a unit. A row or a batch that fails ends it: the job computes the row again,
-    and tells.
-
-    Raises:
-        InputError: the model does not fit its weights or the input.
-    """
+    """Time every part on some batches of a unit. A row or a batch that fails ends it: the job computes the row
+    again, and tells. Raises InputError: the model does not fit its weights or the input."""
     began = time.perf_counter()
     if work.threads is not None:
         torch.set_num_threads(work.threads)
@@ -104,15 +95,10 @@ def _recorded(
 
 @dataclass
 class PassRecorder:
-    """In the place of a `StagePipeline`: keeps the inputs of passes instead of computing them; outputs are zeros.
+    """In the place of a `StagePipeline`: keeps the inputs of passes instead of computing them; outputs are zeros."""
 
-    Attributes:
-        generates: whether outputs are logits of tokens.
-        passes: since they were last taken.
-    """
-
-    generates: bool = False
-    passes: list[StagePass] = field(default_factory=list)
+    generates: bool = False  # whether outputs are logits of tokens
+    passes: list[StagePass] = field(default_factory=list)  # since they were last taken
     _caches: Any = field(default_factory=itertools.count, repr=False)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any], cache: CacheUse | None = None) -> Tensor:

@@ -60,12 +60,9 @@ def without_parameters() -> Iterator[None]:
 def parts_of(trainable: Trainable) -> list[ModelPart]:
     """The parts of a model: what comes before its repeated blocks, each block, and each module after them.
 
-    A builder names the blocks (`Trainable.blocks`), else they are the modules that repeat (`raytrain.models.blocks`).
-    The order is that in which the modules were defined.
-
-    Raises:
-        InputError: the model has fewer than two parts.
-    """
+    A builder names the blocks (`Trainable.blocks`), else they are the modules that repeat
+    (`raytrain.models.blocks`). The order is that in which the modules were defined. Raises InputError: the model has
+    fewer than two parts."""
     module = trainable.module
     blocks = blocks_of(trainable, key=KEY) if trainable.blocks is not None else repeated(module)
     of_block = {id(block) for _, block in blocks}
@@ -134,14 +131,10 @@ def poisoned(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass
 class RangedTensors:
-    """Tensors of stored weights, each read as one range of its file.
-
-    Attributes:
-        bytes_read: of tensors so far, without headers.
-    """
+    """Tensors of stored weights, each read as one range of its file."""
 
     stored: StoredWeights
-    bytes_read: int = 0
+    bytes_read: int = 0  # of tensors so far, without headers
     _headers: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def read(self, name: str) -> Tensor:
@@ -182,11 +175,8 @@ class RangedTensors:
 
 
 def check_weights(module: nn.Module, stored: StoredWeights) -> None:
-    """Check, from headers alone, that stored weights have the names and shapes of a module's.
-
-    Raises:
-        InputError: they have not, so that no stage could read its own part of them.
-    """
+    """Check, from headers alone, that stored weights have the names and shapes of a module's. Raises InputError:
+    they have not, so that no stage could read its own part of them."""
     found = misfits(module, stored.shapes)
     found.pop("unexpected", None)
     if found:
@@ -251,42 +241,28 @@ Structure = Any
 
 @dataclass(frozen=True)
 class CacheUse:
-    """The key/value cache that a pass uses; each stage holds its own layers' part.
+    """The key/value cache that a pass uses; each stage holds its own layers' part."""
 
-    Attributes:
-        number: of the cache.
-        lengths: tokens of each prompt.
-        capacity: tokens of the longest row at the end.
-        keep: rows that continue since the pass before, None for all.
-    """
-
-    number: int
-    lengths: tuple[int, ...]
-    capacity: int
-    keep: tuple[int, ...] | None = None
+    number: int  # of the cache
+    lengths: tuple[int, ...]  # tokens of each prompt
+    capacity: int  # tokens of the longest row at the end
+    keep: tuple[int, ...] | None = None  # rows that continue since the pass before, None for all
 
 
 @dataclass(frozen=True)
 class StagePass:
-    """One forward pass on its way through the stages.
+    """One forward pass on its way through the stages."""
 
-    Attributes:
-        args, kwargs: of the model's forward; every stage gets them, since masks and positions are made of them.
-        cache: None for a pass without one.
-        ended: numbers of caches that are not used any more.
-        hidden: what crosses the cut before the next stage; after the last stage the model's output.
-        outputs: name of a part, or class of a repeated one -> the structure of its output, for stages without it.
-        seconds: that each stage so far took to compute it.
-        error: (whether memory ran out, message) of the stage that failed; later stages only pass it on.
-    """
-
+    # args, kwargs: of the model's forward; every stage gets them, since masks and positions are made of them
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    cache: CacheUse | None = None
-    ended: tuple[int, ...] = ()
-    hidden: Tensor | None = None
+    cache: CacheUse | None = None  # None for a pass without one
+    ended: tuple[int, ...] = ()  # numbers of caches that are not used any more
+    hidden: Tensor | None = None  # what crosses the cut before the next stage; after the last stage the model's output
+    # name of a part, or class of a repeated one -> the structure of its output, for stages without it
     outputs: dict[str, Structure] = field(default_factory=dict)
-    seconds: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()  # that each stage so far took to compute it
+    # (whether memory ran out, message) of the stage that failed; later stages only pass it on
     error: tuple[bool, str] | None = None
 
 

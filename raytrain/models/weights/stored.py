@@ -175,11 +175,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class StartingWeights:
-    """Weights for one model; `fill` loads them once.
-
-    Args:
-        stored: where they are.
-    """
+    """Weights for one model; `fill` loads them once. `stored`: where they are."""
 
     def __init__(self, stored: StoredWeights) -> None:
         self.stored = stored
@@ -191,11 +187,8 @@ class StartingWeights:
         return cls(find_weights(path, key=KEY))
 
     def check(self, module: nn.Module, translate: Translate | None = None) -> None:
-        """Check that names and shapes are those of the module, which may be on the meta device.
-
-        Raises:
-            InputError: with the counts and the first five of what does not fit.
-        """
+        """Check that names and shapes are those of the module, which may be on the meta device. Raises InputError:
+        with the counts and the first five of what does not fit."""
         shapes = self.stored.shapes
         if translate is not None and misfits(module, shapes):
             shapes = _shapes_of(_named(module, _without_extra(self.read()), translate))
@@ -204,11 +197,8 @@ class StartingWeights:
             raise misfit(found, self.stored.origin)
 
     def fill(self, module: nn.Module, translate: Translate | None = None) -> None:
-        """Load the weights into the module, cast to its dtypes; later calls do nothing.
-
-        Raises:
-            InputError: as `check`.
-        """
+        """Load the weights into the module, cast to its dtypes; later calls do nothing. Raises InputError: as
+        `check`."""
         if self.filled:
             return
         read = self.read()
