@@ -54,8 +54,6 @@ MEASURED = "by bytes, until the parts are timed before the first unit"
 
 @dataclass(frozen=True)
 class StageChoice:
-    """How the model is held."""
-
     split: StageSplit | None  # None for a whole copy in each worker
     memory: InferenceMemory | None  # the estimate of a whole copy, None where the sizes are not known
     limit: int | None  # bytes that a device may use, None where unknown
@@ -68,7 +66,6 @@ class StageChoice:
         return 1 if self.split is None else self.split.plan.stages
 
     def lines(self) -> list[tuple[str, str]]:
-        """What the plan says about it."""
         lines = []
         if self.memory is not None:
             fits = "" if self.limit is None else f" of {size_text(self.limit)} that a device may use"
@@ -230,13 +227,10 @@ HOSTS_KEY = "experts.hosts"
 
 @dataclass(frozen=True)
 class HostChoice:
-    """Where the experts are."""
-
     hosts: int = 0  # of each worker; 0 keeps the experts in the worker
     reason: str = ""  # why; "" for a model without experts
 
     def lines(self) -> list[tuple[str, str]]:
-        """What the plan says about it."""
         if not self.reason:
             return []
         where = f"on {self.hosts} hosts beside each worker" if self.hosts else "in each worker"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -54,8 +55,6 @@ PROCESS = "process of a worker"
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """An inference job that is ready to run."""
-
     target: Target
     rows: InputRows  # the input as Parquet
     units: list[Unit]  # all of them, also those that an earlier command has computed
@@ -89,11 +88,9 @@ class InferencePlan:
 
     @property
     def job(self) -> str:
-        """What the files of this job carry."""
         return digest_of(self.identity)
 
     def work(self) -> Work:
-        """What every worker gets."""
         cluster = self.target.spec.cluster
         return Work(
             self.target.model, self.target.spec.infer, self.rows, self.output.parts, self.batch_size, self.most_failed,
@@ -103,7 +100,6 @@ class InferencePlan:
 
     @property
     def most_failed(self) -> int:
-        """Rows that may fail."""
         return math.floor(self.target.spec.infer.max_failures * self.rows.rows)
 
     def check_unchanged(self) -> None:
@@ -144,7 +140,12 @@ def _input(target: Target, folder: str, data: Any) -> tuple[InputRows, tuple[str
     infer = target.spec.infer
     if data is not None:
         path, used = join(folder, DATASET), _used(target, infer.keep)
-        write_joined(lambda: _tables_of(data), path, origin="the input", used=used)
+        tables: Callable[[], Iterable[Any]] = lambda: [data]  # noqa: E731
+        if is_ray_dataset(data):
+            from raytrain.infer.ray_data import dataset_tables  # imports Ray
+
+            tables = partial(dataset_tables, data)
+        write_joined(tables, path, origin="the input", used=used)
         return InputRows.at([path], limit=infer.max_samples), (), [fingerprint(path)]
     if not infer.input:
         expected = "the files or folders of rows to answer"
@@ -168,14 +169,6 @@ def _used(target: Target, kept: Sequence[str]) -> set[str] | None:
     return None if reads is None else reads | {name for name in (infer.id_column, infer.label, *kept) if name}
 
 
-def _tables_of(data: Any) -> Iterable[Any]:
-    if not is_ray_dataset(data):
-        return [data]
-    from raytrain.infer.ray_data import dataset_tables  # imports Ray
-
-    return dataset_tables(data)
-
-
 def _planned(
     target: Target, inventory: Inventory, output: OutputFolder, rows: InputRows, paths: tuple[str, ...],
     prints: Sequence[str],
@@ -197,8 +190,12 @@ def _planned(
     known = target.model.classes()
     if infer.label is not None and known is not None:
         check_labels(rows, infer.label, known)
-    if infer.id_column is not None:
-        _check_ids(rows, infer.id_column)
+    found = None if infer.id_column is None else duplicate_id(rows, infer.id_column)
+    if found is not None:
+        value, places = found
+        what = f"no value in row {places[0]}" if value is None else f"{value!r} in rows {places[0]} and {places[1]}"
+        seen = f"the column {infer.id_column} with {what}"
+        raise InputError("infer.id_column", got=seen, expected="a unique id in every row")
     wanted = infer.batch_size
     usual = wanted if isinstance(wanted, int) else usual_rows(generates=_generates(target))
     hosts = choose_hosts(target, rows=usual)
@@ -230,14 +227,6 @@ def _planned(
     return InferencePlan(
         target, rows, units, output, batch, workers, threads, stages, identity, paths, reason, hosts, need, room, waits
     )  # fmt: skip
-
-
-def _check_ids(rows: InputRows, column: str) -> None:
-    found = duplicate_id(rows, column)
-    if found is not None:
-        value, places = found
-        what = f"no value in row {places[0]}" if value is None else f"{value!r} in rows {places[0]} and {places[1]}"
-        raise InputError("infer.id_column", got=f"the column {column} with {what}", expected="a unique id in every row")
 
 
 def _new_folder(target: Target) -> str:
@@ -320,7 +309,6 @@ def _threads(target: Target, inventory: Inventory, processes: int) -> int:
 
 
 def _batch(target: Target, stages: int) -> tuple[int, str]:
-    """Rows of a batch, and why."""
     wanted, generates, on_gpu = target.spec.infer.batch_size, _generates(target), target.machines.on_gpu
     if isinstance(wanted, int):
         return wanted, "infer.batch_size"

@@ -33,8 +33,6 @@ _BUILDER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Target:
-    """What `infer` was asked to run."""
-
     model: InferenceModel  # to load on each worker
     spec: JobSpec  # the job with the overrides
     name: str  # for messages and the output folder
@@ -46,7 +44,6 @@ class Target:
 
     @property
     def address(self) -> str:
-        """See `cluster_address`."""
         return cluster_address(self.spec.cluster.address)
 
     def on(self, inventory: Inventory) -> Target:
@@ -68,7 +65,11 @@ def open_target(given: str | None, overrides: Sequence[str], inventory: Inventor
     elif given is not None and given.endswith((".yaml", ".yml")):
         found = target_of(load_spec(given, overrides), os.path.splitext(os.path.basename(given))[0], inventory)
     elif given is not None and os.path.isfile(os.path.join(given, "config.json")):
-        found = _of_folder(given, overrides, inventory)
+        config, path = read_config(given), os.path.abspath(given)
+        keys: dict[str, Any] = {"builder": CAUSAL_LM, "path": path}
+        if "Classification" in str((config.get("architectures") or [""])[0]):
+            keys |= {"builder": CLASSIFIER, "num_labels": len(config.get("id2label") or {0: "0", 1: "1"})}
+        found = _of_model(keys, os.path.basename(path), overrides, inventory)
     else:
         found = _of_run(given, overrides, inventory)
     return replace(found, hosts_given=any(one.partition("=")[0] == "experts.hosts" for one in overrides))
@@ -149,7 +150,6 @@ def _about(run: RunFolder, step: int) -> dict[str, Any]:
 
 
 def _of_source(spec: JobSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Facts of the training data, from the data itself."""
     from jobs.driver.build import opened
 
     source = opened(spec)
@@ -178,15 +178,6 @@ def _of_model(model: dict[str, Any], name: str, overrides: Sequence[str], invent
     return target_of(load_spec(mapping=mapping, overrides=overrides), name, inventory)
 
 
-def _of_folder(folder: str, overrides: Sequence[str], inventory: Inventory) -> Target:
-    """A folder that `save_pretrained` wrote: its config tells whether it is a classifier."""
-    config, path = read_config(folder), os.path.abspath(folder)
-    keys: dict[str, Any] = {"builder": CAUSAL_LM, "path": path}
-    if "Classification" in str((config.get("architectures") or [""])[0]):
-        keys |= {"builder": CLASSIFIER, "num_labels": len(config.get("id2label") or {0: "0", 1: "1"})}
-    return _of_model(keys, os.path.basename(path), overrides, inventory)
-
-
 def _content_of(path: str) -> str:
     """A hash of the files of some weights: of their names, sizes, and first and last bytes."""
     import hashlib
@@ -195,18 +186,17 @@ def _content_of(path: str) -> str:
     summed = hashlib.sha256()
     store: Store = found.store
     for name in sorted(found.files):
-        summed.update(name.encode() + _edges(store, name))
+        folder, leaf = os.path.split(name)
+        size = next(entry.size for entry in store.entries(folder) if entry.name == leaf)
+        if store.is_local:
+            with open(store.local_copy(name, ""), "rb") as file:
+                edges = file.read(1 << 16)
+                file.seek(max(0, size - (1 << 16)))
+                edges += file.read()
+        else:
+            edges = store.read_head(name, 1 << 16)
+        summed.update(name.encode() + b"%d " % size + edges)
     return summed.hexdigest()[:16]
-
-
-def _edges(store: Store, name: str) -> bytes:
-    size = next(entry.size for entry in store.entries(os.path.dirname(name)) if entry.name == os.path.basename(name))
-    if not store.is_local:
-        return b"%d " % size + store.read_head(name, 1 << 16)
-    with open(store.local_copy(name, ""), "rb") as file:
-        head = file.read(1 << 16)
-        file.seek(max(0, size - (1 << 16)))
-        return b"%d " % size + head + file.read()
 
 
 def machines_of(spec: JobSpec, inventory: Inventory) -> tuple[DevicePool, list[str]]:

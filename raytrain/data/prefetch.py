@@ -63,9 +63,7 @@ class PendingBatch(Protocol[Result]):
         """Wait for the batch; raises the error that its making raised."""
         ...
 
-    def cancel(self) -> object:
-        """Give it up."""
-        ...
+    def cancel(self) -> object: ...
 
 
 def prefetch(
@@ -162,8 +160,6 @@ class BatchUploader(Generic[Result]):
 
 
 class PendingUpload(Generic[Result]):
-    """A batch that is being copied."""
-
     def __init__(
         self, future: Future[tuple[Result, torch.Event | None]], stream: torch.Stream | None, *,
         unwanted: Callable[[], object],
@@ -385,8 +381,6 @@ class LoaderPool:
 
 
 class PendingRead:
-    """A batch that a loader process reads."""
-
     def __init__(self, pool: LoaderPool, number: int, request: BatchRequest) -> None:
         self._pool, self._number, self.request = pool, number, request
 

@@ -172,8 +172,6 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The plan's decisions about how rows reach the device."""
-
     # storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place_split`)
     storage: Storage
     resident_rows: int = 0

@@ -48,8 +48,6 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of an answer are chosen, and when it ends."""
-
     max_new_tokens: int  # most tokens of an answer
     temperature: float = 0.0  # 0 takes the most likely token
     top_k: int | None = None  # draw from the k most likely tokens; None for all
@@ -62,8 +60,6 @@ class Sampling:
 
 @dataclass
 class _Row:
-    """One answer while it is generated."""
-
     number: int
     prompt: list[int]
     answer: list[int] = field(default_factory=list)
@@ -398,8 +394,6 @@ def padded_left(prompts: Sequence[Sequence[int]], sampling: Sampling) -> tuple[t
 
 
 class _Stops:
-    """Ends the rows whose answer holds one of the stop texts."""
-
     def __init__(self, codec: Any, stop: Sequence[str], begin: int) -> None:
         self._codec, self._stop, self._begin = codec, stop, begin
 

@@ -41,8 +41,6 @@ NAMED_BY_ROW = ("jsonl", "json")
 
 @dataclass(frozen=True)
 class InputFiles:
-    """The files of an input, all of one format, in the order of their rows."""
-
     paths: tuple[str, ...]
     kind: str
 
@@ -106,7 +104,6 @@ def as_json(name: str) -> str:
 
 
 def own_names(schema: Any) -> list[str]:
-    """The columns that the input itself has."""
     return [name for name in schema.names if not name.startswith(AS_JSON)]
 
 
@@ -415,7 +412,6 @@ class UnitReport:
 
 
 def usual_rows(*, generates: bool, on_gpu: bool = False) -> int:
-    """Rows of a batch where the user names no number."""
     if on_gpu:
         return GENERATED_ROWS_ON_GPU if generates else PLAIN_ROWS_ON_GPU
     return GENERATED_ROWS if generates else PLAIN_ROWS

@@ -68,8 +68,6 @@ Chat = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """How a row becomes the text of a prompt."""
-
     parts: tuple[tuple[str, str | None], ...]  # texts, each with the column whose value follows it, or None
     key: str  # the key that errors name
     chat: Chat | None = None  # puts the text into the tokenizer's chat template; None for the text alone
@@ -77,12 +75,10 @@ class Prompt:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that it names."""
         return tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Those that it reads."""
         return (*self.names, *(as_json(name) for name in self.names if name in self.exact))
 
     def texts(self, table: Any) -> list[str]:
@@ -427,7 +423,6 @@ class InferenceModel:
 
 
 def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
-    """Raise InputError if the input lacks a column that the model reads."""
     given = list(schema.names)
     missing = [name for name in names if name not in given]
     if missing:
@@ -440,7 +435,6 @@ def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
 
 
 def _in_chat(tokenizer: Any, text: str) -> str:
-    """The text in the tokenizer's chat template."""
     messages = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 

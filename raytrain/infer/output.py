@@ -154,7 +154,6 @@ class OutputFolder:
 
 
 def digest_of(identity: Mapping[str, Any]) -> str:
-    """A hash of what a job depends on, which all of its files carry."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -253,8 +252,6 @@ PREFIX = "progress-"
 
 @dataclass
 class WorkerProgress:
-    """Writes the progress of one worker."""
-
     parts: str  # the folder of the units' files
     name: str  # of the worker
     every_s: float = EVERY_S
@@ -363,8 +360,6 @@ def _listed(found: Sequence[str], what: str) -> str:
 
 
 class _MergedFile:
-    """A file that tables are appended to."""
-
     def __init__(self, file: Any, kind: str, fields: list[Any]) -> None:
         import pyarrow as pa
         from pyarrow import parquet

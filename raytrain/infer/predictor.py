@@ -145,8 +145,6 @@ class ModelOutputError(RunError):
 
 @dataclass(frozen=True)
 class Answers:
-    """The predictions of a batch, in its order."""
-
     values: list[Any]  # one for each row
     tokens: list[int] | None = None  # generated tokens of each row; None where nothing is generated
 
@@ -165,11 +163,9 @@ class Predictor(ABC):
 
     @property
     def answer_tokens(self) -> int:
-        """Most tokens of an answer; 1 where nothing is generated."""
         return 1
 
     def shortened(self, tokens: int) -> Predictor:
-        """The same predictor with answers of at most so many tokens, to measure it."""
         del tokens
         return self
 
@@ -343,13 +339,11 @@ def takes_mask(module: nn.Module) -> bool:
 
 
 def takes_any(module: nn.Module, names: Sequence[str]) -> bool:
-    """Whether a module's forward has a parameter of one of these names."""
     taken = _forward_names(module)
     return taken is None or not taken.isdisjoint(names)
 
 
 def _forward_names(module: nn.Module) -> frozenset[str] | None:
-    """Parameters of a module's forward; None if it takes any."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
@@ -371,8 +365,6 @@ class Generate(Protocol):
 
 @dataclass
 class TextPredictor(Predictor):
-    """Prompts -> generated texts."""
-
     module: nn.Module  # a causal language model
     codec: Codec  # of its tokens
     prompt: Any  # column -> the text of a prompt (`raytrain.infer.model`)

@@ -108,8 +108,6 @@ class Int8Linear(nn.Module):
 
 @dataclass(frozen=True)
 class Quantization:
-    """What int8 weights changed."""
-
     layers: int  # number of linear layers in int8
     # before, after: bytes of their weights
     before: int
@@ -133,7 +131,6 @@ def quantize(module: nn.Module) -> Quantization:
 
 
 def saved_bytes(module: nn.Module) -> int:
-    """Bytes that `quantize` would save; the module may be on the meta device."""
     scale_bytes = 4
     return sum(
         (child.weight.element_size() - 1) * child.weight.numel() - scale_bytes * child.out_features
@@ -155,7 +152,6 @@ def _own_linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]
 
 
 def quantization_of(module: nn.Module) -> Quantization | None:
-    """What `quantize` did to a module; None if nothing."""
     layers = [part for part in module.modules() if isinstance(part, Int8Linear)]
     if not layers:
         return None

@@ -45,7 +45,6 @@ class UnitStarts:
         self._workers += 1
 
     def workers(self) -> int:
-        """How many workers have started."""
         return self._workers
 
     def begin(self, number: int) -> int:
@@ -110,11 +109,13 @@ class UnitActor:
             self._error = RunError(f"{self._lost} times in a row {what} ended before a unit was complete; {reason}")
 
     def _run(self, unit: Unit) -> str:
-        """The report of a unit as JSON, or the error."""
+        import ray
+
         written = None if self._starts is None else self._worker.written(unit)
         if written is not None:  # the process that this one replaces ended before its report had arrived
             return json.dumps(asdict(written))
-        if self._ends_each_time(unit):
+        # the first end is that of this actor's first process, which has not counted its units
+        if self._starts is not None and ray.get(self._starts.begin.remote(unit.number)) >= LOST_STARTS:
             return _encoded(
                 RunError(
                     f"the process of a worker ended {LOST_STARTS} times while it computed rows {unit.start:,} to "
@@ -134,16 +135,6 @@ class UnitActor:
             self._count_lost(reason)
             self._load()
         return _encoded(self._error)
-
-    def _ends_each_time(self, unit: Unit) -> bool:
-        """Whether processes ended in this unit `LOST_STARTS` times; the first end is that of this actor's first
-        process, which has not counted its units."""
-        import ray
-
-        if self._starts is None:
-            return False
-        starts: int = ray.get(self._starts.begin.remote(unit.number))
-        return starts >= LOST_STARTS
 
 
 def _as_own(error: Exception, what: str) -> RaytrainError:

@@ -32,8 +32,6 @@ class TooManyFailures(RunError):
 
 @dataclass
 class RowResult:
-    """What became of one row."""
-
     prediction: Any = None  # None if the row failed
     error: str | None = None  # why it failed, None if it did not
     seconds: float = 0.0  # of the batch that answered it, or of the attempts that failed
@@ -43,14 +41,11 @@ class RowResult:
 
     @property
     def status(self) -> str:
-        """`ok` or `failed`."""
         return OK if self.error is None else FAILED
 
 
 @dataclass
 class UnitRunner:
-    """Runs units with one loaded model."""
-
     predictor: Predictor
     rows: InputRows
     batch_size: int  # rows of a batch; less once memory was too small for one

@@ -87,7 +87,17 @@ def call_builder(
         )
         if needed and parameter.name not in arguments:
             raise missing_key(key, parameter.name, name, accepted)
-    return _call(function, arguments, name, key)
+    try:
+        return function(**arguments)
+    except RaytrainError:
+        raise
+    except SizeError as error:
+        raise InputError(f"{key}.{error.key}", got=error.got, expected=error.expected) from error
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            key, got=f"{type(error).__name__} from {name}: {error}", expected="keys that it accepts",
+            remedy=f"its arguments were {', '.join(sorted(arguments)) or 'empty'}; {raised_at(error)}",
+        ) from error  # fmt: skip
 
 
 def to_trainable(result: Any, *, key: str = "model.builder") -> Trainable:
@@ -115,22 +125,6 @@ def to_trainable(result: Any, *, key: str = "model.builder") -> Trainable:
             expected, remedy = "an instance of it", f"write {result.__name__}(), with parentheses"
     got = f"a builder that returned {seen}" if key == "model.builder" else seen
     raise InputError(key, got=got, expected=expected, remedy=remedy)
-
-
-def _call(function: Callable[..., Any], arguments: dict[str, Any], name: str, key: str) -> Any:
-    try:
-        return function(**arguments)
-    except RaytrainError:
-        raise
-    except SizeError as error:
-        raise InputError(f"{key}.{error.key}", got=error.got, expected=error.expected) from error
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            key,
-            got=f"{type(error).__name__} from {name}: {error}",
-            expected="keys that it accepts",
-            remedy=f"its arguments were {', '.join(sorted(arguments)) or 'empty'}; {raised_at(error)}",
-        ) from error
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -175,7 +175,6 @@ def tensor_split(
 
 
 def tensor_bytes(value: Any) -> int:
-    """Return the bytes of all tensors inside `value`."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     found = 0

@@ -186,7 +186,6 @@ def facts_of(train: Split, evaluation: Split | None, *, reason: str, vocab_size:
 
 
 def nonfinite(key: str, *, value: float, column: str, row: int) -> InputError:
-    """The error for NaN or infinity in a column."""
     seen = "NaN" if value != value else ("inf" if value > 0 else "-inf")
     return InputError(
         key,

@@ -69,7 +69,6 @@ class Float64Columns:
         self._converted = frozenset(lost) - self.kept.keys()
 
     def explained(self, error: BaseException) -> str | None:
-        """Why the model failed on a column that stays float64, if it did."""
         text = message_of(error)
         if not self.kept or not re.search(r"double|float64", text, re.IGNORECASE):
             return None

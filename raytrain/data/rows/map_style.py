@@ -307,9 +307,7 @@ class UsersRows(Protocol):
         """The rows; `before` is called with an index before code of the user's reads it."""
         ...
 
-    def batch(self, rows: list[Any]) -> Batch:
-        """These rows as one batch."""
-        ...
+    def batch(self, rows: list[Any]) -> Batch: ...
 
 
 def users_rows(split: Split) -> UsersRows | None:

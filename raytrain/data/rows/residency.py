@@ -40,7 +40,6 @@ class TransferCounts:
 
     @property
     def blocking(self) -> int:
-        """Copies that the host waited for."""
         return self.pageable + self.other_device
 
     def since(self, before: TransferCounts) -> TransferCounts:

@@ -117,7 +117,6 @@ def _whole_numbers(paths: Sequence[str], name: str, *, key: str) -> list[str | N
 
 
 def check_distinct(names: Sequence[str], *, key: str) -> None:
-    """Raise InputError for a name of two columns."""
     if len(set(names)) < len(names):
         twice = next(name for name in names if list(names).count(name) > 1)
         raise InputError(key, got=f"two columns named '{twice}'", expected="different names")
@@ -344,7 +343,6 @@ def first_text(column: Any) -> str | None:
 
 
 def no_label(name: str, kind: Any) -> InputError:
-    """The error for a column whose type cannot be a label."""
     expected = "whole numbers or strings for classes, fractions for regression"
     return InputError("data.label", got=f"column '{name}' of type {kind}", expected=expected)
 

@@ -206,8 +206,6 @@ FIELDS = ("text_field", "prompt_field", "completion_field", "label_field")
 
 @dataclass(frozen=True)
 class Tokenised:
-    """The tokens of a source, in host memory."""
-
     tokenizer: str  # folder of the tokenizer
     vocab_size: int  # number of tokens in its vocabulary
     pad: int  # the token that rows are padded with
@@ -346,7 +344,6 @@ def _encoded(columns: Mapping[str, list[Any]], tokenizer: Any) -> list[Document]
 
 
 def _classes(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> dict[str, Any]:
-    """Tokenize texts that have one class each."""
     names = [name for name in ("path", "eval_path") if keys[name] is not None]
     columns = [_columns(keys, name) for name in names]
     labels = [part["label_field"] for part in columns]

@@ -33,8 +33,6 @@ POLL_S = 0.2
 
 
 class StageActor:
-    """One of the later stages."""
-
     def __init__(self, work: Work, stage: int) -> None:
         if work.threads is not None:
             torch.set_num_threads(work.threads)
@@ -128,7 +126,6 @@ class _FurtherStages:
             raise getattr(error, "cause", None) or error from None
 
     def _lost(self, error: Exception) -> StateLost:
-        """The error of the stage that has ended."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -203,7 +200,6 @@ class ReplicaPlaces:
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(next(self._turns), 0)}
 
     def close(self) -> None:
-        """Give the places back."""
         from ray.util.placement_group import remove_placement_group
 
         for group in self._groups:

@@ -82,7 +82,6 @@ def _chosen(predictor: Predictor, work: Work, unit: Unit) -> list[list[int]]:
 def _recorded(
     recorder: PassRecorder, predictor: Predictor, work: Work, unit: Unit, batch: Sequence[int]
 ) -> list[StagePass]:
-    """The passes of a batch, with the first tokens of its answers."""
     short: Any = predictor.shortened(TOKENS)
     if isinstance(short, TextPredictor):  # no answer may end early
         plain = replace(short.sampling, temperature=0.0, top_k=None, top_p=None, end_ids=frozenset(), stop=())
@@ -143,8 +142,6 @@ def _time_stage(work: Work, number: int, batches: list[list[StagePass]], *, toke
 
 
 class PartClock:
-    """Seconds that the parts of a stage take."""
-
     def __init__(self, stage: ModelStage) -> None:
         plan, self._device = stage.plan, stage.device
         held = range(plan.bounds[stage.stage], plan.bounds[stage.stage + 1])

@@ -104,8 +104,6 @@ def local_pipeline(model: InferenceModel, split: StageSplit, *, threads: int | N
 
 @dataclass
 class StageTimes:
-    """How busy the stages were."""
-
     busy_s: list[float]  # seconds that each stage computed
     wall_s: float = 0.0  # seconds while at least one pass was on its way
     passes: int = 0  # how many
@@ -113,7 +111,6 @@ class StageTimes:
 
     @property
     def bubble(self) -> float:
-        """The share of the stages' time in which they waited."""
         return 1 - sum(self.busy_s) / (len(self.busy_s) * self.wall_s) if self.wall_s else 0.0
 
     def expected_bubble(self, in_flight: int) -> float:
@@ -192,7 +189,6 @@ class StagePipeline:
                 times.wall_s += time.perf_counter() - self._since
 
     def new_cache(self) -> int:
-        """The number of a new key/value cache."""
         return next(self._cache_numbers)
 
     def end_cache(self, number: int) -> None:
@@ -262,7 +258,6 @@ class SplitModule(nn.Module):
             return getattr(self.__dict__["skeleton"], name)
 
     def new_cache(self, lengths: list[int], *, capacity: int) -> RemoteCache:
-        """The key/value cache of some rows, for `forward(cache=...)`."""
         return RemoteCache(self.pipeline, lengths, capacity=capacity)
 
     def own_generate(self, codec: Codec, sampling: Sampling) -> Any:

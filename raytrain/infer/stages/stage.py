@@ -112,7 +112,6 @@ def tensors_of_part(module: nn.Module, parts: list[ModelPart] | tuple[ModelPart,
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a parameter or buffer into the place of the one of this name."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if leaf in owner._parameters:
@@ -251,8 +250,6 @@ class CacheUse:
 
 @dataclass(frozen=True)
 class StagePass:
-    """One forward pass on its way through the stages."""
-
     # args, kwargs: of the model's forward; every stage gets them, since masks and positions are made of them
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -267,7 +264,6 @@ class StagePass:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor in it on a device."""
     return value.to(device) if isinstance(value, Tensor) else rebuild(value, lambda part: to_device(part, device))
 
 
@@ -412,7 +408,6 @@ class ModelStage:
         return len(self._caches)
 
     def _note(self, key: str, module: nn.Module, args: Any, output: Any) -> None:
-        """A hook that notes the structure of a part's output."""
         self._noted[key] = _structure(output)
 
     def _skipped(self, key: str, layer: int | None, *args: Any, **kwargs: Any) -> Any:

@@ -26,8 +26,6 @@ _STEP = re.compile(r"step_\d{8,}")
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in safetensors files."""
-
     # store, files: the files, by their names inside the store
     store: Store
     files: tuple[str, ...]
@@ -171,7 +169,6 @@ def _without_inner(found: StoredWeights, extra: Mapping[str, Any]) -> StoredWeig
 
 
 def _tensors_in(skeleton: Any) -> Iterator[str]:
-    """Names of the tensors that a skeleton refers to."""
     for kind, content in skeleton.items() if isinstance(skeleton, dict) else ():
         if kind in ("tensor", "bytes", "array"):
             yield content["tensor"] if kind == "array" else content
